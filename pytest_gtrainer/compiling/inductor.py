@@ -1,8 +1,6 @@
 """Passes of graph trainers as passes of Inductor: with the names that they need, and an id for Inductor's caches."""
 
-import functools
 import hashlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,16 +80,11 @@ class GraphTrainerPass(CustomGraphPass):
         return str(self.bound), self.bound.home, _hash_of(own), self.sources
 
 
-@functools.cache
-def _content(file: str, changed: int) -> bytes:
-    return Path(file).read_bytes()
-
-
 def _hash_of(files: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for file in files:
         try:
-            digest.update(_content(file, os.stat(file).st_mtime_ns))
+            digest.update(Path(file).read_bytes())
         except OSError as error:
             raise ValueError(f"files={file!r}: {error.strerror}: give the source files of the passes") from None
     return digest.hexdigest()

@@ -11,7 +11,12 @@ from functools import partial
 
 from pytest_gtrainer.conformance import judging
 from pytest_gtrainer.conformance import rules as rules  # importing it registers the rules
-from pytest_gtrainer.conformance.judging import Adapter as Adapter
+from pytest_gtrainer.conformance.judging import Adapter
+
+__all__ = [
+    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "ddp", "deduplication", "memory_policy",
+    "reassignment", "remat", "separate",
+]  # fmt: skip
 
 any_pass, bucketing, separate, canonicalisation, deduplication, remat, memory_policy, reassignment, ddp, chunking = (
     partial(judging.test_of, kind) for kind in judging.KINDS

@@ -5,9 +5,8 @@ difference. Numbers are compared with the golden's numbers of the same environme
 """
 
 import hashlib
-import re
-import unicodedata
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Literal
 
 from pytest_gtrainer import facts
@@ -28,15 +27,18 @@ class Finding:
 
 
 EQUAL = Finding("equal")
-_ODD = re.compile(r"[^\n -~]")
 
 
 def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     """Compare a golden with what was obtained; both texts have ``\\n`` line ends."""
     if kind != "numbers":
-        found = difference(kind, golden, obtained, limit)
-        told = "\n".join([found, *look_alikes(kind, golden, obtained)]) if found is not None else ""
-        return Finding("different", told) if told else EQUAL
+        if (found := difference(kind, golden, obtained, limit)) is None:
+            return EQUAL
+        # characters may look like others, or like nothing
+        pairs = zip_longest(*(header.body(text).split("\n") for text in (golden, obtained)), fillvalue="")
+        odd = ((old, new) for old, new in pairs if old != new and not (old + new).isascii())
+        told = (f"in ASCII: {old!a} in the golden, {new!a} in what was obtained" for old, new in islice(odd, 3))
+        return Finding("different", "\n".join([found, *told]))
     if damage := _damage(kind, golden):
         return Finding("different", damage, replaceable=False)
     try:
@@ -49,23 +51,6 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
         return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
     said = values.differences(old.values, new.values)
     return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
-
-
-def look_alikes(kind: str, golden: str, obtained: str) -> list[str]:
-    """Where lines differ first in a character that may look like another one, or like nothing: at most three places."""
-    if not (_ODD.search(golden) or _ODD.search(obtained)):
-        return []
-    old, new, found = golden.split("\n"), obtained.split("\n"), list[str]()
-    head = len(golden.split("\n")) - len(header.body(golden).split("\n")) if kind == "graph" else 0
-    for first, last, begin, end in lines.changes(old, new):
-        for at, (was, now) in enumerate(zip(old[first:last], new[begin:end], strict=False), start=first):
-            pairs = enumerate(zip(f"{was}\n", f"{now}\n", strict=False))
-            place, both = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-            if at >= head and _ODD.search("".join(both)):
-                sides = [f"U+{ord(c):04X} {unicodedata.name(c, 'the end of the line')}" for c in both]
-                where = f"line {at + 1}, column {place + 1}"
-                found.append(f"{where}: {sides[0]} in the golden, {sides[1]} in what was obtained")
-    return found[:3]
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import secrets
-import socket
 import stat
 import tempfile
 import time
@@ -27,13 +26,8 @@ from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
 LONGEST = 16 * 2**20  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
 _LOCK_SECONDS = 60.0
-_STALE_SECONDS = 3600.0  # where it cannot be seen whether the writer lives: it is on another machine
-_WAYS_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the tree writable"),
-}
-_TEMPORARY = re.compile(r"\.gt-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
+_STALE_SECONDS = 60.0  # to write a golden takes milliseconds
+_TEMPORARY = re.compile(r"\.gt-[0-9a-f]{16}\.tmp")
 
 
 class GoldenFileError(Exception):
@@ -90,10 +84,7 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
         raw = text.encode("utf-8", errors="surrogatepass")
         if damage := _damage(raw, len(raw)):
             raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
-        missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        for folder in reversed(missing):
-            _sync_folder(folder.parent)
         _replace(target, raw)
 
 
@@ -112,7 +103,6 @@ def remove(path: Path, root: Path) -> None:
     try:
         with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
             path.unlink(missing_ok=True)
-            _sync_folder(path.parent)
             with contextlib.suppress(OSError):  # a folder that is not empty
                 for folder in path.relative_to(root).parents[:-1]:
                     (root / folder).rmdir()
@@ -198,13 +188,12 @@ def _reason(error: OSError) -> str:
     """What went wrong, and the way out."""
     if isinstance(error, Timeout):
         return f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: let it end"
-    way_out = _WAYS_OUT.get(error.errno or 0)
-    return (error.strerror or str(error)) + (f": {way_out}" if way_out else "")
+    return error.strerror or str(error)
 
 
 def _replace(path: Path, content: bytes) -> None:
     _sweep(path.parent)
-    temporary = path.with_name(f".gt-{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".gt-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:  # not `tempfile`: it makes files that only their owner may read
             if path.exists():
@@ -216,36 +205,14 @@ def _replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make what was renamed or made in a folder durable."""
-    with contextlib.suppress(OSError):  # some network file systems refuse; the file is whole all the same
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _sweep(folder: Path) -> None:
-    for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(folder))):
+    """Remove what writers that were killed have left."""
+    for found in filter(_TEMPORARY.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):
-            is_stale = time.time() - (folder / found[0]).stat().st_mtime > _STALE_SECONDS
-            if found["host"] == _host():
-                try:
-                    os.kill(int(found["pid"]), 0)
-                except ProcessLookupError:
-                    is_stale = True
-                except (PermissionError, OverflowError):
-                    pass  # somebody else's process, or no number of one
-            if is_stale:
-                (folder / found[0]).unlink()
-
-
-def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode(errors="replace")).hexdigest()[:8]
+            if time.time() - (folder / found).stat().st_mtime > _STALE_SECONDS:
+                (folder / found).unlink()
 
 
 def _lock_file(root: Path) -> str:

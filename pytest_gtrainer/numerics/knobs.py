@@ -74,12 +74,3 @@ def flags(home: str) -> dict[str, bool]:
     """The attributes of a module that ``deterministic`` sets to True or False."""
     own = (knob for knob in KNOBS if knob.path.startswith(f"{home}:") and knob.setting in ("True", "False"))
     return {knob.path.partition(":")[2]: knob.setting == "True" for knob in own}
-
-
-def table() -> str:
-    """The table as Markdown."""
-    rows = ["| knob | concerns | `deterministic` sets | what it decides | documented in |", "|---|---|---|---|---|"]
-    for knob in KNOBS:
-        setting = f"`{knob.setting}`" if knob.setting else "left alone"
-        rows.append(f"| `{knob.name}` | {knob.devices} | {setting} | {knob.effect} | {knob.documented} |")
-    return "\n".join(rows)

@@ -69,8 +69,7 @@ class TrainConfig:
         context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
         repeat_layers: how the graph's side traces, as for ``trace_step``: "off", "auto" or "exact".
-        trace_once: trace on the first and the last rank of ``mesh`` and hand the graph to the others, if it is the same
-            on both; see ``trace_once``. Spares time where ranks share cores.
+        trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores; see ``trace_once``.
         steps: number of steps.
     """
 

@@ -28,10 +28,8 @@ from pytest_gtrainer.tracing.model import ModelState, tensor_text
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
 from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, RankGraph, lines_of, nodes_within
 
-Partitions = Mapping[str, Partition]
-"""By the name of a group of this rank: every rank's group that was made in the same place of their order."""
-
 _GROUP = "group_name"
+_UNABLE = "cannot hand over its graph, "
 
 
 class HandOverError(AssertionError):
@@ -56,39 +54,38 @@ def trace_once(
     # every rank issues the same collectives, whatever the ranks of its mesh find out
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
-    why = _difference_of_ranks(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
-    traced, lines, written, failure = None, "", b"nothing", None
+    why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
+    traced, lines, written, failure, state = None, "", b"nothing", None, ""
     try:
         if why or rank in ends:
             traced = trace()
         if traced is not None and not why:
             lines = "\n".join(_lines(traced, partitions))
-            written = _written(traced, partitions)
+            beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
+            written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside)
+            state = hashlib.sha256(lines.encode()).hexdigest()
     except Exception as raised:  # the others must not wait for this rank
-        failure = raised
-    wrong = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    states = [
-        json.loads(text) for text in texts_of_ranks(json.dumps([wrong, hashlib.sha256(lines.encode()).hexdigest()]))
-    ]
+        failure, state = raised, f"{_UNABLE}{type(raised).__name__}: {raised}"
+    states = texts_of_ranks(state)
     texts = texts_of_ranks("" if states[ends[0]] == states[ends[1]] else lines)
     sent = {first: sent_from(first, written) for first in sorted(set(map(int, texts_of_ranks(str(ends[0])))))}
     if failure is not None and traced is None:
         raise failure
-    failed = next((f"rank {end} cannot hand over its graph, {states[end][0]}" for end in ends if states[end][0]), "")
-    if why := why or failed or _difference_of_ranks(texts, ends):
+    failed = next((f"rank {end} {states[end]}" for end in ends if states[end].startswith(_UNABLE)), "")
+    if why := why or failed or _difference(texts, ends):
         return replace(traced or trace(), handed_over=f"traced here: {why}")
     if traced is not None:
         return replace(traced, handed_over=f"traced here, and on rank {ends[rank == ends[0]]}, for {len(ranks)} ranks")
     taken = _taken_over(sent[ends[0]], model, inputs, partitions)
-    if check and (differing := _difference(_lines(taken, partitions), _lines(trace(), partitions))):
-        raise HandOverError(
-            f"the graph of rank {ends[0]} is not that of rank {rank}: it has {differing[0]}, this rank {differing[1]}"
-        )
+    if check:
+        whole = {of: "\n".join(_lines(step, partitions)) for of, step in ((ends[0], taken), (rank, trace()))}
+        if differing := _difference(whole, (ends[0], rank)):
+            raise HandOverError(f"the graph that was handed over is not the own one: {differing}")
     return taken
 
 
 def _partitions_of_groups() -> dict[str, Partition]:
-    """The groups that divide the world; every rank must call it."""
+    """By name, the groups that divide the world: those that ranks made in the same place; every rank must call it."""
     own = {name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()}
     told = map(json.loads, texts_of_ranks(json.dumps(list(own.values()))))
     made_together = dict(zip(own, zip(*told, strict=False), strict=False))
@@ -103,22 +100,14 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
     """What a trace is given: state and inputs, a line each."""
     state = ModelState.of(model)
     for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
-        own, placed = tensor, ""
-        if isinstance(tensor, DTensor):
-            own, placed = local_part(tensor), f", {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
-        yield f"{fqn} {_text(own)}{', trained' if tensor.requires_grad else ''}{placed}"
+        own, placed = local_part(tensor) if isinstance(tensor, DTensor) else tensor, getattr(tensor, "placements", "")
+        trained = "trained" if tensor.requires_grad else "fixed"
+        yield f"{fqn} {tensor_text(own)} {own.stride()} on {own.device.type}, {trained} {placed}"
     leaves, spec = pytree.tree_flatten(tuple(inputs))
     for place, leaf in enumerate(leaves):
-        yield f"input {place} {_text(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)}"
+        told = f"{tensor_text(leaf)} {leaf.stride()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        yield f"input {place} {told}"
     yield f"inputs {spec}"
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return f"{tensor_text(tensor)} of strides {tensor.stride()} on {tensor.device.type}"
-
-
-def _graphs(traced: TracedStep) -> list[fx.GraphModule]:
-    return [gm for gm in (traced.gm, traced.twin) if gm is not None]
 
 
 def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
@@ -129,9 +118,9 @@ def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
                 yield node, place
 
 
-def _lines(traced: TracedStep, partitions: Partitions) -> Iterator[str]:
+def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[str]:
     """Every node of a step's graphs without what may differ between ranks, and where gradients are placed."""
-    for gm in _graphs(traced):
+    for gm in filter(None, (traced.gm, traced.twin)):
         for node, _ in _naming_groups(gm):
             if (name := argument_of(node, _GROUP)) not in partitions:
                 raise ValueError(f"its process group {name!r} has no counterpart on every rank")
@@ -140,15 +129,10 @@ def _lines(traced: TracedStep, partitions: Partitions) -> Iterator[str]:
     yield f"gradients placed {traced.gradient_placements}"
 
 
-def _written(traced: TracedStep, partitions: Partitions) -> bytes:
-    beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
-    return bytes_of(_graphs(traced), beside)
-
-
-def _taken_over(data: bytes, model: nn.Module, inputs: Sequence[Any], partitions: Partitions) -> TracedStep:
-    """The step that ``_written`` wrote, with the groups of this rank."""
+def _taken_over(data: bytes, model: nn.Module, inputs: Sequence[Any], groups: Iterable[str]) -> TracedStep:
+    """A step that another rank has written, with the groups of this rank."""
     (gm, *twins), (names, fakes, placements, repeated) = graphs_of(data, new_fake_mode())
-    own = dict(zip(names, partitions, strict=True))
+    own = dict(zip(names, groups, strict=True))
     for graph in (gm, *twins):
         for node, place in _naming_groups(graph):
             name = own[argument_of(node, _GROUP)]
@@ -159,18 +143,14 @@ def _taken_over(data: bytes, model: nn.Module, inputs: Sequence[Any], partitions
             node.meta.pop("eager_input_vals", None)  # which names the group, too
     state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
     fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
-    twin = twins[0] if twins else None
-    return TracedStep(gm, fakes, *fqns, spec, placements, rank_of(state), twin, repeated, "from another rank")
+    twin, rank = twins[0] if twins else None, rank_of(state)
+    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, repeated, "from another rank")
 
 
-def _difference_of_ranks(texts: Sequence[str], ranks: Sequence[int]) -> str:
+def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:
     """In which line the first rank that differs does so from the first of ``ranks``; "" if none does."""
     for rank in ranks[1:]:
-        if differing := _difference(texts[ranks[0]].splitlines(), texts[rank].splitlines()):
+        lines = zip_longest(texts[ranks[0]].splitlines(), texts[rank].splitlines(), fillvalue="nothing more")
+        if differing := next(((one, other) for one, other in lines if one != other), None):
             return f"rank {ranks[0]} has {differing[0]}, rank {rank} {differing[1]}"
     return ""
-
-
-def _difference(ours: Iterable[str], theirs: Iterable[str]) -> tuple[str, str] | None:
-    pairs = zip_longest(ours, theirs, fillvalue="nothing more")
-    return next(((one, other) for one, other in pairs if one != other), None)

@@ -56,7 +56,7 @@ def states(folder: Path) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("deadly", [200, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 123, 398, 399))])
+@pytest.mark.parametrize("deadly", [100, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 123, 199))])
 def test_killed_in_the_middle_of_200_every_golden_is_old_or_new(run, pytester, monkeypatch, deadly):
     folder = pytester.path / "golden/test_it"
     folder.mkdir(parents=True)
@@ -64,19 +64,18 @@ def test_killed_in_the_middle_of_200_every_golden_is_old_or_new(run, pytester, m
         (folder / f"test_a-{number}.txt").write_text(text("old", number))
     monkeypatch.setenv("DEADLY", str(deadly))
     assert run(MANY, "--gt-update-goldens").ret == -signal.SIGKILL
-    in_the_file = deadly % 2 == 0  # else in the folder, after the new name was given
-    done = (deadly + 1) // 2
-    expected = {"old": 200 - done, "new": done, "temporary": int(in_the_file)}
+    expected = {"old": 200 - deadly, "new": deadly, "temporary": 1}
     assert states(folder) == {what: count for what, count in expected.items() if count}
+    (left,) = folder.glob(".gt-*.tmp")
+    os.utime(left, (time.time() - 100,) * 2)
     monkeypatch.delenv("DEADLY")
     result = run(None, "--gt-update-goldens")
     result.assert_outcomes(passed=200)
-    if done < 200:  # the next writer in the folder clears up
-        assert states(folder) == {"new": 200}
+    assert states(folder) == {"new": 200}  # the next writer in the folder clears up
 
 
-def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
-    """Durable: a file is synchronised before it is renamed, then each folder that has changed."""
+def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    """Whole: a file is synchronised before it is renamed."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -91,18 +90,16 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
     monkeypatch.setattr(os, "fsync", told_fsync)
     monkeypatch.setattr(os, "replace", told_replace)
     store.write(tmp_path / "golden/t/g", tmp_path, "one\n")
-    host, pid = store._host(), os.getpid()
-    assert [re.sub(rf"\.gt-{host}-{pid}-\w+\.tmp", "TEMPORARY", step) for step in done] == [
-        "fsync .", "fsync golden", "fsync golden/t/TEMPORARY", "replace golden/t/g", "fsync golden/t",
-    ]  # fmt: skip
+    told = [re.sub(r"\.gt-\w+\.tmp", "TEMPORARY", step) for step in done]
+    assert told == ["fsync golden/t/TEMPORARY", "replace golden/t/g"]
 
 
 STEPS = [(builtins, "open"), (os, "fsync"), (os, "replace")]
 
 
 @pytest.mark.parametrize(("number", "way_out"), [
-    (errno.ENOSPC, "No space left on device: make room"),
-    (errno.EROFS, "Read-only file system: make the tree writable"),
+    (errno.ENOSPC, "No space left on device"),
+    (errno.EROFS, "Read-only file system"),
     (errno.EIO, "Input/output error"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("module", "step"), STEPS, ids=[step for _, step in STEPS])
@@ -154,7 +151,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     store.write(golden, root, "x" * 2000)
 except store.GoldenFileError as error:
-    sentence = "golden/g was not written: File too large: raise the limit of file sizes (ulimit -f)"
+    sentence = "golden/g was not written: File too large"
     assert str(error) == sentence, error
     raise SystemExit(7)
 """
@@ -162,22 +159,16 @@ except store.GoldenFileError as error:
     assert {path.name: path.read_text() for path in golden.parent.iterdir()} == {"g": "old\n"}
 
 
-def test_a_temporary_of_a_killed_writer_goes_and_that_of_a_live_one_stays(tmp_path):
+def test_a_temporary_of_a_killed_writer_goes_after_a_minute(tmp_path):
     golden = tmp_path / "golden/g"
     dying = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nstore.write(golden, root, 'half')\n"
     assert python(dying, golden, tmp_path) == -signal.SIGKILL
-    (stale,) = golden.parent.iterdir()
-    assert store._TEMPORARY.fullmatch(stale.name)
-    dead = stale.name.split("-")[2]
-    live, elsewhere, old = (
-        golden.with_name(f".gt-{writer}-00000000.tmp")
-        for writer in (f"{store._host()}-1", f"0123abcd-{dead}", f"456789ef-{dead}")
-    )
-    for file in (live, elsewhere, old):
-        file.touch()
-    os.utime(old, (time.time() - 7200,) * 2)
+    (left,) = golden.parent.iterdir()
     store.write(golden, tmp_path, "whole\n")
-    assert sorted(golden.parent.iterdir()) == sorted([golden, live, elsewhere])
+    assert sorted(golden.parent.iterdir()) == sorted([golden, left])
+    os.utime(left, (time.time() - 70,) * 2)
+    store.write(golden, tmp_path, "whole\n")
+    assert list(golden.parent.iterdir()) == [golden]
 
 
 def test_a_lock_that_another_run_keeps_is_one_sentence(tmp_path, monkeypatch):
@@ -291,7 +282,7 @@ def test_a(gt_golden):
 """
     result = run(source, "--gt-update-goldens")
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["golden/test_it/test_a.txt was not written: No space left on device: make room"])
+    result.stdout.fnmatch_lines(["golden/test_it/test_a.txt was not written: No space left on device"])
     assert goldens() == {}
 
 

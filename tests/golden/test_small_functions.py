@@ -6,7 +6,6 @@ import errno
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
-from pytest_gtrainer.golden.compare import look_alikes
 from pytest_gtrainer.golden.inline import Expectation, disagreements, spell
 from pytest_gtrainer.golden.naming import (
     FOLDER,
@@ -46,7 +45,7 @@ def test_files(tmp_path):
     told = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
     assert told == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
     read_only = OSError(errno.EROFS, "Read-only file system")
-    assert _reason(read_only) == "Read-only file system: make the tree writable"
+    assert _reason(read_only) == "Read-only file system"
     (tmp_path / "test_a.py").touch()
     assert [has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")] == [True, False]
 
@@ -69,10 +68,6 @@ def test_without_a_test_is_what_no_worker_has_collected(request):
 def test_words():
     environment = {"torch": "2.13.0", "device": "cpu", "instructions": "AVX2", "threads": 2}
     assert str(Entry(environment, None)) == "torch 2.13.0, device cpu, instructions AVX2, threads 2"
-    assert look_alikes("text", "a\npay\n", "a\np\u0430y\n") == [
-        "line 2, column 2: U+0061 LATIN SMALL LETTER A in the golden, "
-        "U+0430 CYRILLIC SMALL LETTER A in what was obtained"
-    ]
     said = differences({"loss": [1.0, 2.0], "steps": 2}, {"loss": [1.0, 2.5, 3.0]})
     assert said == ["loss[1]: 2.0 became 2.5", "loss[2]: gained 3.0", "steps: lost 2"]
 

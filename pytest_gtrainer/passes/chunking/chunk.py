@@ -1,6 +1,5 @@
 """The pass that chunks regions of a joint graph."""
 
-import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from pytest_gtrainer.passes.chunking import mixing
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 from pytest_gtrainer.passes.chunking.mixing import HOW_MANY, Call, Known, Operand, Rows, Statistic, judge, refuse_mixing
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
-from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
+from pytest_gtrainer.passes.chunking.rewrite import Rewrite
 from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins, unknown_dims
 
 aten = torch.ops.aten
@@ -169,9 +168,6 @@ def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
         )
 
 
-_logger = logging.getLogger(__name__)
-
-
 def chunk_pass(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any] | None = None,
@@ -180,8 +176,6 @@ def chunk_pass(
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """A new graph in which the regions that ``config`` names run in chunks; the given ones are only read.
-
-    Its ``meta["gt_chunking"]`` holds the ``ChunkCounts``, which are logged for debugging, too.
 
     Args:
         example_inputs: of a symbolic graph, for the extents; by default those of the traced example.
@@ -202,7 +196,7 @@ def chunk_pass(
         storages = Storages(aligned.full.graph)
         regions = find_regions(aligned, config, storages)
         check_bodies(aligned, regions, storages, config)
-        made = Rewrite(aligned, regions, storages, config.dim).run()
+        return Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
         inputs = zip(*(graph.graph.find_nodes(op="placeholder") for graph in twins), strict=False)
         shapes = (zip(*(getattr(n.meta.get("val"), "shape", ()) for n in pair), strict=False) for pair in inputs)
@@ -211,10 +205,3 @@ def chunk_pass(
             f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
         )
         raise
-    counts = made.meta[CHUNKING]
-    _logger.debug("%s matches %s", config, ", ".join(dict.fromkeys(root for root, _ in counts.body_nodes)))
-    for (root, way), size in counts.body_nodes.items():
-        _logger.debug("%s/%s: %d nodes a chunk", root, way, size)
-    counted = "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d"
-    _logger.debug(counted, counts.split, counts.joined, counts.added, counts.handed_on)
-    return made

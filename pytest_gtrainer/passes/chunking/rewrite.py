@@ -7,7 +7,7 @@ the boundary; what leaves is joined, or added where it is a part of a gradient, 
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -93,18 +93,6 @@ def _with_passed_on(
 
 
 aten = torch.ops.aten
-CHUNKING = "gt_chunking"  # in the ``meta`` of a chunked GraphModule: its ``ChunkCounts``
-
-
-@dataclass(slots=True)
-class ChunkCounts:
-    """What was done, for reports."""
-
-    body_nodes: dict[tuple[str, str], int] = field(default_factory=dict)  # of one chunk, by region
-    split: int = 0  # live-ins
-    joined: int = 0  # live-outs
-    added: int = 0  # live-outs
-    handed_on: int = 0  # from body to body, chunk by chunk
 
 
 class Rewrite:
@@ -120,7 +108,6 @@ class Rewrite:
         self.renamings: list[Renaming] = [{} for _ in range(twins.num_chunks)]
         self.constants: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
-        self.counts = ChunkCounts()
 
     def run(self) -> fx.GraphModule:
         for unit in units_in_order(list(self.twins.full.graph.nodes), self.region_of, self.storages):
@@ -137,9 +124,7 @@ class Rewrite:
         for node in list(self.graph.find_nodes(op="get_attr")):
             if not node.users:
                 self.graph.erase_node(node)
-        made = finished(self.graph, self.twins.full, self.attributes)
-        made.meta[CHUNKING] = self.counts
-        return made
+        return finished(self.graph, self.twins.full, self.attributes)
 
     # what is not chunked
 
@@ -173,7 +158,6 @@ class Rewrite:
         for source in sorted(entering):
             home = self.region_of.get(source)
             if home is not None and home.key.root == region.key.root:
-                self.counts.handed_on += 1
                 pieces = self.chunks[source]
             elif unknown_dims(source.meta.get("val")):
                 raise ChunkError(
@@ -188,7 +172,6 @@ class Rewrite:
                 known[source] = piece
         self._emit_bodies(region, copies)
         self.chunks.update((node, [known[node] for known in copies]) for node in region.body)
-        self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
         taken = (self.region_of, self.sums.tops, self.sums.partial)
         for node in region.body:
             if any(all(user not in known for known in taken) for user in node.users):
@@ -236,7 +219,6 @@ class Rewrite:
         if source not in self.cut:
             self._check_boundary(source, dim, region, "enters")
             if source in self.region_of:
-                self.counts.handed_on += 1
                 self.cut[source] = [self._contiguous(piece, region) for piece in self.chunks[source]]
             else:
                 self.cut[source] = self._split(source, dim, region)
@@ -244,7 +226,6 @@ class Rewrite:
 
     def _split(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
         """Equal parts of a whole tensor: views where they are contiguous, else contiguous copies (G5)."""
-        self.counts.split += 1
         whole, count, value = self._whole(source), self.twins.num_chunks, source.meta["val"]
         sizes = [value.shape[dim] // count] * count
         values = values_of_split(value, sizes, dim)
@@ -273,7 +254,6 @@ class Rewrite:
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)
         else:
-            self.counts.added += 1
             self.whole[node] = self._fold(pieces[::-1], node)
         return self.whole[node]
 
@@ -296,7 +276,6 @@ class Rewrite:
         return dim
 
     def _joined(self, node: fx.Node, pieces: list[fx.Node], region: Region) -> fx.Node:
-        self.counts.joined += 1
         dim = self.twins.dim(node)
         assert dim is not None
         self._check_boundary(node, dim, region, "leaves")

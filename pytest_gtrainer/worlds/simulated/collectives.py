@@ -74,11 +74,11 @@ def reduce_scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 
 def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tensor]:
-    """Some destinations at a time, unless the tensors lie in one buffer: a copy of all would double the memory."""
+    """Some destinations at a time, unless all give one tensor: a copy of all would double the memory."""
     members = len(inputs)
     if not inputs[0].numel():
         yield from inputs
-    elif _uncopied(inputs) is not None or not net.by_destination:
+    elif all(tensor is inputs[0] for tensor in inputs) or not net.by_destination:
         yield from _reduced(stacked(inputs), how, net.reduce_scatter)
     else:
         by_destination = [tensor.reshape(members, -1) for tensor in inputs]
@@ -156,23 +156,15 @@ def _check_sizes(given: Contributions, unit: str) -> None:
 
 def stacked(inputs: list[Tensor]) -> Tensor:
     """``[members, elements]``; empties ``inputs`` on the way, or there would be two copies of everything."""
-    if (rows := _uncopied(inputs)) is None:
-        rows = inputs[0].new_empty(len(inputs), inputs[0].numel())
-        inputs.reverse()
+    first = inputs[0]
+    if all(tensor is first for tensor in inputs):
+        rows = first.reshape(1, -1).expand(len(inputs), -1)
+    else:
+        rows = first.new_empty(len(inputs), first.numel())
         for row in rows:
-            row.copy_(inputs.pop().reshape(-1))
+            row.copy_(inputs.pop(0).reshape(-1))
     inputs.clear()
     return rows
-
-
-def _uncopied(tensors: Sequence[Tensor]) -> Tensor | None:
-    """``[members, elements]``, if all members give one tensor, or theirs lie next to each other in one buffer."""
-    first, size = tensors[0], tensors[0].numel()
-    if all(tensor is first for tensor in tensors):
-        return first.reshape(1, -1).expand(len(tensors), -1)
-    begins = {(own.untyped_storage().data_ptr(), own.storage_offset() - n * size) for n, own in enumerate(tensors)}
-    beside = len(begins) == 1 and all(tensor.is_contiguous() for tensor in tensors)
-    return first.as_strided((len(tensors), size), (size, 1)) if beside else None
 
 
 def texts(tensors: Sequence[Tensor]) -> str:

@@ -1,7 +1,6 @@
 """Chunking among other passes: its place, its options, buckets, and what it tells."""
 
 import copy
-import logging
 
 import pytest
 
@@ -48,20 +47,6 @@ def test_buckets_within_a_layer():
     """G20: the default plan of a MoE layer holds the router with the attention."""
     passes = construct_default_graph_passes(n_layers=2, moe_layers=[1], expert_fsdp_degree=2, chunk=MOE)
     assert "chunk_pass" in [step.name for step in passes]
-
-
-def test_what_it_tells(caplog):
-    """Roots, size of each plan, live-ins split, live-outs joined and added; two blocks hand chunks on."""
-    config = strict("layers.*")
-    traced = trace_step(net(chunkable.Dense, chunkable.Dense)(), ce_step, token_batch(0), chunk=config)
-    with caplog.at_level(logging.DEBUG, "pytest_gtrainer"):
-        counts = chunked(traced, config).meta["gt_chunking"]
-    assert [*counts.body_nodes] == [("layers.0", "fwd"), ("layers.1", "fwd"), ("layers.1", "bwd"), ("layers.0", "bwd")]
-    assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 8, 8)
-    told = "\n".join(caplog.messages)
-    assert "matches layers.0, layers.1" in told
-    assert "layers.1/fwd: 8 nodes a chunk" in told
-    assert "live-ins split: 2; live-outs joined: 2, added: 8; handed on chunk by chunk: 8" in told
 
 
 def test_a_pass_that_fails_leaves_both_graphs(monkeypatch):

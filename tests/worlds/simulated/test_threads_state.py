@@ -270,8 +270,8 @@ def freed_of_holes():
 def test_with_many_ranks_freed_memory_goes_back_to_the_system_at_once():
     """64 MiB of holes; afterwards they stay with the process, as glibc leaves them once larger blocks were freed."""
     with freed_at_once():
-        assert freed_of_holes() > 60
-    assert freed_of_holes() < 4
+        assert freed_of_holes() > 48
+    assert freed_of_holes() < 16
 
 
 def test_from_64_ranks_on_memory_is_freed_at_once(monkeypatch):

@@ -25,7 +25,6 @@ from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released
 LIMIT = 300.0
 _GRACE = 2.0
 _NAMES_A_RUN = 1_000_000
-_MANY = 64  # ranks, from which on memory matters more than a few percent of time
 _M_MMAP_THRESHOLD = -3
 _runs = itertools.count(1)
 
@@ -56,7 +55,7 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
             stack.enter_context(context)
         stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
         stack.enter_context(torch_threads.isolated_threads(_refuse))
-        if size >= _MANY:
+        if size >= 64:  # from then on memory matters more than a few percent of time
             stack.enter_context(freed_at_once())
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
@@ -67,9 +66,7 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
 @contextmanager
 def freed_at_once() -> Iterator[None]:
     """Inside, glibc hands blocks of 128 KiB and more back to the system when they are freed; see mallopt(3).
-
-    By itself it raises this bound up to 32 MiB as such blocks are freed. Then holes between the tensors of hundreds of
-    ranks take as much memory as the tensors.
+    By itself it raises this bound to 32 MiB, and holes between the tensors of many ranks take as much memory as these.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # macOS has none
     mallopt(_M_MMAP_THRESHOLD, 128 << 10)

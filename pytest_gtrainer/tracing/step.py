@@ -9,10 +9,6 @@ several modules hold, by the first.
 
 import copy
 import gc
-import linecache
-import os
-import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,7 +35,7 @@ from pytest_gtrainer._torch.tracing import (
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, node_fqn, refuse_fake
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, refuse_fake
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 from pytest_gtrainer.tracing.stamping.driver import TracedModel, stamped_graph
@@ -157,11 +153,7 @@ class TracedStep:
         self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)
         with torch.no_grad():
-            try:
-                results = self.gm(*flat)
-            except Exception as error:
-                error.add_note(failing_node(error, self.gm))
-                raise
+            results = self.gm(*flat)
         if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
             returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
             raise ValueError(
@@ -192,16 +184,6 @@ class TracedStep:
             ours, theirs = _describe(value), _describe(traced)
             if ours != theirs:
                 raise ValueError(f"{name} is {ours}, the step was traced with {theirs}: trace again")
-
-
-def failing_node(error: BaseException, gm: fx.GraphModule) -> str:
-    """Which node of a graph raised, with its direction and module; "" if no line of its code is in the traceback."""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        name = re.match(r"\s*(\w+)", linecache.getline(frame.f_code.co_filename, number))
-        node = next((node for node in gm.graph.nodes if name is not None and node.name == name[1]), None)
-        if frame.f_code is gm.forward.__func__.__code__ and node is not None:
-            return f"in {node} = {node.target}, in {direction(node)} of {node_fqn(node) or 'the root'}"
-    return ""
 
 
 def add_gradients(
@@ -325,7 +307,7 @@ class Tracing:
                 if not extents:
                     raise
                 raise FixedExtentError(
-                    f"the step asks for the number of a size that is not known{_place(error)}: "
+                    "the step asks for the number of a size that is not known: "
                     f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
                     "twin (chunk=) instead"
                 ) from error
@@ -380,7 +362,7 @@ class Tracing:
         except Exception as error:
             described = ", ".join(_describe(value) for value in flat)
             raise TwinTraceError(
-                f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
+                f"the step cannot be traced on its twin's inputs ({described}): {error}\n"
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
         return gm, repeated
@@ -487,14 +469,6 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _place(error: BaseException) -> str:
-    """Where the user's code raised: the innermost frame that is neither torch's nor ours."""
-    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    theirs = [f"{name}:{line}" for name, line in frames if os.path.isfile(name) and not name.startswith(ours)]
-    return f" at {theirs[-1]}" if theirs else ""
 
 
 def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:

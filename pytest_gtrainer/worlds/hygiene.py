@@ -148,14 +148,3 @@ def keep_trace_log_quiet() -> None:
     for handler in trace_log.handlers[:]:
         if type(handler).__module__ in ("_pytest.logging", "torch._logging._internal"):
             trace_log.removeHandler(handler)
-
-
-def let_torch_loggers_propagate() -> None:
-    """Let torch's loggers propagate: to attach to each of them is a quarter of what pytest does for an empty test."""
-    if "TORCH_LOGS" in os.environ or "TORCH_LOGS_OUT" in os.environ:
-        return
-    for name, logger in logging.getLogger().manager.loggerDict.items():
-        is_torchs = name.partition(".")[0] == "torch" and not (name == _TRACE and "TORCH_TRACE" in os.environ)
-        if is_torchs and isinstance(logger, logging.Logger) and not logger.propagate:
-            logger.handlers.clear()
-            logger.propagate = True

@@ -20,7 +20,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     where,
 )
 from pytest_gtrainer.graphtext.differences.values import _became
-from pytest_gtrainer.graphtext.equivalence import bare_name
+from pytest_gtrainer.graphtext.equivalence import bare_name, canonical
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.header import nearest, read, version_of, write
 from pytest_gtrainer.graphtext.operands import may_be_symbolic
@@ -82,6 +82,15 @@ def test_differences_in_lines():
     assert rising([0, 1, 5, 2, 3, 4]) == [0, 1, 3, 4, 5]  # places of a longest rising subsequence
     assert changes("abcd", "axcde") == [Change(1, 2, 1, 2), Change(4, 4, 4, 5)]
     assert text_diff(["a", "b"], ["a", "c"]) == ["--- golden", "+++ obtained", "@@ -1,2 +1,2 @@", " a", "-b", "+c"]
+
+
+def test_sizes_whatever_the_order_of_their_terms():
+    def pair(one: str, another: str) -> tuple[str, str]:
+        return canonical(one, ["b", "a"]), canonical(another, ["a", "b"])
+
+    for one, another in (("f32[\1 + \1, 2]", "f32[\1 + \1, 2]"), ("f32[-2*\1 + \1]", "f32[\1 - 2*\1]")):
+        assert len({*pair(one, another)}) == 1
+    assert len({*pair("f32[\1 - \1]", "f32[\1 - \1]")}) == 2
 
 
 def test_operators_and_groups():

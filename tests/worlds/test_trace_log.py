@@ -29,24 +29,6 @@ def test_without_the_switch_the_capture_would_see_it(gt_world, caplog):
     assert "torch.__trace" in {record.name for record in caplog.records}
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_on_ranks_the_log_is_written_where_it_is_asked_for(monkeypatch, asked):
-    """A rank lets torch's loggers propagate; the one of TORCH_TRACE keeps its handler, which writes the file."""
-    import logging
-
-    from pytest_gtrainer.worlds.hygiene import let_torch_loggers_propagate
-
-    monkeypatch.delenv("TORCH_TRACE", raising=False)
-    if asked:
-        monkeypatch.setenv("TORCH_TRACE", "folder")
-    log, handler = logging.getLogger("torch.__trace"), logging.NullHandler()
-    monkeypatch.setattr(logging.getLogger().manager, "loggerDict", {log.name: log})
-    monkeypatch.setattr(log, "propagate", False)
-    monkeypatch.setattr(log, "handlers", [handler])
-    let_torch_loggers_propagate()
-    assert (log.handlers, log.propagate) == (([handler], False) if asked else ([], True))
-
-
 COMPILES = """
 import logging
 import torch

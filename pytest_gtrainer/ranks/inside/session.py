@@ -59,7 +59,6 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     private.configure(config)
     for line in set(worker["gt_markers"]) - set(config.getini("markers")):
         config.addinivalue_line("markers", line)
-    hygiene.let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     hypothesis = sys.modules.get("hypothesis")
     if hypothesis is not None:  # all ranks must draw the same examples, and none may write the shared database

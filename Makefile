@@ -70,7 +70,7 @@ parallel: env     ## FSDP, expert and tensor parallelism on 8 ranks: equal to ea
 # A run that was cut goes on where it was, as long as the commit is the same.
 RESUME = build/matrix-$(shell git rev-parse --short HEAD).jsonl
 
-matrix: env       ## every combination of parallelism, and pipelines, on 4 and 8 ranks and 16 simulated ones, with a table; FROM="-k ..." takes some
+matrix: env       ## every combination of parallelism, and pipelines, on 4 and 8 ranks and 16 or 64 simulated ones, with a table; FROM="-k ..." takes some
 	$(PYTEST) --gt-gpus=8 --gt-timeout=1200 -v -p tests.parity.resume --resume=$(RESUME) -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py tests/parity/test_pipeline_matrix.py
 
 bench: env        ## speed against yardsticks measured in the same run; fails if a goal is missed, at the end

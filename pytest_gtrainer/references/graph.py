@@ -23,7 +23,7 @@ from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.references.hand_over import trace_once
-from pytest_gtrainer.references.replicas import texts_of_ranks
+from pytest_gtrainer.references.replicas import RanksDisagree, texts_of_ranks
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.stage import TracedStage
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
@@ -34,10 +34,6 @@ _NOT_NEEDED = ("reassign_collective_pgs_pass",)
 
 class CannotRestore(ValueError):
     """A graph would have to put random states back, which no operator of it does."""
-
-
-class RanksDisagree(AssertionError):
-    """The ranks' graphs issue different collectives; the message names the first."""
 
 
 class GraphRun:

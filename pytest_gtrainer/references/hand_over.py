@@ -23,17 +23,13 @@ from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
 from pytest_gtrainer.graph.nodes import argument_of
-from pytest_gtrainer.references.replicas import sent_from, texts_of_ranks
+from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_of_ranks
 from pytest_gtrainer.tracing.model import ModelState, tensor_text
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
 from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, RankGraph, lines_of, nodes_within
 
 _GROUP = "group_name"
 _UNABLE = "cannot hand over its graph, "
-
-
-class HandOverError(AssertionError):
-    """With ``check=True``: a rank traces another graph than the one that it was to take over."""
 
 
 def trace_once(
@@ -47,7 +43,7 @@ def trace_once(
     rank traced by itself. With ``check`` every rank traces, too, and compares.
 
     Raises:
-        HandOverError: with ``check``, on the rank whose own graph is another; names the first node.
+        RanksDisagree: with ``check``, on the rank whose own graph is another; names the first node.
     """
     if dist.get_backend() == "fake":
         return replace(trace(), handed_over="traced here: a fake world has no other rank")
@@ -80,7 +76,7 @@ def trace_once(
     if check:
         whole = {of: "\n".join(_lines(step, partitions)) for of, step in ((ends[0], taken), (rank, trace()))}
         if differing := _difference(whole, (ends[0], rank)):
-            raise HandOverError(f"the graph that was handed over is not the own one: {differing}")
+            raise RanksDisagree(f"the graph that was handed over is not the own one: {differing}")
     return taken
 
 

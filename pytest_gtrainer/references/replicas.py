@@ -22,6 +22,10 @@ class ReplicasDiffer(AssertionError):
     """Ranks that hold the same tensor, or train on the same batch, have other bits."""
 
 
+class RanksDisagree(AssertionError):
+    """Ranks have other graphs, or issue other collectives; the message names the first."""
+
+
 class ReplicaWarning(UserWarning):
     """In a simulated world, what ranks hold alike has drifted apart."""
 

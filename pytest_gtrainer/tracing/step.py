@@ -9,6 +9,8 @@ several modules hold, by the first.
 
 import copy
 import gc
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -307,7 +309,7 @@ class Tracing:
                 if not extents:
                     raise
                 raise FixedExtentError(
-                    "the step asks for the number of a size that is not known: "
+                    f"the step asks for the number of a size that is not known{_place(error)}: "
                     f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
                     "twin (chunk=) instead"
                 ) from error
@@ -362,7 +364,7 @@ class Tracing:
         except Exception as error:
             described = ", ".join(_describe(value) for value in flat)
             raise TwinTraceError(
-                f"the step cannot be traced on its twin's inputs ({described}): {error}\n"
+                f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
         return gm, repeated
@@ -469,6 +471,13 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's code raised: the innermost frame that is neither torch's nor ours."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
+    frames = (frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours))
+    return next((f" at {frame.filename}:{frame.lineno}" for frame in reversed([*frames])), "")
 
 
 def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:

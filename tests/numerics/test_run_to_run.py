@@ -336,6 +336,17 @@ def test_a_run_that_never_repeats_is_found_without_pressure():
         assert_run_to_run(lambda: [torch.tensor(next(drawn))])
 
 
+ONES = "import torch\nmade = torch.ones(2)\n"
+
+
+def test_another_process_looks_for_modules_where_this_one_does(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "of_a_user.py").write_text("import beside_it\n\ndef ones(): return [beside_it.made]\n")
+    (tmp_path / "beside_it.py").write_text(ONES)
+    monkeypatch.syspath_prepend(tmp_path)
+    report = assert_run_to_run(importlib.import_module("of_a_user").ones, 2, pressures=[BY_NAME["another process"]])
+    assert "another process" in report.equal
+
+
 def test_what_another_process_cannot_import_is_not_judged():
     report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["another process"]])
     assert list(report.not_judged) == ["another process"]

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.training import deepseek_v3_training
 from pytest_gtrainer import (
-    HandOverError,
+    RanksDisagree,
     assert_bitwise_different,
     assert_bitwise_equal,
     data_parallel,
@@ -157,7 +157,7 @@ def test_a_rank_in_the_middle_that_is_apart_is_seen_by_check_alone(gt_mesh):
     traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)
     assert (traces.once(gt_mesh).handed_over == TAKEN) == (dist.get_rank() in (1, 2))
     if dist.get_rank() == 2:
-        with pytest.raises(HandOverError, match=r"is not the own one: rank 0 has .*mul.*3.*, rank 2 .*mul.*2"):
+        with pytest.raises(RanksDisagree, match=r"is not the own one: rank 0 has .*mul.*3.*, rank 2 .*mul.*2"):
             traces.once(gt_mesh, check=True)
     else:
         traces.once(gt_mesh, check=True)

@@ -193,7 +193,7 @@ def test_a_dimension_that_nobody_named():
     ("use", "message"),
     [
         (lambda x: x.view(6, 8 * DIM).view(6, 8, DIM), r"fixes the dynamic dimension batch to 6"),
-        (lambda x: x * float(x.shape[0]), r"the number of a size that is not known: "),
+        (lambda x: x * float(x.shape[0]), r"the number of a size that is not known at .*test_symbolic\.py:\d+"),
     ],
     ids=["a fixed number in a view", "a decision of Python's"],
 )

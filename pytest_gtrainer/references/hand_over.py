@@ -58,7 +58,7 @@ def trace_once(
         if traced is not None and not why:
             lines = "\n".join(_lines(traced, partitions))
             beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
-            written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside)
+            written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside) if rank == ends[0] else written
             state = hashlib.sha256(lines.encode()).hexdigest()
     except Exception as raised:  # the others must not wait for this rank
         failure, state = raised, f"{_UNABLE}{type(raised).__name__}: {raised}"

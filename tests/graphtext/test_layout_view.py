@@ -525,3 +525,10 @@ def test_a_gradient_that_a_bucket_holds_twice_has_both_places():
     )
     (payload,) = bucket_layout(parse(text)).payloads
     assert payload.slots == (Slot("a", 0, 32),)
+
+
+def test_a_bucket_of_which_nothing_is_left_in_order_is_refused():
+    """D17: no part of it has a place, so it was no bucket of gradients."""
+    given = {"reduced": REDUCTIONS["reduce_scatter"], "a": "bwd._.two", "b": "None"}
+    with pytest.raises(UnreadLayout, match=r"gives a, .* cannot be read: at node two \(aten::index_select\)"):
+        bucket_layout(parse(SCALED.format(body="two: f32[4] = aten.index_select(wait_tensor, 0, I.count)", **given)))

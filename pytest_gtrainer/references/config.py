@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -130,8 +131,8 @@ class TrainConfig:
     @property
     def coordinate(self) -> int:
         """This rank's index among the data-parallel ranks, from 0."""
-        ranks: list[int] = self.mesh.mesh.flatten().tolist()
-        return ranks.index(dist.get_rank())
+        own = self.mesh.get_coordinate() or ()  # no tensor of the mesh: a batch may be asked for while a step is traced
+        return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
 
     @property
     def hybrid(self) -> bool:

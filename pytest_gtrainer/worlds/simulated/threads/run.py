@@ -65,9 +65,8 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Inside, glibc hands blocks of 128 KiB and more back to the system when they are freed; see mallopt(3).
-    By itself it raises this bound to 32 MiB, and holes between the tensors of many ranks take as much memory as these.
-    """
+    """Inside, glibc hands blocks of 128 KiB and more back as they are freed (mallopt(3)), which hundreds of ranks need.
+    By itself it raises this bound to 32 MiB, and holes between tensors take as much as these."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # macOS has none
     mallopt(_M_MMAP_THRESHOLD, 128 << 10)
     try:

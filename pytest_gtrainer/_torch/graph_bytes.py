@@ -71,9 +71,8 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any) -> bytes:
         writer = _Writer(stream)
         writer.dump(len(graphs))
         for gm in graphs:
-            held = {
-                name: getattr(gm, name) for name in (str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
-            }
+            names = (str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module"))
+            held = {name: getattr(gm, name) for name in names}
             writer.dump((held, gm.meta, len(gm.graph.nodes)))
             for number, node in enumerate(gm.graph.nodes):
                 writer.dump((node.op, node.name, node.target, node.args, node.kwargs, node.meta))

@@ -81,7 +81,7 @@ class TracedStep:
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
         repeated: with ``repeat_layers``, the layers that were stamped, and those that were traced in full and why.
-        handed_over: behind ``trace_once``, where the graph is from: "from rank 0", or why this rank traced itself.
+        handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or why.
     """
 
     gm: fx.GraphModule

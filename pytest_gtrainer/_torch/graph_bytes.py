@@ -25,14 +25,18 @@ ATTRIBUTES = {"torch.fx._graph_pickler:GraphPickler": ("_unpickle_state",)}
 
 
 class _Writer(GraphPickler):
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, device: torch.device) -> None:
         super().__init__(stream, Options(ops_filter=None))
-        self.numbers: dict[fx.Node, int] = {}
+        self.numbers, self._device = dict[fx.Node, int](), device
 
     def persistent_id(self, obj: object) -> Any:
         return self.numbers[obj] if isinstance(obj, fx.Node) else super().persistent_id(obj)
 
     def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.device) and obj == self._device:
+            return _Reader.own_device, (self._unpickle_state,)
+        if isinstance(obj, torch.Tensor) and not isinstance(obj, FakeTensor) and obj.device.index is not None:
+            return torch.Tensor.to, (obj.detach().cpu(), obj.device)
         if not isinstance(obj, FakeTensor):
             return super().reducer_override(obj)
         view = tuple(obj.size()), obj.stride(), obj.storage_offset()
@@ -41,10 +45,14 @@ class _Writer(GraphPickler):
 
 
 class _Reader(_UnpickleState):
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(mode)
+        self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def own_device(self) -> torch.device:
+        return self._device
 
     def tensor(self, memory: tuple[int, Any], dtype: torch.dtype, device: torch.device, view: Any) -> FakeTensor:
         number, nbytes = memory
@@ -54,21 +62,22 @@ class _Reader(_UnpickleState):
 
 
 class _Nodes(_GraphUnpickler):
-    def __init__(self, stream: io.BytesIO, mode: FakeTensorMode) -> None:
-        super().__init__(stream, _Reader(mode))
+    def __init__(self, stream: io.BytesIO, mode: FakeTensorMode, device: torch.device) -> None:
+        super().__init__(stream, _Reader(mode, device))
         self.nodes: list[fx.Node] = []
 
     def persistent_load(self, pid: Any) -> Any:
         return self.nodes[pid] if isinstance(pid, int) else super().persistent_load(pid)
 
 
-def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any) -> bytes:
+def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device) -> bytes:
     """Graphs of one fake mode, with the metadata of their nodes and what they hold, and values that belong to them.
 
+    Where they name ``device``, their own, a reader names its own.
     Raises what pickle, or torch, raises of what cannot be written.
     """
     with io.BytesIO() as stream:
-        writer = _Writer(stream)
+        writer = _Writer(stream, device)
         writer.dump(len(graphs))
         for gm in graphs:
             names = (str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module"))
@@ -81,10 +90,10 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any) -> bytes:
         return stream.getvalue()
 
 
-def graphs_of(data: bytes, mode: FakeTensorMode) -> tuple[list[fx.GraphModule], Any]:
-    """What ``bytes_of`` was given, its tensors and symbols in a new fake mode."""
+def graphs_of(data: bytes, mode: FakeTensorMode, device: torch.device) -> tuple[list[fx.GraphModule], Any]:
+    """What ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another device of its own."""
     with io.BytesIO(data) as stream:
-        reader, graphs = _Nodes(stream, mode), []
+        reader, graphs = _Nodes(stream, mode, device), []
         for _ in range(reader.load()):
             held, meta, count = reader.load()
             graph, reader.nodes = fx.Graph(), []

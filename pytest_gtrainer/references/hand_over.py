@@ -1,8 +1,9 @@
 """One trace for all ranks: the first and the last rank trace, and the others take over the first one's graph.
 
-Ranks run one program, so their graphs differ in the names of their groups alone, unless ranks hold other sizes or code
-asks for its rank. Sizes are compared before anything is traced. What depends on the rank shows between the first and
-the last rank, as in a simulated world (S4); only code that treats a rank between them apart does not.
+Ranks run one program, so their graphs differ in the names of their groups and of their GPU alone, unless ranks hold
+other sizes or code asks for its rank. Sizes are compared before anything is traced. What depends on the rank shows
+between the first and the last rank, as in a simulated world (S4); only code that treats a rank between them apart does
+not.
 """
 
 import hashlib
@@ -50,15 +51,17 @@ def trace_once(
     # every rank issues the same collectives, whatever the ranks of its mesh find out
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
+    device = _device(model, inputs)
     why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
     traced, lines, written, failure, state = None, "", b"nothing", None, ""
     try:
         if why or rank in ends:
             traced = trace()
         if traced is not None and not why:
-            lines = "\n".join(_lines(traced, partitions))
+            lines = "\n".join(_lines(traced, partitions)).replace(repr(device), "own device")
             beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
-            written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside) if rank == ends[0] else written
+            if rank == ends[0]:
+                written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside, device)
             state = hashlib.sha256(lines.encode()).hexdigest()
     except Exception as raised:  # the others must not wait for this rank
         failure, state = raised, f"{_UNABLE}{type(raised).__name__}: {raised}"
@@ -72,12 +75,18 @@ def trace_once(
         return replace(traced or trace(), handed_over=f"traced here: {why}")
     if traced is not None:
         return replace(traced, handed_over=f"traced here, and on rank {ends[rank == ends[0]]}, for {len(ranks)} ranks")
-    taken = _taken_over(sent[ends[0]], model, inputs, partitions)
+    taken = _taken_over(sent[ends[0]], model, inputs, partitions, device)
     if check:
         whole = {of: "\n".join(_lines(step, partitions)) for of, step in ((ends[0], taken), (rank, trace()))}
         if differing := _difference(whole, (ends[0], rank)):
             raise RanksDisagree(f"the graph that was handed over is not the own one: {differing}")
     return taken
+
+
+def _device(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
+    """Where the state of ``model`` lies, or what it is given; all that is elsewhere has to be so on every rank."""
+    tensors = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
+    return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
 
 
 def _partitions_of_groups() -> dict[str, Partition]:
@@ -125,9 +134,11 @@ def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[
     yield f"gradients placed {traced.gradient_placements}"
 
 
-def _taken_over(data: bytes, model: nn.Module, inputs: Sequence[Any], groups: Iterable[str]) -> TracedStep:
-    """A step that another rank has written, with the groups of this rank."""
-    (gm, *twins), (names, fakes, placements, repeated) = graphs_of(data, new_fake_mode())
+def _taken_over(
+    data: bytes, model: nn.Module, inputs: Sequence[Any], groups: Iterable[str], device: torch.device
+) -> TracedStep:
+    """A step that another rank has written, with the groups and the device of this rank."""
+    (gm, *twins), (names, fakes, placements, repeated) = graphs_of(data, new_fake_mode(), device)
     own = dict(zip(names, groups, strict=True))
     for graph in (gm, *twins):
         for node, place in _naming_groups(graph):

@@ -4,13 +4,25 @@ One rank adds nothing up, so no order of sums and no bucket shows here; what sho
 tensors, in the dtypes of training, and that both sides run the kernels of a GPU to the same bits.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fixtures.training import PRECISIONS, deepseek_v3_training, llama3_training
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, train_eager, train_graph
+from pytest_gtrainer import (
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    train_eager,
+    train_graph,
+    trace_step,
+)
+from pytest_gtrainer._torch.graph_bytes import bytes_of, graphs_of
+from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer.references.config import new_model
+from pytest_gtrainer.references.graph import shard_traceably
 
 pytestmark = pytest.mark.gt_world("ranks", size=1, device="cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -63,3 +75,22 @@ def test_another_precision_differs(gt_mesh, gt_deterministic):
     """The twin that must differ."""
     exact, rounded = (llama3_training(gt_mesh, precision, steps=2) for precision in ("fp32", "bf16_fp32"))
     assert_bitwise_different(train_graph(rounded), train_eager(exact))
+
+
+def test_a_graph_comes_through_bytes(gt_mesh, gt_deterministic):
+    """As ranks hand one over: what it holds and what it names is on the reader's GPU, its results are the same bits."""
+    config = deepseek_v3_training(gt_mesh, "bf16_fp32", steps=1)
+    model, inputs = shard_traceably(new_model(config), config), config.inputs(0)
+    model.register_buffer("scale", torch.ones((), device="cuda"))
+
+    def step(model, *batch):
+        return config.step(model, *batch) * model.scale * torch.tensor(0.5, device="cuda")
+
+    traced = trace_step(model, step, inputs)
+    own = torch.device("cuda", 0)
+    assert own in (node.kwargs.get("device") for node in traced.gm.graph.nodes)
+    (taken,), _ = graphs_of(bytes_of([traced.gm], None, own), new_fake_mode(), own)
+    results = traced.results(model, *inputs)
+    assert_bitwise_equal(replace(traced, gm=taken).results(model, *inputs), results)
+    model.scale.add_(1)
+    assert_bitwise_different(replace(traced, gm=taken).results(model, *inputs), results)

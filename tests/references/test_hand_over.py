@@ -1,6 +1,7 @@
 """``trace_once``: two ranks trace, the others take the graph over, and it is the one that they would have traced."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
 from fixtures.flex_attention import flex_attention_backward_on_cpu
@@ -180,6 +182,33 @@ def test_a_trace_that_fails_on_one_rank_leaves_nobody_waiting(gt_mesh):
 
 
 @FOUR
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_names_its_own_gpu(gt_mesh, apart):
+    """As where each has one; where a graph names the GPU of another rank, nothing is handed over."""
+    own = torch.device("cuda", dist.get_rank())
+    named = torch.device("cuda", (dist.get_rank() + 1) % 4) if apart else own
+    with new_fake_mode():
+        x = torch.empty(2, 4, device=own)
+
+    def trace():
+        step = trace_step(net(), lambda net, x: net(x).sum(), (torch.ones(2, 4),))
+        with x.fake_mode:
+            on_gpus = lambda x: (x + torch.ones(2, 4, device=own), torch.ones(4, device=named))  # noqa: E731
+            return replace(step, gm=make_fx(on_gpus)(x))
+
+    taken = trace_once(trace, nn.Module(), (x,), gt_mesh)
+    if apart:
+        assert "traced here: rank 0 has call_function aten.ones.default" in taken.handed_over
+        assert "cuda', index=1" in taken.handed_over
+    else:
+        assert (taken.handed_over == TAKEN) == (dist.get_rank() in (1, 2))
+    assert graphtext.render(taken.gm) == graphtext.render(trace().gm)
+    nodes = list(taken.gm.graph.nodes)[:-1]
+    assert {node.meta["val"].device for node in nodes} == {own, named}
+    assert {node.kwargs["device"] for node in nodes if "device" in node.kwargs} == {own, named}
+
+
+@FOUR
 def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt_mesh):
     """Of pairs each rank has its own, under another name. One that ranks 1 to 3 share has no counterpart on rank 0."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -245,7 +274,8 @@ def test_what_graphs_hold_comes_through_bytes(model):
     net, x = model(), torch.tensor([[0.0, 1.0, 2.0, 3.0], [-1.0, 2.0, -3.0, 4.0]])
     with flex_attention_backward_on_cpu():
         traced = trace_step(net, lambda net, x: net(x).sum(), (x,))
-    (taken,), beside = graphs_of(bytes_of([traced.gm], ("beside", traced.example_inputs)), new_fake_mode())
+    written = bytes_of([traced.gm], ("beside", traced.example_inputs), x.device)
+    (taken,), beside = graphs_of(written, new_fake_mode(), x.device)
     assert (beside[0], str(beside[1])) == ("beside", str(traced.example_inputs))
     assert graphtext.render(taken) == graphtext.render(traced.gm)
     results = []

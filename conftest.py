@@ -25,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if visible_gpus():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+def pytest_configure(config: pytest.Config) -> None:
+    """``--gt-device=cpu`` goes for the runs that tests start, too: one GPU in sight is too few for their ranks."""
+    if config.getoption("gt_device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 pytest_plugins = ["pytester"]
 collect_ignore = ["fixtures/suites"]  # runs of their own, which tests start
 

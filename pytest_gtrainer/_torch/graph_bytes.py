@@ -8,6 +8,7 @@
 
 import io
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class _Writer(GraphPickler):
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, torch.device) and obj == self._device:
-            return _Reader.own_device, (self._unpickle_state,)
+            return attrgetter("device"), (self._unpickle_state,)
         if isinstance(obj, torch.Tensor) and not isinstance(obj, FakeTensor) and obj.device.index is not None:
             return torch.Tensor.to, (obj.detach().cpu(), obj.device)
         if not isinstance(obj, FakeTensor):
@@ -47,12 +48,9 @@ class _Writer(GraphPickler):
 class _Reader(_UnpickleState):
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(mode)
-        self._device = device
+        self.device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-
-    def own_device(self) -> torch.device:
-        return self._device
 
     def tensor(self, memory: tuple[int, Any], dtype: torch.dtype, device: torch.device, view: Any) -> FakeTensor:
         number, nbytes = memory

@@ -1,9 +1,8 @@
 """One trace for all ranks: the first and the last rank trace, and the others take over the first one's graph.
 
-Ranks run one program, so their graphs differ in the names of their groups and of their GPU alone, unless ranks hold
-other sizes or code asks for its rank. Sizes are compared before anything is traced. What depends on the rank shows
-between the first and the last rank, as in a simulated world (S4); only code that treats a rank between them apart does
-not.
+Ranks run one program, so their graphs differ in the names of groups and GPUs alone, unless sizes differ or code asks
+for its rank. Sizes are compared before anything is traced. What depends on the rank shows between the first and the
+last rank, as in a simulated world (S4); only code that treats a rank between them apart does not.
 """
 
 import hashlib
@@ -51,7 +50,8 @@ def trace_once(
     # every rank issues the same collectives, whatever the ranks of its mesh find out
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
-    device = _device(model, inputs)
+    given = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
+    device = next((tensor.device for tensor in given if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
     why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
     traced, lines, written, failure, state = None, "", b"nothing", None, ""
     try:
@@ -81,12 +81,6 @@ def trace_once(
         if differing := _difference(whole, (ends[0], rank)):
             raise RanksDisagree(f"the graph that was handed over is not the own one: {differing}")
     return taken
-
-
-def _device(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
-    """Where the state of ``model`` lies, or what it is given; all that is elsewhere has to be so on every rank."""
-    tensors = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
-    return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
 
 
 def _partitions_of_groups() -> dict[str, Partition]:

@@ -626,7 +626,7 @@ def gives_nodes_of_another_graph(gm, plan):
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        (asks_for_a_gpu, "asks_for_a_gpu raised (AssertionError|RuntimeError): .*(CUDA|NVIDIA)"),
+        (asks_for_a_gpu, "asks_for_a_gpu raised (AssertionError|RuntimeError|AcceleratorError): .*(CUDA|NVIDIA)"),
         (gives_nodes_of_another_graph, "returned a graph whose output reads mean, a node of another graph"),
     ],
 )

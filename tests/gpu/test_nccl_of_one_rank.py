@@ -15,9 +15,9 @@ from fixtures.training import PRECISIONS, deepseek_v3_training, llama3_training
 from pytest_gtrainer import (
     assert_bitwise_different,
     assert_bitwise_equal,
+    trace_step,
     train_eager,
     train_graph,
-    trace_step,
 )
 from pytest_gtrainer._torch.graph_bytes import bytes_of, graphs_of
 from pytest_gtrainer._torch.tracing import new_fake_mode

@@ -105,7 +105,7 @@ def test_simulated_training_tells_its_step(told, gt_world, gt_mesh):
         steps=2,
     )
     train_graph(config, world=gt_world)
-    assert "simulating 2 ranks by the graph, step 2 of 2: 0 s so far" in told
+    assert any(line.startswith("simulating 2 ranks by the graph, step 2 of 2: ") for line in told)
 
 
 def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):

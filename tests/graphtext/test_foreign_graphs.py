@@ -280,6 +280,34 @@ def test_collectives_in_a_graph_of_dynamo_are_read(gt_world):
 
 
 @pytest.mark.gt_world("fake", size=2)
+def test_parameters_that_a_module_holds_are_told(gt_world):
+    """B6: of a graph that has them as attributes, not as inputs."""
+    graph, model, values = fx.Graph(), nn.Sequential(nn.Linear(4, 2)), []
+    for name in ("0.weight", "0.bias"):
+        held = graph.get_attr(name)
+        held.meta["val"] = model.get_parameter(name)
+        values.append(graph.call_function(torch.ops.aten.view.default, (held, [-1])))
+        values[-1].meta["val"] = held.meta["val"].detach().view(-1)
+    joined = graph.call_function(torch.ops.aten.cat.default, (values,))
+    joined.meta["val"] = torch.empty(10)
+    gather = graph.call_function(ALL_GATHER, (joined, 2, dist.group.WORLD.group_name))
+    wait = graph.call_function(WAIT, (gather,))
+    gather.meta["val"] = wait.meta["val"] = torch.empty(20)
+    graph.output((wait,))
+    payloads = bucket_layout(fx.GraphModule(model, graph)).payloads
+    places = [(slot.parameter, slot.offset, slot.nbytes) for payload in payloads for slot in payload.slots]
+    assert places == [("0.weight", 0, 32), ("0.bias", 32, 8)]
+
+
+def test_parameters_of_two_models_that_are_not_called_keep_their_models_name():
+    """Only where Dynamo found them tells of the models: no operator stands in a module of theirs."""
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    graph = stages(lambda one, other, x: x @ one.weight + x @ other.weight, one, other, torch.ones(2, 8))["dynamo"]
+    given = [node.meta["gt_input"]["fqn"] for node in adopted(graph).graph.find_nodes(op="placeholder")]
+    assert sorted(given) == ["one.weight", "other.weight", "x"]
+
+
+@pytest.mark.gt_world("fake", size=2)
 def test_a_backward_tells_the_sums_of_parameters_that_it_does_not_take(gt_world):
     """It takes weights, whose values it needs, and no bias."""
     from torch.distributed import _functional_collectives as collectives

@@ -115,6 +115,41 @@ def test_a_parameter_that_is_copied_into_a_view_of_what_is_sent_is_not_lost():
         bucket_layout(gm)
 
 
+def test_shards_that_are_joined_for_an_all_reduce_are_followed_through_it():
+    """B6: reduced one by one over the shards, together over the replicas, and handed out in parts."""
+    payloads = bucket_layout(graphtext.parse(JOINED_FOR_AN_ALL_REDUCE)).payloads
+    sent = [(each.collective, [(slot.parameter, slot.offset, slot.nbytes) for slot in each.slots]) for each in payloads]
+    w, scale = "layers.0.w", "layers.0.scale"
+    assert sent == [
+        ("reduce_scatter", [(w, 0, 32)]),
+        ("reduce_scatter", [(scale, 0, 8)]),
+        ("all_reduce", [(w, 0, 32), (scale, 32, 8)]),
+    ]
+
+
+JOINED_FOR_AN_ALL_REDUCE = """\
+shard = group(range(0, 4))
+replicate = group([0, 4])
+if I:
+  I.x: f32[8, 4]
+  I.y: f32[8]
+if bwd:
+  with layers[0]:
+    one: f32[2, 4] = _c10d_functional.reduce_scatter_tensor(I.x, 'avg', 4, shard)
+    one_wait: f32[2, 4] = _c10d_functional.wait_tensor(one)
+    two: f32[2] = _c10d_functional.reduce_scatter_tensor(I.y, 'avg', 4, shard)
+    two_wait: f32[2] = _c10d_functional.wait_tensor(two)
+    flat: f32[8] = aten.view(one_wait, [8])
+    joined: f32[10] = aten.cat([flat, two_wait])
+    both: f32[10] = _c10d_functional.all_reduce(joined, 'avg', replicate)
+    both_wait: f32[10] = _c10d_functional.wait_tensor(both)
+    parts: (f32[8], f32[2]) = aten.split_with_sizes(both_wait, [8, 2])
+    w: f32[2, 4] = aten.view(parts[0], [2, 4])
+if out:
+  layers[0].w = bwd.layers[0].w
+  layers[0].scale = bwd.layers[0].parts[1]
+"""
+
 THROUGH_A_VIEW = """\
 fsdp = group(range(0, 4))
 if P:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -21,6 +22,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.passes.graph_pass import bind_options
+from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.sharding import default_reduce_dtype
@@ -285,6 +287,17 @@ def test_ddp_against_buckets_of_its_own_making(training, gt_world):
     """D10: a ring adds an element in an order that depends on its place in the bucket; a third is rounded first."""
     config = training(replicate=True)
     assert "different" in seen_by_all(assert_parity(config, gt_world))
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"other": 2, "dp": 2})
+def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
+    """It gives all of them the state of the first; beside them another model may be trained."""
+
+    def model():
+        return nn.Linear(2, 2).apply(lambda net: nn.init.constant_(net.weight, dist.get_rank()))
+
+    run = EagerRun(training(model=model, mesh=gt_mesh["dp"], bucket_plan=[], replicate=True))
+    assert run.model.weight.unique().tolist() == [dist.get_rank() // 2 * 2]
 
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2)

@@ -30,20 +30,23 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Let every later reader of a gathered parameter use the first all-gather, in place; no bit changes.
 
-    Duplicates have the same parameter, direction, group and dtype, and no write lies between them; so a gather that the
-    backward recomputes stays. Each gradient contribution keeps its reduction: only a tracer can join these
-    (``trace_step(reuse_gathers=True)``). Linear in nodes.
+    Duplicates have the same parameter, direction, group and dtype, and nothing writes to either, nor to the shard in
+    between; so a gather that the backward recomputes stays. Each gradient contribution keeps its reduction: only a
+    tracer can join these (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
     first: dict[tuple[Any, ...], FsdpCollective] = {}
     duplicates, written = [], writes(gm.graph)
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
         kept = first.setdefault(key, member)
-        sent = (kept.launch, *kept.chain)
-        memory = {storage_of(node) for node in (kept.wait, *(above for node in sent for above in node.all_input_nodes))}
-        if any(kept.launch < writer < member.launch for node in memory for writer in written.get(node, ())):
-            first[key] = member  # the value was written to in between: a second gather gives another one
-        elif kept is not member:
+        shard = {storage_of(above) for node in (kept.launch, *kept.chain) for above in node.all_input_nodes}
+        between = any(kept.launch < writer < member.launch for node in shard for writer in written.get(node, ()))
+        kept_changes, changes = (
+            any(one.launch < writer for writer in written.get(storage_of(one.wait), ())) for one in (kept, member)
+        )
+        if between or kept_changes:
+            first[key] = member  # a second gather gives another value
+        elif kept is not member and not changes:
             duplicates.append((member, kept))
     for member, kept in duplicates:
         member.wait.replace_all_uses_with(kept.wait)

@@ -1,7 +1,6 @@
 """The rules, each with its sentence, the graphs and the world that it needs, and the function that judges it."""
 
 import cProfile
-import gc
 import itertools
 import json
 import os
@@ -59,6 +58,7 @@ from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
 from pytest_gtrainer.references.parity import VacuousCheck, assert_parity
 from pytest_gtrainer.report.timeline import CostModel, timeline
 from pytest_gtrainer.testing.running import assert_same_values, sample
+from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import WorldSpec
 
@@ -192,11 +192,8 @@ def is_same_elsewhere(run: Run) -> None:
 def _calls(function: Callable[..., Any], *args: Any) -> int:
     """Of functions, Python's and built-in ones: the same number at each run, which times are not."""
     profile = cProfile.Profile()
-    gc.disable()
-    try:
+    with collector_off():
         profile.runcall(function, *args)
-    finally:
-        gc.enable()
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 

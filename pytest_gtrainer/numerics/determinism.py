@@ -192,10 +192,7 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
 
 
 def _nccl_is_up() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return False
-    return "nccl" in str(distributed.get_backend_config())
+    return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
 
 
 @contextmanager

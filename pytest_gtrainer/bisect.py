@@ -10,6 +10,7 @@ differs then bisects each of them. On real ranks every rank must come to the sam
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, getitem
@@ -190,15 +191,9 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
     search, last = _PassSearch(stages, run), len(stages) - 1
     if every:
         guilty = next(filter(search.differs, range(1, last + 1)), 0)
-    else:
-        # behind an equal prefix, with a different one: what holds of both ends holds to the last
-        equal, guilty = 0, last if last and search.differs(last) else 0
-        while guilty - equal > 1:
-            middle = (equal + guilty) // 2
-            if search.differs(middle):
-                guilty = middle
-            else:
-                equal = middle
+    elif guilty := last if last and search.differs(last) else 0:
+        # halving goes from the last pass down to the first: the equal prefixes are behind the different ones
+        guilty -= bisect_left(range(last - 1, 0, -1), True, key=lambda number: not search.differs(number))
     return search.found(guilty) if guilty else Bisection("equal", last, replays=search.replays)
 
 

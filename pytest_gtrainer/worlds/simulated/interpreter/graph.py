@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytest_gtrainer._torch.graph_modules import copied_lazily
 from pytest_gtrainer._torch.passes import (
     ALL_GATHER_OUT,
     COMPILED_CODE,
@@ -182,29 +183,21 @@ class RankLiterals:
         """A copy of the first rank's graph, or of a rewrite, with an input for each number, behind the others."""
         if not self.values:
             return gm
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(gm.graph, copies)
-        made = fx.GraphModule(gm, graph)
-        graph.output(output).meta.update(gm.graph.output_node().meta)
-        named = {old.name: new for old, new in copies.items()}
+        made = copied_lazily(gm)
+        named = {old.name: new for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True)}
         for (name, place), (_, own) in self.values.items():
             if name not in named or place >= len(named[name].args) or named[name].args[place] != own[0]:
                 raise DependsOnRank(f"the graph depends on the rank: {own[0]} of {name}, which a pass has removed")
-            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-                number = graph.placeholder(f"of_rank_{name}_{place}")
+            with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
+                number = made.graph.placeholder(f"of_rank_{name}_{place}")
             number.meta["val"] = own[0]
             named[name].update_arg(place, number)
-        made.recompile()
         return made
 
     def with_firsts(self, first: fx.GraphModule, other: RankGraph, coordinate: Sequence[int]) -> RankGraph:
         """The graph of the rank at this place with the first's numbers, wherever its own are those of its place."""
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(other.gm.graph, {}))
-        made, numbers = fx.GraphModule(other.gm, graph), dict(zip(self.values, self.of_rank(coordinate), strict=True))
-        for old, ours, theirs in zip(other.gm.graph.nodes, first.graph.nodes, graph.nodes, strict=False):
-            theirs.meta.update(old.meta)
+        made, numbers = copied_lazily(other.gm), dict(zip(self.values, self.of_rank(coordinate), strict=True))
+        for ours, theirs in zip(first.graph.nodes, made.graph.nodes, strict=False):
             for index in range(min(len(ours.args), len(theirs.args))):
                 if (ours.name, index) in numbers and theirs.args[index] == numbers[ours.name, index]:
                     theirs.update_arg(index, ours.args[index])

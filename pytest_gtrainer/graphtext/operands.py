@@ -89,8 +89,6 @@ class Sizes:
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
         """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or any other."""
-        if integer(node) is not None:
-            return self.number(node, place)
         expression = self._expression(node, place)
         if expression.is_Relational or expression.is_Boolean:
             return self.number(node, place, bool)

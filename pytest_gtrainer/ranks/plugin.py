@@ -136,9 +136,7 @@ class RanksPlugin:
         return None
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
-        if not any(ranks_spec(item) for item in items):
-            return []
-        return [f"gtrainer: {devices.resolve(self.config)}"]
+        return [f"gtrainer: {devices.resolve(self.config)}"] if any(map(ranks_spec, items)) else []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -159,10 +159,7 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
         BitwiseDifference: different, or unverified.
     """
     __tracebackhide__ = True
-    verdict = compare(actual, expected)
-    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
-    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
-    explanations = explained(verdict, expected)
+    verdict, explanations = judged(actual, expected, what)
     if verdict.outcome != "equal":
         told = [what, starts_differ(actual, expected), str(verdict), *explanations]
         if not (verdict.compared or verdict.only_actual or verdict.only_expected or verdict.differences):
@@ -181,11 +178,14 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
     return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
 
 
-def explained(verdict: Verdict, expected: Tensors) -> list[str]:
-    """What watchers of comparisons that must be equal know about this one: with ``--gt-bisect``, which pass it was."""
-    explanations: list[str] = []
+def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list[str]]:
+    """A comparison that must be equal, told to all who count or watch; and what they know about it: with
+    ``--gt-bisect``, which pass it was."""
+    verdict, explanations = compare(actual, expected), list[str]()
+    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
     facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
-    return explanations
+    return verdict, explanations
 
 
 def assert_bitwise_different(

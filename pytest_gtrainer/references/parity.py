@@ -23,7 +23,7 @@ from pytest_gtrainer.graph.layout import (
     LayoutDifference,
     assert_same_layout,
 )
-from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, explained
+from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, judged
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
@@ -299,11 +299,7 @@ def _check_equal(
             assert_same_layout(layouts["graph"], layouts["eager"])
         except LayoutDifference as difference:
             misplaced = str(difference)
-    verdict = compare(record, expected)
-    what = "graph against eager"
-    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
-    facts.tell("comparison", actual=record, expected=expected, verdict=verdict, what=what, must_differ=False)
-    explanations = explained(verdict, expected)
+    verdict, explanations = judged(record, expected, "graph against eager")
     if verdict.outcome != "equal":
         at = verdict.first.key if verdict.first else None
         row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"

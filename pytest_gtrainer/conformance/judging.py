@@ -189,19 +189,16 @@ class Run:
     def after(self) -> fx.GraphModule:
         return self.of(graph_of(self.recipe))
 
-    def given(self, **other: Any) -> dict[str, Any]:
-        """What the pass is told beside the graph, with other values of it."""
-        if self.adapter.kind != "chunking":
-            return {"bucket_plan": self.recipe.plan, **other}
-        return {"config": self.recipe.chunking, "twin": graph_of(self.recipe, twin=True), **other}
-
     def of(self, gm: fx.GraphModule, **other: Any) -> fx.GraphModule:
-        """The pass's result on any graph; what it raises is ``Refused``, or ``Raised`` if it crashed or hung."""
+        """The pass's result on any graph, told ``other`` options than the recipe's; what it raises is ``Refused``, or
+        ``Raised`` if it crashed or hung."""
         name = self.adapter.name
-        given = self.given(**other)
+        given: dict[str, Any] = {"bucket_plan": self.recipe.plan}
+        if self.adapter.kind == "chunking":
+            given = {"config": self.recipe.chunking, "twin": graph_of(self.recipe, twin=True)}
         try:
             with ended_within(self.adapter.limit, f"{name} on {self.recipe}"):
-                return self.adapter.run(gm, **given)
+                return self.adapter.run(gm, **{**given, **other})
         except Hung as error:
             raise Raised(str(error)) from error
         except Exception as error:

@@ -24,7 +24,7 @@ from pytest_gtrainer._torch.passes import is_bucketed_by_torch, is_control_depen
 from pytest_gtrainer._torch.values import OpOverload, is_composite, parts_of, pytree, schema, storage_id
 from pytest_gtrainer.graph.collectives import kind_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, bodies_of, direction, is_view, is_wait, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, direction, graphs_called, is_view, is_wait, node_fqn
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
@@ -222,9 +222,7 @@ class _Walk:
             for one in _allocations(value):
                 _extend(self.pending.pop(one, ()), self._order[node] - 1)  # the wait itself lets go of them
             return value
-        called = self.gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-        bodies = [called] if isinstance(called, fx.GraphModule) else [*bodies_of(self.gm, node).values()]
-        if bodies:
+        if bodies := graphs_called(self.gm, node):
             return self._of_bodies(node, bodies)
         if "val" not in node.meta:
             returns = schema(target).returns if isinstance(target, OpOverload) else ()

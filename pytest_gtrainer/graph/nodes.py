@@ -140,6 +140,12 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, fx.GraphModule
     return {one: body for one, body in found.items() if isinstance(body, fx.GraphModule)}
 
 
+def graphs_called(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
+    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return [*([module] if isinstance(module, fx.GraphModule) else []), *bodies_of(gm, node).values()]
+
+
 def is_view(target: object) -> bool:
     """Whether an operator's result shares memory with its operand, to which it does not write."""
     return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)

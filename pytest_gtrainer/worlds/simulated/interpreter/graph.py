@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.graph.nodes import argument_of, bodies_of, is_collective, is_random, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import argument_of, graphs_called, is_collective, is_random, node_fqn, short_name
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
@@ -58,12 +58,6 @@ def group_name(node: fx.Node) -> str:
     return name
 
 
-def graphs_called(node: fx.Node, root: torch.nn.Module) -> list[fx.GraphModule]:
-    """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
-    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return [*([module] if isinstance(module, fx.GraphModule) else []), *bodies_of(root, node).values()]
-
-
 def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes of a graph, and of graphs in it."""
     for module in gm.modules():
@@ -85,7 +79,7 @@ def source_of(node: fx.Node) -> fx.Node:
 
 def draws(node: fx.Node, root: torch.nn.Module) -> bool:
     """Whether the operator, or a graph that it calls, draws random numbers."""
-    return is_random(node) or any(draws(inner, gm) for gm in graphs_called(node, root) for inner in gm.graph.nodes)
+    return is_random(node) or any(draws(inner, gm) for gm in graphs_called(root, node) for inner in gm.graph.nodes)
 
 
 def check_callable(node: fx.Node, root: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.graph.nodes import is_collective, written_operands
+from pytest_gtrainer.graph.nodes import graphs_called, is_collective, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
@@ -204,7 +204,7 @@ class Interpreter:
             carried_out = steps.collective_of(node)  # first: it refuses what we do not know
             partition = self._partition(node)
             return steps.CollectiveStep(node, partition, self._nets[partition], carried_out)
-        graphs = rank_graph.graphs_called(node, gm)
+        graphs = graphs_called(gm, node)
         inside = chain.from_iterable(map(rank_graph.nodes_within, graphs))
         if node.op == "call_module" or any(map(is_collective, inside)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):

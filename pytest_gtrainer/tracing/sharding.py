@@ -114,28 +114,26 @@ _for_dynamo: list[dict[int, torch.Tensor]] = []
 def reusing_gathers() -> Iterator[None]:
     """Inside, a parameter is gathered once (A10), and its gradients are added before one reduction, as in FSDP2."""
     cache: dict[int, torch.Tensor] = {}
-    token = None if torch.compiler.is_dynamo_compiling() else _gathers.set(cache)
     _for_dynamo.append(cache)
     try:
-        yield
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else _set(_gathers, cache):
+            yield
     finally:
         _for_dynamo.pop()
-        if token is not None:
-            _gathers.reset(token)
 
 
 @contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
+def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        flag.reset(token)
+        variable.reset(token)
 
 
 def accumulating_gradients() -> AbstractContextManager[None]:
     """Inside, gradients are cast before a reduction, as FSDP2 adds microbatches; nodes that reduce are marked."""
-    return _set(_accumulating)
+    return _set(_accumulating, True)
 
 
 def data_parallel(
@@ -229,7 +227,7 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
 
 def _describe_shards(module: nn.Module, describe: Callable[[Any], str]) -> str:
     """``extra_repr`` that reads shards: printing a model on one rank must not wait for the others."""
-    with _set(_describing):
+    with _set(_describing, True):
         return describe(module)
 
 

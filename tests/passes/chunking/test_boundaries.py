@@ -276,12 +276,12 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
 
 def test_chunks_have_sizes_of_the_data_of_their_own():
     """G17: a size that one chunk's data makes is no other chunk's."""
-    _, gm = rewritten(net(chunkable.MoEBlock)(), strict("layers.*.moe", num_chunks=4), token_batch(0))
+    _, gm = rewritten(net(chunkable.MoEBlock)(), strict("layers.*.moe", num_chunks=2), token_batch(0))
     made = {}
     for node in with_role(gm, BODY):
         for symbol in node.meta.get("unbacked_bindings") or ():
             made.setdefault(symbol, set()).add(told(node).chunk_id)
-    assert len(made) >= 4
+    assert len(made) >= 2
     assert all(len(chunks) == 1 for chunks in made.values()), made
     for node in with_role(gm, BODY):
         used = {symbol for symbol in symbols_of(node.meta.get("val")) if symbol in made}

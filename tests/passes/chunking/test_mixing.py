@@ -105,6 +105,7 @@ MIXING = {
     "sort": (sorted_rows, None, r"sort.* orders the rows of dimension 0"),
     "flip": (lambda x: x.flip(0), None, r"flip.* reverses dimension 0"),
     "roll": (lambda x: x.roll(1, 0), None, r"roll.* rolls dimension 0"),
+    "roll of everything": (lambda x: x.roll(1), None, r"roll.* rolls dimension|view.* folds rows into"),
     "pad": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:], None, r"constant_pad_nd.* pads dimension 0"),
     "first row": (lambda x: x - x[:1], None, r"slice.* takes a part of dimension 0"),
     "mean": (lambda x: x - x.mean(0), None, r"sub.* brings into rows a value over all of them \(.*mean"),

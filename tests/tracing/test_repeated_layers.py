@@ -100,7 +100,11 @@ def assert_stamped(model, step, runs, **options):
     return full, stamped
 
 
-def layer_with(factor=1.0, shift=0.0, inner=1.0, hook=None, change=lambda layer: None, **attributes):
+def nothing(module, args, result):
+    """A forward hook."""
+
+
+def layer_with(factor=1.0, shift=0.0, inner=1.0, hook=nothing, change=lambda layer: None, **attributes):
     """A layer whose function has defaults and a closure of its own; ``change`` is made to the layer."""
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
     layer.register_buffer("seen", torch.zeros(2))
@@ -123,7 +127,8 @@ CHANGES = {
     "a default by keyword": {"shift": 1.0},
     "what a function closes over": {"inner": 2.0},
     "1 and 1.0": {"factor": 1},
-    "a hook": {"hook": lambda *given: None},
+    "a hook": {"hook": None},
+    "what a hook does": {"hook": lambda module, args, result: 2 * result},
     "an attribute": {"more": 1},
     "an item deep inside": {"flags": [1, {"a": 3}]},
     "a key deep inside": {"flags": [1, {"b": 2}]},

@@ -210,19 +210,25 @@ def test_a_rank_names_its_own_gpu(gt_mesh, apart):
 
 @FOUR
 def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt_mesh):
-    """Of pairs each rank has its own, under another name. One that ranks 1 to 3 share has no counterpart on rank 0."""
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    group = pairs[dist.get_rank() // 2]
-    traces = Traces(data_parallel(net(), gt_mesh), batch(), step=lambda net, x: all_reduce(net(x), "sum", group).sum())
+    """Each rank has its own pairs, under names that torch hashes. One of ranks 1 to 3 has no counterpart on rank 0."""
+    row, column = divmod(dist.get_rank(), 2)
+    own_pairs = ([2 * row, 2 * row + 1], [column, column + 2]) * 2
+    pairs = [dist.new_group(ranks, use_local_synchronization=True) for ranks in own_pairs]
+    groups = pairs
+
+    def step(net, x):
+        return sum(all_reduce(net(x), "sum", group).sum() for group in groups)
+
+    traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)
     taken = traces.once(gt_mesh, check=True)
     assert (taken.handed_over == TAKEN) == (dist.get_rank() in (1, 2))
     assert graphtext.render(taken.gm) == graphtext.render(traces().gm)
 
     later = dist.new_group([1, 2, 3])
-    group = later if dist.get_rank() else gt_mesh.get_group()
+    groups = [later if dist.get_rank() else gt_mesh.get_group()]
     told = traces.once(gt_mesh).handed_over
-    assert re.fullmatch(r"traced here: rank 3 cannot hand over .* its process group '\d+' has no counterpart .*", told)
-    for made in [pairs[dist.get_rank() // 2], *([later] if dist.get_rank() else [])]:
+    assert re.fullmatch(r"traced here: rank 3 cannot hand over .* its process group '\w+' has no counterpart .*", told)
+    for made in [*pairs, *([later] if dist.get_rank() else [])]:
         dist.destroy_process_group(made)
 
 

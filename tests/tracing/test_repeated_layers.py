@@ -1,12 +1,15 @@
 """Stamped layers: a trace of four of many identical layers is the full trace, or it says why it is one."""
 
+import collections
 import copy
 import gc
 import random
 import re
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+import numpy
 import pytest
 import torch
 
@@ -32,7 +35,7 @@ from pytest_gtrainer import (
     train_graph,
 )
 from pytest_gtrainer.graphtext import render
-from pytest_gtrainer.tracing.stamping import driver, signature, units
+from pytest_gtrainer.tracing.stamping import driver, outline, signature, units
 from pytest_gtrainer.tracing.stamping.runs import find_runs
 from pytest_gtrainer.tracing.stamping.verdict import StampedGraphError, first_difference
 
@@ -519,3 +522,120 @@ def test_a_configuration_of_training_may_ask_for_it(gt_mesh, gt_world):
     assert_bitwise_equal(stamped, full)
     other = replace(config, model=partial(deep, seed=1), repeat_layers="auto")
     assert_bitwise_different(train_graph(other, world=gt_world), full)
+
+
+class Counted:
+    """What a step may hold, of its own class."""
+
+    __slots__ = ("slot",)
+    calls = 0
+
+    def __init__(self):
+        self.slot = 0
+
+
+NUMBER = 0
+
+
+def by_number(model, x):
+    return NUMBER
+
+
+def closing_over(value):
+    """A step that holds ``value``; and one that rebinds what it closes over."""
+
+    def step(model, x):
+        return value
+
+    def rebind(other):
+        nonlocal value
+        value = other
+
+    return step, rebind
+
+
+def held(value, change):
+    return closing_over(value)[0], lambda: change(value), lambda: copy.deepcopy(value)
+
+
+def rebound():
+    step, rebind = closing_over(1)
+    return step, lambda: rebind(2), lambda: step(None, None)
+
+
+STATE = {
+    "a list that grows": lambda: held([], lambda seen: seen.append(1)),
+    "a list that shrinks": lambda: held([1], lambda seen: seen.pop()),
+    "an item of a list": lambda: held([1, 2], lambda seen: seen.__setitem__(1, 3)),
+    "a type in a list": lambda: held([1, 2], lambda seen: seen.__setitem__(1, 2.0)),
+    "a list in a tuple": lambda: held(([],), lambda seen: seen[0].append(1)),
+    "a set": lambda: held(set(), lambda seen: seen.add(1)),
+    "a deque": lambda: held(collections.deque(), lambda seen: seen.append(1)),
+    "bytes": lambda: held(bytearray(2), lambda seen: seen.__setitem__(0, 1)),
+    "a new key": lambda: held({}, lambda seen: seen.update(a=1)),
+    "a key less": lambda: held({"a": 1}, lambda seen: seen.clear()),
+    "a value": lambda: held({"a": 1}, lambda seen: seen.update(a=2)),
+    "an array": lambda: held(numpy.zeros(2), lambda seen: seen.__setitem__(0, 1)),
+    "a slot": lambda: (closing_over(one := Counted())[0], lambda: setattr(one, "slot", 1), lambda: one.slot),
+    "a class": lambda: (closing_over(Counted())[0], lambda: setattr(Counted, "calls", 1), lambda: Counted.calls),
+    "a global": lambda: (by_number, lambda: globals().update(NUMBER=1), lambda: NUMBER),
+    "what a function closes over": rebound,
+    "an attribute of a function": lambda: (
+        step := closing_over(1)[0], lambda: vars(step).update(calls=1), lambda: dict(vars(step))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STATE)
+def test_state_that_a_step_changes_is_told_and_put_back(what):
+    """R2: whatever holds it; a step that changes nothing is not refused."""
+    step, change, look = STATE[what]()
+    before = str(look())
+
+    def run(change):
+        with driver.unchanged_state(torch.nn.Linear(1, 1), step, ()):
+            change()
+
+    run(look)
+    with pytest.raises(driver.Refused, match="the step changes"):
+        run(change)
+    assert str(look()) == before
+
+
+@contextmanager
+def set_for_a_while(set_to, now, value):
+    before = now()
+    set_to(value)
+    yield
+    set_to(before)
+
+
+IN_FORCE = {
+    "nothing": nullcontext,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast in another dtype": lambda: torch.autocast("cpu", torch.float16),
+    "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast of the GPU": lambda: set_for_a_while(
+        partial(torch.set_autocast_enabled, "cuda"), partial(torch.is_autocast_enabled, "cuda"), True
+    ),
+    "hooks of what is saved": lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs),
+    "other hooks of what is saved": lambda: torch.autograd.graph.saved_tensors_hooks(abs, torch.neg),
+    "another dtype of factories": lambda: set_for_a_while(
+        torch.set_default_dtype, torch.get_default_dtype, torch.float64
+    ),
+    "deterministic": lambda: set_for_a_while(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
+    ),
+}
+
+
+def test_whatever_is_in_force_around_a_layer_is_told_apart():
+    """R2: layers that run under other settings are not alike."""
+    seen = {}
+    for what, context in IN_FORCE.items():
+        with context():
+            seen[what] = outline.in_force()
+    alike = [(one, other) for one in seen for other in seen if one < other and seen[one] == seen[other]]
+    assert not alike

@@ -207,28 +207,30 @@ def test_a_work_that_is_kept_keeps_no_inputs():
 
 
 def messages(rank):
-    """Three to rank 1, two of them under one tag; received in another order than sent, the last before it is sent."""
+    """Three to rank 1, two under one tag; received in another order than sent. Two to rank 2, which asks first."""
     received = [torch.empty(2) for _ in range(3)]
     if rank == 0:
         for value, tag in ((1.0, 7), (2.0, 5), (3.0, 7)):
             dist.send(torch.full((2,), value), 1, tag=tag)
         dist.barrier()
-        dist.send(torch.full((2,), 4.0), 2, tag=1)
+        for value in (4.0, 5.0):
+            dist.send(torch.full((2,), value), 2, tag=1)
     elif rank == 1:
         dist.barrier()
         for tensor, tag in zip(received, (5, 7, 7), strict=True):
             dist.recv(tensor, 0, tag=tag)
     else:
-        work = dist.irecv(received[0], 0, tag=1)
+        works = [dist.irecv(tensor, 0, tag=1) for tensor in received[:2]]
         dist.barrier()
-        work.wait()
+        for work in works:
+            work.wait()
     return [tensor[0].item() for tensor in received]
 
 
 def test_messages_come_under_their_tags_and_in_the_order_in_which_they_were_sent():
     _, of_one, of_two = run_threads(3, messages, net=NetModel(1, 3))
     assert of_one == [2.0, 1.0, 3.0], "by tag 5, then both of tag 7 in their order"
-    assert of_two[0] == 4.0, "a message that is waited for before it is sent"
+    assert of_two[:2] == [4.0, 5.0], "two messages that are waited for before they are sent, in the order of the waits"
 
 
 def a_list_for_each(rank):

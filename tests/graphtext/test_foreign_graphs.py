@@ -12,6 +12,7 @@ from torch import fx, nn
 from pytest_gtrainer import assert_graph, assert_same_layout, bucket_layout, check_graph, graphtext, timeline
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.nodes import direction
 from tests.graphtext.compiled import Block, stages
 
 
@@ -297,6 +298,27 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
     payloads = bucket_layout(fx.GraphModule(model, graph)).payloads
     places = [(slot.parameter, slot.offset, slot.nbytes) for payload in payloads for slot in payload.slots]
     assert places == [("0.weight", 0, 32), ("0.bias", 32, 8)]
+
+
+def test_a_body_that_forward_and_backward_call_is_of_the_forward():
+    """As the recomputed region of a checkpoint; one that the backward alone calls is the backward's."""
+    body = fx.Graph()
+    body.output((body.call_function(torch.ops.aten.sin.default, (body.placeholder("x"),)),))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    holder, again = graph.get_attr("body"), graph.get_attr("body")
+    calls = [
+        graph.call_function(torch.ops.higher_order.invoke_subgraph, (each, "region", x)) for each in (holder, again)
+    ]
+    graph.output(tuple(calls))
+    for node in [x, *calls, *body.nodes]:
+        node.meta["example_value"] = torch.empty(2)
+    gm = fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
+    for directions, expected in ((("fwd", "fwd"), "fwd"), (("fwd", "bwd"), "fwd"), (("bwd", "bwd"), "bwd")):
+        for call, of_call in zip(calls, directions, strict=True):
+            call.meta["autograd_backward"] = of_call == "bwd"
+        told = {direction(node) for node in adopted(gm).body.graph.nodes if node.op == "call_function"}
+        assert told == {expected}, directions
 
 
 def test_parameters_of_two_models_that_are_not_called_keep_their_models_name():

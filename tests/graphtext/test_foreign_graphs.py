@@ -307,8 +307,10 @@ def test_a_body_that_forward_and_backward_call_is_of_the_forward():
     graph = fx.Graph()
     x = graph.placeholder("x")
     holder, again = graph.get_attr("body"), graph.get_attr("body")
+    region = torch.ops.higher_order.invoke_subgraph
     calls = [
-        graph.call_function(torch.ops.higher_order.invoke_subgraph, (each, "region", x)) for each in (holder, again)
+        graph.call_function(region, (holder, "region", x)),
+        graph.call_function(region, (), {"subgraph": again, "identifier": "region", "x": x}),
     ]
     graph.output(tuple(calls))
     for node in [x, *calls, *body.nodes]:

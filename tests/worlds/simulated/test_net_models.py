@@ -222,6 +222,8 @@ def test_a_net_that_cannot_be_is_refused_in_a_sentence(fields, sentence):
 
 def test_ranks_that_the_nodes_do_not_divide():
     assert NetModel.of_world(16, nodes=2) == NetModel(2, 8)
+    with pytest.raises(ValueError, match="nodes=0: give a whole number, 1 or more"):
+        NetModel.of_world(4, nodes=0)
     with pytest.raises(ValueError, match="15 ranks do not divide over 2 nodes: change one of them"):
         NetModel.of_world(15, nodes=2)
 

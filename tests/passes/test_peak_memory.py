@@ -88,6 +88,18 @@ def test_a_tensor_that_is_kept_longer_shows():
     assert peak_memory(late).curve["sin"] == peak_memory(gm).curve["sin"] + 1024
 
 
+def test_inputs_that_are_views_of_one_memory_hold_all_of_it():
+    """As parameters of one flat buffer: a view shows a part, and keeps the whole."""
+    flat, graph = torch.empty(40, device="meta"), fx.Graph()
+    for name, view in (("a", flat[:8]), ("b", flat[8:16])):
+        graph.placeholder(name).meta.update(val=view, gt_input={"kind": "parameter", "fqn": name})
+    total = graph.call_function(torch.ops.aten.add.Tensor, tuple(graph.find_nodes(op="placeholder")))
+    total.meta["val"] = torch.empty(8, device="meta")
+    graph.output(total)
+    found = peak_memory(fx.GraphModule({}, graph))
+    assert (found.peak, found.by_kind["parameter"]) == (40 * 4 + 8 * 4, 40 * 4)
+
+
 def test_values_that_a_pass_copied_are_no_memory():
     """A recomputed node, and a copy, have the value of the node that they were copied from."""
     gm = make_fx(lambda x: (x.exp().view(-1).sin(), x.cos()), tracing_mode="fake")(torch.randn(16, 16))

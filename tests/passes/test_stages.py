@@ -141,6 +141,19 @@ class Shrinking(nn.Module):
         return self.net(x)
 
 
+class Filling(nn.Module):
+    """Adds its inputs up in memory that reads nothing when it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        total = torch.zeros(2, 4)
+        total.add_(x.detach())
+        return self.net(x) + total
+
+
 def test_a_stage_of_experts_whose_rows_data_counts():
     """N7: sizes that only data decides cross from part to part; what experts have counted is as eagerly."""
     torch.manual_seed(0)
@@ -159,19 +172,20 @@ def test_a_stage_of_experts_whose_rows_data_counts():
     assert_bitwise_different([module.tokens_per_expert], [eager.tokens_per_expert])
 
 
-def test_a_write_to_a_parameter_is_of_the_forward_and_made_for_every_microbatch():
-    """Not of what gathers parameters, which runs once a step, though it reads parameters alone."""
-    module, inputs = Shrinking(), torch.randn(2, 2, 4)
+@pytest.mark.parametrize(("stage", "runs"), [(Shrinking, "aten.mul_.Tensor"), (Filling, "aten.zeros.default")])
+def test_what_changes_memory_is_of_the_forward_and_runs_for_every_microbatch(stage, runs):
+    """Not of what gathers parameters, which runs once a step: a write to one, and memory that is written to."""
+    module, inputs = stage(), torch.randn(2, 2, 4)
     eager = copy.deepcopy(module)
     graphs = split_stage_graph(trace_stage(module, (inputs[0],)).gm)
-    writing = [name for name, part in graphs.parts.items() if "aten.mul_.Tensor" in part.gm.code]
-    assert writing == ["forward"], f"the write to a parameter runs in {writing}, and not once for each microbatch"
+    parts = [name for name, part in graphs.parts.items() if runs in part.gm.code]
+    assert parts == ["forward"], f"{runs} runs in {parts}, and not once for each microbatch"
     values = dict(zip(graphs.inputs, flat(module, inputs[0], torch.zeros(2, 4)), strict=True))
     graphs.run(values, "unshard")
     for microbatch in inputs:
         values[graphs.inputs[-2]] = microbatch
         graphs.run(values, "forward")
-        assert torch.equal(values[graphs.results[0]], eager(microbatch)), "the bias is halved for each microbatch"
+        assert torch.equal(values[graphs.results[0]], eager(microbatch)), "another microbatch has changed the memory"
 
 
 def test_a_stage_computes_what_autograd_does():

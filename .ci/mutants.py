@@ -54,6 +54,7 @@ TESTS = {
     "references": [
         "tests/references",
         "tests/parity",
+        "tests/passes/chunking/test_mixing.py",
         # both sides in one process, where mutmut sees what they call
         *(f"tests/worlds/simulated/test_{name}.py" for name in ("parity_failures", "paths", "replicas", "same_graph")),
     ],

@@ -271,6 +271,8 @@ def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outs
     monkeypatch.setattr(determinism, "inductor_config", lambda: played if loaded else None)
     with deterministic():
         loaded.append("now")
+        told = [os.environ[f"TORCHINDUCTOR_{name}"] for name in ("DETERMINISTIC", "COORDINATE_DESCENT_TUNING")]
+        assert told == ["1", "0"], "what another process reads, which is started inside"
     found = played.deterministic, played.coordinate_descent_tuning, played.max_autotune
     assert found == (False, True, False), "deterministic, coordinate descent (its variable says 1), max-autotune"
 

@@ -30,6 +30,7 @@ def test_checks_are_chained_and_captures_stay(gm):
         ({"direction": "bwd"}, "its direction is fwd, expected bwd"),
         ({"dtype": torch.bfloat16}, "its dtype is f32, expected bf16"),
         ({"shape": [..., 7]}, "its shape is [8, 8], expected [..., 7]"),
+        ({"shape": ()}, "its shape is [8, 8], expected [()]"),
         ({"users": "mm"}, "it is used by all_gather_into_tensor at 1, expected mm"),
         ({"module": "head"}, "it belongs to the bucket layers.0, expected the module head"),
         ({"where": lambda node: False}, "<lambda> does not hold of it"),

@@ -127,6 +127,30 @@ def test_shards_that_are_joined_for_an_all_reduce_are_followed_through_it():
     ]
 
 
+def test_padding_between_members_moves_those_behind_it():
+    """B6: who packs at aligned offsets; bytes are counted from the payload's begin."""
+    (payload,) = bucket_layout(graphtext.parse(ALIGNED)).payloads
+    assert [(slot.parameter, slot.offset, slot.nbytes) for slot in payload.slots] == [
+        ("layers.0.a", 0, 12), ("layers.0.b", 16, 8)
+    ]  # fmt: skip
+
+
+ALIGNED = """\
+fsdp = group(range(0, 4))
+if P:
+  P.layers[0].a: f32[3]
+  P.layers[0].b: f32[2]
+if fwd:
+  with layers[0]:
+    padding: f32[1] = aten.zeros.default([1])
+    bucket: f32[6] = aten.cat([P.layers[0].a, padding, P.layers[0].b])
+    gather: f32[24] = _c10d_functional.all_gather_into_tensor(bucket, 4, fsdp)
+    wait: f32[24] = _c10d_functional.wait_tensor(gather)
+if out:
+  yield fwd.layers[0].wait
+"""
+
+
 JOINED_FOR_AN_ALL_REDUCE = """\
 shard = group(range(0, 4))
 replicate = group([0, 4])

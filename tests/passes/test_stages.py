@@ -208,6 +208,14 @@ def test_a_stage_computes_what_autograd_does():
     assert not split_stage_graph(first.gm).parts["backward_input"].gives
 
 
+def test_a_tangent_is_named_after_its_output():
+    """The first output takes none."""
+    inputs = torch.randn(2, 4), torch.tensor(3.0)
+    traced = trace_stage(Pair(), inputs, step=lambda pair, *given: [*pair(*given).values()][::-1])
+    given = [node.meta["gt_input"]["fqn"] for node in traced.gm.graph.find_nodes(op="placeholder")]
+    assert (traced.tangents, given[-1]) == ((1,), "tangent1")
+
+
 def test_what_is_gathered_once_is_not_summed_over_microbatches():
     """N8: though the last part reads it, which reads sums of everything else that microbatches give."""
     gm = trace_stage(net(), (torch.zeros(2, 4, requires_grad=True),)).gm

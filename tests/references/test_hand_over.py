@@ -142,6 +142,14 @@ def test_ranks_with_other_sizes_trace_by_themselves_and_say_what_differs(gt_mesh
 
 
 @FOUR
+def test_inputs_that_lie_otherwise_on_one_rank_are_told(gt_mesh):
+    """R4: its graph views them, or copies them first."""
+    x = torch.arange(8.0).reshape(4, 2).t() if dist.get_rank() == 2 else batch()
+    told = Traces(data_parallel(net(), gt_mesh), x).once(gt_mesh).handed_over
+    assert re.fullmatch(r"traced here: rank 0 has input 0 .*\(4, 1\), rank 2 .*\(1, 2\)", told)
+
+
+@FOUR
 def test_a_graph_that_depends_on_the_rank_is_not_handed_over(gt_mesh):
     step = lambda net, x: (net(x) * (dist.get_rank() + 1)).sum()  # noqa: E731
     traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)

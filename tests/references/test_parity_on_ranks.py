@@ -306,9 +306,10 @@ def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
     [
         ({"replicate": True}, set()),
         ({"max_norm": 1e-2}, {"clipped"}),
+        ({"replicate": True, "max_norm": 1e-2}, {"clipped"}),
         ({"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)}, set()),  # its layout has their width
     ],
-    ids=["ddp", "clipped", "reduced in bf16"],
+    ids=["ddp", "clipped", "ddp, clipped", "reduced in bf16"],
 )
 def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
     """D10: under DDP the control is DDP with torch's buckets, trained for one step. Clipping is recorded."""

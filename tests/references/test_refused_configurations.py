@@ -51,7 +51,7 @@ def test_batches_of_a_mesh_of_two_dimensions_go_by_rank(config_with):
     """The coordinate counts the ranks that data is parallel over as the mesh lists them, the last dimension fastest."""
     config = config_with(batch=lambda step, coordinate: (torch.tensor(coordinate),))
     assert config.coordinate == 6, "rank 6 of 2 x 4 trains on another rank's batch"
-    assert config.inputs(0)[0] == 6
+    assert (config.inputs(0)[0], config.inputs(0, 0)[0]) == (6, 0), "its own, and what the first rank is given"
 
 
 def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(config_with):

@@ -83,6 +83,16 @@ def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs,
     assert len(customs) == len(set(customs))
 
 
+def test_what_a_users_hook_computes_belongs_to_the_module_that_it_hooks(inputs, train_step):
+    """A4: on its inputs and on its output; in eager code the hook is the module's, too."""
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    net[1].register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    net[1].register_forward_hook(lambda module, args, output: output.cos())
+    nodes = nodes_of(trace_step(net, train_step, inputs))
+    of_hooks = {str(node.target): node_fqn(node) for node in nodes if not node.meta.get("autograd_backward")}
+    assert (of_hooks["aten.sin.default"], of_hooks["aten.cos.default"]) == ("1", "1")
+
+
 def test_nodes_of_nested_graphs_have_names_and_directions_too(inputs, train_step):
     """A3, A4: a ``cond`` runs graphs; those of its backward are differentiated apart and have no forward node."""
 

@@ -21,7 +21,7 @@ def parallel_net(mesh):
 
 def placed(model):
     return {
-        name: (p.placements, p.device_mesh.mesh_dim_names, p.shape, p.stride(), p.to_local().shape)
+        name: (str(p.placements), p.placements, p.device_mesh.mesh_dim_names, p.shape, p.stride(), p.to_local().shape)
         for name, p in model.named_parameters()
     }
 
@@ -34,16 +34,16 @@ def test_parameters_lie_as_fully_shard_places_them(gt_mesh, mode):
     ours = placed(data_parallel(parallel_net(gt_mesh["tp"]), mesh, mode=mode))
     assert ours == placed(fully_shard(parallel_net(gt_mesh["tp"]), mesh=mesh))
     outer = (Replicate(),) if mode == "hybrid_shard" else ()
-    assert [str(p) for p in ours["0.weight"][0][len(outer) :]] == ["_S(0, 2)", "S(0)"]
-    assert ours["1.weight"][0] == (*outer, Shard(0), Shard(1))
-    assert ours["2.weight"][0] == (*outer, Shard(0), Replicate())
-    assert ours["3.weight"][0] == (*outer, Shard(0))
+    assert [str(p) for p in ours["0.weight"][1][len(outer) :]] == ["_S(0, 2)", "S(0)"]
+    assert ours["1.weight"][1] == (*outer, Shard(0), Shard(1))
+    assert ours["2.weight"][1] == (*outer, Shard(0), Replicate())
+    assert ours["3.weight"][1] == (*outer, Shard(0))
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"dp": 4, "tp": 2})
 def test_a_replicated_model_keeps_the_shards_of_its_own(gt_mesh):
     model = data_parallel(parallel_net(gt_mesh["tp"]), gt_mesh["dp"], mode="replicate")
-    assert placed(model)["0.weight"][0] == (Replicate(), Shard(0))
+    assert placed(model)["0.weight"][1] == (Replicate(), Shard(0))
     assert placed(model)["0.weight"][-1] == (5, 8)
 
 

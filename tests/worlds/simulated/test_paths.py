@@ -54,6 +54,18 @@ def test_a_rank_of_the_other_replica_goes_by_its_own_groups():
     ]
 
 
+def test_a_rank_of_a_group_with_gaps_goes_by_its_place_there():
+    """Rank 4 is member 2 of the even ranks: element 13 is the second of its shard, in the upper half of the ring."""
+    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.float32, groups[0], "avg", SLOTS),))}
+    one, other = records_that_differ_at(4, "b", 2, 1)
+    found = list(paths_of_first(FOUR_NODES, layouts, lambda rank, _: groups[rank % 2], compare(one, other), one))
+    net = FOUR_NODES.for_group(groups[0])
+    expected = net.explain("reduce_scatter", 13, 16, torch.float32, 2, "avg")
+    assert found[0].endswith(f"element 13 of 16, {expected}")
+    assert str(expected) != str(net.explain("reduce_scatter", 13, 16, torch.float32, 0, "avg"))
+
+
 def test_sides_that_place_it_otherwise_or_not_at_all():
     lines = lines_of({"graph": hybrid(Slot("b", 0, 48)), "eager": hybrid(Slot("a", 0, 16))}, 0, "b", 0, 1)
     assert lines[0] == (

@@ -210,8 +210,9 @@ def messages(rank):
     """Three to rank 1, two under one tag; received in another order than sent. Two to rank 2, which asks first."""
     received = [torch.empty(2) for _ in range(3)]
     if rank == 0:
+        buffer = torch.empty(2)
         for value, tag in ((1.0, 7), (2.0, 5), (3.0, 7)):
-            dist.send(torch.full((2,), value), 1, tag=tag)
+            dist.send(buffer.fill_(value), 1, tag=tag)
         dist.barrier()
         for value in (4.0, 5.0):
             dist.send(torch.full((2,), value), 2, tag=1)
@@ -225,6 +226,23 @@ def messages(rank):
         for work in works:
             work.wait()
     return [tensor[0].item() for tensor in received]
+
+
+def messages_of_a_group(rank):
+    """From the second rank of a group to its first, by their numbers in the world and in the group."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group, received = groups[rank % 2], torch.empty(2)
+    for in_world, in_group in ({"src": rank + 2}, {"group_src": 1}), ({"dst": rank - 2}, {"group_dst": 0}):
+        for number in (in_world, in_group):
+            if rank < 2 and "src" in str(number):
+                dist.recv(received, group=group, **number)
+            elif rank >= 2 and "dst" in str(number):
+                dist.send(torch.full((2,), float(rank)), group=group, **number)
+    return received.tolist()
+
+
+def test_messages_of_a_group_go_to_its_members():
+    assert run_threads(4, messages_of_a_group, net=NetModel(1, 4))[:2] == [[2.0, 2.0], [3.0, 3.0]]
 
 
 def test_messages_come_under_their_tags_and_in_the_order_in_which_they_were_sent():

@@ -160,7 +160,7 @@ def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def layer_of(fqn: str) -> str | None:
     """The layer a module belongs to: its FQN up to the first index.
 
-    >>> layer_of("layers.3.attention.wq"), layer_of("norm")
+    >>> layer_of("layers.3.experts.0.w1"), layer_of("norm")
     ('layers.3', None)
     """
     parts = fqn.split(".")

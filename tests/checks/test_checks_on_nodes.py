@@ -36,6 +36,7 @@ def failure_of(gm, checks):
         ("count 3 mm from P.layers.0.wq.weight", "count 3 mm from I.x"),
         ("count 1 t used by aten.mm", "count 1 t used by sum"),
         ("count 1 t used only by mm", "count 1 split used only by mm"),
+        ("count 1 split used by mm", "count 1 split used by getitem"),
         ("count 2 * used by output", "count 3 * used by output"),
     ],
 )

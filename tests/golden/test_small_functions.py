@@ -38,6 +38,8 @@ def test_paths():
     there = ["test_c@torch=2.9.txt", "test_c@torch=2.13.txt", "test_c@torch=2.15.txt", "test_c@x@torch=2.14.txt"]
     held = standing(PurePosixPath("golden/test_c@torch=2.14.txt"), there)
     assert str(held) == "golden/test_c@torch=2.13.txt"
+    own = PurePosixPath("golden/test_c@torch=2.15.txt")
+    assert standing(own, there) == own, "its own file, though an older one lies beside it"
 
 
 def test_files(tmp_path):
@@ -70,6 +72,7 @@ def test_words():
     assert str(Entry(environment, None)) == "torch 2.13.0, device cpu, instructions AVX2, threads 2"
     said = differences({"loss": [1.0, 2.0], "steps": 2}, {"loss": [1.0, 2.5, 3.0]})
     assert said == ["loss[1]: 2.0 became 2.5", "loss[2]: gained 3.0", "steps: lost 2"]
+    assert differences({"loss": 1.0}, {"loss": 1.0, "dropped": []}) == ["dropped: gained []"]
 
 
 def test_what_ranks_claim():

@@ -32,11 +32,13 @@ def test_a_size_that_no_layer_brings_in_is_the_same_in_all_layers():
         with at("layers.0.mlp"):
             own, shared = w.nonzero(), rows + 1
         with at("layers.1.mlp"):
-            return torch.cat([rows, own]), shared
+            return torch.cat([rows, own]), own + 1, shared
 
     with preserve_node_meta():
         gm = make_fx(step, tracing_mode="symbolic")(torch.ones(4), torch.ones(5))
-    assert "cat: i64[layers[i-1].u0 + u0, 1]" in render(gm)
+    text = render(gm)
+    assert "cat: i64[layers[i-1].u0 + u0, 1]" in text
+    assert "add: i64[layers[i-1].u0, 1]" in text, "layer 0 calls it u0, and layer 1 by that layer"
     again = assert_comes_back(gm)
     extents = {node.meta["val"].shape[0].node.expr for node in again.graph.nodes if node.name in ("nonzero", "add")}
     assert len(extents) == 1

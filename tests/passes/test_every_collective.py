@@ -106,6 +106,8 @@ def test_every_reader_tells_each_collective_or_refuses_it_by_name(gt_mesh):
     functional = {name: row for name, row in table.items() if name.startswith("_c10d_functional.")}
     moved = [row["layout"] for row in functional.values() if row["kind"] in ("all_gather", "reduce_scatter")]
     assert set(moved) == {"told"}
+    fused = {name: row["layout"] for name, row in table.items() if ".fused_" in name}
+    assert {*fused.values()} == {"refused"}, f"what it is multiplied by was not moved: {fused}"
 
 
 def test_what_stands_beside_collectives_is_listed_by_name():

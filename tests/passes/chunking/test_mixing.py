@@ -83,6 +83,10 @@ def numbered_memory(x):
     return x + memory.sum(1)[:, None, None]
 
 
+def routed_order(rows):
+    return rows[(rows[:, 0] > 0).long().argsort(stable=True)]
+
+
 def by_ranks(x):
     return x * (x[:, 0, 0] > 0).cumsum(0)[:, None, None]
 
@@ -105,6 +109,11 @@ MIXING = {
     "sort": (sorted_rows, None, r"sort.* orders the rows of dimension 0"),
     "flip": (lambda x: x.flip(0), None, r"flip.* reverses dimension 0"),
     "roll": (lambda x: x.roll(1, 0), None, r"roll.* rolls dimension 0"),
+    "summed up in the order of experts": (
+        lambda x: routed_order(x.flatten(0, 1)).cumsum(0).unflatten(0, x.shape[:2]),
+        None,
+        r"cumsum.* accumulates along dimension 0",
+    ),
     "roll of everything": (lambda x: x.roll(1), None, r"roll.* rolls dimension|view.* folds rows into"),
     "pad": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:], None, r"constant_pad_nd.* pads dimension 0"),
     "first row": (lambda x: x - x[:1], None, r"slice.* takes a part of dimension 0"),

@@ -125,6 +125,20 @@ def test_an_unused_parameter_is_gathered_and_not_reduced(gt_mesh, sent):
     assert [payload.numel() for kind, payload in sent if kind == "reduce_scatter"] == [16]
 
 
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_a_frozen_parameter_of_another_dtype_decides_nothing(gt_mesh, sent):
+    """As adapters beside frozen weights: what is reduced has the dtype of what is trained."""
+    net = nn.Module()
+    net.frozen = nn.Parameter(torch.ones(8, dtype=torch.bfloat16), requires_grad=False)
+    net.adapter = nn.Parameter(torch.ones(8))
+    net.forward = lambda x: (x * net.frozen.float() * net.adapter).sum()
+    fully_shard(net, mesh=gt_mesh)
+    net(torch.ones(8)).backward()
+    (payload,) = eager_bucket_layout(net).of("reduce_scatter")
+    (reduced,) = [tensor for kind, tensor in sent if kind == "reduce_scatter"]
+    assert (payload.dtype, payload.parameters) == (reduced.dtype, ("adapter",)) == (torch.float32, ("adapter",))
+
+
 @pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
 def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
     """6 rows of 8: two columns a rank, and no row of padding, as two of 8 rows would be if rows were shared out."""

@@ -289,6 +289,26 @@ def test_ddp_against_buckets_of_its_own_making(training, gt_world):
     assert "different" in seen_by_all(assert_parity(config, gt_world))
 
 
+class TwoExperts(nn.Module):
+    """The second has work in the first step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).sum() + (self.other(x).sum() if x[0, 0] == 0 else 0)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_a_parameter_without_a_gradient_in_a_step_has_none_in_its_record(training):
+    """Nor zeros, by which an optimizer would decay it."""
+    plan = {"model": TwoExperts, "bucket_plan": ["one", "other"], "steps": 2}
+    config = training(**plan, batch=lambda step, _: (torch.full((1, 2), float(step)),))
+    graded = {(key.step, key.name) for key in train_eager(config) if key.phase == "gradient"}
+    assert graded == {(0, "one.weight"), (0, "other.weight"), (1, "one.weight")}
+
+
 @pytest.mark.gt_world("ranks", size=4, mesh={"other": 2, "dp": 2})
 def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
     """It gives all of them the state of the first; beside them another model may be trained."""

@@ -93,6 +93,28 @@ def test_what_a_users_hook_computes_belongs_to_the_module_that_it_hooks(inputs, 
     assert (of_hooks["aten.sin.default"], of_hooks["aten.cos.default"]) == ("1", "1")
 
 
+def test_behind_a_module_that_failed_and_was_caught_nodes_belong_to_its_parent(inputs, train_step):
+    """A4: who tries a fast path and falls back to another."""
+
+    class Fast(nn.Module):
+        def forward(self, x):
+            raise NotImplementedError
+
+    class Trying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast = Fast()
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except NotImplementedError:
+                return x.sin()
+
+    nodes = nodes_of(trace_step(nn.Sequential(nn.Linear(8, 4), Trying()), train_step, inputs))
+    assert [node_fqn(node) for node in nodes if node.target is torch.ops.aten.sin.default] == ["1"]
+
+
 def test_nodes_of_nested_graphs_have_names_and_directions_too(inputs, train_step):
     """A3, A4: a ``cond`` runs graphs; those of its backward are differentiated apart and have no forward node."""
 

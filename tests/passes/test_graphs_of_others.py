@@ -127,6 +127,26 @@ def test_shards_that_are_joined_for_an_all_reduce_are_followed_through_it():
     ]
 
 
+def test_a_gradient_that_is_returned_once_more_keeps_its_parameters_name():
+    """B6: as a norm that is logged beside it."""
+    (payload,) = bucket_layout(graphtext.parse(RETURNED_TWICE)).payloads
+    assert [slot.parameter for slot in payload.slots] == ["layers.0.w"]
+
+
+RETURNED_TWICE = """\
+fsdp = group(range(0, 4))
+if I:
+  I.x: f32[8]
+if bwd:
+  with layers[0]:
+    one: f32[2] = _c10d_functional.reduce_scatter_tensor(I.x, 'avg', 4, fsdp)
+    one_wait: f32[2] = _c10d_functional.wait_tensor(one)
+if out:
+  layers[0].w = bwd.layers[0].one_wait
+  logged = bwd.layers[0].one_wait
+"""
+
+
 def test_padding_between_members_moves_those_behind_it():
     """B6: who packs at aligned offsets; bytes are counted from the payload's begin."""
     (payload,) = bucket_layout(graphtext.parse(ALIGNED)).payloads

@@ -320,6 +320,11 @@ def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
     assert run.model.weight.unique().tolist() == [dist.get_rank() // 2 * 2]
 
 
+def dropping():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)), nn.Linear(8, 4))
+
+
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 @pytest.mark.parametrize(
     ("changes", "phases"),
@@ -327,9 +332,10 @@ def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
         ({"replicate": True}, set()),
         ({"max_norm": 1e-2}, {"clipped"}),
         ({"replicate": True, "max_norm": 1e-2}, {"clipped"}),
+        ({"model": dropping}, set()),  # other elements in the second step
         ({"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)}, set()),  # its layout has their width
     ],
-    ids=["ddp", "clipped", "ddp, clipped", "reduced in bf16"],
+    ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16"],
 )
 def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
     """D10: under DDP the control is DDP with torch's buckets, trained for one step. Clipping is recorded."""
@@ -339,15 +345,15 @@ def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
     def config(mesh):
-        return TrainConfig(
-            model=model,
-            step=lambda model, x: model(x).square().mean(),
-            batch=lambda step, rank: (torch.randn(5, 8, generator=torch.Generator().manual_seed(9 * step + rank)),),
-            bucket_plan=["0", "1"],
-            mesh=mesh,
-            steps=2,
-            **changes,
-        )
+        fields = {
+            "model": model,
+            "step": lambda model, x: model(x).square().mean(),
+            "batch": lambda step, rank: (torch.randn(5, 8, generator=torch.Generator().manual_seed(9 * step + rank)),),
+            "bucket_plan": ["0", "1"],
+            "mesh": mesh,
+            "steps": 2,
+        }
+        return TrainConfig(**{**fields, **changes})
 
     parity = assert_parity(config, gt_world)
     assert {key.step for key in parity.graph} == {0, 1}

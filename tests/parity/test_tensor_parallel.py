@@ -272,11 +272,12 @@ class Held(nn.Module):
             return torch.full((2,), float(name == what and rank == 3))
 
         def sharded(name, *placements):
-            local = held(name) + (rank if name == "both" else 0)
+            local = held(name) + {"both": rank, "partial": rank // 2}.get(name, 0)
             return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
 
         self.parameter, self.dp = nn.Parameter(held("parameter")), sharded("dp", Shard(0), Replicate())
         self.tp, self.both = sharded("tp", Replicate(), Shard(0)), sharded("both", Shard(0), Shard(0))
+        self.partial = sharded("partial", Partial(), Replicate())  # each rank of dp holds a term of its own
         self.register_buffer("buffer", held("buffer"))
         self.parameter.grad = held("the gradient of parameter")
 
@@ -291,6 +292,7 @@ class Held(nn.Module):
         ("dp", {"tp"}),
         ("tp", {"dp"}),
         ("both", set()),
+        ("partial", {"tp"}),
     ],
 )
 def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, over):

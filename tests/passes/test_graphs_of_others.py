@@ -147,6 +147,13 @@ if out:
 """
 
 
+def test_members_of_two_dtypes_have_the_bytes_of_what_they_are_packed_as():
+    """B6: ``cat`` makes both the wider one."""
+    text = ALIGNED.replace("a: f32[3]", "a: bf16[3]").replace(".a, padding, P", ".a, P").replace("f32[6]", "f32[5]")
+    (payload,) = bucket_layout(graphtext.parse(text.replace("f32[24]", "f32[20]"))).payloads
+    assert [(slot.offset, slot.nbytes) for slot in payload.slots] == [(0, 12), (12, 8)]
+
+
 def test_padding_between_members_moves_those_behind_it():
     """B6: who packs at aligned offsets; bytes are counted from the payload's begin."""
     (payload,) = bucket_layout(graphtext.parse(ALIGNED)).payloads

@@ -69,6 +69,13 @@ def test_shards_of_some_destinations_alone(net, length, op, data):
     assert_bitwise_equal(net.reduce_scatter(part, op, some), whole, what=f"shards of ranks {some} alone, under {net}")
 
 
+def test_shards_of_some_destinations_alone_by_pat():
+    """As of large payloads, of which some destinations are summed at a time."""
+    net, inputs = NetModel(5, 1, algorithm="pat"), numbers(5, 5 * 3)
+    alone = net.reduce_scatter(inputs[:, 2 * 3 :], "sum", range(2, 5))
+    assert_bitwise_equal(alone, net.reduce_scatter(inputs, "sum")[2:])
+
+
 @settings(max_examples=100)
 @given(nets(), st.sampled_from(COLLECTIVES), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
 def test_explain_tells_the_path_of_the_specification(net, collective, count, dtype, data):

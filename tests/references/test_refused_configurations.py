@@ -227,7 +227,8 @@ def test_a_submesh_beyond_the_mesh(config_with, gt_mesh):
 def test_submeshes_of_one_mesh_may_share_ranks(config_with, gt_mesh):
     """Two dimensions of a grid share half of their ranks with two others, and every rank has both."""
     submeshes = {"layers.0": gt_mesh["a", "b"]._flatten("ab"), "head": gt_mesh["b", "c"]._flatten("bc")}
-    config_with(mesh=gt_mesh._flatten("all"), submeshes=submeshes)
+    config = config_with(mesh=gt_mesh._flatten("all"), submeshes=submeshes)
+    assert {label: mesh.size() for label, mesh in config.submeshes.items()} == {"layers.0": 4, "head": 4}
 
 
 @pytest.mark.gt_world("simulated", size=4)

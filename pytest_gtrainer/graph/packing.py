@@ -322,11 +322,11 @@ def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node
         at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
         cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n, item in _items(user)]
         return [one for one in cut if one is not None]
-    if user.target is getitem:  # of a collective of several tensors
-        return [Piece(user, 0, piece.at, _numel(user))]
-    if name.startswith("_foreach"):
+    is_coalesced = launches(user.target) and isinstance(user.meta.get("val"), list | tuple)
+    if is_coalesced or name.startswith("_foreach"):
         given: Any = user.args[0]
-        alike = [item for n, item in _items(user) if given[n] is node and _numel(item) == size]
+        items = [item for n, item in _items(user) if given[n] is node]
+        alike = [item for item in items if (is_coalesced and is_whole) or _numel(item) == size]
         return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
     begin = _begin(user) if name == "slice" else None
     # the only reader of a whole takes its padding off; beside others it is a member

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from pytest_gtrainer import assert_graph, assert_same_layout, bucket_layout, check_graph, graphtext, timeline
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopted, sorted_nodes
 from pytest_gtrainer.graph.nodes import direction
 from tests.graphtext.compiled import Block, stages
 
@@ -401,3 +401,18 @@ def test_names_are_given_to_every_reader_of_graphs(gt_world):
     assert timeline(gm, names=model).spans == timeline(gm).spans  # labels name modules of nodes, which it has not
     with pytest.raises(ValueError, match=r"'P.other.weight' is neither a captured node nor a graph input"):
         assert_graph(gm, "then all_gather_into_tensor(P.other.weight, _, _)")
+
+
+def test_a_model_of_more_parameters_than_the_graph_has_inputs_is_refused():
+    gm = fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(ValueError, match="the model has 2 parameters and buffers, the graph 1 inputs: give a mapping"):
+        graphtext.render(gm, names=nn.Linear(8, 3))
+
+
+def test_nodes_are_sorted_behind_their_operands_and_a_cycle_is_named():
+    gm = fx.symbolic_trace(lambda x: ((x + 1) * 2, x - 3))
+    x, add, mul, sub, output = gm.graph.nodes
+    assert sorted_nodes([mul, sub, x, output, add]) == [x, add, mul, sub, output]
+    add.args = (mul, 1)
+    with pytest.raises(ValueError, match=r"the graph has a cycle, in which (add|mul) is"):
+        sorted_nodes(gm.graph.nodes)

@@ -532,3 +532,76 @@ def test_a_bucket_of_which_nothing_is_left_in_order_is_refused():
     given = {"reduced": REDUCTIONS["reduce_scatter"], "a": "bwd._.two", "b": "None"}
     with pytest.raises(UnreadLayout, match=r"gives a, .* cannot be read: at node two \(aten::index_select\)"):
         bucket_layout(parse(SCALED.format(body="two: f32[4] = aten.index_select(wait_tensor, 0, I.count)", **given)))
+
+
+COALESCED = (
+    'shards: [f32[2], f32[2]] = _c10d_functional.reduce_scatter_tensor_coalesced([I.x, I.x], "avg", 2, fsdp)',
+    "w0: f32[2] = _c10d_functional.wait_tensor(shards[0])",
+    "w1: f32[2] = _c10d_functional.wait_tensor(shards[1])",
+)
+REPLICATED = (
+    'sums: [f32[2], f32[2]] = _c10d_functional.all_reduce_coalesced([w1, w0], "sum", fsdp)',
+    "v0: f32[2] = _c10d_functional.wait_tensor(sums[0])",
+    "v1: f32[2] = _c10d_functional.wait_tensor(sums[1])",
+)
+
+
+def members(*body: str, out: str) -> list[tuple[str, list[str]]]:
+    """Each payload's collective, with the parameters in it."""
+    lines = "\n".join(f"    {line}" for line in body)
+    gm = parse(TWO.format(body=lines, out="\n".join(f"  {line}" for line in out.splitlines())))
+    return [(payload.collective, [*payload.parameters]) for payload in bucket_layout(gm).payloads]
+
+
+def test_each_tensor_of_a_coalesced_collective_is_a_payload():
+    gathers = "gathered: [f32[8], f32[8]] = _c10d_functional.all_gather_into_tensor_coalesced([P.b, P.a], 2, fsdp)"
+    waits = [f"w{n}: f32[8] = _c10d_functional.wait_tensor(gathered[{n}])" for n in (0, 1)]
+    told = members(gathers, *waits, out="yield fwd._.w0\nyield fwd._.w1")
+    assert told == [("all_gather", ["b"]), ("all_gather", ["a"])]
+    told = members(*COALESCED, out="a = fwd._.w1\nb = fwd._.w0")
+    assert told == [("reduce_scatter", ["b"]), ("reduce_scatter", ["a"])]
+
+
+def test_gradients_are_followed_through_a_second_coalesced_collective():
+    """As of hybrid sharding: the reduce-scatters were left out."""
+    told = members(*COALESCED, *REPLICATED, out="a = fwd._.v0\nb = fwd._.v1")
+    assert told == [(kind, [fqn]) for kind, fqns in (("reduce_scatter", "ba"), ("all_reduce", "ab")) for fqn in fqns]
+
+
+COPY_IN = (
+    "empty: f32[16] = aten.empty.memory_format([16])",
+    "copy_in: (f32[8], f32[16]) = fsdp.all_gather_copy_in([P.b, P.a], empty, [4, 4], 8, 0)",
+)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_of_a_buffer_for_all_ranks_the_part_of_this_one_is_read(part):
+    """FSDP2's own operator gives this rank's part first; what the whole buffer holds nobody knows."""
+    gather = f"g: f32[32] = _c10d_functional.all_gather_into_tensor(copy_in[{part}], 2, fsdp)"
+    lines = (*COPY_IN, gather, "w: f32[32] = _c10d_functional.wait_tensor(g)")
+    if part == 0:
+        assert members(*lines, out="yield fwd._.w") == [("all_gather", ["b", "a"])]
+    else:
+        with pytest.raises(UnreadLayout, match=r"g gathers a, b, .* at node copy_in \(fsdp::all_gather_copy_in\)"):
+            members(*lines, out="yield fwd._.w")
+
+
+def test_where_nobody_says_what_an_input_is_computed_values_are_activations():
+    """The twin is refused: the tracer says that both are parameters."""
+    body = """\
+    mul: f32[4] = aten.mul.Tensor(P.a, P.b)
+    g: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)"""
+    gm = parse(TWO.format(body=body, out="  yield fwd._.g"))
+    with pytest.raises(UnreadLayout, match="gathers a, b"):
+        bucket_layout(gm)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        del node.meta["gt_input"]
+    assert bucket_layout(gm).payloads == ()
+
+
+def test_a_graph_that_is_not_sorted_is_refused_with_the_way_out():
+    gm = parse(GRAPH)
+    cat, gather = (next(node for node in gm.graph.nodes if name in node.name) for name in ("cat", "all_gather"))
+    cat.prepend(gather)
+    with pytest.raises(ValueError, match=r"not sorted: all_gather\w+ uses cat before .*stable_topological_sort"):
+        bucket_layout(gm)

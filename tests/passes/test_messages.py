@@ -1,5 +1,7 @@
 """What a user is told whose graph, model or pass is at fault: the cause by name, not what broke because of it."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -169,3 +171,10 @@ def test_a_model_that_is_sharded_already_is_not_sharded_again(gt_mesh, make_net,
         ValueError, match=r"weight of the bucket '[\w.+]+' is sharded already, over .* has the same ranks"
     ):
         shard_eagerly(model, config)
+
+
+def test_what_else_lint_finds_is_told_in_its_words():
+    gm = fx.symbolic_trace(lambda x: x + 1)
+    gm.graph.find_nodes(op="call_function", target=operator.add)[0].prepend(gm.graph.get_attr("missing"))
+    with pytest.raises(RuntimeError, match="references nonexistent attribute missing"):
+        lint(gm.graph, "last")

@@ -371,3 +371,24 @@ def test_sizes_with_an_example_take_it():
     torch.compile(lambda x: (x * 2).sin(), backend=backend, dynamic=True)(torch.randn(32, 4))
     (gm,) = found
     assert peak_memory(gm).peak == 3 * 512
+
+
+def test_operands_of_a_collective_that_nobody_waits_for_are_held_to_the_end():
+    """In KiB: the parameter and two operands of 4, two results of 8; of the second, nobody waits."""
+    gm = graphtext.parse(COALESCED)
+    second = next(node for node in gm.graph.nodes if node.name == "second")
+    second.replace_all_uses_with(second.args[0])
+    gm.graph.erase_node(second)
+    assert {name: nbytes // 1024 for name, nbytes in peak_memory(gm).curve.items()}["output"] == 28
+
+
+def test_a_result_without_a_value_is_refused_and_one_that_is_no_tensor_is_not():
+    gm = graphtext.parse(REDUCED)
+    sin = next(node for node in gm.graph.nodes if node.name == "sin")
+    with gm.graph.inserting_after(sin):
+        gm.graph.call_function(torch.ops.aten._assert_scalar.default, (True, "never"))
+    before = peak_memory(graphtext.parse(REDUCED)).peak
+    assert peak_memory(gm).peak == before
+    del sin.meta["val"]
+    with pytest.raises(ValueError, match=r"sin \(.*\) has no value in its"):
+        peak_memory(gm)

@@ -1,6 +1,8 @@
 """The pipeline: what runs, in which order, with which options, and what it leaves behind."""
 
 import copy
+import enum
+import functools
 from dataclasses import dataclass, field
 
 import pytest
@@ -521,3 +523,41 @@ def test_who_watches_pipelines_is_given_both_graphs(neg_of_detach):
         done = apply_graph_passes(neg_of_detach, None, [marked_pass])
     assert told == [(neg_of_detach, done)]
     assert done is not neg_of_detach
+
+
+def test_an_option_that_is_given_replaces_that_of_a_partial():
+    """M3: ``functools.partial`` has given the option before, as a configuration may."""
+    given = functools.partial(marked_pass, mark="before")
+    assert [str(bind_options(given)), str(bind_options(given, mark="now"))] == [
+        "marked_pass(mark='before')",
+        "marked_pass(mark='now')",
+    ]
+
+
+class Order(enum.Enum):
+    FIRST = 1
+
+
+def test_enums_and_functions_of_modules_have_a_fingerprint_and_a_lambda_has_none():
+    """M6: by their names, which no process changes."""
+    step = bind_options(marked_pass, mark=[Order.FIRST, marked_pass])
+    assert str(step) == f"marked_pass(mark=[Order.FIRST, {__name__}.marked_pass])"
+    with pytest.raises(TypeError, match="is a function, which has no fingerprint"):
+        bind_options(marked_pass, mark=lambda: 0)
+
+
+def test_a_pass_behind_one_that_reads_a_twin_is_named_if_it_leaves_the_graph_out_of_order(neg_of_detach):
+    """E6, G12: to find it, the passes run once more, and need the twin again."""
+
+    def reading_pass(gm, example_inputs=None, *, twin=None):
+        assert twin is not None
+        return gm
+
+    def turns_round(gm):
+        detach, neg = (node for node in gm.graph.nodes if node.name in ("detach", "neg"))
+        detach.prepend(neg)
+        return gm
+
+    twin = graphtext.parse(NEG_OF_DETACH)
+    with pytest.raises(RuntimeError, match=r"turns_round left a graph out of order: neg .* reads detach"):
+        apply_graph_passes(neg_of_detach, None, [reading_pass, turns_round], twin=twin)

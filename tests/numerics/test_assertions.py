@@ -162,3 +162,9 @@ def test_the_failure_points_at_the_caller(pytester: pytest.Pytester):
     output = pytester.runpytest_inprocess().stdout
     output.fnmatch_lines(["E*BitwiseDifference: zeros", "E*first at the tensor, element (1)"])
     output.no_fnmatch_line("*assertions.py*")
+
+
+@pytest.mark.parametrize("on", ["all ranks", "", None])
+def test_another_word_for_the_ranks_of_a_control_is_refused(run, on):
+    with pytest.raises(ValueError, match=f'on is "any rank" or "every rank", not {on!r}'):
+        assert_bitwise_different(faulty((1, 0, "weight", NAMES[1])), run(), on=on)

@@ -9,6 +9,8 @@ import struct
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pytest_gtrainer.numerics.bits import (
     NoBytes,
@@ -83,6 +85,7 @@ def _fake() -> torch.Tensor:
             lambda: torch.ones(2, 2).to_sparse(),
             "a torch.sparse_coo tensor of torch.float32 has no plain bytes",
         ),
+        (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor wraps other tensors: compare its parts"),
     ],
 )
 def test_tensors_without_bytes_say_so(make, why: str):
@@ -192,3 +195,12 @@ def test_pattern_agrees_with_struct():
     for number in (0.1, -2.5e-310, math.pi):
         packed = struct.pack(">d", number).hex()
         assert pattern(torch.tensor(number, dtype=torch.float64)) == f"0x{packed}"
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"dp": 4})
+def test_a_result_that_is_waited_for_lazily_is_taken_when_it_is_there(gt_mesh):
+    """What functional collectives return outside a graph; the fake world's sum is the rank's own."""
+    mine = torch.arange(4.0)
+    later = all_reduce(mine, "sum", gt_mesh)
+    assert type(later) is AsyncCollectiveTensor
+    assert same_bytes(byte_view(later), byte_view(mine))

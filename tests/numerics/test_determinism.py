@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_gtrainer import DebugConfig, deterministic, flex_attention_options, mesh_seed
@@ -330,3 +331,10 @@ def test_the_fixture_works_on_ranks(gt_deterministic, request):
     """K1: with the configuration that the test asks for."""
     assert _flags()[:2] == (True, gt_deterministic.seed)
     assert gt_deterministic.config == request.node.callspec.params["gt_deterministic"]
+
+
+@pytest.mark.gt_world("fake", size=4, rank=3)
+def test_a_rank_that_a_mesh_does_not_have_has_no_seed_of_it(gt_world):
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match="this rank is not on DeviceMesh"):
+        mesh_seed(40, mesh)

@@ -202,3 +202,34 @@ def test_a_run_is_left_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.autograd.graph._engine_run_backward is torch.autograd._engine_run_backward
     assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
+
+
+class Asking(nn.Module):
+    """Between two products it asks for a number, a truth, and a shape on no device."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.first, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.asks:
+            x.detach().sum().item()
+            torch.equal(x.detach(), x.detach())
+            torch.empty(2, device="meta").sin()
+        return self.first(x)
+
+
+def test_calls_without_a_tensor_of_values_have_no_place():
+    """The twin does not ask; the sum that is asked for is a call, and one more on one side."""
+    runs = []
+    for asks in (True, False):
+        torch.manual_seed(0)
+        model = Asking(asks=asks)
+        with capture_operators(model) as capture:
+            model(X).sum().backward()
+        runs.append(capture)
+    verdict = compare_operators(*runs)
+    assert [(what, mine, theirs) for what, mine, theirs in verdict.unaligned if "meta" in what or "equal" in what] == []
+    assert (verdict.outcome, verdict.compared, len(runs[1].calls)) == ("equal", len(runs[1].calls), len(runs[1].calls))
+    assert len(runs[0].calls) == len(runs[1].calls) + 1

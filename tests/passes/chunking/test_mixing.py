@@ -185,6 +185,21 @@ MIXING = {
         None,
         r"mul.* brings into rows what depends on their number",
     ),
+    "a constant of equal rows": (
+        lambda x: x * column(torch.tensor([1.0 / x.shape[0]] * x.shape[0])),
+        None,
+        r"mul.* brings into rows what depends on their number",
+    ),
+    "row numbers alone": (
+        lambda x: column(torch.arange(x.shape[0]).float()).expand(x.shape).contiguous(),
+        None,
+        r"depends on their number, or on how many rows there are, and leaves the module in dimension 0",
+    ),
+    "looked up by a count of rows": (
+        lambda x: x + torch.ones(9, 3)[(x[:, 0, 0] > 0).long().cumsum(0)].sum(1)[:, None, None],
+        None,
+        r"index.* looks up numbers by integers computed across rows",
+    ),
     "rows of a parameter": (
         lambda x, table: x + table.weight[: x.shape[0], None],
         lambda: nn.Embedding(6, DIM),
@@ -350,7 +365,7 @@ def deciding(then):
 OF_TWINS_ALONE = (
     "row numbers", "the first two rows", "row numbers in memory", "the batch's size", "one by the batch's size",
     "a scalar of the batch's size", "a constant of the batch's size", "a constant for each row", "rows of a parameter",
-    "row numbers that are looked up", "ones that are counted", "ones that are accumulated", "an exchange matrix",
+    "a constant of equal rows", "row numbers alone", "row numbers that are looked up", "ones that are counted", "ones that are accumulated", "an exchange matrix",
     "a triangle", "rows that are counted by the data", "folded, mean", "folded, reversed",
     "folded behind positions",
 )  # fmt: skip
@@ -399,6 +414,20 @@ def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
     logits, vouched = model(token_batch(0, 4, 6)[0]), ChunkConfig("layers.*", row_wise=("layers.*",))
     with eager_chunked(model, vouched):
         assert_bitwise_different(model(token_batch(0, 4, 6)[0]), logits, what="what would have come")
+
+
+@SIDES
+def test_rows_that_leave_in_another_order_are_refused(side):
+    """Position after position, so chunks joined one behind the other would have all positions of one chunk first."""
+
+    class Turned(Net):
+        def forward(self, tokens):
+            x = self.lm_head(self.layers[0](self.tok_embeddings(tokens)))
+            return x.unflatten(0, tokens.T.shape).transpose(0, 1)
+
+    model = Turned(lambda: Then(lambda x: x.transpose(0, 1).flatten(0, 1), None))
+    with pytest.raises(REFUSED, match=r"has rows in another order and leaves the module in dimension 0 inside layers\.0"):
+        side(model, BATCH, token_batch(0, 4, 6))
 
 
 @SIDES

@@ -150,6 +150,15 @@ def test_inputs_that_lie_otherwise_on_one_rank_are_told(gt_mesh):
 
 
 @FOUR
+def test_a_number_that_another_rank_is_given_is_told(gt_mesh):
+    """R4: it is a literal of the graph, and the rank neither the first nor the last."""
+    factor = 2.0 if dist.get_rank() == 2 else 3.0
+    step = lambda net, x, factor: net(x).sum() * factor  # noqa: E731
+    traces = Traces(data_parallel(net(), gt_mesh), batch(), factor, step=step)
+    assert traces.once(gt_mesh).handed_over == "traced here: rank 0 has input 1 3.0, rank 2 input 1 2.0"
+
+
+@FOUR
 def test_a_graph_that_depends_on_the_rank_is_not_handed_over(gt_mesh):
     step = lambda net, x: (net(x) * (dist.get_rank() + 1)).sum()  # noqa: E731
     traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)

@@ -245,3 +245,10 @@ def test_a_mesh_of_three_dimensions_and_a_submesh_of_a_hybrid_one(config_with, g
         config_with(mesh=gt_mesh)
     with pytest.raises(ValueError, match="submeshes beside a 2-D mesh are not supported"):
         config_with(mesh=gt_mesh["replicate", "shard"], submeshes={"head": gt_mesh["shard"]})
+
+
+@pytest.mark.gt_world("fake", size=4)
+@pytest.mark.parametrize("train", [train_eager, train_graph])
+def test_a_function_that_builds_the_configuration_needs_a_world(config_with, train):
+    with pytest.raises(ValueError, match="needs a mesh: give world=gt_world too"):
+        train(lambda mesh: config_with(mesh=mesh))

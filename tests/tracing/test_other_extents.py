@@ -26,7 +26,15 @@ def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
             assert given is inputs
             return halves
 
-    for options in ({"twin_inputs": halves}, {"chunk": Halving()}):
+    class Refusing:
+        def twin_inputs(self, given):
+            raise AssertionError("it was told by hand what these are")
+
+    for options in (
+        {"twin_inputs": halves},
+        {"chunk": Halving()},
+        {"chunk": Refusing(), "twin_inputs": halves},
+    ):
         traced = trace_step(net, train_step, inputs, **options)
         assert shapes(traced.twin)[-2:] == [(3, 8), (3, 4)]
         assert shapes(traced.gm)[-2:] == [(6, 8), (6, 4)]

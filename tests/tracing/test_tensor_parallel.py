@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -103,3 +104,21 @@ def test_parallelize_module_unties_and_what_is_tied_again_is_one_parameter(gt_me
     assert net[0].weight is not net[1].weight
     net[1].weight = net[0].weight
     assert list(placed(data_parallel(net, gt_mesh["dp"]))) == ["0.weight"]
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "tp": 2})
+def test_a_plain_parameter_that_meets_a_dtensor_is_refused_by_module(gt_mesh):
+    """As by FSDP2: under ``implicit_replication`` its gradient is a DTensor over the model's mesh."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            with implicit_replication():
+                return self.inner(DTensor.from_local(x, gt_mesh["tp"], [Replicate()])).sum().to_local()
+
+    model = data_parallel(Net(), gt_mesh["dp"])
+    with pytest.raises(TypeError, match=r"the gradient of a plain parameter of inner is a DTensor over .*tp"):
+        trace_step(model, lambda net, x: net(x), (torch.ones(2, 4),))

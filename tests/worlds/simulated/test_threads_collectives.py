@@ -283,6 +283,8 @@ def test_ranks_of_other_sizes():
     assert run_threads(1, summed, net=NetModel(1, 1))[0].equal(numbers(0, 1000))
     with pytest.raises(ValueError, match="a net of 8 ranks for 4 ranks"):
         run_threads(4, summed, net=NetModel(1, 8))
+    with pytest.raises(ValueError, match="timeout is a number of seconds above 0; not 0"):
+        run_threads(8, summed, net=NetModel(1, 8), timeout=0)
     with pytest.raises(ValueError, match="size is a whole number, 1 or more; not 0"):
         run_threads(0, summed, net=NetModel(1, 8))
 
@@ -304,3 +306,40 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
     assert_bitwise_equal(tree_leaves(in_parts), tree_leaves(together), what="shards reduced in parts, and together")
     elsewhere = run_threads(6, scattered, net=NetModel(1, 6, channels=2))
     assert_bitwise_different(tree_leaves(elsewhere), tree_leaves(in_parts))
+
+
+def scattered_lists(rank):
+    """What rank 1 gets are the second of all lists; a work tells what it made."""
+    made = torch.empty(2, 2)
+    work = dist.reduce_scatter(made, [numbers(10 * rank + place, 2, 2) for place in range(3)], async_op=True)
+    future = work.get_future().wait()
+    return made, work.result(), future, work.is_success(), work.is_completed()
+
+
+def test_a_list_that_is_scattered_and_what_a_work_tells():
+    net = NetModel(1, 3)
+    for rank, (made, *told) in enumerate(run_threads(3, scattered_lists, net=net)):
+        whole = [torch.cat([numbers(10 * other + place, 4) for place in range(3)]) for other in range(3)]
+        assert_equal(made.view(-1), net.reduce_scatter(torch.stack(whole), "sum")[rank])
+        assert_equal(told, [[made], [made], True, True])
+
+
+@pytest.mark.parametrize("name", ["all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"])
+def test_a_list_that_is_too_short_is_told_with_its_length(name):
+    """By the rank that has it; torch checks none of these."""
+
+    def short(rank):
+        one, pair = torch.ones(2), [torch.ones(2), torch.ones(2)]
+        {
+            "all_gather": lambda: dist.all_gather(pair, one),
+            "gather": lambda: dist.gather(one, pair if rank == 0 else None, dst=0),
+            "scatter": lambda: dist.scatter(one, pair if rank == 0 else None, src=0),
+            "reduce_scatter": lambda: dist.reduce_scatter(one, pair),
+            "all_to_all": lambda: dist.all_to_all(pair, pair),
+        }[name]()
+
+    told = "a list of 2 tensors for 3 ranks"
+    if name == "reduce_scatter":  # joined before it is looked at
+        told = r"the input float32\[4\] must be 3 times the output float32\[2\]"
+    with pytest.raises(ValueError, match=rf"{name}\w*: {told}"):
+        run_threads(3, short, net=NetModel(1, 3))

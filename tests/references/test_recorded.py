@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from pytest_gtrainer import (
     train_eager,
     train_graph,
 )
+from pytest_gtrainer.references.graph import GraphRun
 
 
 @pytest.mark.gt_world("ranks", size=2)
@@ -192,3 +194,24 @@ def test_without_the_variable_nothing_is_printed(gt_world, monkeypatch, capsys):
     monkeypatch.delenv("GT_WEIGHT_HASH", raising=False)
     train_eager(lambda mesh: llama3_training(mesh, "fp32", steps=1), world=gt_world)
     assert "weights step" not in capsys.readouterr().out
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_the_batch_that_a_trace_looks_at_draws_nothing(gt_mesh):
+    """It is the first of the training, too. The twin: that batch does draw."""
+    plain, states = llama3_training(gt_mesh, "fp32"), []
+
+    def drawing(step: int, rank: int):
+        torch.rand(1)
+        random.random()
+        return plain.batch(step, rank)
+
+    drawn = replace(plain, batch=drawing)
+    for config in (plain, drawn):
+        torch.manual_seed(0)
+        random.seed(0)
+        GraphRun(config)
+        states.append((torch.get_rng_state().tolist(), random.getstate()))
+    assert states[0] == states[1]
+    drawn.inputs(0)
+    assert torch.get_rng_state().tolist() != states[0][0]

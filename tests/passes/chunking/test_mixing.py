@@ -366,8 +366,8 @@ OF_TWINS_ALONE = (
     "row numbers", "the first two rows", "row numbers in memory", "the batch's size", "one by the batch's size",
     "a scalar of the batch's size", "a constant of the batch's size", "a constant for each row", "rows of a parameter",
     "a constant of equal rows", "row numbers alone", "row numbers that are looked up", "ones that are counted",
-    "ones that are accumulated", "an exchange matrix", "a triangle", "rows that are counted by the data", "folded, mean", "folded, reversed",
-    "folded behind positions",
+    "ones that are accumulated", "an exchange matrix", "a triangle", "rows that are counted by the data",
+    "folded, mean", "folded, reversed", "folded behind positions",
 )  # fmt: skip
 FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
 

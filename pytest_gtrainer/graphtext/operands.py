@@ -83,9 +83,13 @@ class Sizes:
             return -self.number(node.operand, place, kind)
         value = self._expression(node, place)
         try:
-            return symbolic(self._env, value, kind) if value.free_symbols else kind(value)
+            if value.free_symbols:
+                return symbolic(self._env, value, kind)
+            if kind is not int or int(value) == float(value):
+                return kind(value)
         except (TypeError, ValueError, OverflowError):
-            raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`") from None
+            pass
+        raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`")
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
         """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or any other."""

@@ -220,5 +220,7 @@ def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
             value = ast.literal_eval(_Numbers().visit(item.value))
         except (ValueError, TypeError):
             raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
-        values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
+        if item.arg is None and not isinstance(value, dict):
+            raise refuse(item.value, f"expected a table like `**{{2: 3}}`, found `{shown(item.value)}`")
+        values |= value if item.arg is None else {item.arg: value}
     return values

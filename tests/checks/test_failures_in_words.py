@@ -99,7 +99,10 @@ def test_what_was_counted_and_what_almost_counts(gm):
         ("t(mm(_))", "its arguments: number 1: it is split[1] at 3, expected mm(_)"),
         ("_to_copy(_, dtype=f32)", "its arguments: dtype: it is bf16, expected f32"),
         ("_to_copy(_)", "its arguments: it has dtype= too (`...` at the end would leave it open)"),
+        ("_to_copy(_, device=_, ...)", "its arguments: it has no argument device=, expected device=_"),
         ("cat([_])", "its arguments: number 1: there are 2, expected 1: (_)"),
+        ("cat(I.x)", "it is [P.layers.0.wq.weight, P.layers.0.wo.weight], expected I.x"),
+        ("split([_], 8)", "its arguments: number 1: it is wait_tensor at 2, expected the list [_]"),
         ("all_gather_into_tensor(..., [0, 2])", "number 3: it is fsdp = group(range(0, 2)), expected the ranks [0, 2]"),
     ],
 )

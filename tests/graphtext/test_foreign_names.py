@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from pytest_gtrainer import assert_graph, graphtext
@@ -83,6 +84,15 @@ def test_inputs_of_one_first_use_are_counted():
     assert "mul_1: f32[2] = aten.mul.Tensor(A.mul_self, A.mul_other_1)" in text
     found = stages(lambda x, y, z: torch.cat([z, y, x]) * x.sum(), *[torch.ones(2) for _ in range(3)])
     assert "aten.cat([A.cat_tensors, A.cat_tensors_1, A.cat_tensors_2])" in graphtext.render(found["forward"])
+
+
+def test_an_input_that_is_first_a_keyword_is_named_after_that():
+    def attend(x, mask):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    text = graphtext.render(stages(attend, torch.ones(1, 2, 4, 8), torch.ones(4, 4))["forward"])
+    assert "attn_mask: f32[4, 4]" in text
+    assert "attn_mask=A." in text
 
 
 def test_two_models_keep_the_variables_that_hold_them():

@@ -568,6 +568,17 @@ def test_gradients_are_followed_through_a_second_coalesced_collective():
     assert told == [(kind, [fqn]) for kind, fqns in (("reduce_scatter", "ba"), ("all_reduce", "ab")) for fqn in fqns]
 
 
+def test_members_of_two_dtypes_are_as_wide_as_the_widest():
+    """``cat`` casts a bf16 tensor beside an fp32 one."""
+    drawn = two(
+        "half: bf16[4] = aten._to_copy(P.b, dtype=bf16)",
+        "cat: f32[8] = aten.cat([half, P.a])",
+        "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)",
+        "wait_tensor: f32[16] = _c10d_functional.wait_tensor(all_gather_into_tensor)",
+    )
+    assert "  b: at(0, bytes=16)\n  a: at(16, bytes=16)\n" in drawn
+
+
 COPY_IN = (
     "empty: f32[16] = aten.empty.memory_format([16])",
     "copy_in: (f32[8], f32[16]) = fsdp.all_gather_copy_in([P.b, P.a], empty, [4, 4], 8, 0)",

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory
+from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory, trace_step
 from tests.passes.alive import Alive, differing, run
 
 
@@ -371,6 +371,19 @@ def test_sizes_with_an_example_take_it():
     torch.compile(lambda x: (x * 2).sin(), backend=backend, dynamic=True)(torch.randn(32, 4))
     (gm,) = found
     assert peak_memory(gm).peak == 3 * 512
+
+
+def test_sizes_that_are_given_win_over_those_of_the_trace():
+    """Three tensors of rows of 16 bytes, 32 rows when they were traced, and one of 4 bytes."""
+
+    def step(model, x):
+        return (x * 2).sin().sum() * model.weight.sum()
+
+    traced = trace_step(nn.Linear(1, 1, bias=False), step, (torch.ones(32, 4),), dynamic_dims={"rows": [(0, 0)]})
+    (symbol,) = {str(extent) for node in traced.gm.graph.find_nodes(op="placeholder")
+                 for extent in node.meta["val"].shape if isinstance(extent, torch.SymInt)}  # fmt: skip
+    assert [peak_memory(traced.gm, sizes={symbol: rows}).peak - 4 for rows in (2, 64)] == [3 * 2 * 16, 3 * 64 * 16]
+    assert peak_memory(traced.gm).peak - 4 == 3 * 32 * 16
 
 
 def test_operands_of_a_collective_that_nobody_waits_for_are_held_to_the_end():

@@ -27,7 +27,8 @@ _KEEPS_ORDER = frozenset({
     "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "squeeze", "unsqueeze", "alias", "detach", "clone",
     "contiguous", "lift_fresh_copy", "_to_copy", "convert_element_type",
 })  # fmt: skip
-_MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "index", "where", "set_")
+_TURNS = ("flip", "roll", "take", "gather", "index")  # give as many elements, in another order
+_MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "where", "set_", *_TURNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +321,7 @@ def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(user, user.all_input_nodes[0], 2):
         at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
-        cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n, item in _items(user)]
-        return [one for one in cut if one is not None]
+        return [one for n, item in _items(user) for one in _cut(piece, item, at[n], at[n + 1] - at[n])]
     is_coalesced = launches(user.target) and isinstance(user.meta.get("val"), list | tuple)
     if is_coalesced or name.startswith("_foreach"):
         given: Any = user.args[0]
@@ -332,14 +332,14 @@ def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node
     # the only reader of a whole takes its padding off; beside others it is a member
     alone = is_whole and all(other is user or other.op == "output" or reduces(other) for other in node.users)
     if begin or (begin == 0 and not alone):
-        one = _cut(piece, user, begin, _numel(user))
-        return [] if one is None else [one]
+        return _cut(piece, user, begin, _numel(user))
     if user.target is _aten.cat.default and _is_outermost(user, user, 1):
         return [Piece(user, piece.low + at, piece.at, piece.numel) for at in begins(user)[node]]
     is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
     if len(_operands(user)) > 1 and (is_number or not is_pointwise(user) or not _numel(user) == size > 0):
         return None
-    keeps = is_whole or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER or is_pointwise(user)
+    keeps = is_whole and not any(word in name for word in _TURNS)
+    keeps = keeps or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER or is_pointwise(user)
     if _numel(user) == size and keeps:
         return [Piece(user, piece.low, piece.at, piece.numel)]
     # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
@@ -351,10 +351,10 @@ def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(user.args[1] % len(node.meta["val"]), user) for user in node.users if user.target is getitem]
 
 
-def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> Piece | None:
-    """What of a piece lies in ``width`` elements from ``begin``."""
+def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> list[Piece]:
+    """What of a piece lies in ``width`` elements from ``begin``, if anything does."""
     low, high = max(piece.low, begin), min(piece.low + piece.numel, begin + width)
-    return Piece(into, low - begin, piece.at + low - piece.low, high - low) if low < high else None
+    return [Piece(into, low - begin, piece.at + low - piece.low, high - low)] if low < high else []
 
 
 def _numel(node: fx.Node) -> int:

@@ -26,6 +26,7 @@ executed = Adapter(as_executed, "bucketing", call=as_executed, not_claimed={"D8"
 fsdp = Adapter(as_fsdp, "bucketing", call=as_fsdp)
 nothing = Adapter(lambda gm: gm, "bucketing")
 known = Adapter(as_executed, "bucketing", call=as_executed, broken={"D2": "issue 12"})
+mended = Adapter(as_fsdp, "bucketing", call=as_fsdp, broken={"D2": "issue 12"})
 not_a_pass = 3
 """
 COMMAND = ("--pyargs", "pytest_gtrainer.conformance", "-k", "D2 or D8 or D1]", "--gt-gpus=4", "-p", "no:cacheprovider")
@@ -64,6 +65,9 @@ def test_what_is_known_to_be_broken_is_an_xfail(tmp_path):
     told = run(tmp_path, "--gt-pass=passes:known")
     assert told.status == 0
     assert "1 xfailed" in told.output
+    mended = run(tmp_path, "--gt-pass=passes:mended")
+    assert mended.status == 1
+    assert "[XPASS(strict)] issue 12" in mended.output
 
 
 def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):

@@ -19,7 +19,7 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_TO_ALL, EXTRA_GROUP, WAIT, extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing, rules
-from pytest_gtrainer.conformance.judging import RULES, ended_within, judge
+from pytest_gtrainer.conformance.judging import RULES, cases_of, ended_within, judge
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
 
 pytestmark = [  # one world for all: a graph is traced once
@@ -645,6 +645,14 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
     ):
         judge(RULES["D2"], Adapter(forgets_a_launchs_value, "bucketing", call=forgets_a_launchs_value), request)
     assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [("D2", "error")]
+
+
+def test_a_rule_that_is_known_to_be_broken_fails_where_it_holds_or_stops():
+    """So that the entry is taken out when the pass is mended, and an error is not taken for it."""
+    cases = cases_of(Adapter(ours, "bucketing", broken={"D2": "issue 12"}))
+    marks = {case.id: [mark.kwargs for mark in case.marks if mark.name == "xfail"] for case in cases}
+    assert marks.pop("D2") == [{"reason": "issue 12", "strict": True, "raises": AssertionError}]
+    assert not any(marks.values())
 
 
 def test_an_adapter_that_says_what_is_not_is_refused():

@@ -65,6 +65,16 @@ def test_lines_in_front_of_all_others_are_read_back_in_front():
     assert unfold("\n".join(text)) == tuple(line for each in sections for line in each.unfolded())
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_layer_of_two_lines_of_one_name_is_told_in_full(odd):
+    """In view ``schedule`` a layer may compute as much twice. In front of its likes, and behind them."""
+    twice = "compute(3)"
+    sections = [section(n, *BODY, *[twice] * (2 if n == odd else 1)) for n in range(3)]
+    text = fold(sections)
+    assert "like" not in "\n".join(text)
+    assert unfold("\n".join(text)) == tuple(line for each in sections for line in each.unfolded())
+
+
 def test_a_layer_that_shares_little_is_told_in_full():
     assert "like" not in "\n".join(fold([section(0, *BODY[:4], "z: f32[2] = aten.z(d)"), section(1, *BODY)]))
 

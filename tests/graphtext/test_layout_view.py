@@ -579,6 +579,24 @@ def test_members_of_two_dtypes_are_as_wide_as_the_widest():
     assert "  b: at(0, bytes=16)\n  a: at(16, bytes=16)\n" in drawn
 
 
+SUM = (
+    'sum_a: f32[4] = _c10d_functional.all_reduce(I.x, "avg", fsdp)',
+    "a: f32[4] = _c10d_functional.wait_tensor(sum_a)",
+)
+
+
+@pytest.mark.parametrize(
+    "moved", ["flip(a, [0])", "roll(a, [1], [0])", "take(a, I.at)", "gather(a, 0, I.at)", "index.Tensor(a, [I.at])"]
+)
+def test_a_whole_gradient_whose_elements_are_moved_is_refused(moved):
+    """It was left out, or kept its place. The twin changes signs, which moves none."""
+    text = TWO.replace("I.x: f32[4]", "I.at: i64[4]\n  I.x: f32[4]")
+    body = "".join(f"    {line}\n" for line in SUM) + "    moved: f32[4] = aten."
+    with pytest.raises(UnreadLayout, match=r"sum_a gives a, .*: at node moved \(aten::[\w.]+\) their order is lost"):
+        layout(text.format(body=body + moved, out="  a = fwd._.moved"))
+    assert "a: at(0, bytes=16)" in layout(text.format(body=body + "neg(a)", out="  a = fwd._.moved"))
+
+
 COPY_IN = (
     "empty: f32[16] = aten.empty.memory_format([16])",
     "copy_in: (f32[8], f32[16]) = fsdp.all_gather_copy_in([P.b, P.a], empty, [4, 4], 8, 0)",

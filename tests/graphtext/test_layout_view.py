@@ -597,6 +597,13 @@ def test_a_whole_gradient_whose_elements_are_moved_is_refused(moved):
     assert "a: at(0, bytes=16)" in layout(text.format(body=body + "neg(a)", out="  a = fwd._.moved"))
 
 
+def test_a_row_of_a_gradient_is_refused():
+    """D17: which Python takes, as in a graph of Dynamo."""
+    body = "".join(f"    {line}\n" for line in SUM)
+    with pytest.raises(UnreadLayout, match=r"sum_a gives a, .*: at node getitem \(.*getitem.*\) their order is lost"):
+        layout(TWO.format(body=body, out="  a = fwd._.a[0]"))
+
+
 COPY_IN = (
     "empty: f32[16] = aten.empty.memory_format([16])",
     "copy_in: (f32[8], f32[16]) = fsdp.all_gather_copy_in([P.b, P.a], empty, [4, 4], 8, 0)",

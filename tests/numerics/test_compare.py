@@ -348,3 +348,7 @@ def test_bad_input(actual, expected, message: str):
 def test_nothing_on_either_side_is_told_with_what_was_expected():
     with pytest.raises(BitwiseDifference, match="give what holds tensors: a record of a run, a module, a tensor, or a"):
         assert_bitwise_equal({}, {})
+    for sides in ({}, {"w": torch.ones(2)}), ({"w": torch.ones(2)}, {}):
+        with pytest.raises(BitwiseDifference, match=r"only in (actual|expected)") as failure:
+            assert_bitwise_equal(*sides)
+        assert "give what holds" not in str(failure.value)

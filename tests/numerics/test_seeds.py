@@ -81,3 +81,13 @@ def test_states_are_put_back_after_an_exception(generator: str):
     with pytest.raises(KeyError), random_states_kept():
         raise KeyError(DRAWS[generator]())
     assert compare(random_state(), before).outcome == "equal"
+
+
+def test_the_second_number_of_pythons_gauss_is_kept_in_full():
+    """Python draws two at a time, in double precision."""
+    with random_states_kept():
+        random.seed(0)
+        random.gauss()
+        kept = random_state()["python.gauss"]
+        assert kept.dtype is torch.float64
+        assert float(kept) == random.gauss()

@@ -281,3 +281,13 @@ def test_a_gradient_that_is_returned_twice_has_its_first_name():
     gm = graphtext.parse(TWO_GRADIENTS.replace("b = bwd.layers[0].wait_second", "b = bwd.layers[0].wait_first"))
     (member,) = fsdp_reduce_scatters(gm)
     assert (member.parameter, member.position) == ("a", 0), "the name of a gradient that is returned as a and as b"
+
+
+def test_a_reduction_that_nobody_waits_for_is_none_of_a_gradient():
+    """Of a graph that a pass has cut short; the other one is found."""
+    gm = graphtext.parse(TWO_GRADIENTS)
+    wait = next(node for node in gm.graph.nodes if node.name == "wait_first")
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+    (member,) = fsdp_reduce_scatters(gm)
+    assert (member.parameter, member.wait.name) == ("b", "wait_second")

@@ -178,8 +178,9 @@ def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
     [
         (lambda x: x.transpose(0, 1) * 2, r"returns float32\[6, 2, 8\], which has the batch in dimension 1"),
         (lambda x: x.sum(0), r"returns float32\[6, 8\], which has the batch nowhere, as far as can be seen"),
+        (lambda x: (x, x.mT, x.sum(0)), r"returns float32\[6, 8\] in place 2, which has the batch nowhere"),
     ],
-    ids=["elsewhere", "nowhere"],
+    ids=["elsewhere", "nowhere", "the third"],
 )
 def test_rows_that_a_followed_forward_returns_elsewhere_are_refused(turned, words):
     """G6: joined along dimension 0 they would be something else, of a shape that another operator may take."""

@@ -446,6 +446,25 @@ def test_who_answers_for_an_operator_is_believed(side):
     torch.testing.assert_close(side(model_of(then), vouched, inputs), ce_step(model_of(then), *inputs))
 
 
+@torch.library.custom_op("gtrainer_tests::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    """Nobody has registered what shape it gives."""
+    return x * 3
+
+
+def test_what_a_vouched_operator_returns_has_rows_where_their_extent_is():
+    """Its shapes cannot be computed at other extents, so the extents that it has must tell."""
+
+    def then(x):
+        return x + torch.ops.gtrainer_tests.tripled(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+    inputs = token_batch(0, 4, 6)
+    vouched = ChunkConfig("layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::tripled",))
+    torch.testing.assert_close(
+        by_eager_code(model_of(deciding(then)), vouched, inputs), ce_step(model_of(then), *inputs)
+    )
+
+
 @torch.library.custom_op("gtrainer_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5

@@ -37,6 +37,7 @@ MOE = {
     "grouped": {"model": net(chunkable.grouped_moe)},
     "beside a residual": {"model": net(chunkable.Bare)},
     "before a residual": {"model": net(chunkable.BareFirst)},
+    "passed on last": {"model": net(chunkable.BareLast)},
     "chunked loss": {"model": net(chunkable.Bare), "step": chunked_ce_step(4)},
 }
 STRATEGIES = [

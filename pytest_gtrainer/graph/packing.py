@@ -27,7 +27,7 @@ _KEEPS_ORDER = frozenset({
     "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "squeeze", "unsqueeze", "alias", "detach", "clone",
     "contiguous", "lift_fresh_copy", "_to_copy", "convert_element_type",
 })  # fmt: skip
-_TURNS = ("flip", "roll", "take", "gather", "index")  # give as many elements, in another order
+_TURNS = ("flip", "rev", "rot90", "shuffle", "roll", "take", "gather", "index")  # what they give has another order
 _MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "where", "set_", *_TURNS)
 
 
@@ -322,12 +322,16 @@ def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(user, user.all_input_nodes[0], 2):
         at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
         return [one for n, item in _items(user) for one in _cut(piece, item, at[n], at[n + 1] - at[n])]
-    is_coalesced = launches(user.target) and isinstance(user.meta.get("val"), list | tuple)
+    given: Any = user.args[0] if user.args else None
+    value = user.meta.get("val")
+    both = isinstance(given, list | tuple) and isinstance(value, list | tuple) and len(given) == len(value)
+    is_coalesced = both and launches(user.target)
     if is_coalesced or name.startswith("_foreach"):
-        given: Any = user.args[0]
         items = [item for n, item in _items(user) if given[n] is node]
         alike = [item for item in items if (is_coalesced and is_whole) or _numel(item) == size]
         return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
+    if user.target is getitem and isinstance(node.meta.get("val"), list | tuple):  # of a collective in place
+        return [Piece(user, 0, piece.at, _numel(user))]
     begin = _begin(user) if name == "slice" else None
     # the only reader of a whole takes its padding off; beside others it is a member
     alone = is_whole and all(other is user or other.op == "output" or reduces(other) for other in node.users)

@@ -647,8 +647,8 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
     assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [("D2", "error")]
 
 
-def test_a_rule_that_is_known_to_be_broken_fails_where_it_holds_or_stops():
-    """So that the entry is taken out when the pass is mended, and an error is not taken for it."""
+def test_a_rule_that_is_known_to_be_broken_has_to_fail_and_by_an_assertion():
+    """So that the entry is taken out when the pass is mended, and an error is not taken for it. Only its own mark."""
     cases = cases_of(Adapter(ours, "bucketing", broken={"D2": "issue 12"}))
     marks = {case.id: [mark.kwargs for mark in case.marks if mark.name == "xfail"] for case in cases}
     assert marks.pop("D2") == [{"reason": "issue 12", "strict": True, "raises": AssertionError}]

@@ -65,11 +65,10 @@ def test_lines_in_front_of_all_others_are_read_back_in_front():
     assert unfold("\n".join(text)) == tuple(line for each in sections for line in each.unfolded())
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_a_layer_of_two_lines_of_one_name_is_told_in_full(odd):
-    """In view ``schedule`` a layer may compute as much twice. In front of its likes, and behind them."""
-    twice = "compute(3)"
-    sections = [section(n, *BODY, *[twice] * (2 if n == odd else 1)) for n in range(3)]
+@pytest.mark.parametrize("times", [(2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_a_layer_of_two_lines_of_one_name_is_told_in_full(times):
+    """In view ``schedule`` a layer may compute as much twice: the odd one, or its likes."""
+    sections = [section(n, *BODY, *["compute(3)"] * count) for n, count in enumerate(times)]
     text = fold(sections)
     assert "like" not in "\n".join(text)
     assert unfold("\n".join(text)) == tuple(line for each in sections for line in each.unfolded())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import operator
 
 import pytest
 import torch
@@ -602,6 +603,42 @@ def test_a_row_of_a_gradient_is_refused():
     body = "".join(f"    {line}\n" for line in SUM)
     with pytest.raises(UnreadLayout, match=r"sum_a gives a, .*: at node getitem \(.*getitem.*\) their order is lost"):
         layout(TWO.format(body=body, out="  a = fwd._.a[0]"))
+
+
+def of_several_results(before: tuple[str, ...], target, arguments, *items: int):
+    """A graph whose gradient ``a`` is a result of an operator that text may not call, taken by ``items``."""
+    gm = parse(TWO.format(body="\n".join(f"    {line}" for line in before), out="  a = fwd._.last"))
+    last = next(node for node in gm.graph.nodes if node.name == "last")
+    with gm.graph.inserting_after(last):
+        value = gm.graph.call_function(target, arguments(last))
+    value.meta = {**last.meta, "val": ([last.meta["val"]], [last.meta["val"]])}
+    for item in items:
+        with gm.graph.inserting_after(value):
+            taken = gm.graph.call_function(operator.getitem, (value, item))
+        taken.meta = {**last.meta, "val": value.meta["val"][item]}
+        value = taken
+    last.replace_all_uses_with(value, delete_user_cb=lambda user: user.op == "output")
+    return gm
+
+
+def test_a_collective_in_place_that_gives_a_gradient_is_refused():
+    """D17: it gives a list and what to wait for; nothing says over which ranks it goes."""
+    last = ("last: f32[4] = aten.neg(I.x)",)
+    gm = of_several_results(last, torch.ops.c10d.allreduce_.default, lambda node: ([node], None, None, None), 0, 0)
+    with pytest.raises(UnreadLayout, match=r"gives a, .*: c10d::allreduce_ is no collective that a layout knows"):
+        bucket_layout(gm)
+
+
+def test_a_gradient_that_goes_through_products_of_a_gather_is_refused():
+    """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of them."""
+    last = (
+        'rs: f32[4, 4] = _c10d_functional.reduce_scatter_tensor(I.x, "avg", 2, fsdp)',
+        "last: f32[4, 4] = _c10d_functional.wait_tensor(rs)",
+    )
+    fused = torch.ops.symm_mem.fused_all_gather_matmul.default
+    gm = of_several_results(last, fused, lambda node: (node, [node], 0, "fsdp"), 1, 0)
+    with pytest.raises(UnreadLayout, match=r"gives a, .*: symm_mem::fused_all_gather_matmul is no collective that a"):
+        bucket_layout(gm)
 
 
 COPY_IN = (

@@ -146,6 +146,12 @@ def test_what_is_wrong_is_said(old, new, problem):
     assert str(error.value).startswith(problem)
 
 
+def test_a_large_whole_number_is_read_to_the_last_digit():
+    """The twin of a size that is no whole number: a double would round it."""
+    gm = parse(f"if P:\n  P.v: int[{2**53} + 1]\n  P.w: int[18 / 2]\nif out:\n  yield P.v\n  yield P.w\n")
+    assert [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")] == [2**53 + 1, 9]
+
+
 SPLIT = """\
 if I:
   I.x: f32[4]

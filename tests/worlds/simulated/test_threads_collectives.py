@@ -283,8 +283,6 @@ def test_ranks_of_other_sizes():
     assert run_threads(1, summed, net=NetModel(1, 1))[0].equal(numbers(0, 1000))
     with pytest.raises(ValueError, match="a net of 8 ranks for 4 ranks"):
         run_threads(4, summed, net=NetModel(1, 8))
-    with pytest.raises(ValueError, match="timeout is a number of seconds above 0; not 0"):
-        run_threads(8, summed, net=NetModel(1, 8), timeout=0)
     with pytest.raises(ValueError, match="size is a whole number, 1 or more; not 0"):
         run_threads(0, summed, net=NetModel(1, 8))
 
@@ -324,9 +322,14 @@ def test_a_list_that_is_scattered_and_what_a_work_tells():
         assert_equal(told, [[made], [made], True, True])
 
 
+def test_a_timeout_that_is_no_time_is_refused():
+    with pytest.raises(ValueError, match="timeout is a number of seconds above 0; not 0"):
+        run_threads(8, summed, net=NetModel(1, 8), timeout=0)
+
+
 @pytest.mark.parametrize("name", ["all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"])
-def test_a_list_that_is_too_short_is_told_with_its_length(name):
-    """By the rank that has it; torch checks none of these."""
+def test_a_list_that_is_too_short_is_told(name):
+    """With its length, or its size where it is joined first; by a rank that has it."""
 
     def short(rank):
         one, pair = torch.ones(2), [torch.ones(2), torch.ones(2)]
@@ -339,7 +342,8 @@ def test_a_list_that_is_too_short_is_told_with_its_length(name):
         }[name]()
 
     told = "a list of 2 tensors for 3 ranks"
-    if name == "reduce_scatter":  # joined before it is looked at
+    if name == "reduce_scatter":
         told = r"the input float32\[4\] must be 3 times the output float32\[2\]"
-    with pytest.raises(ValueError, match=rf"{name}\w*: {told}"):
+    with pytest.raises(ValueError, match=rf"{name}\w*: {told}") as failure:
         run_threads(3, short, net=NetModel(1, 3))
+    assert failure.value.__notes__ == ["raised on rank 0 of 3 ranks on threads"]

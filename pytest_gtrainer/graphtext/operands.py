@@ -85,7 +85,7 @@ class Sizes:
         try:
             if value.free_symbols:
                 return symbolic(self._env, value, kind)
-            if kind is not int or value.is_Integer or float(value).is_integer():
+            if kind is not int or float(value).is_integer():
                 return kind(value)
         except (TypeError, ValueError, OverflowError):
             pass

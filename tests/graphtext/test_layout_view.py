@@ -605,6 +605,12 @@ def test_a_row_of_a_gradient_is_refused():
         layout(TWO.format(body=body, out="  a = fwd._.a[0]"))
 
 
+SCATTERED = (
+    'rs: f32[4, 4] = _c10d_functional.reduce_scatter_tensor(I.x, "avg", 2, fsdp)',
+    "last: f32[4, 4] = _c10d_functional.wait_tensor(rs)",
+)
+
+
 def of_several_results(before: tuple[str, ...], target, arguments, *items: int):
     """A graph whose gradient ``a`` is a result of an operator that text may not call, taken by ``items``."""
     gm = parse(TWO.format(body="\n".join(f"    {line}" for line in before), out="  a = fwd._.last"))
@@ -621,22 +627,20 @@ def of_several_results(before: tuple[str, ...], target, arguments, *items: int):
     return gm
 
 
-def test_a_collective_in_place_that_gives_a_gradient_is_refused():
+@pytest.mark.parametrize("item", [0, 1])
+@pytest.mark.parametrize("last", [("last: f32[4] = aten.neg(I.x)",), SCATTERED], ids=["first", "after another"])
+def test_a_collective_in_place_that_gives_a_gradient_is_refused(item, last):
     """D17: it gives a list and what to wait for; nothing says over which ranks it goes."""
-    last = ("last: f32[4] = aten.neg(I.x)",)
-    gm = of_several_results(last, torch.ops.c10d.allreduce_.default, lambda node: ([node], None, None, None), 0, 0)
+    target = torch.ops.c10d.allreduce_.default
+    gm = of_several_results(last, target, lambda node: ([node], None, None, None), item, 0)
     with pytest.raises(UnreadLayout, match=r"gives a, .*: c10d::allreduce_ is no collective that a layout knows"):
         bucket_layout(gm)
 
 
 def test_a_gradient_that_goes_through_products_of_a_gather_is_refused():
     """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of them."""
-    last = (
-        'rs: f32[4, 4] = _c10d_functional.reduce_scatter_tensor(I.x, "avg", 2, fsdp)',
-        "last: f32[4, 4] = _c10d_functional.wait_tensor(rs)",
-    )
     fused = torch.ops.symm_mem.fused_all_gather_matmul.default
-    gm = of_several_results(last, fused, lambda node: (node, [node], 0, "fsdp"), 1, 0)
+    gm = of_several_results(SCATTERED, fused, lambda node: (node, [node], 0, "fsdp"), 1, 0)
     with pytest.raises(UnreadLayout, match=r"gives a, .*: symm_mem::fused_all_gather_matmul is no collective that a"):
         bucket_layout(gm)
 

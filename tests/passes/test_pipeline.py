@@ -561,3 +561,11 @@ def test_a_pass_behind_one_that_reads_a_twin_is_named_if_it_leaves_the_graph_out
     twin = graphtext.parse(NEG_OF_DETACH)
     with pytest.raises(RuntimeError, match=r"turns_round left a graph out of order: neg .* reads detach"):
         apply_graph_passes(neg_of_detach, None, [reading_pass, turns_round], twin=twin)
+
+
+def test_passes_that_are_added_to_a_slot_run_behind_ours():
+    """M1: one of a trainer's own that reads buckets finds them."""
+    plain = [step.name for step in construct_default_graph_passes(n_layers=1)]
+    place = plain.index("joint_transformer_block_bucketing_reordering_pass")
+    names = [step.name for step in construct_default_graph_passes(n_layers=1, extra={"bucketing": [marked_pass]})]
+    assert names == [*plain[: place + 1], "marked_pass", *plain[place + 1 :]]

@@ -76,7 +76,7 @@ def operators(gm):
 
 
 def test_the_order_of_passes():
-    """M1: the caller's run in their slots, behind ours."""
+    """M1: the caller's run in their slots."""
     extra = {slot: [bind_options(marked_pass, mark=slot)] for slot in reversed(SLOTS)}
     passes = construct_default_graph_passes(n_layers=2, extra=extra)
     slots = dict(zip(OURS, ["dead_code", "canonicalize", "deduplicate", "process_groups", "bucketing"], strict=True))

@@ -198,6 +198,19 @@ def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
     assert parity.control.outcome == "different"
 
 
+@pytest.mark.gt_world("simulated", size=4, nodes=1, mesh={"dp": 2, "tp": 2})
+def test_ranks_that_share_a_model_have_one_batch(gt_world):
+    """N9: it is asked for by data coordinate, which is no rank."""
+    asked = []
+
+    def config(mesh):
+        made = llama3_training(mesh, "fp32", parallel=Parallelism({"sequence": False}), steps=1)
+        return replace(made, batch=lambda step, coordinate: asked.append(coordinate) or made.batch(step, coordinate))
+
+    train_graph(config, world=gt_world)
+    assert set(asked) == {0, 1}
+
+
 # --- what parity cannot see: both sides compute the same wrong thing
 
 

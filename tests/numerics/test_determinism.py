@@ -193,6 +193,7 @@ def test_seeds_of_a_device_mesh(gt_mesh):
     assert mesh_seed(40, gt_mesh, distinct=["pp"]) == 41
     assert mesh_seed(40, gt_mesh, distinct=["dp"]) == 40
     assert mesh_seed(40, gt_mesh, distinct=["pp", "tp"]) == 43
+    assert mesh_seed(2**64 - 1, gt_mesh, distinct=["pp"]) == 0, "torch takes 64 bits"
     with pytest.raises(ValueError, match=r"the mesh has no dimension 'ep'; its dimensions are \('pp', 'dp', 'tp'\)"):
         mesh_seed(40, gt_mesh, distinct=["ep"])
 

@@ -66,7 +66,7 @@ def _type(told: str, at: ast.AST) -> ast.expr:
     """``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text; ``_`` where nothing is told."""
     spelled = told or "_"
     if (number := _NUMBER.fullmatch(told)) is not None:
-        spelled = f"int[{number[1]}]"
+        spelled = f"{'float' if re.search(r'[.]|[0-9]e', number[1]) else 'int'}[{number[1]}]"
     elif (tensor := _TENSOR.fullmatch(told)) is not None:
         dtype, shape, strides, device = tensor.groups()
         spelled = f"{dtype}[{shape or '()'}]" + (f"[{strides}]" if strides else "")

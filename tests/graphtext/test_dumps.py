@@ -131,6 +131,14 @@ def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
     assert str(told.value).startswith(problem)
 
 
+@pytest.mark.parametrize(("told", "value"), [("0.1", 0.1), ("1e-05", 1e-05), ("2.0", 2.0), ("3", 3)])
+def test_a_number_of_a_dump_keeps_its_kind(told, value):
+    """0.1 was read as the whole number 0."""
+    gm = parse(f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n        return x\n')
+    kept = gm.graph.find_nodes(op="placeholder")[1].meta["val"]
+    assert (type(kept), kept) == (type(value), value)
+
+
 def test_a_dump_that_is_nested_too_deeply_is_told():
     deep = f"reader.tensor(0, ({'-' * 2000}2,))\n"
     with pytest.raises(TextError, match="nested too deeply"):

@@ -117,14 +117,9 @@ def _in_the_file_of_the_function(*args, **kwargs):
 
 
 trampoline.wrap_in_trampoline = _in_the_file_of_the_function
-
-from pytest_gtrainer.tracing.stamping import driver
-
-driver.FOREIGN += ("mutmut",)
 """
 """Behind the copy's ``conftest.py``. mutmut puts a function of its own around each of ours, and code that reads stacks,
-as the ranks on threads do, would name mutmut's file: eleven tests of them failed without a mutant. That function holds
-state, for which no layer could be stamped."""
+as the ranks on threads do, would name mutmut's file: eleven tests of them failed without a mutant."""
 
 CONFIGURATION = """
 [tool.mutmut]

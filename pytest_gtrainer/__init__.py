@@ -13,8 +13,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tracing.model": ("annotate_module_fqns",),
     "tracing.sharding": ("MixedPrecisionPolicy", "data_parallel"),
     "tracing.step": ("TracedStep", "trace_step"),
-    "tracing.stamping.runs": ("RepeatedLayers",),
-    "tracing.stamping.verdict": ("StampedGraphError",),
     "tracing.stage": ("TracedStage", "trace_stage"),
     "graph.bucket_plan": ("get_default_transformer_block_buckets",),
     "passes.joint": tuple(f"{kind}transformer_block_bucketing_reordering_pass" for kind in ("joint_", "")),

@@ -39,11 +39,15 @@ from pytest_gtrainer.doctor.report import broken_modules, topics
 status = main(["doctor"])
 said = broken_modules({topic.module: examine(topic) for topic in topics()})
 for name in sorted(said):
+    before = set(sys.modules)
     try:
         importlib.import_module(name)
         print("WRONG: imports,", name)
     except ImportError:
-        pass
+        # A package that fails leaves the modules that it has imported, and they would "import" later.
+        for added in set(sys.modules) - before:
+            if added.startswith("pytest_gtrainer."):
+                del sys.modules[added]
 for module in pkgutil.walk_packages(pytest_gtrainer.__path__, "pytest_gtrainer."):
     if module.name not in said and not module.name.endswith("__main__"):
         importlib.import_module(module.name)

@@ -4,6 +4,10 @@
   them. Its ``_unpickle_state`` stands for the reader's ``_UnpickleState``, in whose ``fake_mode`` the symbols live.
 - It describes a fake tensor by a hundred attributes, and looks through all arguments of a node. Here a tensor is a view
   of numbered memory, and a node its number, which takes a third of the time.
+- ``Tensor._make_subclass`` makes a fake tensor of a meta tensor that shows a given storage, as ``FakeTensor.__new__``
+  does in five times the time.
+- ``as_strided`` of a tensor without elements and ``resize_storage_bytes_`` ask nothing of symbolic sizes. ``set_`` and
+  ``empty`` would decide there whether the result is contiguous, which an unbacked symbol cannot answer.
 """
 
 import io
@@ -16,13 +20,46 @@ from torch import fx
 
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.graph_modules import lazy_module
-from pytest_gtrainer._torch.stamping import fake_on_storage, new_storage
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, storage_id
 
 with private_names():
     from torch.fx._graph_pickler import GraphPickler, Options, _GraphUnpickler, _UnpickleState
 
-ATTRIBUTES = {"torch.fx._graph_pickler:GraphPickler": ("_unpickle_state",)}
+ATTRIBUTES = {
+    "torch.fx._graph_pickler:GraphPickler": ("_unpickle_state",),
+    "torch:Tensor": ("_make_subclass",),
+    "torch._C": ("_set_throw_on_mutable_data_ptr",),
+}
+
+
+def _new_storage(nbytes: Any) -> torch.UntypedStorage:
+    """Return a new meta storage of ``nbytes`` bytes, a number or a symbol."""
+    if isinstance(nbytes, int):
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    shown = torch.empty(0, dtype=torch.uint8, device="meta")
+    torch.ops.inductor.resize_storage_bytes_(shown, nbytes)
+    return shown.untyped_storage()
+
+
+def _fake_on_storage(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    view: tuple[Any, Any, Any],
+    attributes: dict[torch.device, dict[str, Any]],
+) -> FakeTensor:
+    """Return a fake tensor that shows ``view`` (size, stride, offset) of ``storage``, without dispatch.
+
+    ``attributes`` caches what a fake tensor of each device holds beside its sizes. All tensors of a mode share it.
+    """
+    shown = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
+    if device not in attributes:
+        attributes[device] = dict(vars(FakeTensor(mode, shown, device)))
+    made = torch.Tensor._make_subclass(FakeTensor, shown, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes[device])
+    return made
 
 
 class _Writer(GraphPickler):
@@ -55,8 +92,8 @@ class _Reader(_UnpickleState):
     def tensor(self, memory: tuple[int, Any], dtype: torch.dtype, device: torch.device, view: Any) -> FakeTensor:
         number, nbytes = memory
         if number not in self._storages:
-            self._storages[number] = new_storage(nbytes)
-        return fake_on_storage(self.fake_mode, self._storages[number], dtype, device, view, self._attributes)
+            self._storages[number] = _new_storage(nbytes)
+        return _fake_on_storage(self.fake_mode, self._storages[number], dtype, device, view, self._attributes)
 
 
 class _Nodes(_GraphUnpickler):

@@ -69,7 +69,6 @@ class TrainConfig:
             graph's, which needs a second trace.
         context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
-        repeat_layers: how the graph's side traces, as for ``trace_step``: "off", "auto" or "exact".
         trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores; see ``trace_once``.
         steps: number of steps.
     """
@@ -89,7 +88,6 @@ class TrainConfig:
     chunk: ChunkConfig | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     record_rng: bool = False
-    repeat_layers: str = "off"
     trace_once: bool = False
     steps: int = 5
 

@@ -80,7 +80,7 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     """Trace the step on the first batch's shapes, drawing nothing; CannotRestore if a recomputed region would draw."""
     with random_states_kept(), config.context():
         inputs = config.inputs(0)
-        trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk, repeat_layers=config.repeat_layers)
+        trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk)
         traced = trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw

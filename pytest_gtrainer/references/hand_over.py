@@ -59,7 +59,7 @@ def trace_once(
             traced = trace()
         if traced is not None and not why:
             lines = "\n".join(_lines(traced, partitions)).replace(repr(device), "own device")
-            beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
+            beside = tuple(partitions), traced.example_inputs, traced.gradient_placements
             if rank == ends[0]:
                 written = bytes_of([*filter(None, (traced.gm, traced.twin))], beside, device)
             state = hashlib.sha256(lines.encode()).hexdigest()
@@ -132,7 +132,7 @@ def _taken_over(
     data: bytes, model: nn.Module, inputs: Sequence[Any], groups: Iterable[str], device: torch.device
 ) -> TracedStep:
     """A step that another rank has written, with the groups and the device of this rank."""
-    (gm, *twins), (names, fakes, placements, repeated) = graphs_of(data, new_fake_mode(), device)
+    (gm, *twins), (names, fakes, placements) = graphs_of(data, new_fake_mode(), device)
     own = dict(zip(names, groups, strict=True))
     for graph in (gm, *twins):
         for node, place in _naming_groups(graph):
@@ -145,7 +145,7 @@ def _taken_over(
     state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
     fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
     twin, rank = twins[0] if twins else None, rank_of(state)
-    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, repeated, "from another rank")
+    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, "from another rank")
 
 
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:

@@ -122,7 +122,5 @@ def _said(test: Test) -> list[str]:
             lines.append(f"skipped: {fact['cause']}")
         elif fact["kind"] == "conformance":
             lines.append("rule {rule} ({says}) of {pass}: {result}. {why}".format(**fact))
-        elif fact["kind"] == "repeated":
-            lines.append(f"layers: {fact['outcome']}")
     lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]
     return lines

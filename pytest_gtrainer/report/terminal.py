@@ -26,7 +26,6 @@ _TOPICS = (
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
     ("rules", "conformance",
      lambda fact: f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]),
-    ("layers", "repeated", lambda fact: fact["outcome"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),

@@ -40,13 +40,8 @@ from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, refuse_fake
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
-from pytest_gtrainer.tracing.stamping.driver import TracedModel, stamped_graph
-from pytest_gtrainer.tracing.stamping.runs import FullLayers, RepeatedLayers
-from pytest_gtrainer.tracing.stamping.verdict import assert_stamped_equal
 
 Step = Callable[..., torch.Tensor]
-
-REPEAT_LAYERS = ("off", "auto", "exact")
 
 
 class TwinInputs(Protocol):
@@ -80,7 +75,6 @@ class TracedStep:
             (tensor parallelism leaves partial sums). None for a plain one, or without a gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
-        repeated: with ``repeat_layers``, the layers that were stamped, and those that were traced in full and why.
         handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or why.
     """
 
@@ -93,7 +87,6 @@ class TracedStep:
     gradient_placements: tuple[tuple[Placement, ...] | None, ...] = ()
     rank: int | None = None
     twin: fx.GraphModule | None = None
-    repeated: RepeatedLayers | None = None
     handed_over: str = ""
 
     @property
@@ -220,8 +213,6 @@ def trace_step(
     chunk: TwinInputs | None = None,
     twin_inputs: Sequence[Any] | None = None,
     dynamic_dims: DynamicDims | None = None,
-    repeat_layers: str = "off",
-    ignore: Sequence[str] = (),
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
@@ -235,40 +226,27 @@ def trace_step(
         chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
         dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs, dimension), of a symbol.
-        repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, if
-            the result is proven to equal a full trace (see ``TracedStep.repeated``). "exact" also traces in full and
-            compares. Both call the step several times. "off" traces every layer.
-        ignore: names of attributes in which repeated layers may differ, because they only count them (``layer_id``).
-            It is proven that nothing reads them; where something does, every layer is traced.
 
     Raises:
         TypeError: an input leaf is a module, or neither a tensor nor a plain scalar.
-        ValueError: the loss is not a scalar, no parameter requires a gradient, ``repeat_layers`` is none of these, or
-            an attribute of ``ignore`` is not an int, or a str, in all modules that have it, or no module has it.
+        ValueError: the loss is not a scalar, or no parameter requires a gradient.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
-        StampedGraphError: with "exact", the stamped graph differs; names the first node that does.
     """
-    if repeat_layers not in REPEAT_LAYERS:
-        raise ValueError(f"repeat_layers={repeat_layers!r}: expected one of {', '.join(map(repr, REPEAT_LAYERS))}")
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
     (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
         wrong = "no parameter of the model requires a gradient, so there is no backward to trace"
         raise ValueError(f"{wrong}: call requires_grad_() on what is to be trained")
-    mode, ignored = mode_of([*state.tensors, *flat_inputs]), (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    tracing = Tracing(model, step, state, mode, reuse_gathers, repeat_layers, ignored)
-    gm, fakes, repeated = tracing.traced(flat_inputs, spec, dynamic_dims or {})
+    tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
+    gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
     placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
-    twin, of_twin = (None, None) if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
-    repeated = repeated and repeated.beside(of_twin)
-    for outcome in repeated.outcomes() if repeated else ():
-        facts.emit("repeated", outcome=outcome)
+    twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
-    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin, repeated)
+    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin)
 
 
 def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:
@@ -291,8 +269,6 @@ class Tracing:
     state: ModelState
     mode: FakeTensorMode
     reuse_gathers: bool
-    repeat_layers: str = "off"
-    ignore: tuple[str, ...] = ()
     gradient_placements: list[tuple[Placement, ...] | None] = field(default_factory=list)
 
     def run(
@@ -328,50 +304,24 @@ class Tracing:
             }
         return gm, fakes
 
-    def traced(
-        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims = MappingProxyType({})
-    ) -> tuple[fx.GraphModule, list[Any], RepeatedLayers | None]:
-        """What ``run`` gives, perhaps by stamping layers that are proven alike; and what was done of that."""
-        if self.repeat_layers == "off" or dynamic_dims:
-            told = RepeatedLayers(full=(FullLayers("", "dynamic dimensions are not proven"),))
-            return *self.run(flat_inputs, spec, dynamic_dims), None if self.repeat_layers == "off" else told
-
-        def trace() -> TracedModel:
-            smaller = Tracing(self.model, self.step, ModelState.of(self.model), self.mode, self.reuse_gathers)
-            gm, _ = smaller.run(flat_inputs, spec)
-            return TracedModel(gm, tuple(smaller.gradient_placements))
-
-        with collector_off():
-            found, repeated = stamped_graph(self.model, self.step, trace, self.state, self.ignore)
-            if found is not None:
-                self._name(found.gm, len(flat_inputs))
-        if found is not None and self.repeat_layers != "exact":
-            self.gradient_placements[:] = found.gradient_placements
-            made = [node.meta["val"] for node in found.gm.graph.find_nodes(op="placeholder")]
-            return found.gm, self.fakes_of(flat_inputs, made[: len(self.state.fqns)]), repeated
-        whole = replace(self, mode=mode_of([*self.state.tensors, *flat_inputs]))  # free of symbols of other traces
-        gm, fakes = whole.run(flat_inputs, spec)
-        if found is not None:
-            assert_stamped_equal(gm.graph, found.gm.graph)
-        return gm, fakes, repeated
-
-    def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[fx.GraphModule, RepeatedLayers | None]:
+    def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
+        """Trace the step on the twin's inputs; raise ``TwinTraceError`` where that fails."""
         flat, twin_spec = flatten_inputs(inputs)
         if twin_spec != spec:
             raise TwinTraceError(f"the twin's inputs are structured as {twin_spec}, the step's as {spec}")
         try:
-            gm, _, repeated = self.traced(flat, spec)
+            gm, _ = self.run(flat, spec)
         except Exception as error:
             described = ", ".join(_describe(value) for value in flat)
             raise TwinTraceError(
                 f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
-        return gm, repeated
+        return gm
 
-    def fakes_of(self, flat_inputs: list[Any], state: Sequence[torch.Tensor] = ()) -> list[Any]:
-        """The state and the inputs on fake tensors, scalars as they are; ``state`` are those of the state, if known."""
-        values = [*(state or map(local, self.state.tensors)), *flat_inputs]
+    def fakes_of(self, flat_inputs: list[Any]) -> list[Any]:
+        """Return the state and the inputs as fake tensors, and scalars as they are."""
+        values = [*map(local, self.state.tensors), *flat_inputs]
         mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
         return [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]

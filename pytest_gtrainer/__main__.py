@@ -17,12 +17,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="what this installation can do: torch, pytest, devices, and every private name that we rely on",
         description="What this installation can do. Exit status: 0 if everything is in order, 1 if not.",
     )
-    doctor.add_argument("-v", "--verbose", action="store_true", help="every name in a line, lists in full")
+    doctor.add_argument("-v", "--verbose", action="store_true", help="list every name and every part")
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
         return 0
-    from pytest_gtrainer.doctor.report import report
+    from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)
     print(text)

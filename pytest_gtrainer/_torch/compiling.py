@@ -37,6 +37,21 @@ with private_names():
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
     from torch._inductor.virtualized import V
 
+ATTRIBUTES = {
+    "torch._inductor.compile_fx": (
+        "compile_fx",
+        "compile_fx_inner",
+        "view_to_reshape",
+        "_recursive_post_grad_passes",
+    ),
+    "torch._guards:CompileContext": ("current_compile_id",),
+    "torch._dynamo": ("reset",),
+    "torch._inductor.config": ("patch",),
+    "torch._functorch.config": ("patch",),
+    "torch._dynamo.config": ("patch",),
+    "torch._inductor.virtualized:V": ("set_fake_mode",),
+}
+
 __all__ = ["CustomGraphPass", "Unsupported"]
 
 compile_fx_inner = compile_fx_module.compile_fx_inner

@@ -23,6 +23,7 @@ with private_names():
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 ATTRIBUTES = {
+    "torch.distributed.distributed_c10d": ("_world",),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "group_count"),
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_world",),
 }

@@ -18,6 +18,23 @@ with private_names():
     from torch._functorch._aot_autograd import descriptors as d
     from torch.export import ExportedProgram
 
+ATTRIBUTES = {
+    "torch._functorch._aot_autograd.descriptors": (
+        "ParamAOTInput",
+        "BufferAOTInput",
+        "PlainAOTInput",
+        "TangentAOTInput",
+        "SubclassGetAttrAOTInput",
+        "SubclassSizeAOTInput",
+        "SubclassStrideAOTInput",
+        "PlainAOTOutput",
+        "SavedForBackwardsAOTOutput",
+        "GradAOTOutput",
+        "InputMutationAOTOutput",
+        "SubclassGetAttrAOTOutput",
+    ),
+}
+
 __all__ = ["ExportedProgram"]
 
 _LOCAL = "_local_tensor"

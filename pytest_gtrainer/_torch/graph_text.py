@@ -38,6 +38,14 @@ with private_names():
     from torch.utils._sympy.value_ranges import ValueRanges
 
 ATTRIBUTES = {
+    "torch._C": (
+        "_nn",
+        "_dispatch_get_all_op_names",
+        "_dispatch_find_schema_or_throw",
+        "_set_grad_enabled",
+        "_log_api_usage_once",
+    ),
+    "torch.utils._sympy.symbol:SymT": ("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT", "SIZE"),
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (

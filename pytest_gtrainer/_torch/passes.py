@@ -41,6 +41,22 @@ with private_names():
     from torch.distributed.distributed_c10d import GroupName, _get_default_timeout, _new_process_group_helper
 
 ATTRIBUTES = {
+    "torch.distributed.distributed_c10d": ("_world",),
+    "torch.ops:_c10d_functional": (
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_out",
+        "reduce_scatter_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "wait_tensor",
+    ),
+    "torch.ops:aten": ("_scaled_mm",),
+    "torch._inductor.fx_passes.micro_pipeline_tp": (
+        "find_all_gather_patterns",
+        "find_reduce_scatter_patterns",
+        "fuse_all_gather_matmul",
+        "fuse_matmul_reduce_scatter",
+    ),
     "torch.distributed.device_mesh:DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "pg_group_ranks"),
 }

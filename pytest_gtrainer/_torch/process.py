@@ -14,6 +14,11 @@ from typing import Any
 import torch
 import torch.cuda
 
+ATTRIBUTES = {
+    "torch._C": ("_set_deterministic_algorithms",),
+    "torch.cuda": ("_lazy_seed_tracker", "_sleep"),
+}
+
 
 def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:
     torch._C._set_deterministic_algorithms(on, warn_only=warn_only)

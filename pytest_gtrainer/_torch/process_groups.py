@@ -40,6 +40,19 @@ except ImportError:  # a build that records nothing
     _dump_fr_trace = None
 
 ATTRIBUTES = {
+    "torch.distributed.distributed_c10d": (
+        "_world",
+        "_resolve_process_group",
+        "_abort_process_group",
+    ),
+    "torch.distributed.c10d_logger": ("_c10d_logger",),
+    "torch.distributed.tensor:DTensor": ("_op_dispatcher",),
+    "torch._C": ("_clear_DTensor_sharding_propagator_cache",),
+    "torch.distributed.tensor._redistribute": (
+        "_gen_transform_infos",
+        "clear_redistribute_planner_cache",
+    ),
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo": ("build_from_mesh",),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "group_count"),
     "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),

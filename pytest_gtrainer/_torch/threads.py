@@ -34,32 +34,18 @@ with private_names():
     from torch.utils._python_dispatch import _disable_current_modes
 
 ATTRIBUTES = {
+    "torch.distributed.distributed_c10d": (
+        "_world",
+        "_process_group_name",
+        "_register_pg_in_world",
+    ),
+    "torch.distributed": ("_Work",),
+    "torch._C": ("_len_torch_dispatch_stack",),
+    "torch._dynamo.eval_frame": ("_callback_from_stance",),
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": (
         "_get_world", "default_pg", "group_count",
     ),
 }  # fmt: skip
-CALLED_ON_US = {
-    "pytest_gtrainer.worlds.simulated.threads.group:ThreadGroup": {
-        "torch.distributed.distributed_c10d:_new_group_with_tag": ("new_group",),
-        "torch.distributed.distributed_c10d:batch_isend_irecv": ("_get_backend",),
-        "torch.distributed.distributed_c10d:isend": ("send",),
-        "torch.distributed.distributed_c10d:irecv": ("recv",),
-        "torch.distributed.distributed_c10d:all_reduce": ("allreduce",),
-        "torch.distributed.distributed_c10d:broadcast": ("broadcast",),
-        "torch.distributed.distributed_c10d:all_gather": ("allgather",),
-        "torch.distributed.distributed_c10d:all_gather_single": ("all_gather_single",),
-        "torch.distributed.distributed_c10d:reduce_scatter": ("reduce_scatter",),
-        "torch.distributed.distributed_c10d:reduce_scatter_single": ("reduce_scatter_single",),
-        "torch.distributed.distributed_c10d:gather": ("gather",),
-        "torch.distributed.distributed_c10d:scatter": ("scatter",),
-        "torch.distributed.distributed_c10d:all_to_all": ("alltoall",),
-        "torch.distributed.distributed_c10d:all_to_all_single": ("all_to_all_single",),
-        "torch.distributed.distributed_c10d:barrier": ("barrier",),
-    },
-    "pytest_gtrainer._torch.threads:_Worlds": {
-        "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_get_world",),
-    },
-}
 
 BACKEND = "threaded"
 Work = dist._Work

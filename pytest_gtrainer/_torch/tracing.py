@@ -39,6 +39,8 @@ with private_names():
 from pytest_gtrainer._torch.values import FakeTensorMode
 
 ATTRIBUTES = {
+    "torch": ("_check",),
+    "torch.fx.traceback": ("_set_autograd_backward",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "simplify",
     ),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ATTRIBUTES = {
+    "torch._C": ("_dispatch_has_kernel_for_dispatch_key",),
     "torch._ops:OpOverload": ("_schema",),
     "torch:UntypedStorage": ("_cdata",),
     "torch.distributed.tensor:DTensor": ("_local_tensor",),

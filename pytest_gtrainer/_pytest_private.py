@@ -34,8 +34,17 @@ ATTRIBUTES = {
 }
 
 
+# The forkserver has imported plugins before their session exists. Under ``-W error`` that would end every rank; the
+# parent's own session gives the warning where it is due.
+_IMPORTED_BEFORE = "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning"
+
+
 def prepared_config(args: Sequence[str]) -> pytest.Config:
-    return _prepareconfig(list(args))
+    """Parse the command line of the parent again in a rank."""
+    options = list(args)
+    end = options.index("--") if "--" in options else len(options)
+    options.insert(end, _IMPORTED_BEFORE)  # the last filter wins
+    return _prepareconfig(options)
 
 
 def configure(config: pytest.Config) -> None:

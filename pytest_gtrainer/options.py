@@ -26,6 +26,14 @@ def _whole(least: int, what: str) -> Callable[[str], int]:
     return parsed
 
 
+def _modules(text: str) -> list[str]:
+    names = text.replace(",", " ").split()
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"names of modules; {name!r} is none")
+    return names
+
+
 _COUNT, _RANK = _whole(1, "a whole number"), _whole(0, "a rank")
 
 
@@ -103,6 +111,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("conformance-against", "compare the conformance table with an earlier --gt-conformance file",
            metavar="FILE"),
     Option("fresh-ranks", "start new rank processes for each test", is_flag=True),
+    Option("preload", "modules that are imported once for all ranks, by the process that forks them", (),
+           metavar="MODULE[,MODULE]", parse=_modules),
 )  # fmt: skip
 
 _BY_NAME = {option.name: option for option in OPTIONS}

@@ -134,7 +134,8 @@ def whereabouts(text: str) -> str:
 def readable(text: str) -> str:
     """Stacks without pytest's and our own frames below the test, and without the thread that answers."""
     threads = [each for each in text.rstrip().split("\n\n") if not re.search("in _answer_parent|Extension mod", each)]
-    return "\n\n".join(re.split(r"\n.*/_pytest/python\.py", each)[0] for each in threads) or "no answer"
+    below = r"\n.*/_pytest/(?:python|assertion/rewrite)\.py"  # of a test, or of a conftest that is being imported
+    return "\n\n".join(re.split(below, each)[0] for each in threads) or "no answer"
 
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:

@@ -36,8 +36,11 @@ FOLDER_VARIABLE = "GT_RANKS_FOLDER"
 """In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
 
 
-def main(fd: int, folder: str, modules: list[str]) -> NoReturn:
-    """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
+def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoReturn:
+    """Serve the parent on the socket ``fd``; delete ``folder`` at the end.
+
+    ``modules`` are imported if they can be; each of ``preload``, which the user names, has to be.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Have no terminal, as in a session of one's own: to read from the parent's (``getpass``), or to write to it after
@@ -48,14 +51,37 @@ def main(fd: int, folder: str, modules: list[str]) -> NoReturn:
     for place, name in enumerate(modules):
         with contextlib.suppress(Exception):  # what fails here fails where it is needed, with its own error
             importlib.import_module(name)
-        if os.stat("/proc/self/task").st_nlink > 3:  # two, and one for each thread
+        if _has_threads():
             # no process with threads can be forked, and a driver that has started here will not start in the ranks
-            argument = json.dumps([fd, folder, sys.path, modules[:place]])
+            argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
+    for name in preload:
+        if (wrong := _import_for_user(name)) is not None:
+            way_out = "correct it, or take it out of gt_preload"
+            server.conn.send(wire.Started(f"gt_preload names {name}, {wrong}: {way_out}"))
+            server.serve()  # until the parent has read that
     gc.collect()
     gc.freeze()  # keeps the pages that ranks share with us from being copied by their collector
     server.conn.send(wire.Started(None))
     server.serve()
+
+
+def _has_threads() -> bool:
+    return os.stat("/proc/self/task").st_nlink > 3  # two, and one for each thread
+
+
+def _import_for_user(name: str) -> str | None:
+    """Import a module that the user wants in every rank; return what makes that impossible."""
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # an import may call sys.exit
+        return f"whose import fails in the process that forks ranks ({type(error).__name__}: {error})"
+    if _has_threads():
+        return "which starts a thread when it is imported, and a process with threads cannot be forked"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "which starts CUDA when it is imported, and CUDA cannot be used in a fork"
+    return None
 
 
 class _Server:

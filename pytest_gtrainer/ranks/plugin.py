@@ -231,7 +231,8 @@ class RanksPlugin:
                 item.session.shouldstop = "Quitting debugger"
             return outcome
         except (RanksError, LeaseError) as error:
-            pytest.fail(str(error), pytrace=False)
+            why = str(error)
+        pytest.fail(why, pytrace=False)  # here, so that pytest does not show the other exception above it
 
     def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
         """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""

@@ -24,7 +24,7 @@ from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.leases import Lease, Slots, Tell
-from pytest_gtrainer.ranks.team import ForkServer, LocalRanks, Team
+from pytest_gtrainer.ranks.team import LEAST_START_LIMIT, START_LIMIT, ForkServer, LocalRanks, Team
 from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, tell
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ PRELOAD = (
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
     "torch._dynamo",  # tracing and every optimiser import it at their first use: once here, or once in each rank
+    "hypothesis",  # where it is installed: its settings must be in place before a test file imports it
     "pytest_gtrainer.plugin", "pytest_gtrainer.ranks.inside.rank",
 )  # fmt: skip
 
@@ -59,7 +60,8 @@ class Pool:
             self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
             with stopped_clock():
-                team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
+                environ = {**rank_environment(self._config), **self._sharing.environment()}
+                team = self._team(size, environ, min(START_LIMIT, max(LEAST_START_LIMIT, limit)))
             try:
                 outcome = run_on(team, command, limit, Console(self._config, holder))
             except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
@@ -79,8 +81,8 @@ class Pool:
             self._server.close()
             self._server = None
 
-    def _team(self, size: int, environ: Mapping[str, str]) -> Team:
-        """A team of ``size`` ranks in that environment, started if there is none."""
+    def _team(self, size: int, environ: Mapping[str, str], start_limit: float) -> Team:
+        """A team of ``size`` ranks in that environment, started within so many seconds if there is none."""
         found = devices.resolve(self._config)
         key = (size, found.kind, frozenset(environ.items()))
         team = self._teams.pop(key, None)
@@ -99,7 +101,7 @@ class Pool:
         here = LocalRanks(self.forkserver(), plan)
         others = self._nodes.start(plan) if self._nodes is not None else []
         team = Team(size, [here, *others], stores or here.stores)
-        team.wait_until_up()
+        team.wait_until_up(start_limit)
         self._teams[key] = team
         return team
 
@@ -125,7 +127,8 @@ class Pool:
             # what tests have imported here of torch and of ours, test files will import again in every rank
             seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
             modules = list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
-            self._server = ForkServer(modules, live_output=self._live_output)
+            preload = options.get(self._config, "preload")
+            self._server = ForkServer(modules, preload, live_output=self._live_output)
         return self._server
 
     def _stop_teams(self) -> None:

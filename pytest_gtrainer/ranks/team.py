@@ -1,6 +1,7 @@
 """Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world, warm between tests."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 SERVER_START_LIMIT = 300.0
 SERVER_END_LIMIT = 10.0
-START_LIMIT = 120.0
+LEAST_START_LIMIT, START_LIMIT = 20.0, 120.0
 SETTLE_LIMIT = 10.0
 STOP_LIMIT = 10.0
 STATUS_SECONDS = 10.0
@@ -34,14 +35,16 @@ OUTPUT_LIMIT = 64 * 1024
 
 _BOOT = """\
 import json, sys
-fd, folder, path, modules = json.loads(sys.argv[1])
+fd, folder, path, modules, preload = json.loads(sys.argv[1])
 sys.path[:] = path
 from pytest_gtrainer.ranks.forkserver import main
-main(fd, folder, modules)
+main(fd, folder, modules, preload)
 """
 
 # One thread in every pool: a process with threads must not fork, and 8 ranks share the cores.
 _POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+FOLDER_PREFIX, OWNER_LOCK = "gtrainer-", "owner.lock"
 
 _numbers = itertools.count()
 
@@ -68,22 +71,27 @@ def is_stopped(pid: int) -> bool:
 class ForkServer:
     """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all that they write."""
 
-    def __init__(self, modules: list[str], *, live_output: bool) -> None:
+    def __init__(self, modules: list[str], preload: Sequence[str] = (), *, live_output: bool) -> None:
         if not hasattr(os, "pidfd_open"):
             raise RanksError("ranks need Linux (pidfd); worlds of kind fake run anywhere")
-        self.folder = Path(tempfile.mkdtemp(prefix="gtrainer-"))
+        sweep_folders_of_killed_runs(Path(tempfile.gettempdir()))
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        # The lock is held until this process and its forkserver have ended, however they end.
+        owner = os.open(self.folder / OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        self._owner = owner
         self.exit_status: dict[int, int] = {}
         self.alive = True
         self._forked: list[int] = []
         self._ready = False
         ours, theirs = socket.socketpair()
-        argument = json.dumps([theirs.fileno(), str(self.folder), sys.path, modules])
+        argument = json.dumps([theirs.fileno(), str(self.folder), sys.path, modules, preload])
         # The interpreter's own flags (-O, -W, -X) hold in the ranks as in the parent.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs, open(self.folder / "forkserver.log", "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _BOOT, argument],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), owner],
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
@@ -184,6 +192,19 @@ class ForkServer:
             self._process.wait()
             self._kill_left_behind()
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owner)
+
+
+def sweep_folders_of_killed_runs(temporary: Path) -> None:
+    """Remove our folders below ``temporary`` whose run and forkserver have both been killed.
+
+    A folder belongs to a live run while somebody holds the lock in it. One without a lock file is not touched.
+    """
+    for lock in temporary.glob(f"{FOLDER_PREFIX}*/{OWNER_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, held, or gone meanwhile
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 @dataclass(slots=True)
@@ -265,13 +286,19 @@ class LocalRanks:
             how = "was lost with the process that had forked it"
         else:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        texts = [_read(file) for file in process.captured]
+        fatal = answers.fatal_error(answers.file_of(self._folder, rank, "dump"))
+        return wire.Ended(how, "\n".join(text for text in (self._output(rank), fatal.rstrip()) if text))
+
+    def _output(self, rank: int) -> str:
+        """Return what a rank has written in the present phase, captured or not."""
+        texts = [_read(file) for file in self._processes[rank].captured]
         with contextlib.suppress(OSError), answers.file_of(self._folder, rank, "log").open("rb") as file:
             texts.append(_read(file))
-        texts.append(answers.fatal_error(answers.file_of(self._folder, rank, "dump")))
-        return wire.Ended(how, "\n".join(text.rstrip() for text in texts if text.strip()))
+        return "\n".join(text.rstrip() for text in texts if text.strip())
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
+        if kind == "output":
+            return {rank: self._output(rank) for rank in ranks}
         pids = {rank: self._processes[rank].pid for rank in ranks}
         halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
         stopped = {rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
@@ -302,14 +329,14 @@ class Team:
         self.size, self.alive, self.busy = size, True, False
         self._parts, self._stores = parts, stores
 
-    def wait_until_up(self) -> None:
-        """Wait for the first word of every rank; RanksError if they could not be started."""
-        end, missing = time.monotonic() + START_LIMIT, set(range(self.size))
+    def wait_until_up(self, limit: float = START_LIMIT) -> None:
+        """Wait for the first word of every rank; RanksError if they could not be started within ``limit`` seconds."""
+        end, missing = time.monotonic() + limit, set(range(self.size))
         try:
             while missing:
                 heard = self.receive(missing, end - time.monotonic())
                 if time.monotonic() > end:
-                    raise RanksError(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
+                    raise RanksError(self._not_ready(missing, limit))
                 for rank, message in heard.items():
                     if message is None:
                         how, words = self.part_of(rank).ended(rank)
@@ -320,6 +347,18 @@ class Team:
         except BaseException:  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
             self.kill()
             raise
+
+    def _not_ready(self, missing: set[int], limit: float) -> str:
+        """Say where each rank is that does not start: plugins and conftest files run there before the first test."""
+        stacks, outputs = self.stacks(missing, kind="dump"), self.stacks(missing, kind="output")
+        lines = []
+        for rank in sorted(missing):
+            lines.append(f"rank {rank} did not start within {limit:g} s{answers.whereabouts(stacks[rank])}")
+        for rank in sorted(missing):
+            lines += ["", f"rank {rank}, Python stack:", answers.readable(stacks[rank])]
+            if outputs[rank]:
+                lines += [f"rank {rank}, output:", outputs[rank]]
+        return "\n".join(lines)
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
@@ -347,7 +386,10 @@ class Team:
         return next(part for part in self._parts if rank in part.ranks)
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
-        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not."""
+        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not.
+
+        "output" is what they have written in the present phase, and asks nobody.
+        """
         split = self._split(ranks)
         return {rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()}
 

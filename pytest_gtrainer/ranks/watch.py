@@ -356,12 +356,15 @@ class _Watch:
         now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
         silent = [rank for rank, stack in stacks.items() if not stack]  # which says nothing of what they do
         stacks |= self.team.stacks(silent, kind="dump")
+        outputs = self.team.stacks(self.pending, kind="output")
         waiting = {rank for rank in self.pending if answers.waiting_in(stacks[rank]) is not None}
         for rank in sorted(self.pending, key=lambda rank: (rank in waiting, rank in silent, rank)):
             text = f"rank {rank} {why}{answers.whereabouts(stacks[rank])}"
-            details = (("Python stacks", answers.readable(stacks[rank])),)
+            details = [("Python stacks", answers.readable(stacks[rank]))]
+            if outputs.get(rank):  # its report, which would hold this, never comes
+                details.append(("captured output", outputs[rank]))
             is_consequence = self.first_trouble < math.inf
-            self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
+            self.outcome.incidents.append(Incident(now, rank, text, tuple(details), is_consequence))
         self.pending.clear()
         self.outcome.killed = True
         self.team.kill()

@@ -60,13 +60,22 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     for line in set(worker["gt_markers"]) - set(config.getini("markers")):
         config.addinivalue_line("markers", line)
     config.hook.pytest_sessionstart(session=session)
-    hypothesis = sys.modules.get("hypothesis")
-    if hypothesis is not None:  # all ranks must draw the same examples, and none may write the shared database
-        hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
-        hypothesis.settings.load_profile("gtrainer-rank")
+    if "hypothesis" in sys.modules:
+        _draw_alike(sys.modules["hypothesis"], worker["testrunuid"])
     if pytest.version_tuple < (9, 1):
         config.pluginmanager.register(private.NoTerminal(), "terminalreporter")
     return session
+
+
+def _draw_alike(hypothesis: Any, seed: str) -> None:
+    """Let all ranks draw the same examples, and none write the shared database of examples.
+
+    ``seed`` is for tests that are not derandomised, by ``@settings(derandomize=False)`` or a profile of their own.
+    """
+    hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("gtrainer-rank")
+    if hypothesis.core.global_force_seed is None:  # else --hypothesis-seed
+        hypothesis.core.global_force_seed = seed
 
 
 def close_session(session: pytest.Session) -> None:

@@ -1,0 +1,81 @@
+"""Tests of hypothesis on ranks: every rank draws the same examples, however a test sets its seed."""
+
+from __future__ import annotations
+
+import pytest
+
+SUITE = """
+import pytest
+import torch.distributed as dist
+from hypothesis import given, seed, settings, strategies as st
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+NUMBERS = st.integers(0, 10**9)
+DRAWN = []
+
+def agree(value):
+    # Not at each example: a collective inside an example would hide that one rank draws more of them.
+    DRAWN.append(value)
+
+@pytest.fixture(autouse=True)
+def compared():
+    DRAWN.clear()
+    yield
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, list(DRAWN))
+    assert len(of_ranks[0]) >= 5
+    assert of_ranks[0] == of_ranks[1]
+
+FIVE = {"max_examples": 5}
+
+@given(NUMBERS)
+def test_plain(number): agree(number)
+
+@settings(**FIVE)
+@given(NUMBERS, st.data())
+def test_data(number, data): agree((number, data.draw(NUMBERS)))
+
+@settings(derandomize=False, **FIVE)
+@given(NUMBERS)
+def test_random(number): agree(number)
+
+@seed(7)
+@given(NUMBERS)
+def test_seeded(number): agree(number)
+
+settings.register_profile("mine", derandomize=False, max_examples=6)
+settings.load_profile("mine")
+
+@given(NUMBERS)
+def test_own_profile(number): agree(number)
+"""
+NAMES = ["test_plain", "test_data", "test_random", "test_seeded", "test_own_profile"]
+
+
+@pytest.fixture(scope="module")
+def run(module_suite):
+    module_suite.write("test_it.py", SUITE.replace("def compared():", "def compared(request):"))
+    return module_suite.run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_draw_the_same_examples(run, name):
+    assert run.outcome(name) == "passed", run.text(name)
+
+
+DIFFERS = """
+import random
+
+@pytest.mark.parametrize("rank_dependent", [True])
+@settings(max_examples=5)
+@given(st.data())
+def test_differs(rank_dependent, data):
+    agree(data.draw(st.integers(0, 10 + dist.get_rank())) + 100 * dist.get_rank())
+"""
+
+
+def test_a_strategy_that_depends_on_the_rank_is_seen(suite):
+    """The twin: the comparison of the suite fails where ranks do draw other examples."""
+    suite.write("test_it.py", SUITE + DIFFERS)
+    run = suite.run("-k", "test_differs")
+    assert "assert of_ranks[0] == of_ranks[1]" in run.text("test_differs[True]")

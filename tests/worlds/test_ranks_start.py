@@ -1,0 +1,192 @@
+"""How ranks start: under ``-W error``, with modules of the user, beside what killed runs left; and if they do not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.ranks.team import OWNER_LOCK, sweep_folders_of_killed_runs
+
+TWO_TESTS = """
+import warnings
+import pytest
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+def test_is_quiet(gt_mesh): assert gt_mesh.size() == 2
+
+def test_warns(): warnings.warn("mine", UserWarning)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "ini"),
+    [
+        (("-W", "error"), ""),
+        (("-W", "error", "--", "test_it.py"), ""),
+        ((), "filterwarnings = error"),
+    ],
+    ids=["on the command line", "before the end of options", "in the ini file"],
+)
+def test_warnings_are_errors_of_the_test_that_warns(suite, options, ini):
+    """Not of the start of ranks, whose plugins the forkserver has imported before."""
+    suite.write("test_it.py", TWO_TESTS)
+    suite.write("pytest.ini", f"[pytest]\n{ini}\n")
+    run = suite.run(*options)
+    assert run.outcome("test_is_quiet") == "passed", run.output
+    assert run.outcome("test_warns") == "failed"
+    assert "UserWarning: mine" in run.text("test_warns")
+
+
+HANGS_IN_A_CONFTEST = """
+import os, time
+
+if os.environ.get("RANK") == {rank!r}:
+    print("about to hang")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_conftest_that_hangs_on_a_rank_is_named_with_its_line(suite, rank):
+    """At the limit of the test, and not before ranks had 20 s to start."""
+    recording = (suite.folder / "conftest.py").read_text()
+    suite.write("conftest.py", HANGS_IN_A_CONFTEST.format(rank=rank) + recording)
+    suite.write("test_it.py", TWO_TESTS)
+    run = suite.run("--gt-timeout=20", "-k", "quiet")
+    said = run.text("test_is_quiet")
+    assert f"rank {rank} did not start within 20 s, at conftest.py:6 in <module>" in said
+    assert f"rank {1 - int(rank)} did not start" not in said
+    assert run.status == 1
+
+
+HANGS = """
+import sys, time
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+def test_hangs():
+    print("printed by", dist.get_rank())
+    print("an error of", dist.get_rank(), file=sys.stderr)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.barrier()
+"""
+
+
+def test_a_rank_that_runs_into_the_limit_keeps_what_it_has_written(suite):
+    suite.write("test_it.py", HANGS)
+    said = suite.run("--gt-timeout=3").text("test_hangs")
+    assert "rank 1 did not end within 3 s" in said
+    for rank in (0, 1):
+        assert f"printed by {rank}" in said
+        assert f"an error of {rank}" in said
+
+
+PRELOADED = """
+import os
+import pytest
+import slow_library
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_it():
+    assert (slow_library.PID != os.getpid()) == {shared}
+"""
+
+
+@pytest.mark.parametrize("how", ["not at all", "by the option", "by the ini file", "beside another"])
+def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
+    suite.write("slow_library.py", "import os\nPID = os.getpid()\n")
+    suite.write("another.py", "")
+    suite.write("test_it.py", PRELOADED.format(shared=how != "not at all"))
+    names = {"by the ini file": "slow_library", "beside another": "\n    another\n    slow_library"}.get(how, "")
+    suite.write("pytest.ini", f"[pytest]\npythonpath = .\n{f'gt_preload = {names}' if names else ''}\n")
+    run = suite.run(*["--gt-preload=slow_library"] * (how == "by the option"))
+    assert run.outcome("test_it") == "passed", run.output
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("1 / 0", "whose import fails in the process that forks ranks (ZeroDivisionError: division by zero)"),
+        ("raise SystemExit(3)", "whose import fails in the process that forks ranks (SystemExit: 3)"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "which starts a thread when it is imported, and a process with threads cannot be forked",
+        ),
+        (None, "whose import fails in the process that forks ranks (ModuleNotFoundError: No module named 'library')"),
+    ],
+    ids=["fails", "exits", "starts a thread", "is missing"],
+)
+def test_a_module_that_cannot_be_shared_is_named(suite, source, says):
+    if source is not None:
+        suite.write("library.py", source)
+    suite.write("test_it.py", TWO_TESTS)
+    suite.write("pytest.ini", "[pytest]\npythonpath = .\ngt_preload = library\n")
+    run = suite.run("-k", "quiet")
+    assert f"gt_preload names library, {says}: correct it, or take it out of gt_preload" in run.text("test_is_quiet")
+    assert run.status == 1
+
+
+def test_a_name_that_is_none_of_a_module_is_a_usage_error(suite):
+    suite.write("test_it.py", TWO_TESTS)
+    run = suite.run("--gt-preload=my-library")
+    assert run.status == 4
+    assert "--gt-preload=my-library: expected names of modules; 'my-library' is none" in run.output
+
+
+HOLDS_A_FOLDER = """
+import sys, time
+from pathlib import Path
+from pytest_gtrainer.ranks.team import ForkServer
+
+server = ForkServer([], live_output=False)
+print(server.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
+    """Its folder stays while the run lives, and goes with the next run once it and its forkserver have been killed."""
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", HOLDS_A_FOLDER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as run:
+        folder = Path(run.stdout.readline().strip())
+        (forkserver,) = (int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+        os.kill(forkserver, signal.SIGKILL)  # before the run: it would remove the folder itself
+        sweep_folders_of_killed_runs(tmp_path)
+        assert folder.is_dir(), "the folder of a run that lives"
+        run.kill()
+        run.wait()
+        assert folder.is_dir(), "nobody has removed it: this test shows something"
+        sweep_folders_of_killed_runs(tmp_path)
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("kept", ["no lock file", "a held lock", "another name"])
+def test_other_folders_are_not_touched(tmp_path: Path, kept: str):
+    folder = tmp_path / ("gtrainer-x" if kept != "another name" else "other-x")
+    folder.mkdir()
+    if kept == "no lock file":
+        (folder / "content").touch()
+        sweep_folders_of_killed_runs(tmp_path)
+    elif kept == "another name":
+        (folder / OWNER_LOCK).touch()
+        sweep_folders_of_killed_runs(tmp_path)
+    else:
+        with (folder / OWNER_LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            sweep_folders_of_killed_runs(tmp_path)
+            assert folder.is_dir()
+        sweep_folders_of_killed_runs(tmp_path)
+        assert not folder.exists(), "the twin: the same folder, whose owner has gone"
+        return
+    assert folder.is_dir()

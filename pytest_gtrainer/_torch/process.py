@@ -1,6 +1,8 @@
 """State of the process: deterministic algorithms, seeds for CUDA, compiled code.
 
 - ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
+- ``torch.backends.ContextProp`` is the class of flags such as ``torch.backends.cudnn.deterministic``; its attribute
+  ``setter`` sets one of them where assignment is refused.
 - ``torch.cuda._lazy_seed_tracker`` holds seeds that were set before CUDA started.
 - ``torch.cuda._sleep(cycles)`` keeps a stream busy.
 - ``torch._C._cuda_clearCublasWorkspaces()`` frees what cuBLAS keeps for each stream, 32 MiB on an H100.
@@ -22,6 +24,15 @@ ATTRIBUTES = {
 
 def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:
     torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
+
+
+def set_backend_flag(backend: Any, name: str, value: bool) -> None:
+    """Set one flag of ``torch.backends.cudnn`` or ``torch.backends.mkldnn``.
+
+    ``import torch.testing._internal.common_utils`` forbids to assign these flags for the rest of the process. torch's
+    way out, ``backend.flags(...)``, would set all flags of the backend, and raises where precisions of TF32 are mixed.
+    """
+    vars(type(backend))[name].setter(value)
 
 
 def waiting_seeds() -> dict[str, Any]:

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms, waiting_seeds
+from pytest_gtrainer._torch.process import (
+    inductor_config,
+    set_backend_flag,
+    set_deterministic_algorithms,
+    waiting_seeds,
+)
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
 
@@ -245,8 +250,8 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
     """Flags of backends, and ``torch.use_deterministic_algorithms`` without importing Inductor."""
     for backend in (torch.backends.cudnn, torch.backends.mkldnn):
         for name, value in knobs.flags(backend.__name__).items():
-            stack.callback(setattr, backend, name, getattr(backend, name))
-            setattr(backend, name, value)
+            stack.callback(set_backend_flag, backend, name, getattr(backend, name))
+            set_backend_flag(backend, name, value)
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     stack.callback(set_deterministic_algorithms, before, warn_only=warned_only)

@@ -50,6 +50,24 @@ def test_ours(gt_world):
     assert value.item() == 1
 
 
+def test_ours_is_deterministic(gt_deterministic):
+    assert torch.backends.flags_frozen()
+    assert torch.backends.cudnn.deterministic and torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_ours_is_deterministic_on_ranks(gt_world, gt_deterministic):
+    assert torch.backends.mkldnn.deterministic and torch.are_deterministic_algorithms_enabled()
+
+
+def in_a_process_of_its_own(rank):
+    return torch.backends.mkldnn.deterministic
+
+
+def test_ours_calls_ranks(gt_ranks, gt_deterministic):
+    assert gt_ranks.run(in_a_process_of_its_own, 0, size=2) == [True, True]
+
+
 @pytest.mark.gt_world("fake", size=64)
 def test_ours_in_a_fake_world(gt_world):
     assert dist.get_world_size() == 64
@@ -63,10 +81,10 @@ def test_torchs_test_cases_run_beside_ours(pytester):
     """
     pytester.makepyfile(test_both=TORCHS_OWN)
     result = pytester.runpytest_subprocess("--gt-device=cpu", "-v", timeout=280)
-    sharded = {"passed": 4} if torch.cuda.device_count() > 1 else {"passed": 3, "skipped": 1}
+    sharded = {"passed": 7} if torch.cuda.device_count() > 1 else {"passed": 6, "skipped": 1}
     result.assert_outcomes(failed=1, **sharded)
     result.stdout.fnmatch_lines(["*TestProcesses::test_wrong FAILED*"])
-    result.stdout.fnmatch_lines(["worlds    1 test in fake(64), 1 test in ranks(2, *"])
+    result.stdout.fnmatch_lines(["worlds    1 test in fake(64), 2 tests in ranks(2, *"])
 
 
 INDUCTOR = '''

@@ -2,10 +2,14 @@
 
 ``-0.0`` is not ``0.0`` here and a NaN equals a NaN only with the same payload, because
 nothing looks at values: a tensor is its bytes in row-major order of its elements.
+
+torch moves and compares bytes of every dtype; of many narrow ones (``uint4``, ``bits8``, ``float4_e2m1fn_x2``) it can
+neither copy, index nor print an element. So a tensor is seen as integers of the same width before anything else.
 """
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +32,11 @@ class NoBytes(TypeError):
 
 def plain(tensor: Tensor) -> Tensor:
     """The detached strided tensor of this rank's values, a DTensor's local shard; a NoBytes where there is none."""
+    return held(tensor).resolve_conj().resolve_neg()
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Like ``plain``, but conjugates and negations that torch has put off stay so; strides are the tensor's own."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         tensor = tensor.to_local().detach()
@@ -40,7 +49,29 @@ def plain(tensor: Tensor) -> Tensor:
         raise NoBytes(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first")
     if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
-    return tensor.resolve_conj().resolve_neg()
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # to read it would be a segmentation fault
+        raise NoBytes("its memory was freed, as FSDP does with parameters that it has resharded")
+    return tensor
+
+
+def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors that a tensor consists of, with their names.
+
+    That is the tensor itself, unless it is quantised: then its integers, its scales and its zero points.
+    """
+    if not tensor.is_quantized:
+        yield name, tensor
+        return
+    begin = f"{name}." if name else ""
+    tensor = tensor.detach()
+    yield f"{begin}int_repr", torch.int_repr(tensor)
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield f"{begin}q_scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
+        yield f"{begin}q_zero_point", torch.tensor(tensor.q_zero_point())
+    else:
+        yield f"{begin}q_per_channel_scales", tensor.q_per_channel_scales()
+        yield f"{begin}q_per_channel_zero_points", tensor.q_per_channel_zero_points()
+        yield f"{begin}q_per_channel_axis", torch.tensor(tensor.q_per_channel_axis())
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -51,7 +82,21 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def byte_view(tensor: Tensor) -> Tensor:
     """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor is contiguous."""
-    return plain(tensor).contiguous().reshape(-1).view(torch.uint8)
+    row = _as_integers(plain(tensor)).contiguous().view(-1)
+    # a slice of one element is contiguous whatever its stride is, but only a stride of 1 can be seen as bytes
+    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides on the same device, of any dtype; of a DTensor its local shard."""
+    tensor = plain(tensor)
+    return _as_integers(tensor).clone().view(tensor.dtype)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """See a tensor as integers as wide as its elements; complex128, wider than any integer, stays what it is."""
+    integers = _INTEGERS.get(tensor.element_size())
+    return tensor if integers is None else tensor.view(integers)
 
 
 def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
@@ -74,9 +119,10 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
     """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does."""
     total, first, size = 0, -1, a.element_size()
-    pieces = [side.reshape(-1).split(_PIECE) for side in (a, b)]
+    word = _INTEGERS[min(size, _WORD)]
+    pieces = [byte_view(side).split(_PIECE * size) for side in (a, b)]
     for number, pair in enumerate(zip(*pieces, strict=True)):
-        rows = [byte_view(side).view(_INTEGERS[min(size, _WORD)]) for side in pair]
+        rows = [side.view(word) for side in pair]
         # an element wider than a word is several words
         differs = (rows[0] != rows[1]).reshape(-1, max(1, size // _WORD)).any(dim=1)
         found = int(differs.sum())
@@ -84,6 +130,28 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
             first = number * _PIECE + int(differs.to(torch.uint8).argmax())
         total += found
     return total, first
+
+
+def count_not_finite(tensor: Tensor) -> int:
+    """Return how many elements are NaN or infinite; 0 for what is not floating point."""
+    tensor = plain(tensor)
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is _PACKED:
+        return 0
+    row = byte_view(tensor).view(tensor.dtype)
+    total = 0
+    for piece in row.split(_PIECE):
+        if piece.element_size() == 1:  # torch.isfinite does not take these dtypes
+            piece = piece.to(torch.float32)
+        total += piece.numel() - int(torch.isfinite(piece).sum())
+    return total
+
+
+def element_at(tensor: Tensor, place: int) -> Tensor:
+    """Return the element at a place in row-major order as a tensor without dimensions, of any dtype."""
+    tensor = plain(tensor)
+    size = tensor.element_size()
+    raw = byte_view(tensor)[place * size : (place + 1) * size]
+    return raw.clone().view(tensor.dtype).view(())
 
 
 def pattern(element: Tensor) -> str:
@@ -100,23 +168,27 @@ def pattern(element: Tensor) -> str:
 
 
 def value(element: Tensor) -> str:
-    """A one-element tensor as a decimal that no neighbour shares.
+    """A one-element tensor as a decimal that no neighbour shares; its bits where torch knows no number for them.
 
     >>> value(torch.tensor(0.1)), value(torch.tensor(-0.0)), value(torch.tensor(7))
     ('0.100000001', '-0', '7')
     """
-    item: Any = plain(element).item()
+    try:
+        item: Any = plain(element).item()
+    except (NotImplementedError, RuntimeError):  # of uint4, bits8, float4_e2m1fn_x2 and the like
+        return pattern(element)
     if not element.is_floating_point():
         return str(item)
     return format(item, f".{_DIGITS.get(element.dtype, _FEW_DIGITS)}g")
 
 
 _MAGNITUDE = torch.float8_e8m0fnu  # a power of two without a sign: its bits count its numbers as they are
+_PACKED = torch.float4_e2m1fn_x2  # two numbers a byte, none of them NaN or infinite
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int | None:
     """ULPs between two one-element tensors; None for NaN, different dtypes, and what is not floating point."""
-    if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is torch.float4_e2m1fn_x2:
+    if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is _PACKED:
         return None
     if any(bool(side.to(torch.float64).isnan()) for side in (a, b)):
         return None

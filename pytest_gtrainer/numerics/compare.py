@@ -100,7 +100,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
     """How two tensors differ, or None; a NoBytes if one of them holds no values."""
-    a, b = bits.plain(actual), bits.plain(expected)
+    a, b = bits.held(actual), bits.held(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: dict[Kind, list[object]] = {
         "dtype": [a.dtype, b.dtype], "shape": [list(a.shape), list(b.shape)], "stride": [a.stride(), b.stride()]
@@ -115,7 +115,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
         return None
     elements, flat = bits.count_differing(a, b)
-    x, y = (side.reshape(-1)[flat] for side in (a, b))
+    x, y = (bits.element_at(side, flat) for side in (a, b))
     place = tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape)))
     return Difference(
         key, "bits", actual=bits.value(x), expected=bits.value(y), layout=layout, numel=numel, element=place,

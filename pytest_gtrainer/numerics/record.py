@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.numerics.bits import byte_view, memory, plain
+from pytest_gtrainer.numerics.bits import byte_view, memory, parts, plain
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 
 _MAGIC = b"gtrainer-record-3 %s\n" % sys.byteorder.encode()
@@ -87,13 +87,18 @@ class Record:
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
         """Keep a copy of ``tensor``: of a DTensor its local shard, detached, contiguous, on the CPU.
 
+        A quantised tensor is kept as its integers, scales and zero points, each under a name of its own.
+
         Raises:
             ValueError: unknown phase, a rank this record does not speak for, a key added twice.
             NoBytes: the tensor holds no values (meta, fake).
         """
-        key = self._new_key(step, rank, phase, name)
+        for name, part in parts(name, tensor):
+            self._add(self._new_key(step, rank, phase, name), part)
+
+    def _add(self, key: Key, tensor: Tensor) -> None:
         source = plain(tensor)
-        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)
+        copy = byte_view(source).to("cpu", copy=True).view(source.dtype).view(source.shape)
         if self._spool is not None and copy.nbytes >= LARGE:
             with tempfile.TemporaryFile(dir=self._spool) as file:  # without a name: it goes with the tensor
                 place = _written(file, copy)
@@ -270,7 +275,7 @@ def entries(value: Tensors) -> dict[Key, Tensor]:
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield name, value
+        yield from parts(name, value)
     elif isinstance(value, nn.Module):
         yield from _named(dict(value.named_parameters(remove_duplicate=False)), name)
         yield from _named(dict(value.named_buffers(remove_duplicate=False)), name)

@@ -24,6 +24,7 @@ import torch
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
+from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, GeneratorStates, active, deterministic, random_states_kept
 from pytest_gtrainer.numerics.record import Tensors, entries
@@ -48,7 +49,7 @@ class Pressure:
 
 def kept(value: Tensors) -> Kept:
     """Copies of all tensors, by their names; those of a record by their place in words. No two share one."""
-    return {where(key) if key.phase else key.name: t.detach().clone() for key, t in entries(value).items()}
+    return {where(key) if key.phase else key.name: copied(t) for key, t in entries(value).items()}
 
 
 def once(function: Function) -> Kept:

@@ -174,7 +174,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         for graph in record:
             refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
         verdict = compare(actual, expected)
-        facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
+        facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what="compiled against eager")
         if verdict.outcome != "equal":
             first = record[0].stages.get("forward", record[0].dynamo)
             operators = sorted({str(node.target) for node in first.graph.nodes if node.op == "call_function"})

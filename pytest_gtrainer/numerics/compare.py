@@ -1,31 +1,36 @@
 """Compare two sets of tensors bit by bit and say where a difference comes from.
 
 Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never passes as equal.
-Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
+NaN and infinite values have the same bits whatever computes them: a verdict names where they are, and a run whose loss,
+or all of a gradient, is not finite is unverified. Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
 Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics import bits
 from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensors, entries
-from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Kind, Outcome, Verdict
+from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Kind, Outcome, Verdict, where
 
 _MOST_NUMBERS = 4
+_OF_A_RUN = ("loss", "gradient", "clipped")
 
 
 def compare(actual: Tensors, expected: Tensors) -> Verdict:
     """Compare ``actual`` with ``expected`` bit by bit: records, tensors, modules, mappings or sequences of tensors.
 
-    A name that only one side has is a difference. The order of names does not count.
+    A name that only one side has is a difference. The order of names does not count. A tensor that is the same memory
+    on both sides makes the verdict unverified: whatever one side wrote there, the other has as well.
 
     Raises:
         TypeError: a record against something else, or something that is not a tensor.
@@ -41,7 +46,43 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                 doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
-    return compare_entries(entries(actual), entries(expected), doubts, faults)
+    sides = entries(actual), entries(expected)
+    verdict = compare_entries(*sides, doubts, faults)
+    if verdict.outcome == "equal":
+        proves_nothing = [words for words in (_shared(*sides), _not_a_proof(sides[1])) if words]
+        if proves_nothing:
+            return replace(verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing))
+    return verdict
+
+
+def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:
+    """Which tensors are the same memory on both sides, and what to do about it; nothing if none is."""
+    shared = [key for key, tensor in expected.items() if _share_memory(actual[key], tensor)]
+    if not shared:
+        return ""
+    which = where(shared[0]) + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
+    return (
+        f"{which}: actual and expected are the same memory, so nothing was compared: clone one of them before it "
+        "changes, give each side inputs of its own, or leave it out on both sides"
+    )
+
+
+def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
+    """Why the bits of a run prove nothing: a loss is not finite, or no element of a gradient is; else nothing.
+
+    Outside a run NaN and inf may be meant, as in a mask; inside one, some infinite elements do not spoil the others.
+    """
+    for key, tensor in run.items():
+        if key.phase not in _OF_A_RUN:
+            continue
+        bad = bits.count_not_finite(tensor)
+        if bad and (key.phase == "loss" or bad == tensor.numel()):
+            return (
+                f"the run is not finite: {where(key)} is NaN or infinite, and from there on bits are equal whatever "
+                "computes them. Train on other inputs, or with a smaller learning rate, so that all losses are finite; "
+                "compare a step that a gradient scaler skips by its weights: record.select(phase='weight')"
+            )
+    return ""
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
@@ -62,6 +103,7 @@ def compare_entries(
     only_actual = tuple(key for key in actual if key not in common)
     only_expected = tuple(key for key in expected if key not in common)
     found: list[Difference] = []
+    equal: dict[Key, Tensor] = {}
     unread: list[str] = []
     for key, pair in common.items():
         try:
@@ -71,12 +113,12 @@ def compare_entries(
             continue
         if difference is not None:
             found.append(difference)
+        else:
+            equal[key] = pair[1]
     unverified = [*doubts, *unread]
     if not common:
         sides = (("actual", only_actual), ("expected", only_expected))
         unverified += [f"{side}: nothing was captured" for side, only in sides if not only]
-    elif all(_share_memory(*pair) for pair in common.values()):
-        unverified.append("actual and expected are the same memory: clone one of them before it changes")
     outcome: Outcome = "different" if only_actual or only_expected else "equal"
     if found or faults:
         outcome = "different"
@@ -85,17 +127,54 @@ def compare_entries(
     places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
     differences = tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase])))
     reasons = (*faults, *unverified)
-    return Verdict(outcome, len(common) - len(unread), differences, only_actual, only_expected, reasons)
+    return Verdict(
+        outcome,
+        len(common) - len(unread),
+        differences,
+        only_actual,
+        only_expected,
+        reasons,
+        tuple(_not_finite(equal)),
+        tuple(_tied(common)),
+    )
+
+
+def _not_finite(tensors: Mapping[Key, Tensor]) -> Iterator[str]:
+    """Yield the losses, the gradients and the tensors outside a run that are not finite, each with how many elements."""
+    for key, tensor in tensors.items():
+        if key.phase not in (OUTSIDE_A_RUN, *_OF_A_RUN):
+            continue
+        if bad := bits.count_not_finite(tensor):
+            yield f"{where(key)}: {bad} of {counted(tensor.numel(), 'element')}"
+
+
+def _tied(pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> Iterator[str]:
+    """Yield the names that are another name's tensor on both sides: tied weights, or one tensor kept several times."""
+    seen: dict[object, Key] = {}
+    for key, pair in pairs.items():
+        places = tuple(_place_in_memory(tensor) for tensor in pair)
+        if None in places:
+            continue
+        first = seen.setdefault(places, key)
+        if first is not key:
+            yield f"{where(key)} is {where(first)}"
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
+    """Whether two tensors begin at one address; an empty one shares nothing."""
+    places = _place_in_memory(a), _place_in_memory(b)
+    return places[0] is not None and places[1] is not None and places[0][:2] == places[1][:2]
+
+
+def _place_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
+    """Device, address, shape and strides of a tensor's values; None if it has none."""
     try:
-        a, b = bits.plain(a), bits.plain(b)
+        local = bits.held(tensor)
     except bits.NoBytes:
-        return False
-    return a.data_ptr() == b.data_ptr() != 0 and a.device == b.device
+        return None
+    if not local.numel():
+        return None
+    return local.device, local.data_ptr(), local.shape, local.stride()
 
 
 def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
@@ -182,7 +261,7 @@ def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list
     """A comparison that must be equal, told to all who count or watch; and what they know about it: with
     ``--gt-bisect``, which pass it was."""
     verdict, explanations = compare(actual, expected), list[str]()
-    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+    facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
     facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
     return verdict, explanations
@@ -212,6 +291,8 @@ def assert_bitwise_different(
     complaint = None
     if verdict.outcome == "equal":
         complaint = "the control run is equal: this check cannot fail"
+        if verdict.not_finite:
+            complaint += ", because NaN and inf hide what differs: take inputs for which all results are finite"
     elif verdict.outcome == "unverified":
         complaint = "the control run is unverified: it says nothing about this check"
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:

@@ -234,13 +234,16 @@ PRESSURES: tuple[Pressure, ...] = (
 
 @dataclass(slots=True)
 class RunToRun:
-    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()`` gives a line each."""
+    """The runs and pressures with ``equal`` bits, why others are ``not_judged``, and what is ``not_finite`` in the first
+    run; ``str()`` gives a line each."""
 
     equal: list[str] = field(default_factory=list)
     not_judged: dict[str, str] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"equal        {', '.join(self.equal) or 'nothing'}"]
+        lines += [f"not finite   {each}, which is equal whatever computes it" for each in self.not_finite]
         return "\n".join([*lines, *(f"not judged   {name}: {why}" for name, why in self.not_judged.items())])
 
 
@@ -276,7 +279,8 @@ def assert_run_to_run(
             facts.emit("verdict", outcome="not judged", tensors=0, what=f"{what} under {pressure.name}: {reason}")
             continue
         verdict = compare(result, first)
-        facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+        report.not_finite = verdict.not_finite
+        facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
         if verdict.outcome != "equal":
             title = f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
             raise BitwiseDifference(f"{title}\n{verdict}\nbefore that:\n{report}", verdict)

@@ -91,6 +91,8 @@ class Verdict:
         differences: every tensor that differs, in order of origin.
         only_actual, only_expected: keys that the other side does not have.
         reasons: why it is unverified, or different beyond its tensors.
+        not_finite: tensors with NaN or infinite elements, and how many: these are equal whatever computes them.
+        tied: names that are one memory on either side, as tied weights are: they are one comparison.
     """
 
     outcome: Outcome
@@ -99,6 +101,22 @@ class Verdict:
     only_actual: tuple[Key, ...] = ()
     only_expected: tuple[Key, ...] = ()
     reasons: tuple[str, ...] = ()
+    not_finite: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The outcome as a summary counts it, with what limits it.
+
+        >>> Verdict("equal").label, Verdict("equal", not_finite=("loss: 1 of 1 element",)).label
+        ('equal', 'equal (not finite)')
+        """
+        limits = []
+        if self.not_finite:
+            limits.append("not finite")
+        if self.tied:
+            limits.append("names that share memory")
+        return f"{self.outcome} ({', '.join(limits)})" if limits else self.outcome
 
     @property
     def first(self) -> Difference | None:
@@ -134,6 +152,8 @@ class Verdict:
         if self.first is not None:
             lines.append(f"  first at {where(self.first.key)}{self.first.place}")
             lines += self.first.sides()
+        lines += cut("equal, but not finite, which proves nothing: NaN and inf hide what computes them", self.not_finite)
+        lines += cut("one memory on either side, so compared once", self.tied)
         lines += cut("only in actual", [where(key) for key in self.only_actual])
         lines += cut("only in expected", [where(key) for key in self.only_expected])
         return "\n".join([*lines, *cut("then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]])])

@@ -59,6 +59,44 @@ class TestEqual:
         assert compare({"a": a, "b": b}, {"b": b.clone(), "a": a.clone()}).outcome == "equal"
 
 
+class TestNamesOfOneMemory:
+    """Tied weights are one tensor under several names, and so is a tensor that was kept again and again."""
+
+    def test_tied_weights_are_equal(self):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"wte": nn.Embedding(4, 2), "norm": nn.LayerNorm(2), "lm_head": nn.Linear(2, 4)})
+            model["lm_head"].weight = model["wte"].weight
+            models.append(model)
+        for verdict in (compare(*models), compare(*(model.state_dict() for model in models))):
+            assert (verdict.outcome, verdict.label) == ("equal", "equal (names that share memory)")
+            assert verdict.tied == ("lm_head.weight is wte.weight",)
+            assert "    lm_head.weight is wte.weight" in str(verdict).splitlines()
+
+    def test_a_tensor_that_was_kept_without_a_copy(self):
+        """V6: the verdict says that one step was compared, not three."""
+        sides = []
+        for _ in range(2):
+            weight = torch.zeros(2)
+            kept = [weight.add_(1) for _ in range(3)]
+            sides.append(kept)
+        assert compare(*sides).tied == ("[1] is [0]", "[2] is [0]")
+
+    def test_where_one_side_alone_ties_both_names_are_compared(self):
+        weight = torch.ones(2)
+        sides = {"a": weight, "b": weight}, {"a": torch.ones(2), "b": torch.ones(2)}
+        assert compare(*sides).tied == compare(*reversed(sides)).tied == ()
+        assert compare(*sides).label == "equal"
+
+    def test_parts_of_one_memory_are_not_one_tensor(self):
+        sides = []
+        for _ in range(2):
+            flat = torch.arange(8.0)
+            sides.append({"a": flat[:4], "b": flat[4:], "all": flat, "columns": flat.view(4, 2)[:, 0]})
+        assert compare(*sides).tied == ()
+
+
 class TestUnverified:
     """L3: nobody looked."""
 
@@ -103,11 +141,6 @@ class TestUnverified:
         assert (verdict.outcome, verdict.compared) == ("unverified", 1)
         assert verdict.reasons == ("w: a meta tensor holds no values",)
 
-    def test_one_tensor_that_both_sides_share_among_others(self):
-        """A constant of both, say: the others were compared."""
-        shared = torch.ones(2)
-        assert compare([shared, torch.ones(3)], [shared, torch.ones(3)]).outcome == "equal"
-
     def test_a_tensor_with_itself(self):
         model = nn.Linear(2, 2)
         verdict = compare(model, model)
@@ -118,11 +151,48 @@ class TestUnverified:
         lone = torch.ones(3)
         assert compare(lone, lone.view(3)).outcome == "unverified", "one tensor, and the same memory again"
 
-    def test_some_tensors_with_themselves(self):
-        """Tables that both sides share are no reason to doubt the rest."""
+    @pytest.mark.parametrize("which", [["a"], ["b"], ["c"], ["a", "c"], ["a", "b", "c"]], ids="".join)
+    @pytest.mark.parametrize("how", ["the same object", "a view of it", "a detached alias", "one memory for all"])
+    def test_some_tensors_with_themselves(self, which: list[str], how: str):
+        """V6: an in-place write to one side would have changed the other, so their equality says nothing.
+
+        The way out is a clone; to leave the shared ones out is another.
+        """
+        sides = [{name: torch.arange(4.0) for name in "abc"} for _ in range(2)]
+        alias = {
+            "the same object": lambda t: t,
+            "a view of it": lambda t: t.view(4),
+            "a detached alias": lambda t: nn.Parameter(t).detach(),
+            "one memory for all": lambda t: sides[0][which[0]],
+        }[how]
+        for name in which:
+            sides[1][name] = alias(sides[0][name])
+        if how == "one memory for all":
+            sides[0].update(dict.fromkeys(which, sides[0][which[0]]))
+        for pair in (sides, [list(side.values()) for side in sides], [{"nested": side} for side in sides]):
+            verdict = compare(*pair)
+            assert verdict.outcome == "unverified"
+            assert "are the same memory, so nothing was compared: clone one" in verdict.reasons[0]
+        assert verdict.reasons[0].startswith(f"nested.{which[0]}" + (f" and {len(which) - 1} more" * (len(which) > 1)))
+        assert compare({name: each.clone() for name, each in sides[0].items()}, sides[1]).outcome == "equal"
+        rest = [{name: each for name, each in side.items() if name not in which} for side in sides]
+        assert compare(*rest).outcome == ("equal" if len(which) < 3 else "unverified")
+
+    def test_ranks_of_one_record_that_both_sides_share(self, run):
+        """V6: ``merged`` shares the tensors of its parts."""
+        parts = [run(rank=0), run(rank=1), run(rank=1)]
+        verdict = compare(Record.merged(parts[:2]), Record.merged(parts[::2]))
+        assert verdict.outcome == "unverified"
+        assert verdict.reasons[0].startswith("step 0, rank 0, loss and 13 more: actual and expected are the same")
+
+    def test_a_difference_elsewhere_outweighs_shared_memory(self):
         shared = torch.ones(2)
-        sides = [{"rope": shared, "w": torch.ones(2)} for _ in range(2)]
-        assert compare(*sides).outcome == "equal"
+        verdict = compare({"rope": shared, "w": torch.ones(2)}, {"rope": shared, "w": torch.zeros(2)})
+        assert (verdict.outcome, verdict.reasons) == ("different", ())
+
+    def test_empty_tensors_share_nothing(self):
+        empty = torch.empty(0)
+        assert compare([empty, torch.ones(1)], [empty, torch.ones(1)]).outcome == "equal"
 
     def test_a_bit_that_differs_outweighs_a_missing_rank(self, run):
         parts = [Record.merged([run(rank=0)]), Record.merged([faulty((0, 0, "weight", NAMES[0]), rank=0)])]

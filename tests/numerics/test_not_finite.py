@@ -1,0 +1,126 @@
+"""V6: a run that is not finite says so, and proves nothing: NaN and inf have the same bits whatever computes them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pytest_gtrainer import (
+    BitwiseDifference,
+    ControlFailed,
+    Record,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_run_to_run,
+    compare,
+    facts,
+)
+from pytest_gtrainer.numerics.run_to_run import PRESSURES
+
+BAD = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
+OF_A_RUN = ("loss", "gradient", "clipped")
+
+
+def run_with(phase: str, value: float, elements: int = 4, step: int = 1, rank: int = 1) -> Record:
+    """A run of two ranks and two steps, some elements of whose tensor at one place have a value."""
+    record = Record(2)
+    for each_step in range(2):
+        for each_rank in range(2):
+            for name in ("loss", "gradient", "clipped", "weight"):
+                tensor = torch.arange(1.0, 5.0)
+                if (each_step, each_rank, name) == (step, rank, phase):
+                    tensor[4 - elements :] = value
+                record.add(each_step, each_rank, name, "loss" if name == "loss" else "w", tensor)
+    return record
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("phase", OF_A_RUN)
+@pytest.mark.parametrize(("step", "rank"), [(0, 0), (1, 1)])
+def test_a_run_without_finite_numbers_is_unverified(bad: str, phase: str, step: int, rank: int):
+    """V6"""
+    sides = [run_with(phase, BAD[bad], step=step, rank=rank) for _ in range(2)]
+    verdict = compare(*sides)
+    assert verdict.outcome == "unverified"
+    name = {"loss": "loss", "gradient": "gradient of w", "clipped": "clipped gradient of w"}[phase]
+    assert f"the run is not finite: step {step}, rank {rank}, {name} is NaN or infinite" in verdict.reasons[0]
+    with pytest.raises(BitwiseDifference, match="smaller learning rate"):
+        assert_bitwise_equal(*sides)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("phase", ["gradient", "clipped"])
+def test_a_gradient_in_part_infinite_is_equal_and_says_so(bad: str, phase: str):
+    """V6: the other elements were compared."""
+    verdict = compare(*(run_with(phase, BAD[bad], elements=3) for _ in range(2)))
+    assert (verdict.outcome, verdict.label) == ("equal", "equal (not finite)")
+    assert str(verdict).splitlines()[1:] == [
+        "  equal, but not finite, which proves nothing: NaN and inf hide what computes them",
+        f"    step 1, rank 1, {'clipped ' if phase == 'clipped' else ''}gradient of w: 3 of 4 elements",
+    ]
+
+
+def test_one_element_of_a_loss_is_enough():
+    """V6: a loss for each token, say."""
+    assert compare(*(run_with("loss", math.nan, elements=1) for _ in range(2))).outcome == "unverified"
+
+
+@pytest.mark.parametrize("phase", ["weight"])
+def test_what_is_meant_can_be_compared(phase: str):
+    """A step that a gradient scaler skips: its gradients are infinite, its weights are what they were."""
+    sides = [run_with("gradient", math.inf).select(phase=phase) for _ in range(2)]
+    assert assert_bitwise_equal(*sides).label == "equal"
+
+
+def test_a_difference_outweighs_it():
+    verdict = compare(run_with("loss", math.nan), run_with("gradient", math.nan))
+    assert verdict.outcome == "different"
+
+
+VALUES = {
+    "float32": torch.tensor([1.0, math.nan]),
+    "float64": torch.tensor([1.0, -math.inf], dtype=torch.float64),
+    "bfloat16": torch.tensor([1.0, math.inf], dtype=torch.bfloat16),
+    "float16": torch.tensor([1.0, math.nan], dtype=torch.float16),
+    "float8_e4m3fn": torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn),
+    "float8_e5m2": torch.tensor([1.0, math.inf]).to(torch.float8_e5m2),
+    "float8_e8m0fnu": torch.tensor([1.0, math.nan]).to(torch.float8_e8m0fnu),
+    "complex64": torch.tensor([1.0, complex(0, math.inf)], dtype=torch.complex64),
+    "complex128": torch.tensor([1.0, complex(math.nan, 0)], dtype=torch.complex128),
+}
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+def test_values_outside_a_run_are_equal_and_say_so(dtype: str):
+    """V6: a mask may hold -inf on purpose. The summary counts such a verdict apart."""
+    value = VALUES[dtype]
+    with facts.collecting() as seen:
+        verdict = assert_bitwise_equal({"mask": value}, {"mask": value.clone()})
+    assert verdict.not_finite == ("mask: 1 of 2 elements",)
+    assert [fact["outcome"] for fact in seen if fact["kind"] == "verdict"] == ["equal (not finite)"]
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1, 2]), torch.tensor([True]), torch.ones(0), torch.ones(3)])
+def test_finite_values_say_nothing(value: torch.Tensor):
+    assert compare([value, torch.ones(1)], [value.clone(), torch.ones(1)]).label == "equal"
+
+
+def test_a_control_that_is_equal_because_of_nan_says_so():
+    """V6"""
+    sides = [{"out": torch.tensor([math.nan, 1.0])} for _ in range(2)]
+    with pytest.raises(ControlFailed, match="because NaN and inf hide what differs"):
+        assert_bitwise_different(*sides)
+    finite = [{"out": torch.ones(2)} for _ in range(2)]
+    with pytest.raises(ControlFailed) as caught:
+        assert_bitwise_different(*finite)
+    assert "NaN" not in str(caught.value)
+
+
+def test_a_run_that_repeats_itself_says_so():
+    """V6"""
+    with facts.collecting() as seen:
+        report = assert_run_to_run(lambda: torch.tensor([math.nan, 1.0]), runs=2, pressures=PRESSURES[:1])
+    assert "not finite   the tensor: 1 of 2 elements, which is equal whatever computes it" in str(report)
+    assert {fact["outcome"] for fact in seen if fact["what"] == ""} == {"equal (not finite)"}

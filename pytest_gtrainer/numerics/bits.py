@@ -69,8 +69,9 @@ def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"{begin}q_scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
         yield f"{begin}q_zero_point", torch.tensor(tensor.q_zero_point())
     else:
-        yield f"{begin}q_per_channel_scales", tensor.q_per_channel_scales()
-        yield f"{begin}q_per_channel_zero_points", tensor.q_per_channel_zero_points()
+        # copies, because a clone of a quantised tensor shares its scales: they cannot be written to
+        yield f"{begin}q_per_channel_scales", tensor.q_per_channel_scales().clone()
+        yield f"{begin}q_per_channel_zero_points", tensor.q_per_channel_zero_points().clone()
         yield f"{begin}q_per_channel_axis", torch.tensor(tensor.q_per_channel_axis())
 
 

@@ -1,9 +1,10 @@
 """Compare two sets of tensors bit by bit and say where a difference comes from.
 
 Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never passes as equal.
-NaN and infinite values have the same bits whatever computes them: a verdict names where they are, and a run whose loss,
-or all of a gradient, is not finite is unverified. Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
-Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
+NaN and infinite values have the same bits whatever computes them: a verdict names where they are, and a run whose
+loss, or all of a gradient, is not finite is unverified. Differences are in order of origin: step, rank, phase, the
+order in which ``expected`` registered its tensors, element. Between records dtype, shape and bytes must agree, between
+tensors also the stride, between DTensors the placements.
 """
 
 import os
@@ -140,7 +141,7 @@ def compare_entries(
 
 
 def _not_finite(tensors: Mapping[Key, Tensor]) -> Iterator[str]:
-    """Yield the losses, the gradients and the tensors outside a run that are not finite, each with how many elements."""
+    """Yield losses, gradients and tensors outside a run that are not finite, with how many elements."""
     for key, tensor in tensors.items():
         if key.phase not in (OUTSIDE_A_RUN, *_OF_A_RUN):
             continue

@@ -93,8 +93,8 @@ class Record:
             ValueError: unknown phase, a rank this record does not speak for, a key added twice.
             NoBytes: the tensor holds no values (meta, fake).
         """
-        for name, part in parts(name, tensor):
-            self._add(self._new_key(step, rank, phase, name), part)
+        for part_name, part in parts(name, tensor):
+            self._add(self._new_key(step, rank, phase, part_name), part)
 
     def _add(self, key: Key, tensor: Tensor) -> None:
         source = plain(tensor)

@@ -234,8 +234,11 @@ PRESSURES: tuple[Pressure, ...] = (
 
 @dataclass(slots=True)
 class RunToRun:
-    """The runs and pressures with ``equal`` bits, why others are ``not_judged``, and what is ``not_finite`` in the first
-    run; ``str()`` gives a line each."""
+    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()`` gives a line each.
+
+    Attributes:
+        not_finite: tensors of the first run that hold NaN or inf.
+    """
 
     equal: list[str] = field(default_factory=list)
     not_judged: dict[str, str] = field(default_factory=dict)

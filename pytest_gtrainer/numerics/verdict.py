@@ -152,7 +152,8 @@ class Verdict:
         if self.first is not None:
             lines.append(f"  first at {where(self.first.key)}{self.first.place}")
             lines += self.first.sides()
-        lines += cut("equal, but not finite, which proves nothing: NaN and inf hide what computes them", self.not_finite)
+        title = "equal, but not finite, which proves nothing: NaN and inf hide what computes them"
+        lines += cut(title, self.not_finite)
         lines += cut("one memory on either side, so compared once", self.tied)
         lines += cut("only in actual", [where(key) for key in self.only_actual])
         lines += cut("only in expected", [where(key) for key in self.only_expected])

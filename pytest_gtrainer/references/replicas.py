@@ -13,9 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from pytest_gtrainer import facts
+from pytest_gtrainer.numerics.bits import count_not_finite
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.worlds import ranks_by
+from pytest_gtrainer.worlds.simulated import VacuousCheck
 
 
 class ReplicasDiffer(AssertionError):
@@ -67,6 +70,7 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
 
     Raises:
         ReplicasDiffer: on every rank, with the first tensor, two ranks, and how many tensors differ.
+        VacuousCheck: on every rank, if all of a parameter or gradient is NaN or infinite: so it is on any rank.
         ValueError: the mesh has no such dimension, or nothing in the model is replicated over it.
     """
     names = mesh.mesh_dim_names or ()
@@ -77,6 +81,31 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
     compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
     if not compared:
         raise ValueError(f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ")
+    _refuse_what_is_not_finite(model, compared)
+
+
+def _refuse_what_is_not_finite(model: nn.Module, compared: int) -> None:
+    """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; say so if some are."""
+    buffers = {name for name, _ in model.named_buffers()}  # which may hold a mask
+    bad, worst = [], ""
+    for name, tensor in state_of(model):
+        if name in buffers:
+            continue
+        count = count_not_finite(tensor)
+        if count:
+            bad.append(name)
+        if count and count == local(tensor).numel():
+            worst = worst or name
+    found = [(rank, name) for rank, name in enumerate(texts_of_ranks(worst)) if name]
+    if found:
+        rank, name = found[0]
+        raise VacuousCheck(
+            f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are equal whatever they "
+            "compute: take inputs, or a learning rate, for which the loss is finite"
+        )
+    if bad:
+        what = f"replicas, where {bad[0]} and {len(bad) - 1} more are not finite"
+        facts.emit("verdict", outcome="equal (not finite)", tensors=compared, what=what)
 
 
 def peers_by(key: Hashable) -> list[tuple[int, ...]]:

@@ -188,7 +188,8 @@ class VerdictTables:
 
             if (path := artifacts.save(item, TABLE, table(call.excinfo.value.verdict))) is not None:
                 report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
-            if self._rewrote and not options.get(item.config, "bisect"):
+            is_different = call.excinfo.value.verdict.outcome == "different"
+            if is_different and self._rewrote and not options.get(item.config, "bisect"):
                 again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
                 report.sections.append(("gtrainer next", f"which pass it was: {again}"))
         return report

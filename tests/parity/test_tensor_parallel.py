@@ -22,6 +22,7 @@ from fixtures.training import (
 from pytest_gtrainer import (
     ActivationCheckpointConfig,
     TrainConfig,
+    VacuousCheck,
     apply_graph_passes,
     assert_bitwise_different,
     assert_bitwise_equal,
@@ -278,6 +279,23 @@ def test_replicas_are_compared_over_a_dimension_by_name(gt_mesh, gt_world):
     with pytest.raises(ReplicasDiffer, match=r"1.bias differs between ranks 1 and 3"):
         assert_replicas_equal(model, gt_mesh, over="dp")
     assert len(set(texts_of_ranks("alive"))) == 1
+
+
+@on_four_ranks
+@pytest.mark.parametrize("what", ["a parameter", "a gradient"])
+def test_replicas_that_are_not_finite_prove_nothing(gt_mesh, gt_world, what):
+    """V6: on every rank, with the first rank that has it. A mask in a buffer may be infinite."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2,), float("-inf")))
+    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+    assert_replicas_equal(model, gt_mesh, over="tp")
+    bad = torch.full((2,), float("nan"))
+    if gt_world.rank in (2, 3):
+        model.bias.grad = bad if what == "a gradient" else torch.ones(2)
+        model.bias.data.copy_(bad if what == "a parameter" else torch.ones(2))
+    name = "bias" if what == "a parameter" else "the gradient of bias"
+    with pytest.raises(VacuousCheck, match=f"^{name} is NaN or infinite on rank 2, in every element"):
+        assert_replicas_equal(model, gt_mesh, over="tp")
 
 
 class Held(nn.Module):

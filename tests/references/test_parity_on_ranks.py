@@ -123,6 +123,33 @@ class Sums(nn.Module):
         return sum((place + 1) * value.sum() for place, value in enumerate(self.values))
 
 
+class Roots(Sums):
+    """The root of the first element is 0, and its gradient infinite, on the rank that has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum((value.flatten()[0] - 1).sqrt() for value in self.values)
+
+
+@FOUR
+def test_an_order_that_infinite_gradients_hide(training, gt_world):
+    """V6: on every rank, also on those whose own shards are finite; the cause is not that sums are exact."""
+    with pytest.raises(VacuousCheck, match=r"because gradients or losses hold NaN or inf, .*are finite, or accept"):
+        assert_parity(training(model=lambda: Roots((8, 3), (8,)), bucket_plan=[["values", ""]]), gt_world)
+
+
+@FOUR
+@pytest.mark.parametrize("ranks", [[0], [3], range(4)], ids=["rank 0", "rank 3", "all ranks"])
+def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
+    """V6: a loss of one rank is NaN, so all gradients are: on every rank that is said, and nothing about an order."""
+
+    def batch(step, rank):
+        return (torch.full((5, 6), float("nan") if rank in ranks else 1.0),)
+
+    what = "loss" if gt_world.rank in ranks else "gradient of "
+    with pytest.raises(BitwiseDifference, match=f"the run is not finite: step 0, rank {gt_world.rank}, {what}"):
+        assert_parity(training(batch=batch), gt_world)
+
+
 @FOUR
 @pytest.mark.parametrize(
     ("shapes", "words"),

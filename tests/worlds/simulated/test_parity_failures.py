@@ -17,6 +17,7 @@ from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import (
     BucketLayout,
     NetModel,
+    TrainConfig,
     VacuousCheck,
     assert_bitwise_equal,
     assert_simulated_parity,
@@ -170,6 +171,37 @@ def test_a_check_that_could_not_fail_is_no_pass(gt_world):
     """
     with pytest.raises(VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"):
         assert_simulated_parity(Recipe(reduced=None).config, gt_world)
+
+
+class Roots(torch.nn.Module):
+    """Gradients of 1, some of them infinite: the root of 0 is 0. All of them NaN with ``scale=nan``."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.values = scale, torch.nn.ParameterList(torch.ones(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(value.sum() + (value[0] - 1).sqrt() for value in self.values) * self.scale
+
+
+def roots(mesh, scale: float):
+    ones = (torch.ones(1),)
+    fields = {"model": lambda: Roots(scale), "step": lambda model, x: model(x), "batch": lambda step, rank: ones}
+    return TrainConfig(mesh=mesh, bucket_plan=[["values", ""]], steps=1, **fields)
+
+
+@EIGHT
+def test_an_order_that_infinite_gradients_hide(gt_world):
+    """V6: the cause is not that sums are exact."""
+    with pytest.raises(VacuousCheck, match="because gradients or losses hold NaN or inf"):
+        assert_simulated_parity(functools.partial(roots, scale=1.0), gt_world)
+
+
+@EIGHT
+def test_a_run_that_is_not_finite_is_no_parity(gt_world):
+    """V6"""
+    with pytest.raises(BitwiseDifference, match="the run is not finite: step 0, rank 0, loss is NaN"):
+        assert_simulated_parity(functools.partial(roots, scale=float("nan")), gt_world)
 
 
 @EIGHT

@@ -7,7 +7,9 @@ graph input, a word of graph text (``bf16``) or a process group's symbol, as the
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
+from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names, operator_overload
+from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import operator_of
@@ -121,6 +124,7 @@ class CallPattern(Predicate):
         for pattern in _nested(self):
             if isinstance(pattern, CallPattern):
                 pattern.operator.check(subject)
+                _check_call(pattern, subject)
             elif isinstance(pattern, Name) and pattern.text not in (*CONSTANTS, *symbols):
                 subject.check_name(_input_by_index(pattern, subject) or pattern.text)
 
@@ -148,19 +152,119 @@ def _nested(pattern: Argument) -> Iterator[Argument]:
         yield from _nested(item)
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The arguments that an operator takes."""
+
+    text: str
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    required: frozenset[str]
+
+    @classmethod
+    def of(cls, overload: OpOverload) -> Signature:
+        """Read it from the schema of an operator of the dispatcher."""
+        arguments = schema(overload).arguments
+        positional = tuple(each.name for each in arguments if not each.kwarg_only)
+        keyword_only = tuple(each.name for each in arguments if each.kwarg_only)
+        required = frozenset(each.name for each in arguments if not each.has_default_value())
+        shown = [*positional, *(f"{name}=" for name in keyword_only)]
+        return cls(f"{overload}({', '.join(shown)})", positional, keyword_only, required)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Arguments that may be given by name."""
+        return (*self.positional, *self.keyword_only)
+
+    def takes(self, pattern: CallPattern) -> bool:
+        """Whether a call with as many arguments, and these keywords, is possible."""
+        keywords = {name for name, _ in pattern.keywords}
+        free = [name for name in self.positional if name not in keywords]
+        given = len(pattern.arguments) - (REST in pattern.arguments)
+        if not keywords <= set(self.names) or given > len(free):
+            return False
+        return REST in pattern.arguments or self.required <= {*free[:given], *keywords}
+
+
+def _check_call(pattern: CallPattern, subject: Subject) -> None:
+    """Raise a CheckError if no operator of this name takes these arguments: then no node can match."""
+    keywords = [name for name, _ in pattern.keywords]
+    for name in keywords:
+        if keywords.count(name) > 1:
+            raise CheckError(f"{pattern}: {name}= is given {keywords.count(name)} times")
+    if pattern.operator.text == OUTPUT:
+        if keywords:
+            raise CheckError(f"{pattern}: the output has results in their order, and no argument {keywords[0]}=")
+        return
+    signatures = list(_signatures(pattern.operator.text))
+    known = {name for each in signatures for name in each.names}
+    is_open = not signatures  # of a higher-order operator, say, which has no signature
+    # Graphs of Dynamo call functions and methods of Python, which take their arguments in other ways as well.
+    others = [node for node in subject.schedule if pattern.operator.matches(node) and not _is_overload(node)]
+    for node in others:
+        known |= node.kwargs.keys()
+        with contextlib.suppress(TypeError, ValueError):  # a method's name, a builtin function
+            parameters = inspect.signature(node.target).parameters.values()  # type: ignore[arg-type]
+            known |= {each.name for each in parameters}
+            is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    unknown = [name for name in keywords if name not in known]
+    if unknown and not is_open:
+        hint = nearest(unknown[0], known) or f": it has {', '.join(sorted(known))}"
+        raise CheckError(f"{pattern}: {pattern.operator.text} has no argument {unknown[0]}={hint}")
+    if signatures and not others and not any(each.takes(pattern) for each in signatures):
+        shown = " or ".join(each.text for each in signatures[:_MOST_SIGNATURES])
+        more = f" or {len(signatures) - _MOST_SIGNATURES} more" if len(signatures) > _MOST_SIGNATURES else ""
+        raise CheckError(
+            f"{pattern}: no node can have these arguments, because the operator is {shown}{more}; "
+            "write `_` for an argument, or `...` at the end for all that follow"
+        )
+
+
+_MOST_SIGNATURES = 3
+
+
+def _signatures(text: str) -> Iterator[Signature]:
+    """Yield the signatures of the operators of the dispatcher that a pattern names."""
+    # Only a part of 3,600 names is worth a closer look.
+    literal = max(re.split(r"[.*?\[\]]", text.removesuffix(".default")), key=len)
+    for registered in sorted(operator_names()):
+        if literal not in registered:
+            continue
+        space, _, name = registered.partition("::")
+        word, _, overload = name.partition(".")
+        path = [space, word, overload] if overload else [space, word]
+        if _fits(text, path, word) and (found := operator_overload(space, word, overload)) is not None:
+            yield Signature.of(found)
+
+
+def _is_overload(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload)
+
+
 def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
     """Where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
         return _items_mismatch(pattern.arguments, results, subject)
     groups = operator_of(node).group_arguments
-    if found := _items_mismatch(pattern.arguments, node.args, subject, groups):
-        return found
     wanted = dict(pattern.keywords)
+    by_name, in_order = dict(node.kwargs), list(range(len(node.args)))
+    named_groups = {name for name in groups if isinstance(name, str)}
+    if isinstance(node.target, OpOverload):  # an argument in its place may be asked for by its name
+        for place, argument in enumerate(schema(node.target).arguments[: len(node.args)]):
+            if argument.name in wanted:
+                by_name[argument.name] = node.args[place]
+                in_order.remove(place)
+                if place in groups:
+                    named_groups.add(argument.name)
+    values = [node.args[place] for place in in_order]
+    group_places = frozenset(new for new, place in enumerate(in_order) if place in groups)
+    if found := _items_mismatch(pattern.arguments, values, subject, group_places):
+        return found
     for name, value in wanted.items():
-        if name not in node.kwargs:
+        if name not in by_name:
             return f"it has no argument {name}=, expected {name}={value}"
-        if found := _mismatch(value, node.kwargs[name], subject, is_group=name in groups):
+        if found := _mismatch(value, by_name[name], subject, is_group=name in named_groups):
             return f"{name}: {found}"
     extra = [name for name in node.kwargs if name not in wanted]
     if extra and pattern.arguments[-1:] != (REST,):

@@ -21,6 +21,7 @@ from pytest_gtrainer.checks.predicates import Check, Pattern
 from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
+from pytest_gtrainer.graphtext.header import nearest
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
 _HERE = os.path.dirname(__file__)
@@ -122,6 +123,10 @@ class GraphChecker:
         return self._run("start", "", {})
 
     def _run(self, kind: str, node: str, conditions: Conditions, number: int | None = None) -> GraphChecker:
+        if not isinstance(node, str):
+            raise CheckError(f"a node is described by a text, such as 'mm(_, _)', not by {node!r}")
+        if kind == "count" and (type(number) is not int or number < 0):
+            raise CheckError(f"how many nodes there are is a whole number, not {number!r}")
         if self._matcher is None:
             raise CheckError("checks stand in a block, which ends them: `with check_graph(gm) as check:`")
         place, told = _place(), f"{kind} {node}" if number is None else f"{kind} {number} {node}"
@@ -134,11 +139,29 @@ class GraphChecker:
         return self
 
 
+def _check_conditions(conditions: Conditions) -> None:
+    """Raise a CheckError for a condition that does not exist, or whose value is of another type than it takes."""
+    known = Conditions.__annotations__
+    for name, value in dict(conditions).items():
+        if name not in known:
+            hint = nearest(name, known)
+            raise CheckError(f"there is no condition {name!r}{hint}; there are {', '.join(known)}")
+        if name in ("module", "users", "name", "direction") and not isinstance(value, str):
+            raise CheckError(f"{name}= takes a string, not {value!r}")
+        if name == "name" and not (str(value).isidentifier() and value != "_"):
+            raise CheckError(f"a node's name is a plain word, not {value!r}")
+        if name == "bucket":
+            fqns = [value] if isinstance(value, str) else value
+            if not isinstance(fqns, Sequence) or not all(isinstance(fqn, str) for fqn in fqns):
+                raise CheckError(f"bucket= takes the name of a module, or a list of names, not {value!r}")
+        if name == "shape" and (isinstance(value, str) or not isinstance(value, Sequence)):
+            raise CheckError(f"shape= takes a list of extents, not {value!r}")
+
+
 def _pattern(node: str, conditions: Conditions) -> Pattern:
     """The node's text, and the conditions as further predicates."""
     said = parse_pattern(node)
-    if unknown := sorted(set(conditions) - set(Conditions.__annotations__)):
-        raise CheckError(f"there is no condition {unknown[0]!r}; there are {', '.join(Conditions.__annotations__)}")
+    _check_conditions(conditions)
     if said.name and "name" in conditions:
         raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
     told: dict[str, Any] = dict(conditions)

@@ -55,13 +55,27 @@ class InBucket(Predicate):
         return f"the bucket {_told(self.fqns)}" if self.fqns else "one"
 
 
+_DIRECTIONS = {"fwd": ("fwd", "forward"), "bwd": ("bwd", "backward")}
+
+
+def nearest_direction(text: object) -> str:
+    """
+    >>> nearest_direction("Backward"), nearest_direction("up")
+    (', did you mean `bwd`?', '')
+    """
+    for direction, words in _DIRECTIONS.items():
+        if str(text).lower().startswith(words):
+            return f", did you mean `{direction}`?"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class InDirection(Predicate):
     direction: str
 
     def check(self, subject: Subject) -> None:
         if self.direction not in ("fwd", "bwd"):
-            raise CheckError(f"a direction is fwd or bwd, not {self.direction!r}")
+            raise CheckError(f"a direction is fwd or bwd, not {self.direction!r}{nearest_direction(self.direction)}")
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         found = subject.direction(node)
@@ -75,6 +89,21 @@ class HasType(Predicate):
     dtype: torch.dtype | None = None
     shape: tuple[Extent, ...] | None = None
     strides: tuple[Extent, ...] | None = None
+
+    def check(self, subject: Subject) -> None:
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise CheckError(f"dtype= takes a dtype of torch, such as torch.bfloat16, not {self.dtype!r}")
+        for what, extents in (("shape", self.shape), ("strides", self.strides)):
+            for extent in extents or ():
+                is_size = type(extent) is int and extent >= 0
+                if not is_size and extent is not None and extent is not ...:
+                    raise CheckError(f"an extent of a {what} is a whole number, `_` (None) or `...`, not {extent!r}")
+            if extents is not None and extents.count(...) > 1:
+                raise CheckError("a shape has one `...` at most")
+        shape, strides = self.shape, self.strides
+        is_exact = shape is not None and strides is not None and ... not in (*shape, *strides)
+        if is_exact and len(shape or ()) != len(strides or ()):
+            raise CheckError(f"a shape of {len(shape or ())} dimensions has as many strides, not {len(strides or ())}")
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         value = node.meta.get("val")
@@ -172,6 +201,13 @@ def _extents(extents: Sequence[object]) -> str:
     return f"[{', '.join(told) or '()'}]"
 
 
+_ONCE: dict[tuple[type[Predicate], ...], str] = {
+    (InDirection,): "a direction (fwd, bwd)",
+    (InModule, InBucket): "a module or bucket",
+    (HasType,): "a dtype or shape",
+}
+"""What a node has one of: said twice, it is a contradiction or says nothing more."""
+
 KINDS = ("then", "next", "same", "never", "count", "start")
 
 
@@ -184,6 +220,10 @@ class Pattern:
 
     def check(self, subject: Subject) -> None:
         """Raises ``CheckError`` if no node can fit."""
+        for kinds, what in _ONCE.items():
+            said = [predicate for predicate in self.predicates if isinstance(predicate, kinds)]
+            if len(said) > 1:
+                raise CheckError(f"{what} is said {len(said)} times of one node; say it once")
         for predicate in self.predicates:
             predicate.check(subject)
 

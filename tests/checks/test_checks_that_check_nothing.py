@@ -1,9 +1,11 @@
 """A check that cannot match, cannot fail or cannot be read is an error, not a pass and not a failure."""
 
 import pytest
+import torch
+from torch import fx
 
-from pytest_gtrainer import assert_graph
-from pytest_gtrainer.checks import CheckError
+from pytest_gtrainer import assert_graph, check_graph
+from pytest_gtrainer.checks import CheckError, CheckFailure
 
 
 def error_of(gm, checks):
@@ -42,6 +44,164 @@ def error_of(gm, checks):
 )
 def test_what_cannot_match_or_cannot_fail(gm, checks, words):
     assert words in error_of(gm, checks)
+
+
+@pytest.mark.parametrize("kind", ["never", "then", "next", "count 0"])
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ("_to_copy(_, dtyp=bf16)", "_to_copy has no argument dtyp=, did you mean `dtype`?"),
+        ("aten._to_copy.default(_, dtyp=bf16)", "_to_copy.default has no argument dtyp=, did you mean `dtype`?"),
+        ("_to_copy(..., dtyp=bf16)", "has no argument dtyp="),
+        ("_to_copy(_, dtyp=bf16, ...)", "has no argument dtyp="),
+        ("_to_copy(_, dtype=bf16, divice=_)", "has no argument divice=, did you mean `device`?"),
+        ("_to_copy(_, dtype=bf16, dtype=bf16)", "dtype= is given 2 times"),
+        ("softmax(_, dimm=1)", "softmax has no argument dimm=, did you mean `dim`?"),  # not in this graph
+        ("all_gather_into_tensor(_, 2, groop_name=fsdp)", "has no argument groop_name="),
+        ("_c10d_functional.*(_, dtyp=bf16)", "_c10d_functional.* has no argument dtyp="),
+        ("*(_, dtyp=bf16)", "* has no argument dtyp=, did you mean `dtype`?"),
+        ("t(_to_copy(_, dtyp=bf16))", "_to_copy has no argument dtyp="),  # of an operand
+        ("cat([t(_, dimm=1)])", "t has no argument dimm=: it has "),
+        ("mm(_)", "the operator is aten.mm.default(self, mat2)"),
+        ("mm(_, _, _, _)", "no node can have these arguments, because the operator is aten.mm.default(self, mat2)"),
+        ("t(_, _)", "no node can have these arguments"),
+        ("t()", "no node can have these arguments"),
+        ("mm(_, _, _, _, ...)", "no node can have these arguments"),
+        ("t(_, self=_)", "no node can have these arguments"),
+        ("mm(t(_, _), _)", "t(_, _): no node can have these arguments"),
+        ("wait_tensor(_, 2, fsdp)", "no node can have these arguments"),
+        ("output(_, dtype=bf16)", "the output has results in their order, and no argument dtype="),
+        ("mm in fwd in bwd", "a direction (fwd, bwd) is said 2 times"),
+        ("mm in head in layers.0", "a module or bucket is said 2 times"),
+        ("cat in bucket(layers.0) in head", "a module or bucket is said 2 times"),
+        ("mm -> f32 -> bf16", "a dtype or shape is said 2 times"),
+        ("mm -> [3, 8] -> [8, 3]", "a dtype or shape is said 2 times"),
+        ("t -> [8, 8][8]", "a shape of 2 dimensions has as many strides, not 1"),
+        ("t -> [..., 8][..., ..., 8]", "a shape has one `...` at most"),
+    ],
+)
+def test_no_node_of_any_graph_can_match(gm, kind, node, words):
+    """A `never` or a `count 0` of such a node would hold of every graph."""
+    assert words in error_of(gm, f"{kind} {node}")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "_to_copy(_, dtype=f16)",
+        "_to_copy(..., layout=_)",
+        "softmax(_, dim=1)",
+        "softmax(_, 1)",
+        "softmax(_, 1, f32)",
+        "sum(_, [0], dtype=f32)",
+        "add(_, _, alpha=2)",
+        "mm(..., out=_)",
+        "mm(self=_, mat2=_)",
+        "empty_like(...)",
+        "hop.cond(_, anything=1)",
+        "operator.add(_, _)",
+        "method.view(_, 2, 3)",
+        "*(_, alpha=2)",
+    ],
+)
+def test_what_some_node_could_be_is_no_error(gm, node):
+    """The twin: other overloads, arguments in their place and by name, operators without a signature."""
+    if not node.startswith("mm(self"):
+        assert_graph(gm, f"never {node}")
+    else:
+        assert_graph(gm, f"then {node}")
+
+
+def test_an_argument_in_its_place_is_found_by_its_name(gm):
+    """A `never` by the name would have held: the graph gives this argument in its place."""
+    assert_graph(gm, "then split(_, split_size=8)\nstart\nthen all_gather_into_tensor(_, group_name=fsdp, ...)")
+    assert_graph(gm, 'then reduce_scatter_tensor(_, reduce_op="avg", ...)\nstart\nthen mm(self=I.x, mat2=_)')
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, "never split(_, split_size=8)")
+    with pytest.raises(CheckFailure, match="split_size: it is 8, expected 4"):
+        assert_graph(gm, "then split(_, split_size=4)")
+    with pytest.raises(CheckFailure, match="group_name: it is the group"):
+        assert_graph(gm, "then all_gather_into_tensor(_, 2, group_name=I.x)")
+
+
+def test_keywords_of_functions_that_dynamo_calls():
+    """Its graphs call functions of Python, whose arguments have other names than the operators'."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.nn.functional.softmax, (x,), {"dim": 1, "_stacklevel": 5})
+    graph.output(graph.call_function(torch.sum, (y,), {"dim": 0}))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    assert_graph(gm, "then softmax(_, dim=1, ...)\nthen sum(_, dim=0)\nstart\nnever softmax(input=_, ...)")
+    for node, words in (
+        ("softmax(_, dimm=1, ...)", "no argument dimm=, did you mean `dim`"),
+        ("softmax(_, stacklevel=1)", "no argument stacklevel=, did you mean `_stacklevel`"),
+        ("sum(_, dimm=0)", "no argument dimm=, did you mean `dim`"),
+    ):
+        assert words in error_of(gm, f"never {node}")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "words"),
+    [
+        ({"dtyp": torch.bfloat16}, "there is no condition 'dtyp', did you mean `dtype`?; there are module, bucket"),
+        ({"modul": "head"}, "there is no condition 'modul', did you mean `module`?"),
+        ({"dtype": "bf16"}, "dtype= takes a dtype of torch, such as torch.bfloat16, not 'bf16'"),
+        ({"dtype": torch.ones(1)}, "dtype= takes a dtype of torch"),
+        ({"shape": [3, -1]}, "an extent of a shape is a whole number, `_` (None) or `...`, not -1"),
+        ({"shape": ["3", 8]}, "an extent of a shape is a whole number, `_` (None) or `...`, not '3'"),
+        ({"shape": "3, 8"}, "shape= takes a list of extents, not '3, 8'"),
+        ({"shape": 3}, "shape= takes a list of extents, not 3"),
+        ({"shape": [True]}, "an extent of a shape is a whole number"),
+        ({"shape": [..., 8, ...]}, "a shape has one `...` at most"),
+        ({"direction": "forward"}, "a direction is fwd or bwd, not 'forward', did you mean `fwd`?"),
+        ({"direction": "Bwd"}, "a direction is fwd or bwd, not 'Bwd', did you mean `bwd`?"),
+        ({"direction": None}, "direction= takes a string, not None"),
+        ({"module": ["head"]}, "module= takes a string, not ['head']"),
+        ({"bucket": 0}, "bucket= takes the name of a module, or a list of names, not 0"),
+        ({"bucket": [0]}, "bucket= takes the name of a module, or a list of names, not [0]"),
+        ({"users": 3}, "users= takes a string, not 3"),
+        ({"where": "head"}, "where= takes a function of a node, not 'head'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["never", "then"])
+def test_conditions_that_no_node_can_meet(gm, kind, conditions, words):
+    with pytest.raises(CheckError) as error, check_graph(gm) as check:
+        getattr(check, kind)("mm", **conditions)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "_", "", "a b"])
+def test_a_name_is_a_plain_word(gm, name):
+    with pytest.raises(CheckError, match="a node's name is a plain word"), check_graph(gm) as check:
+        check.then("mm", name=name)
+
+
+@pytest.mark.parametrize("number", ["3", 2.0, -1, True, None])
+def test_a_count_is_a_whole_number(gm, number):
+    with pytest.raises(CheckError, match="how many nodes there are is a whole number"), check_graph(gm) as check:
+        check.count("mm", number)
+
+
+def test_a_node_is_described_by_a_text(gm):
+    wrong = r"a node is described by a text, such as 'mm\(_, _\)', not by 3"
+    with pytest.raises(CheckError, match=wrong), check_graph(gm) as check:
+        check.count(3, "mm")
+    with pytest.raises(CheckError, match="not by <OpOverload"), check_graph(gm) as check:
+        check.never(torch.ops.aten.mm.default)
+
+
+@pytest.mark.parametrize(
+    ("node", "conditions"),
+    [
+        ("mm in fwd", {"direction": "bwd"}),
+        ("mm in head", {"module": "layers.0"}),
+        ("mm -> f32", {"dtype": torch.bfloat16}),
+        ("mm", {"module": "head", "bucket": ["head"]}),
+    ],
+)
+def test_text_and_condition_that_say_the_same_thing(gm, node, conditions):
+    with pytest.raises(CheckError, match="is said 2 times of one node"), check_graph(gm) as check:
+        check.never(node, **conditions)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_what_was_counted_and_what_almost_counts(gm):
         ("t used only by sum", "it is used by mm at 6, mm at 9, expected only sum"),
         ("mm(layers.0.wq.weight, _)", "its arguments: number 1: it is I.x, expected layers.0.wq.weight"),
         ("mm(_, t(I.x))", "its arguments: number 2: it is split[0] at 3, expected t(I.x)"),
-        ("t(mm(_))", "its arguments: number 1: it is split[1] at 3, expected mm(_)"),
+        ("t(mm(...))", "its arguments: number 1: it is split[1] at 3, expected mm(...)"),
         ("_to_copy(_, dtype=f32)", "its arguments: dtype: it is bf16, expected f32"),
         ("_to_copy(_)", "its arguments: it has dtype= too (`...` at the end would leave it open)"),
         ("_to_copy(_, device=_, ...)", "its arguments: it has no argument device=, expected device=_"),

@@ -216,6 +216,24 @@ class CompileRecord:
             raise NotRecorded(f"no pass {name!r} ran; these did: {ran}")
         return [run for run in found if changed in (None, run.changed)]
 
+    def only_pass(self, name: str | None = None, *, changed: bool | None = None) -> RecordedPass:
+        """The one run of a pass; ``name`` and ``changed`` are as for ``passes``.
+
+        Raises:
+            NotRecorded: it ran not at all, or several times; with the place of each run.
+        """
+        found = self.passes(name, changed=changed)
+        if len(found) == 1:
+            return found[0]
+        runs = found or self.passes(name)
+        places = []
+        for run in runs:
+            result = "changed" if run.changed else "nothing changed"
+            places.append(f"  {run.name} ({run.slot}) in {run.stage} of graph {run.compiled.id}, {result}")
+        asked = "" if changed is None else f" that {'changed' if changed else 'did not change'} the graph"
+        way_out = "choose one of record.passes(...), or say changed=True" if found else "the pass matched nothing"
+        raise NotRecorded("\n".join([f"{len(found)} runs of {name!r}{asked}, not 1: {way_out}", *places]))
+
     def assert_no_graph_breaks(self) -> None:
         """Fail if Dynamo left the graph anywhere, with each place and reason.
 

@@ -214,7 +214,7 @@ def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
             record = recorded()
     else:
         record = recorded(options={slot: ours})
-    [run] = record.passes("Rescale", changed=True)
+    run = record.only_pass("Rescale", changed=True)
     assert (run.slot, run.stage) == (slot, "joint" if "joint" in slot else "forward")
     assert [len(gm.graph.find_nodes(op="call_function", target=DIV)) for gm in (run.before, run.after)] == [0, 3]
     if how == "one of several":
@@ -255,6 +255,25 @@ class RescaleOfCaches(CustomGraphPass):
 
     def uuid(self):
         return "always the same"
+
+
+def test_the_one_run_of_a_pass():
+    """P4: another number of runs is a sentence that lists them, and not "too many values to unpack"."""
+    record = recorded(options={"post_grad_custom_post_pass": Rescale(2.0)})
+    assert record.only_pass("Rescale", changed=True) is record.passes("Rescale", changed=True)[0]
+    with pytest.raises(NotRecorded) as several:
+        record.only_pass("Rescale")
+    slot = "Rescale (post_grad_custom_post_pass)"
+    assert str(several.value).splitlines() == [
+        "2 runs of 'Rescale', not 1: choose one of record.passes(...), or say changed=True",
+        f"  {slot} in forward of graph 0/0, changed",
+        f"  {slot} in backward of graph 0/0, nothing changed",
+    ]
+    record = recorded(options={"post_grad_custom_post_pass": lambda graph: None})
+    with pytest.raises(NotRecorded, match=r"^0 runs of '<lambda>' that changed the graph, not 1: the pass matched not"):
+        record.only_pass("<lambda>", changed=True)
+    with pytest.raises(NotRecorded, match="no pass 'Rescail' ran; these did"):
+        record.only_pass("Rescail")
 
 
 @pytest.mark.gt_world("fake", size=2)

@@ -26,7 +26,7 @@ def test_the_graph_is_whole_and_compiled_once(record):
 
 
 def test_every_norm_is_fused(record, gt_golden):
-    [run] = record.passes("FuseNormAndQuant", changed=True)
+    run = record.only_pass("FuseNormAndQuant", changed=True)
     assert_graph(run.after, EVERY_NORM)
     gt_golden.check(run.before, "before")
     gt_golden.check(run.after, "after")

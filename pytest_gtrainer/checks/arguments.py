@@ -204,7 +204,7 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
     for node in others:
         known |= node.kwargs.keys()
         with contextlib.suppress(TypeError, ValueError):  # a method's name, a builtin function
-            parameters = inspect.signature(node.target).parameters.values()  # type: ignore[arg-type]
+            parameters = inspect.signature(node.target).parameters.values()
             known |= {each.name for each in parameters}
             is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
     unknown = [name for name in keywords if name not in known]

@@ -3,6 +3,7 @@
 Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins over the default.
 """
 
+from argparse import SUPPRESS
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -110,7 +111,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option("conformance-against", "compare the conformance table with an earlier --gt-conformance file",
            metavar="FILE"),
-    Option("fresh-ranks", "start new rank processes for each test", is_flag=True),
+    Option("fresh-ranks",
+           "start new rank processes for each test; with =on-failure, run a test that fails once more, on new ranks",
+           False, choices=("on-failure",), is_flag=True),
     Option("preload", "modules that are imported once for all ranks, by the process that forks them", (),
            metavar="MODULE[,MODULE]", parse=_modules),
 )  # fmt: skip
@@ -124,7 +127,13 @@ def add(parser: pytest.Parser) -> None:
     for option in OPTIONS:
         if option.is_flag:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
-            parser.addini(option.ini, option.help, type="bool", default=False)
+            for choice in option.choices or ():
+                # An option string of its own: with an optional value, a path behind the flag would be taken for it.
+                group.addoption(
+                    f"{option.flag}={choice}", dest=option.ini, action="store_const", const=choice, help=SUPPRESS
+                )
+            kind: Any = "string" if option.choices else "bool"
+            parser.addini(option.ini, option.help, type=kind, default="false" if option.choices else False)
         else:
             shown = "|".join(option.choices) if option.choices else option.metavar
             group.addoption(option.flag, default=None, metavar=shown, help=option.help)
@@ -141,6 +150,8 @@ def get(config: pytest.Config, name: str) -> Any:
             raw, source = config.getini(option.ini), option.ini
         except (ValueError, pytest.UsageError) as error:  # of a flag
             raise pytest.UsageError(f"{option.ini}: {error}, expected true or false") from None
+    if option.is_flag and option.choices:
+        return _flag_or_choice(option, raw, source)
     if option.is_flag:
         return bool(raw)
     if raw is None:
@@ -152,6 +163,19 @@ def get(config: pytest.Config, name: str) -> Any:
         return option.parse(raw)
     except ValueError as error:
         raise pytest.UsageError(f"{source}={raw}: expected {error}") from None
+
+
+def _flag_or_choice(option: Option, raw: Any, source: str) -> Any:
+    """Return True, False, or one of the option's choices."""
+    text, choices = str(raw).strip().lower(), option.choices or ()
+    if text in choices:
+        return text
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    expected = ", ".join(["true", "false", *choices])
+    raise pytest.UsageError(f"{source}={raw}: expected one of {expected}")
 
 
 def check(config: pytest.Config) -> None:

@@ -208,6 +208,40 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
                 )
 
 
+# torch names groups by numbers, which stand in many tables of these modules that have nothing to do with groups.
+_WITHOUT_GROUPS = {
+    *sys.stdlib_module_names, "_pytest", "hypothesis", "jinja2", "mpmath", "networkx", "numpy", "pluggy", "pygments",
+    "pytest", "pytest_gtrainer", "sympy", "torch", "xdist",
+}  # fmt: skip
+
+
+def tables_that_name(group: str) -> list[str]:
+    """Return the tables of modules and classes that hold the name of a group, as dotted names."""
+    found = []
+    for module in list(sys.modules.values()):
+        home = getattr(module, "__name__", "")
+        if not isinstance(module, ModuleType) or home.partition(".")[0] in _WITHOUT_GROUPS:
+            continue
+        places = {f"{home}.{name}": value for name, value in list(vars(module).items())}
+        for name, value in list(places.items()):
+            if isinstance(value, type) and value.__module__ == home:
+                places.update({f"{name}.{inner}": held for inner, held in vars(value).items()})
+        found += [place for place, value in places.items() if _holds_name(value, group, depth=3)]
+    return found
+
+
+def _holds_name(value: Any, group: str, depth: int) -> bool:
+    if type(value) is str:
+        return value == group and depth < 3  # in a table, not the value of a variable
+    if depth == 0:
+        return False
+    if type(value) is dict:
+        return any(_holds_name(each, group, depth - 1) for pair in list(value.items()) for each in pair)
+    if type(value) in (list, tuple, set, frozenset):
+        return any(_holds_name(each, group, depth - 1) for each in list(value))
+    return getattr(value, "group_name", None) == group and type(value).__module__.partition(".")[0] == "torch"
+
+
 def forget_meshes() -> None:
     """Empty DTensor's caches of sharding propagation, redistribution plans and costs, where it was ever imported.
     ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does the first alone, and needs NumPy."""

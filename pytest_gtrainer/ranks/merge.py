@@ -50,6 +50,12 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
     return merged
 
 
+def passes(item: pytest.Item, outcome: RanksOutcome) -> bool:
+    """Return whether a test passed on all ranks; gives nothing to pytest, and judges no goldens."""
+    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.done.items() if answer.reports}
+    return not any(report.failed for report in _Merge(item, outcome, reports).reports())
+
+
 def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
     """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
     for record in dict.fromkeys(record for answer in outcome.done.values() for record in answer.warnings):

@@ -18,7 +18,7 @@ from pytest_gtrainer.marker import id_of, valid_spec_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
-from pytest_gtrainer.ranks.merge import reports_of
+from pytest_gtrainer.ranks.merge import _append, passes, reports_of
 from pytest_gtrainer.ranks.team import RanksError
 from pytest_gtrainer.worlds.hygiene import SEED
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -168,6 +168,7 @@ class RanksPlugin:
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
         reports = reports_of(item, outcomes[0]) if outcomes else [hooks.pytest_runtest_makereport(item=item, call=call)]
+        self._try_on_fresh_ranks(item, spec, reports)
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
@@ -181,6 +182,25 @@ class RanksPlugin:
                 hooks.pytest_runtest_logreport(report=report)
         hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def _try_on_fresh_ranks(self, item: pytest.Item, spec: WorldSpec, reports: Sequence[pytest.TestReport]) -> None:
+        """Run a test that failed once more, on new ranks, and add to its failure what came of that."""
+        failed = next((report for report in reports if report.failed), None)
+        if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
+            return
+        command = wire.RunItem(_item_ref(item), None, item.location)
+        try:
+            outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid, fresh=True)
+        except (RanksError, LeaseError) as error:
+            _append(failed, "fresh ranks", f"The test was not tried on fresh ranks: {error}")
+            return
+        said = "The test fails on fresh ranks, too."
+        if passes(item, outcome):
+            said = (
+                "The test passes on fresh ranks: something that earlier tests left in these processes makes it fail, "
+                "such as a table of a library. --gt-fresh-ranks starts new ranks for each test."
+            )
+        _append(failed, "fresh ranks", said)
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """What a test wants that ranks run; None if it runs here, if only to be skipped."""

@@ -54,12 +54,19 @@ class Pool:
         self._sharing: Sharing | None = None
         self._live_output = config.getoption("capture", "fd") == "no"
 
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
-        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it cannot start."""
+    def run(
+        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str, *, fresh: bool = False
+    ) -> RanksOutcome:
+        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it cannot start.
+
+        ``fresh`` ends the warm ranks of that size before, so that nothing of an earlier test is left in them.
+        """
         if self._sharing is None:
             self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
             with stopped_clock():
+                if fresh:
+                    self._stop_teams()
                 environ = {**rank_environment(self._config), **self._sharing.environment()}
                 team = self._team(size, environ, min(START_LIMIT, max(LEAST_START_LIMIT, limit)))
             try:
@@ -67,7 +74,7 @@ class Pool:
             except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
                 team.kill()
                 raise
-            if options.get(self._config, "fresh-ranks"):
+            if options.get(self._config, "fresh-ranks") is True:
                 team.stop()
             return outcome
 

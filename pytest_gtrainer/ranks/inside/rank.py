@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -37,6 +38,13 @@ from pytest_gtrainer.worlds import hygiene
 COLLECTIVE_LIMIT = timedelta(hours=24)  # the parent's limit for a test ends a blocked collective long before this does
 
 MEMORY_TOLERANCE = 2**20
+
+# How torch, and this package, name a process group that does not exist.
+_NAMES_A_GROUP = (
+    re.compile(r"process group registered under the name ['\"]?([\w:]+)"),
+    re.compile(r"process group ['\"]([^'\"]+)['\"]"),
+    re.compile(r"\bgroup ['\"]?(\d+)\b"),
+)
 _MESH_GROUPS = "mesh_"
 
 
@@ -94,7 +102,7 @@ class Rank:
 
     def __init__(self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]) -> None:
         self.session, self.group, self._send = own, group, send
-        self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send)
+        self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
 
     def obey(self, command: object) -> object:
         """Obey a command: its result, or the command itself if it has none."""
@@ -189,6 +197,7 @@ class RankGroup:
         self._joined = self._began = 0  # when, in ns since the epoch
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
+        self._ended: set[str] = set()  # names of groups of earlier tests
         process_groups.silence_collective_log()
         # gloo adds sends and receives to the collectives: ranks may differ in them
         for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
@@ -224,8 +233,26 @@ class RankGroup:
             dist.all_to_all_single(torch.empty(size), torch.zeros(size))
             self._issued()
 
+    def explain(self, message: str) -> str | None:
+        """Say so if the message of an exception names a process group of an earlier test; else None."""
+        names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
+        stale = sorted(names & self._ended - set(process_groups.names_of_live_groups().values()))
+        if not stale:
+            return None
+        said = []
+        for name in stale:
+            said.append(f"Process group {name!r} was made by an earlier test in these processes, and has ended.")
+            tables = process_groups.tables_that_name(name)
+            if tables:
+                said.append(f"Its name is still in {', '.join(tables)}: empty that where the world ends, in a fixture.")
+            else:
+                said.append("No table of a module that holds its name was found: an object, a closure or a cache may.")
+        said.append("--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so.")
+        return "\n".join(said)
+
     def leave(self) -> None:
         """Destroy all groups, which makes ranks that are blocked with this one raise."""
+        self._ended.update(process_groups.names_of_live_groups().values())
         self._default = None
         self._points.clear()
         self._known.clear()
@@ -317,6 +344,8 @@ class RankGroup:
         if not self._is_intact():
             return
         made = [group for group in process_groups.live_groups() if group is not self._default]
+        names = process_groups.names_of_live_groups()
+        self._ended.update(names[group] for group in made)
         for group in made:
             self._points.pop(id(group), None)
             self._known.pop(id(group), None)

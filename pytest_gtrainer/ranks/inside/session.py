@@ -149,10 +149,15 @@ class CollectedTests:
 
 
 class Recorder:
-    """Gathers reports and warnings for the parent, in plain types. ``send`` takes the message that must not wait."""
+    """Gathers reports and warnings for the parent, in plain types.
 
-    def __init__(self, config: pytest.Config, send: Callable[[wire.Raised], None]) -> None:
-        self._config, self._send = config, send
+    ``send`` takes the message that must not wait; ``explain`` says what a failure's message may come from.
+    """
+
+    def __init__(
+        self, config: pytest.Config, send: Callable[[wire.Raised], None], explain: Callable[[str], str | None]
+    ) -> None:
+        self._config, self._send, self._explain = config, send, explain
         self._reports: list[dict[str, Any]] = []
         self._warnings: list[wire.WarningRecord] = []
         config.pluginmanager.register(self, "gtrainer-rank-recorder")
@@ -170,7 +175,11 @@ class Recorder:
         if call.excinfo is not None:
             self._send(raised(call.excinfo.value))
             hide_collective_frames(call.excinfo.value)
-        return (yield)
+        report = yield
+        cause = self._explain(_str_of(call.excinfo.value)) if report.failed and call.excinfo is not None else None
+        if cause is not None:
+            report.sections.append(("a process group of an earlier test", cause))
+        return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:

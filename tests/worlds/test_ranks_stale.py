@@ -1,0 +1,114 @@
+"""What earlier tests leave in warm ranks: a failure that comes of it says so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+SUITE = """
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+NAMES = {}
+CALLS = []
+
+class Wrapped:
+    cache = {}
+
+def name_of_group():
+    return dist.new_group([0, 1]).group_name
+
+def test_fills_a_table(): NAMES["first"] = name_of_group()
+
+def test_reads_the_table():
+    torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", NAMES["first"])
+
+def test_fills_a_table_of_a_class(): Wrapped.cache[4] = ("gather", name_of_group())
+
+def test_reads_the_table_of_a_class():
+    torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", Wrapped.cache[4][1])
+
+def test_names_a_group_that_never_was():
+    torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "987")
+
+def test_fails_the_second_time():
+    CALLS.append(1)
+
+def test_counts_calls():
+    assert len(CALLS) == 0, "called before"
+
+def test_always_fails():
+    assert dist.get_rank() == 9
+
+def test_passes_behind_it():
+    assert dist.get_world_size() == 2
+"""
+
+
+@pytest.fixture(scope="module")
+def run(module_suite):
+    module_suite.write("test_it.py", SUITE)
+    return module_suite.run("--gt-fresh-ranks=on-failure", ".")
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("test_reads_the_table", "test_it.NAMES"), ("test_reads_the_table_of_a_class", "test_it.Wrapped.cache")],
+)
+def test_a_group_of_an_ended_world_is_named_with_the_table_that_holds_it(run, name, table):
+    said = run.output.partition(f"_ {name} _")[2].partition("\n____")[0]
+    assert "was made by an earlier test in these processes, and has ended." in said, run.output
+    (line,) = (line for line in said.splitlines() if line.startswith("Its name is still in "))
+    assert table in re.split("[:,] ?| in ", line)
+    assert line.endswith(": empty that where the world ends, in a fixture.")
+    assert "pytest_gtrainer" not in line
+
+
+def test_a_group_that_never_was_is_not_one_of_an_ended_world(run):
+    """The twin."""
+    said = run.output.partition("_ test_names_a_group_that_never_was _")[2].partition("\n____")[0]
+    assert "987" in said
+    assert "has ended" not in said
+
+
+def test_a_failure_that_does_not_happen_on_fresh_ranks_says_so(run):
+    assert run.outcome("test_counts_calls") == "failed"
+    assert "The test passes on fresh ranks: something that earlier tests left" in run.text("test_counts_calls")
+
+
+def test_a_failure_that_happens_again_says_so(run):
+    """The twin; the next test runs on ranks that work."""
+    assert run.outcome("test_always_fails") == "failed"
+    assert "The test fails on fresh ranks, too." in run.text("test_always_fails")
+    assert run.outcome("test_passes_behind_it") == "passed"
+    assert "fresh ranks" not in run.text("test_passes_behind_it")
+
+
+@pytest.mark.parametrize(
+    ("options", "ini", "is_rerun"),
+    [((), "", False), ((), "gt_fresh_ranks = on-failure", True), (("--gt-fresh-ranks=on-failure",), "", True)],
+)
+def test_a_failure_is_tried_again_only_on_request(suite, options, ini, is_rerun):
+    suite.write("pytest.ini", f"[pytest]\n{ini}\n")
+    suite.write("test_it.py", SUITE)
+    run = suite.run("-k", "fails_the_second or counts", *options)
+    assert ("fresh ranks" in run.text("test_counts_calls")) == is_rerun
+    assert run.status == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "ini", "says"),
+    [
+        (("--gt-fresh-ranks=never",), "", "--gt-fresh-ranks: ignored explicit argument 'never'"),
+        ((), "gt_fresh_ranks = perhaps", "gt_fresh_ranks=perhaps: expected one of true, false, on-failure"),
+    ],
+)
+def test_another_value_is_a_usage_error(suite, options, ini, says):
+    suite.write("pytest.ini", f"[pytest]\n{ini}\n")
+    suite.write("test_it.py", "def test_it(): pass")
+    run = suite.run(*options)
+    assert run.status == 4
+    assert says in run.output

@@ -2,6 +2,8 @@
 
 - ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is called.
 - ``Graph._tracer_cls`` and ``Graph._codegen`` go with a graph's calling convention, and so into its copies.
+- ``Graph._codegen`` of a graph that torch.export made is a ``_PyTreeCodeGen``, whose ``pytree_info.out_spec`` is the
+  structure of what the generated code returns; ``TreeSpec`` has ``type``, ``context``, ``children()``, ``is_leaf()``.
 - ``Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
 """
 
@@ -14,8 +16,12 @@ from pytest_gtrainer._torch import private_names
 
 with private_names():
     from torch.fx._lazy_graph_module import _LazyGraphModule
+    from torch.fx.graph import _PyTreeCodeGen
 
-ATTRIBUTES = {"torch.fx:Graph": ("_tracer_cls", "_codegen")}
+ATTRIBUTES = {
+    "torch.fx:Graph": ("_tracer_cls", "_codegen"),
+    "torch.fx.graph:_PyTreeCodeGen": ("pytree_info",),
+}
 
 
 def empty_graph(like: fx.Graph) -> fx.Graph:
@@ -52,3 +58,9 @@ def compiled(gm: fx.GraphModule) -> fx.GraphModule:
     done = fx.GraphModule(gm, gm.graph)
     done.meta, done.shape_env = gm.meta, gm.shape_env
     return done
+
+
+def result_structure(graph: fx.Graph) -> Any:
+    """Return the pytree structure of what the code of a graph returns; None if it returns what its output node says."""
+    codegen = graph._codegen
+    return codegen.pytree_info.out_spec if isinstance(codegen, _PyTreeCodeGen) else None

@@ -11,6 +11,9 @@
   ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a parser's checks.
 - ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
 - ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for ``no_grad`` and checkpoints.
+- ``torch._higher_order_ops.triton_kernel_wrap``: a node names a Triton kernel and its constants by their places in
+  ``kernel_side_table``, as ``kernel_idx`` and ``constant_args_idx``; the places depend on what was traced before.
+- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
@@ -23,7 +26,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
@@ -31,6 +34,11 @@ from pytest_gtrainer._torch.process_groups import group_named, live_groups
 from pytest_gtrainer._torch.values import SYMBOLIC, HigherOrderOperator, OpOverload
 
 with private_names():
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_functional,
+        triton_kernel_wrapper_mutation,
+    )
     from torch._ops import _higher_order_ops
     from torch.utils._sympy import functions
     from torch.utils._sympy.numbers import int_oo
@@ -47,6 +55,7 @@ ATTRIBUTES = {
     ),
     "torch.utils._sympy.symbol:SymT": ("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT", "SIZE"),
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
+    "torch.nn:Module": ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val", "simplify", "var_to_range", "var_to_sources", "symbol_guard_counter",
@@ -139,6 +148,28 @@ def higher_order_operators() -> dict[str, HigherOrderOperator]:
     import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch
 
     return dict(_higher_order_ops)
+
+
+def is_kernel_call(target: Any) -> bool:
+    """Return whether an operator runs a Triton kernel."""
+    return target is triton_kernel_wrapper_mutation or target is triton_kernel_wrapper_functional
+
+
+def kernel_of(arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the Triton kernel that a node is given, None if torch's table has none there, and its constants."""
+    kernel = kernel_side_table.id_to_kernel.get(arguments["kernel_idx"])
+    return kernel, kernel_side_table.constant_args.get(arguments["constant_args_idx"], {})
+
+
+def hooks_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the functions that run before and after a module's forward and backward, by kind."""
+    found = {
+        "forward_pre_hooks": module._forward_pre_hooks,
+        "forward_hooks": module._forward_hooks,
+        "backward_pre_hooks": module._backward_pre_hooks,
+        "backward_hooks": module._backward_hooks,
+    }
+    return {kind: list(hooks.values()) for kind, hooks in found.items() if hooks}
 
 
 def append_node(

@@ -22,9 +22,9 @@ from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_n
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
 from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import is_item
-from pytest_gtrainer.graphtext.spelling import CONSTANTS, spell_literal
 
 OUTPUT = "output"
 

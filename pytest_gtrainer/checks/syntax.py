@@ -22,7 +22,7 @@ from pytest_gtrainer.checks.arguments import REST, Argument, CallPattern, List, 
 from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.spelling import DTYPE_OF
+from pytest_gtrainer.graphtext.literals import DTYPE_OF
 
 _TOKEN = re.compile(
     r"""\s*(?:

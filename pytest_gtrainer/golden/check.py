@@ -60,6 +60,7 @@ class Golden:
             GoldenMismatch: the golden is missing or different and not updated, or the text of a graph that is to be
                 written would be read back as another graph.
             ValueError: a second check with this name in the test, an unknown ``per``, or ``per`` for numbers.
+            HiddenValue: the graph calls or holds something that no text can show, and a golden would accept any other.
             UntoldGroup: a process group of the graph is not known here, so a golden cannot name its ranks.
             TypeError: ``value`` is none of these.
         """
@@ -127,8 +128,11 @@ class Golden:
     def _graph_text(self, value: Any, view: str, sizes: str) -> str:
         from pytest_gtrainer.graphtext import render
         from pytest_gtrainer.graphtext.operators import refuse_untold
+        from pytest_gtrainer.graphtext.spelling import refuse_hidden
 
         refuse_untold(value)
+        if view == WHOLE:
+            refuse_hidden(value)
         text = render(value, view, header=self._header(), mesh=self._mesh, sizes=sizes)
         return extensions.scrubbed(self._item.config, text)
 

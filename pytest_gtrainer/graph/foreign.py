@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
+from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
 from pytest_gtrainer.graph import joined, parts_of
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, leaves_of, node_fqn, short_name, walked
@@ -134,6 +135,7 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
     trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
     output = made.graph.output_node()
     output.meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
+    output.meta["gt_structure"] = program.call_spec.out_spec
     leaves = [(kind, leaf) for leaf, (kind, _) in zip(output.args[0], results, strict=True)]
     kept = (leaf for kind, leaf in leaves if isinstance(leaf, fx.Node) and "GRADIENT" not in kind)
     nodes, forward = list(made.graph.nodes), walked(kept, lambda node: node.all_input_nodes)
@@ -246,7 +248,11 @@ class _Adoption:
             home, _, last = name.rpartition(".")
             setattr(made.get_submodule(home), last, body)
         made.meta = dict(self.gm.meta)
-        self._name_outputs(made.graph.output_node())
+        output = made.graph.output_node()
+        self._name_outputs(output)
+        structure = result_structure(self.gm.graph)
+        if structure is not None and "gt_outputs" not in output.meta:
+            output.meta["gt_structure"] = structure
         return made
 
     def _bodies(self, graph: fx.Graph) -> dict[str, fx.GraphModule]:

@@ -13,7 +13,7 @@
 
 What the text leaves out, on purpose: node names, process group names, storage offsets, device indices,
 ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of one element, dead ``getitem`` nodes, that a
-constant is used twice. docs/graph-text.md has it all.
+constant is used twice, values of parameters. docs/graph-text.md has it all.
 """
 
 import importlib

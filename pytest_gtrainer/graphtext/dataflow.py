@@ -20,7 +20,7 @@ from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionK
 from pytest_gtrainer.graphtext.syntax import UNREADABLE, LinePlace, absolute, links_of
 
 HOLE, SYMBOL = "\0", "\1"  # stand in a template for a reference, and for the symbol of a size
-_DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
+_DEFINITION = re.compile(r"(?P<name>\w+|module\..+?) = (?P<value>.*)")
 _BODY = "def "
 
 Origin = tuple[str, str]  # what stands before a name, and the name; of an input all of it, and nothing
@@ -138,7 +138,7 @@ class Result(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """A name that the head of a text gives: a process group, a body, a symbol, or a convention."""
+    """A name that the head of a text gives: a process group, a body, a symbol, a called module, or a convention."""
 
     name: str
     kind: str
@@ -211,6 +211,7 @@ class _Resolver:
             elif found := _DEFINITION.fullmatch(line.text):
                 kind = found["value"].partition("(")[0]
                 kind = kind if kind in ("group", "size") else "convention"
+                kind = "module" if found["name"].startswith("module.") else kind
                 self._made.definitions.append(Definition(found["name"], kind, found["value"]))
             else:
                 self._made.others.append(line)

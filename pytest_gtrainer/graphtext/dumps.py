@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_gtrainer.graphtext.spelling import TORCH_WORDS
+from pytest_gtrainer.graphtext.literals import TORCH_WORDS
 from pytest_gtrainer.graphtext.syntax import refuse, shown
 
 _CLASS = re.compile(r"^class \w+\((torch\.)?nn\.Module\):", re.MULTILINE)

@@ -99,7 +99,9 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
                 twins[operand].append(values[user])
 
     parts = [
-        *sorted(str(d) for d in graph.definitions if d.kind == "convention" and d.name != "owners"),
+        *sorted(str(d) for d in graph.definitions if d.kind in ("convention", "module") and d.name != "owners"),
+        # a called module names its body in a definition, so no operand leads to it
+        *sorted(digest for digest, d in zip(definitions, graph.definitions, strict=True) if d.kind == "body"),
         *[values[place] for place in graph.inputs],
         *sorted(digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input),
         *results,

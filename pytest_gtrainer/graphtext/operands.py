@@ -15,11 +15,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import append_node, backed_symbol, functions, symbolic, unbacked_symbol
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
+from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.graphtext import syntax
 from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
 from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
-from pytest_gtrainer.graphtext.spelling import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refuse, shown
 
 _NUMBERS = {"int": int, "float": float, "bool": bool}
@@ -36,6 +37,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }  # fmt: skip
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 _LARGEST = 2**62
+_QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")  # Python reads `+5` and `-infinity`, too, which nothing writes
 _GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
 _HIGHEST = 64  # the highest power: numbers are evaluated at once, and one such line could take forever
@@ -192,6 +194,14 @@ class Sizes:
         return dtype, shape, tuple([self.number(step, place) for step in steps])
 
 
+def is_quantised(kind: ast.expr) -> bool:
+    """Return whether a type is that of a quantised tensor, ``quint8[2]``."""
+    match kind:
+        case ast.Subscript(ast.Name(name)):
+            return DTYPE_OF.get(name) in _QUANTISED
+    return False
+
+
 def _elements(node: ast.expr) -> Sequence[ast.expr]:
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
@@ -313,6 +323,8 @@ class Operands:
                 return self._by_digest(str(told), node)  # `const("Enum", "digest")`
             case ast.Call(ast.Name("const"), [kind, *content], []) if len(content) < 2:
                 key = ast.unparse(node)  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
+                if is_quantised(kind):
+                    return self._getter(key, lambda: self._quantised(kind, content, node))
                 return self._getter(key, lambda: self._tensor(self._sizes.value(kind, place), content, node))
             case ast.Call(ast.Name("slice" | "range" as name), [_, *more], []) if len(more) < 3:
                 ends = [self.operand(end, place) for end in node.args]
@@ -320,6 +332,8 @@ class Operands:
                     return slice(*ends) if name == "slice" else range(*ends)
                 except (TypeError, ValueError) as error:
                     raise refuse(node, f"`{shown(node)}`: {error}") from None
+            case ast.Call(ast.Name("namedtuple"), [ast.Constant(str(name))], _):
+                raise refuse(node, f"no text holds the class of the named tuple `{name}`: write a tuple, `(x, y)`")
             case ast.Call(ast.Name("sym"), [size]):
                 return self._sizes.operand(size, place)
             case ast.Call(ast.Name("device"), [ast.Constant(name)]):
@@ -333,7 +347,7 @@ class Operands:
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
             self.attributes[name] = value
             node = self._getters[key] = append_node(self._graph, name, "get_attr", name, (), {})
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.is_quantized:
                 node.meta["val"] = self._sizes.mode.from_tensor(value, static_shapes=True)
         return self._getters[key]
 
@@ -342,6 +356,16 @@ class Operands:
             give = "give constants=graphtext.constants(gm) of the graph that was rendered"
             raise refuse(node, f"`{shown(node)}` is given by its digest only: {give}")
         return self._given[digest]
+
+    def _quantised(self, kind: ast.expr, content: list[ast.expr], node: ast.Call) -> Any:
+        """A quantised constant, which is given: no text holds its scales, and torch has no fake ones."""
+        if len(content) != 1 or not isinstance(content[0], ast.Constant):
+            raise refuse(node, f'expected `const(quint8[2], "sha256:...")`, found `{shown(node)}`')
+        given = self._by_digest(str(content[0].value), node)
+        found = f"{spell_dtype(given.dtype)}[{', '.join(map(str, given.shape)) or '()'}]"
+        if found != ast.unparse(kind):
+            raise refuse(node, f"the constant given is {found}, not `{shown(kind)}`")
+        return given
 
     def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> Any:
         told = content[0].value if len(content) == 1 and isinstance(content[0], ast.Constant) else ...

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pytest_gtrainer._torch.graph_text import append_node
@@ -27,6 +27,7 @@ from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.spelling import constants as constants_of
+from pytest_gtrainer.graphtext.spelling import spell_module
 from pytest_gtrainer.graphtext.syntax import COMPUTED_SPACES, LinePlace, chain, integer, path_at, refuse, shown
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
@@ -152,6 +153,7 @@ class _Parser:
         self._ranks: dict[str, tuple[int, ...] | None] = {}
         self._blocks: list[TextBlock] = []
         self._keys: dict[str, SectionKey] = {}  # by what ``like(...)`` calls them
+        self._modules: dict[str, ast.Assign] = {}  # definitions of called modules, by path
         bodies = self._read(statements)
         for symbol, name in names_of_groups(self._ranks, group_names).items():
             self.groups[name] = self._ranks[symbol]
@@ -164,7 +166,10 @@ class _Parser:
         self._finish()
 
     def module(self) -> fx.GraphModule:
-        gm = fx.GraphModule(self.operands.attributes, self.graph)
+        try:
+            gm = fx.GraphModule(self.operands.attributes, self.graph)
+        except (SyntaxError, AttributeError) as error:  # of a constant that is given and has no `repr` in Python
+            raise TextError(f"torch.fx cannot write the code of this graph: {error}", 1) from error
         gm.meta["gt_groups"] = self.groups
         return gm
 
@@ -186,6 +191,11 @@ class _Parser:
                         raise refuse(node, f"`{name}` is defined twice")
                     defined.add(name)
                     self._define(name, node.value)
+                case ast.Assign([ast.Attribute() | ast.Subscript() as target]) if chain(target)[0].value == "module":
+                    path = path_at(chain(target)[1:], None)
+                    if path in self._modules:
+                        raise refuse(node, f"the module `{path}` is defined twice")
+                    self._modules[path] = node
                 case ast.For() | ast.If():
                     named = _keys_of(node)
                     self._keys |= named
@@ -218,6 +228,8 @@ class _Parser:
                 self._sizes.device = self.operands.operand(node, nowhere)
             case ast.Name(word) if (name, word) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
                 self._settings[name] = word
+            case _ if name == "structure":
+                self._settings[name] = ast.unparse(node)
             case ast.List(items) if name == "managed":
                 for item in items:
                     if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
@@ -241,11 +253,14 @@ class _Parser:
 
     def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
         links, space = chain(node.target), place.space
-        if node.value is not None or len(links) < 2 or links[0].value != space:
+        has_default = node.value is not None and space in ("A", "I")
+        if (node.value is not None and not has_default) or len(links) < 2 or links[0].value != space:
             raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
         _, fqn, _ = key = syntax.input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
-        made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
+        default = () if node.value is None else (self.operands.operand(node.value, place),)
+        name_of_node = name if name.isidentifier() else f"arg_{name}"
+        made = append_node(self.graph, name_of_node, "placeholder", name, default, {})
         made.target = made.name
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
@@ -280,10 +295,14 @@ class _Parser:
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
-            if (path := path_at(links[1:], None)) not in self._given:
-                raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
-            self.operands.attributes.setdefault(path, self._given[path])
-            found: tuple[str, Any] = "call_module", path
+            found: tuple[str, Any] = "call_module", self._module(path_at(links[1:], None), node)
+        elif links[-1].kind == "word" and len(links) > 1:
+            if word not in self._given:
+                raise refuse(
+                    node, f"no text holds the function `{shown(node)}`: give constants=graphtext.constants(gm) of the "
+                    f"graph that was rendered, or {{{word!r}: function}}"
+                )  # fmt: skip
+            found = "call_function", self._given[word]
         elif first == "method" and len(links) == 2:
             if not is_method(word):
                 raise refuse(node, f"`{word}` is no operator of a tensor, so no text may call it")
@@ -295,6 +314,25 @@ class _Parser:
                 raise refuse(node, str(error)) from None
         self._targets[node] = found
         return found
+
+    def _module(self, path: str, node: ast.expr) -> str:
+        """Add the module that a line calls: a body of the text, or one that was given and is what the text says."""
+        definition = self._modules.get(path)
+        said = None if definition is None else definition.value
+        if isinstance(said, ast.Name) and isinstance(body := self.operands.names.get(said.id), fx.GraphModule):
+            self.operands.attributes.setdefault(path, body)
+            return path
+        if path not in self._given:
+            raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
+        if said is not None and isinstance(given := self._given[path], nn.Module):
+            found = ast.unparse(ast.parse(spell_module(given), mode="eval"))
+            if found != ast.unparse(said):
+                raise refuse(
+                    said, f"the module given for `{path}` is another one than the text's: expected "
+                    f"`{ast.unparse(said)}`, found `{found}`"
+                )  # fmt: skip
+        self.operands.attributes.setdefault(path, self._given[path])
+        return path
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         match node:
@@ -314,6 +352,8 @@ class _Parser:
         output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
+        if "structure" in self._settings:
+            output.meta["gt_structure"] = self._settings["structure"]
         if "managed" in self._settings:
             output.meta["gt_managed_order"] = self._settings["managed"]
 

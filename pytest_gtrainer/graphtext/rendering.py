@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer.graph.bucket_plan import managed_order
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import bodies_of, node_fqn, spell_dtype
+from pytest_gtrainer.graph.nodes import bodies_of, held, node_fqn, spell_dtype
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
@@ -34,7 +35,7 @@ from pytest_gtrainer.graphtext.sections import (
     split_layer,
     stretches,
 )
-from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller
+from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller, spell_structure
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
@@ -110,6 +111,11 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
         scopes.unowned.clear()
     if not isinstance(output.args[0], tuple):
         settings.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
+    structure = output.meta.get("gt_structure")
+    if structure is None and "gt_outputs" not in output.meta:  # names say the structure of a traced step
+        structure = result_structure(gm.graph)
+    if structure is not None and (spelled := spell_structure(structure)) is not None:
+        settings.append(f"structure = {spelled}")
     managed = output.meta.get("gt_managed_order")
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
@@ -118,7 +124,9 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     definitions = [str(group) for group in speller.groups.values()]
     definitions += [] if is_body else backed.definitions()
     definitions += [f'default = device("{device}")'] if device != "cpu" else []
-    return definitions + settings + bodies_text, sections
+    paths = dict.fromkeys(str(node.target) for node in scopes.computed if node.op == "call_module")
+    modules = [speller.module_definition(path) for path in paths]
+    return definitions + settings + modules + bodies_text, sections
 
 
 def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[str, str], list[str]]:
@@ -126,13 +134,16 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes:
-        for operand, body in bodies_of(gm, user).items():
-            if str(operand.target) in names:
+        called = {str(operand.target): body for operand, body in bodies_of(gm, user).items()}
+        if user.op == "call_module" and isinstance(module := held(gm, str(user.target)), fx.GraphModule):
+            called[str(user.target)] = module
+        for path, body in called.items():
+            if path in names:
                 continue
             definitions, sections = _full(body, mesh, backed, is_body=True)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
-            names[str(operand.target)] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
+            names[path] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
     return names, [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
 
 
@@ -141,8 +152,12 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
     keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in told]
     for key, here in stretches(keys):
         speller.enter_section(key)
-        spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]
-        yield Section(key, tuple([Line("", f"{name}: {kind}") for name, kind in spelled]))
+        lines = []
+        for node in inputs[here]:
+            default = f" = {speller.argument(node.args[0])}" if node.args else ""
+            kind = speller.type_of(node.meta.get("val"))
+            lines.append(Line("", f"{speller.reference(node)}: {kind}{default}"))
+        yield Section(key, tuple(lines))
 
 
 def _schedule_sections(speller: Speller) -> Iterable[Section]:
@@ -163,7 +178,8 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
-    if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
+    is_named = isinstance(result, dict) or hasattr(result, "_fields")
+    if is_named or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
         speller.enter_section(key := SectionKey("out", None))
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return

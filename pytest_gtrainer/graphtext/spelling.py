@@ -7,95 +7,114 @@ the whole graph, bodies included, and is defined with its hint: ``s0 = size(16)`
 A constant is a word of torch, a literal, or a digest; ``constants`` gives what a text tells by a digest only.
 """
 
-import ctypes
+import contextlib
 import hashlib
 import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx
+from torch import fx, nn
 
-from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_unbacked
-from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, OpOverload, pytree
-from pytest_gtrainer.graph.nodes import DTYPES, spell_dtype
-from pytest_gtrainer.graphtext.operators import function_of, groups_of, operator_of, word
+from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_kernel_call, is_unbacked, kernel_of
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.graph.foreign import AnyGraph, adopted
+from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graphtext.identity import (
+    CannotShow,
+    description,
+    digest_of,
+    function_under,
+    is_known_by_name,
+    kernel_description,
+    name_of,
+)
+from pytest_gtrainer.graphtext.literals import PLAIN, spell_literal, tensor_content
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
-from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
+from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell, spell_from, spell_input
 
-_SMALL = 8  # constant tensors of at most so many elements show their values, larger ones a digest
-PLAIN = (type(None), bool, int, float, str, complex)
-SPELLINGS: dict[type, Callable[[Any], str]] = {
-    **dict.fromkeys((*PLAIN, range), repr),
-    torch.dtype: spell_dtype,
-    **dict.fromkeys((torch.layout, torch.memory_format), lambda value: str(value).removeprefix("torch.")),
-    torch.device: lambda value: f'device("{value.type}")',
-}
-"""How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
-_TOLD = (fx.Node, fx.GraphModule, slice, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""What has no spelling of its own and is told in full."""
-_NAMED = (torch.dtype, torch.layout, torch.memory_format)
-TORCH_WORDS = {SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)}
-DTYPE_OF = {word: value for word, value in TORCH_WORDS.items() if isinstance(value, torch.dtype)}
-CONSTANTS: dict[str, object] = {
-    **TORCH_WORDS,
-    "inf": float("inf"), "nan": float("nan"), "infj": complex(0, float("inf")), "nanj": complex(0, float("nan")),
-}  # fmt: skip
-"""What a bare word that is no value of the graph stands for."""
+_SPELLED_WHOLE = (fx.Node, fx.GraphModule, slice, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Operands that have no spelling of their own and stand in a text with all that they are."""
 
 
-def spell_literal(value: Any) -> str | None:
-    """A constant that depends on nothing else; None if it has no spelling."""
-    if (spell := SPELLINGS.get(type(value))) is not None:
-        return spell(value)
-    return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
+def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield what the nodes of a graph, and of graphs inside it, call or hold that is neither a literal nor an operator.
+
+    These are Python functions, called modules without a graph, tensors, and other objects.
+    """
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            held: list[Any] = pytree.tree_leaves((node.args, node.kwargs))
+            if node.op == "get_attr":
+                held.append(operator.attrgetter(str(node.target))(module))
+            elif node.op == "call_module":
+                held.append(module.get_submodule(str(node.target)))
+            elif node.op == "call_function":
+                held += [*_kernel_of(node), *([] if is_known_by_name(node.target) else [node.target])]
+            for value in held:
+                if not isinstance(value, _SPELLED_WHOLE) and spell_literal(value) is None:
+                    yield node, value
 
 
-def tensor_content(value: torch.Tensor) -> str:
-    """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
-    if isinstance(value, FakeTensor) or value.is_meta:
-        return "None"
-    if value.numel() <= _SMALL and value.dtype in DTYPES:
-        return repr(value.tolist())
-    content = bytes_of(value)
-    memory = ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
-    return repr("sha256:" + hashlib.sha256(memory).hexdigest()[:16])
+def _kernel_of(node: fx.Node) -> list[Any]:
+    """The Triton kernel of a node, and its constants, which the node names by their places in tables of torch."""
+    if not is_kernel_call(node.target):
+        return []
+    kernel, constants = kernel_of(node.kwargs)
+    return [*pytree.tree_leaves(constants), *([] if kernel is None else [function_under(kernel)])]
 
 
-def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, element by element, whatever its strides."""
-    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+class HiddenValue(ValueError):
+    """A graph calls or holds something that no text can show, so that two different graphs would have equal texts."""
 
 
-def object_digest(value: Any) -> str:
-    """The digest of an object's ``repr``; the name of its type where that is an address."""
-    shown = repr(value)
-    return type(value).__name__ if " at 0x" in shown else hashlib.sha256(shown.encode()).hexdigest()[:12]
-
-
-def constants(gm: fx.GraphModule) -> dict[str, Any]:
-    """What a text tells by digest, and called modules by path, bodies included; ``parse`` takes it as ``constants``."""
-    found: dict[str, Any] = {}
+def refuse_hidden(gm: fx.GraphModule) -> None:
+    """Raise HiddenValue if the full text of a graph, or of one inside it, would not show what a node calls or holds."""
+    for node, value in held_values(gm):
+        if isinstance(value, torch.Tensor):
+            continue
+        try:
+            digest_of(value)
+        except CannotShow as error:
+            where = f"{node.name} ({node.op} of {node.target})"
+            raise HiddenValue(
+                f"{where} has a {name_of(value)} that no text can show: {error}. A golden would accept any other in "
+                "its place: give the graph numbers, tensors or functions instead, or check a text of your own"
+            ) from error
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if node.op == "call_module":
-                found[str(node.target)] = module.get_submodule(str(node.target))
-            held = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
-            for value in [held, *pytree.tree_leaves((node.args, node.kwargs))]:
-                if isinstance(value, torch.Tensor):
-                    told = tensor_content(value).strip("'")
-                    if told.startswith("sha256:"):
-                        found[told] = value
-                elif spell_literal(value) is None and not isinstance(value, _TOLD):
-                    found[object_digest(value)] = value
+            if is_kernel_call(node.target) and kernel_of(node.kwargs)[0] is None:
+                raise HiddenValue(
+                    f"{node.name} calls a Triton kernel that torch's table of kernels does not hold any more, so a "
+                    "golden would accept any other: check the graph in the process and the test that traced it"
+                )
+
+
+def constants(graph: AnyGraph) -> dict[str, Any]:
+    """What a text shows by digest, and called modules by path, bodies included; ``parse`` takes it as ``constants``."""
+    found: dict[str, Any] = {}
+    for node, value in held_values(adopted(graph)):
+        if isinstance(value, torch.Tensor):
+            content = tensor_content(value).strip("'")
+            if content.startswith("sha256:"):
+                found[content] = value
+        elif isinstance(value, nn.Module) and node.op == "call_module":
+            found[str(node.target)] = value
+        else:
+            with contextlib.suppress(CannotShow):
+                found[digest_of(value)] = value
     return found
 
+
+_SMALL_STRUCTURE = 8  # longer runs of results are written as a range
 
 SIZES = ("both", "symbols", "examples")
 """How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
@@ -192,22 +211,40 @@ class Speller:
     def call(self, node: fx.Node) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
         operator = operator_of(node)
+        kernel = kernel_of(node.kwargs) if is_kernel_call(node.target) else None
         given = [("", place, value) for place, value in enumerate(node.args)]
         given += [(f"{word(name)}=", name, node.kwargs[name]) for name in sorted(node.kwargs)]
-        told = []
+        arguments = []
         for to, at, value in given:
-            group = self.groups.get(value) if at in operator.group_arguments and isinstance(value, str) else None
-            told.append(f"{to}{group.symbol if group else self.argument(value)}")
-        return f"{operator.text}({', '.join(told)})"
+            if at in operator.group_arguments and isinstance(value, str) and value in self.groups:
+                arguments.append(f"{to}{self.groups[value].symbol}")
+            elif kernel is not None and at == "kernel_idx":
+                arguments.append(f"{to}{spell_kernel(kernel[0])}")
+            elif kernel is not None and at == "constant_args_idx":
+                arguments.append(f"{to}{self.argument(dict(kernel[1]))}")
+            else:
+                arguments.append(f"{to}{self.argument(value)}")
+        return f"{operator.text}{_code_of_target(node)}({', '.join(arguments)})"
+
+    def module_definition(self, path: str) -> str:
+        """What a called module is: ``module.seq[1] = torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``."""
+        called = f"module.{spell(path)}"
+        if path in self._bodies:
+            return f"{called} = {self._bodies[path]}"
+        return f"{called} = {spell_module(self._gm.get_submodule(path))}"
 
     def argument(self, value: Any) -> str:
         """An operand, or a literal, or a container of them."""
         if isinstance(value, fx.Node):
             return self.reference(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            fields = zip(value._fields, value, strict=True)
+            inner = ", ".join([f"{word(name)}={self.argument(item)}" for name, item in fields])
+            return f"namedtuple({name_of(type(value))!r}, {inner})"
         if isinstance(value, tuple | list):
             return _sequence(value, self.argument)
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in value.items())}}}"
+            return f"{{{', '.join(f'{spell_key(key)}: {self.argument(item)}' for key, item in value.items())}}}"
         if isinstance(value, slice):
             return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
         return self._literal(value)
@@ -219,8 +256,7 @@ class Speller:
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {tensor_content(value)})"
-        name, digest = type(value).__name__, object_digest(value)
-        return f"const({name!r})" if digest == name else f"const({name!r}, {digest!r})"
+        return spell_object(value)
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
@@ -270,6 +306,85 @@ class Speller:
             self._counts[here, kind] += 1
         layer, name = self._owner[symbol]
         return name if layer is None else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
+
+
+def spell_object(value: Any) -> str:
+    """``const('Colour.RED', '0123456789ab')``; without a digest, which a golden refuses, if nothing can be shown."""
+    try:
+        return f"const({name_of(value)!r}, {digest_of(value)!r})"
+    except CannotShow:
+        return f"const({name_of(value)!r})"
+
+
+def spell_module(module: nn.Module) -> str:
+    """A module without a graph: ``torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``, or as an object."""
+    try:
+        return description(module)
+    except CannotShow:
+        return spell_object(module)
+
+
+def spell_kernel(kernel: Any) -> str:
+    """A Triton kernel: ``const('kernels.add', '0123456789ab')``."""
+    try:
+        digest = hashlib.sha256(kernel_description(kernel).encode(errors="backslashreplace")).hexdigest()[:12]
+    except CannotShow:
+        return f"const({name_of(function_under(kernel))!r})"
+    return "None" if kernel is None else f"const({name_of(function_under(kernel))!r}, {digest!r})"
+
+
+def spell_structure(structure: Any) -> str | None:
+    """The structure of what a graph's code returns, results by their numbers, ``{'loss': 0, 'logits': [1, 2]}``.
+
+    None if that is a flat tuple, as of most graphs. A structure that was parsed is its text.
+    """
+    if isinstance(structure, str):
+        return structure
+    if structure.type is tuple and all(child.is_leaf() for child in structure.children()):
+        return None
+    return _structure_below(structure, itertools.count())
+
+
+def _structure_below(structure: Any, numbers: Iterator[int]) -> str:
+    if structure.is_leaf():
+        return str(next(numbers))
+    if structure.type in (list, tuple) and all(child.is_leaf() for child in structure.children()):
+        found = [next(numbers) for _ in structure.children()]
+        if len(found) > _SMALL_STRUCTURE:  # as many as a model has parameters
+            return _sequence(structure.type([f"*range({found[0]}, {found[-1] + 1})"]), str)
+        return _sequence(structure.type(found), str)
+    items = [_structure_below(child, numbers) for child in structure.children()]
+    if structure.type is dict:
+        pairs = zip(structure.context, items, strict=True)
+        return "{" + ", ".join(f"{spell_key(key)}: {item}" for key, item in pairs) + "}"
+    if structure.type in (list, tuple):
+        return _sequence(structure.type(items), str)
+    return f"{name_of(structure.type)}({', '.join([repr(_spell_context(structure.context)), *items])})"
+
+
+def _spell_context(context: Any) -> str:
+    """What a container of a user's own holds beside its items: the keys, the class of a named tuple."""
+    if isinstance(context, type) and hasattr(context, "_fields"):
+        return f"{name_of(context)}({', '.join(context._fields)})"
+    try:
+        return description(context)
+    except CannotShow:
+        return name_of(context)
+
+
+def spell_key(key: Any) -> str:
+    """The key of a dictionary."""
+    return repr(key) if type(key) in PLAIN else spell_literal(key) or spell_object(key)
+
+
+def _code_of_target(node: fx.Node) -> str:
+    """``["0123456789ab"]`` behind a function whose name does not say what it does; ``[...]`` if nothing can."""
+    if node.op != "call_function" or is_known_by_name(node.target):
+        return ""
+    try:
+        return f'["{digest_of(node.target)}"]'
+    except CannotShow:
+        return "[...]"
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:

@@ -23,6 +23,7 @@ from pytest_gtrainer.graphtext.differences.values import _became
 from pytest_gtrainer.graphtext.equivalence import bare_name, canonical
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.header import nearest, read, version_of, write
+from pytest_gtrainer.graphtext.literals import spell_literal
 from pytest_gtrainer.graphtext.operands import may_be_symbolic
 from pytest_gtrainer.graphtext.operators import mesh_dimension, spell_ranks, word
 from pytest_gtrainer.graphtext.sections import (
@@ -38,7 +39,7 @@ from pytest_gtrainer.graphtext.sections import (
     split_layer,
     stretches,
 )
-from pytest_gtrainer.graphtext.spelling import is_contiguous, spell_literal
+from pytest_gtrainer.graphtext.spelling import is_contiguous
 from pytest_gtrainer.graphtext.syntax import LinePlace, chain, key_of, links_of, scope_at, static_path
 from pytest_gtrainer.graphtext.torch_spellings import spellings_between
 

@@ -160,7 +160,7 @@ def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
 
 
-_KINDS = {"group": "process group", "size": "symbol"}
+_KINDS = {"group": "process group", "size": "symbol", "module": "called"}
 
 
 def definition_remarks(comparison: Comparison) -> Iterator[Remark]:

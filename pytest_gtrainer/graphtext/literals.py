@@ -1,0 +1,77 @@
+"""Literals, words of torch and tensors as graph text writes them: constants that depend on nothing else."""
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_gtrainer._torch.values import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    is_traceable_wrapper_subclass,
+)
+from pytest_gtrainer.graph.nodes import DTYPES, spell_dtype
+from pytest_gtrainer.graphtext.operators import function_of
+
+_SMALL = 8  # constant tensors of at most so many elements show their values, larger ones a digest
+PLAIN = (type(None), bool, int, float, str, complex)
+SPELLINGS: dict[type, Callable[[Any], str]] = {
+    **dict.fromkeys((*PLAIN, range), repr),
+    torch.dtype: spell_dtype,
+    **dict.fromkeys((torch.layout, torch.memory_format), lambda value: str(value).removeprefix("torch.")),
+    torch.device: lambda value: f'device("{value.type}")',
+}
+"""How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+TORCH_WORDS = {SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)}
+DTYPE_OF = {word: value for word, value in TORCH_WORDS.items() if isinstance(value, torch.dtype)}
+CONSTANTS: dict[str, object] = {
+    **TORCH_WORDS,
+    "inf": float("inf"), "nan": float("nan"), "infj": complex(0, float("inf")), "nanj": complex(0, float("nan")),
+}  # fmt: skip
+"""What a bare word that is no value of the graph stands for."""
+
+
+def spell_literal(value: Any) -> str | None:
+    """A constant that depends on nothing else; None if it has no spelling."""
+    if (spell := SPELLINGS.get(type(value))) is not None:
+        return spell(value)
+    return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
+
+
+def tensor_content(value: torch.Tensor) -> str:
+    """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
+    if isinstance(value, FakeTensor) or value.is_meta:
+        return "None"
+    if value.numel() <= _SMALL and value.dtype in DTYPES and not is_traceable_wrapper_subclass(value):
+        return repr(value.tolist())
+    return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])
+
+
+def _content(value: torch.Tensor) -> bytes:
+    """The bytes of a tensor; with scales and zero points if it is quantised; of a wrapper what it holds."""
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = [f"{name}={_content(getattr(value, name)).hex()}" for name in names]
+        return "; ".join([type(value).__name__, repr(context), *inner]).encode()
+    if value.is_quantized:
+        return repr(_quantisation(value)).encode() + _content(value.int_repr())
+    content = bytes_of(value)
+    return ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
+
+
+def _quantisation(value: torch.Tensor) -> tuple[object, ...]:
+    """How the numbers of a quantised tensor are meant: scheme, scales and zero points."""
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return str(value.qscheme()), value.q_scale(), value.q_zero_point()
+    scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    return str(value.qscheme()), value.q_per_channel_axis(), scales.tolist(), zero_points.tolist()
+
+
+def bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, element by element, whatever its strides."""
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

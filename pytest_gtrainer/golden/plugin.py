@@ -8,7 +8,6 @@ claims (``gt_claims``), the command of an inline expectation that has failed (``
 carries what was written, so that a worker that crashes later takes nothing along.
 """
 
-import contextlib
 import functools
 import os
 import shlex
@@ -86,10 +85,14 @@ class GoldenPlugin:
                 return self._await(claim, "created")
             problem = f"{claim.path} is missing\nobtained:\n{_head(claim.text)}"
             return self._failed(item, claim, "missing", problem + self._renamed(item, claim))
-        from pytest_gtrainer.golden.compare import judge
+        from pytest_gtrainer.golden.compare import judge, maker
 
         finding = judge(claim.kind, golden, claim.text)
         if finding.outcome == "equal":
+            # after a rename the head still names the old test, and with it a command that runs nothing
+            is_renamed = maker(claim.kind, golden) not in (None, maker(claim.kind, claim.text))
+            if is_renamed and self.modes.updates and held.path == claim.path:
+                return self._await(claim, "updated")
             return [_fact(held, "equal")], None
         is_new, is_judged = held.path != claim.path, finding.outcome != "not judged"
         outcome = "created" if is_new or not is_judged else "updated"
@@ -108,19 +111,28 @@ class GoldenPlugin:
         return self._failed(item, claim, "different", problem, golden)
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
-        """Which golden of no collected test has the text that was obtained, if a test was renamed; else ""."""
-        from pytest_gtrainer.graphtext.header import body
+        """Which golden of no collected test holds what was obtained, if a test was renamed; else ""."""
+        from pytest_gtrainer.golden.compare import same_content
 
         known = {stem_of_test(each.nodeid) for each in item.session.items}
-        suffix, wanted = PurePosixPath(claim.path).suffix, body(store.normal(claim.text))
+        suffix, obtained = SUFFIXES[claim.kind], store.normal(claim.text)
         for path in store.goldens_below(self.root):
-            if path.suffix == suffix and stem_of_golden(path) not in known:
-                with contextlib.suppress(store.GoldenFileError):
-                    if body(store.read(self.root / path, self.root) or "") == wanted:
-                        move = shlex.join(["git", "mv", str(path), claim.path])
-                        told = f"\n\n{path} has the same text, and its test is not in this run."
-                        make = f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}"
-                        return f"{told} If the test was renamed:\n  {make} && {move}"
+            if not path.name.endswith(suffix) or stem_of_golden(path) in known:
+                continue
+            try:
+                golden = store.read(self.root / path, self.root)
+            except store.GoldenFileError:
+                continue
+            if golden is None or not same_content(claim.kind, golden, obtained):
+                continue
+            commands = [
+                f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}",
+                shlex.join(["git", "mv", str(path), claim.path]),
+            ]
+            if claim.kind != "text":  # its head names the test, and how to remake it
+                commands.append(self.accept_command(item))
+            found = f"{path} has the same text, and its test is not in this run."
+            return f"\n\n{found} If the test was renamed:\n  {' && '.join(commands)}"
         return ""
 
     def _held(self, claim: Claim) -> Claim:
@@ -145,7 +157,7 @@ class GoldenPlugin:
             from pytest_gtrainer.golden.compare import judge
 
             difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
-            texts |= {"golden": golden, "difference": difference + "\n"}
+            texts |= {"golden": golden, "difference": facts.escaped(difference) + "\n"}
         saved = self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
         command = self.accept_command(item)
         parts = [problem, *saved, f"to accept what was obtained:\n  {command}"]

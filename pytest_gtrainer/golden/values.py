@@ -108,6 +108,15 @@ def entries_of(text: str) -> list[Entry]:
         raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
 
 
+def maker(text: str) -> str | None:
+    """The test that a golden says it was made by."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return str(content["test"]) if isinstance(content, dict) and "test" in content else None
+
+
 def merged(golden: str, obtained: str) -> str:
     """A golden with an obtained text's entry in place of those of its environment; a NumbersError if it is damaged."""
     (new,), old = entries_of(obtained), entries_of(golden)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext import syntax
-from pytest_gtrainer.graphtext.folding import unfold
+from pytest_gtrainer.graphtext.folding import MOST_LINES, LineBudget, unfold
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
 from pytest_gtrainer.graphtext.syntax import UNREADABLE, LinePlace, absolute, links_of
@@ -215,10 +215,11 @@ class _Resolver:
                 self._made.definitions.append(Definition(found["name"], kind, found["value"]))
             else:
                 self._made.others.append(line)
+        budget = LineBudget(MOST_LINES)
         for first, *inner in bodies:
             name = first.text.removeprefix(_BODY).partition("(")[0]
             try:
-                self._made.bodies[name] = unfold(textwrap.dedent("\n".join(line.text for line in inner)))
+                self._made.bodies[name] = unfold(textwrap.dedent("\n".join(line.text for line in inner)), budget)
             except TextError:
                 self._made.bodies[name] = tuple(inner)
             self._made.definitions.append(Definition(name, "body", ""))

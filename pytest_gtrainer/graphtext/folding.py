@@ -15,9 +15,12 @@ from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Line, Section, SectionKey, spell
 
 INDENT = "  "
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
+"""Layers of one heading: a damaged number must take neither all memory nor minutes."""
 MOST_LINES = 1 << 20
-"""Of a heading, and of a text with its layers counted out: a damaged number must not take all memory."""
+"""Lines of a text to compare, its layers counted out."""
+MOST_ADDED = 1 << 16
+"""Lines that layers may add to a text to parse. Each becomes a node, which takes a hundred times longer."""
 _SHORT = 8  # sections of at most so many lines are read faster than their differences from another
 _LAYERS = re.compile(
     r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
@@ -163,43 +166,61 @@ class TextBlock:
         return edit["name"] if edit and edit["kind"] == "like" else None
 
 
-def unfold(text: str) -> tuple[GraphLine, ...]:
-    """The lines of a graph text, without comments at its head; a TextError says the line."""
-    sections = expand(list(_blocks(text)))
-    return tuple([GraphLine(key, heading, told) for key, lines in sections for heading, told, _ in lines])
+class LineBudget:
+    """How many lines a text, with the graphs inside it, may still have, its layers counted out."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.spent = most, 0
+
+    def spend(self, block: TextBlock, lines: int) -> None:
+        """Count ``lines`` for each layer of a block; a TextError if the text has too many."""
+        self.spent += len(block.keys) * lines
+        if self.spent > self.most:
+            message = f"expected at most {self.most} lines, layers counted out, found {self.spent}"
+            raise TextError(f"{message}: give the heading fewer layers", block.number)
 
 
-def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
-    """Every section with its lines, layers counted out, edits applied; a TextError if an edit names nothing."""
+def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]:
+    """The lines of a graph text, without comments at its head; a TextError says the line.
+
+    Graphs inside a graph share one ``budget``.
+    """
+    budget = budget or LineBudget(MOST_LINES)
+    unfolded = []
+    for block, lines in expand(list(_blocks(text, budget)), budget):
+        for key in block.keys:
+            unfolded += [GraphLine(key, heading, statement) for heading, statement, _ in lines]
+    return tuple(unfolded)
+
+
+def expand(blocks: Sequence[TextBlock], budget: LineBudget) -> list[tuple[TextBlock, Sequence[Line]]]:
+    """Give every block the lines of each of its layers, edits applied; a TextError if an edit names nothing.
+
+    The budget pays for lines that edits add; those that stand in the text have been counted by its reader.
+    """
     models: dict[str, Sequence[Line]] = {}  # what `like` may name: sections printed in full, by key and visit
     visits: Counter[str] = Counter()
     for block in blocks:
         visits.update(block.keys)
         if block.model is None:
             models |= {f"{key}, visit={visits[key]}" if visits[key] > 1 else key: block.lines for key in block.keys}
-    total = 0
+    expanded: list[tuple[TextBlock, Sequence[Line]]] = []
     for block in blocks:
-        lines = block.lines
+        lines: Sequence[Line] = block.lines
         if block.model is not None:
             if block.model not in models:
                 hint = nearest(block.model, models)
                 raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
             lines = tuple(_edited(models[block.model], block))
-        total = counted(block, lines, total)
-        yield from ((key, lines) for key in block.keys)
+            budget.spend(block, max(len(lines) - len(block.lines), 0))
+        expanded.append((block, lines))
+    return expanded
 
 
-def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
-    """How many lines a text has after a block of these, its layers counted out; a TextError beyond ``MOST_LINES``."""
-    if (total := before + len(block.keys) * max(len(lines), 1)) > MOST_LINES:
-        raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
-    return total
-
-
-def _blocks(text: str) -> Iterator[TextBlock]:
+def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
     head: tuple[int, tuple[str, ...]] | None = None
     lines: list[Line] = []
-    heading, total = "", 0
+    heading = ""
     for number, raw in enumerate([*text.splitlines(), "."], start=1):  # the last one ends the text
         line = raw.removeprefix(INDENT)
         if raw.startswith("#") or not raw or raw.isspace():
@@ -207,7 +228,7 @@ def _blocks(text: str) -> Iterator[TextBlock]:
         if not raw.startswith(INDENT):  # a heading, or a definition at the head of the text
             if head:
                 block = TextBlock(*head, tuple(lines))
-                total = counted(block, block.lines, total)
+                budget.spend(block, max(len(block.lines), 1))
                 yield block
             head = number, section_names(raw, number)
             lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
@@ -237,7 +258,7 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
         return (f"{found['path']}[{first}]",)
     layers = range(first, int(found["stop"] or -1), -1 if found["down"] else 1)
     if not 0 < len(layers) <= MOST_LAYERS:
-        raise TextError(f"expected 1 to {MOST_LAYERS} layers, found {len(layers)}", number, column)
+        raise TextError(f"expected 1 to {MOST_LAYERS} layers in a heading, found {len(layers)}", number, column)
     return tuple([f"{found['path']}[{index}]" for index in layers])
 
 

@@ -34,8 +34,9 @@ _FIRST = re.compile(r"# gtrainer graph v(\d{1,9})(?!\d)\s*")
 
 
 def write(fields: Mapping[str, str]) -> list[str]:
-    """The header's lines."""
-    return [f"# gtrainer graph v{VERSION}", *(f"# {name}: {' '.join(told.split())}" for name, told in fields.items())]
+    """The header's lines; what would command a terminal that shows them is escaped."""
+    lines = [f"# {name}: {value}" for name, value in fields.items()]
+    return [f"# gtrainer graph v{VERSION}", *(escaped(" ".join(line.split())) for line in lines)]
 
 
 def version_of(text: str) -> int | None:

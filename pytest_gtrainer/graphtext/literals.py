@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,8 @@ def tensor_content(value: torch.Tensor) -> str:
     if isinstance(value, FakeTensor) or value.is_meta:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES and not is_traceable_wrapper_subclass(value):
-        return repr(value.tolist())
+        rows = math.prod(extent for extent in value.shape if extent)
+        return "[]" if value.numel() == 0 and rows > _SMALL else repr(value.tolist())
     return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])
 
 

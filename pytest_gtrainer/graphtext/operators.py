@@ -42,7 +42,7 @@ def operator_of(node: fx.Node) -> Operator:
     if node.op == "call_function":
         return function_of(node.target)
     path = str(node.target)
-    text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{path}"
+    text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{word(path)}"
     return Operator(text, word(path.rpartition(".")[2]))
 
 

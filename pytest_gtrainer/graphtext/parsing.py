@@ -9,6 +9,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +20,7 @@ from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
 from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
-from pytest_gtrainer.graphtext.folding import TextBlock, counted, expand, section_names
+from pytest_gtrainer.graphtext.folding import MOST_ADDED, LineBudget, TextBlock, expand, section_names
 from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import UnknownOperator, function_of, is_method, names_of_groups, operator_named
@@ -88,7 +89,8 @@ def parser_of(
     try:
         statements = translated(tree) if is_dump(text) else tree.body
         sizes = Sizes(symbolic=may_be_symbolic(text))
-        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
+        limits = _Limits(LineBudget(MOST_ADDED + text.count("\n")))
+        return _Parser(statements, sizes, constants or {}, tuple(allow), limits).make(groups or {})
     except RecursionError:
         raise TextError("something in this text is nested too deeply", 1) from None
 
@@ -134,16 +136,24 @@ def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Ite
         yield Line(heading, name, (node, scope))
 
 
+@dataclass
+class _Limits:
+    """What a text may come to, with the graphs inside it: a small one must not take all memory."""
+
+    lines: LineBudget
+    ranks: int = _MOST_RANKS
+
+
 class _Parser:
-    """Makes one graph; a body has a parser of its own."""
+    """Makes one graph; a body has a parser of its own. All of a text is read and counted before anything is made."""
 
     def __init__(
-        self, statements: Sequence[ast.stmt], sizes: Sizes, given: Mapping[str, Any], group_names: Mapping[str, str],
-        allow: tuple[str, ...],
+        self, statements: Sequence[ast.stmt], sizes: Sizes, given: Mapping[str, Any], allow: tuple[str, ...],
+        limits: _Limits,
     ) -> None:  # fmt: skip
         self.graph = fx.Graph()
         self.groups: dict[str, tuple[int, ...] | None] = {}
-        self._sizes, self._given, self._allow = sizes, given, allow
+        self._sizes, self._given, self._allow, self._limits = sizes, given, allow, limits
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
         self._targets: dict[ast.expr, tuple[str, Any]] = {}
@@ -154,16 +164,24 @@ class _Parser:
         self._blocks: list[TextBlock] = []
         self._keys: dict[str, SectionKey] = {}  # by what ``like(...)`` calls them
         self._modules: dict[str, ast.Assign] = {}  # definitions of called modules, by path
-        bodies = self._read(statements)
+        self._bodies = {
+            body.name: _Parser(body.body, sizes.body(), given, allow, limits) for body in self._read(statements)
+        }
+        self._sections = expand(self._blocks, limits.lines)
+
+    def make(self, group_names: Mapping[str, str]) -> "_Parser":
+        """Make the graph; ``group_names`` are names of process groups by their symbols."""
         for symbol, name in names_of_groups(self._ranks, group_names).items():
             self.groups[name] = self._ranks[symbol]
             self.operands.names[symbol] = name
-        for body in bodies:
-            self.operands.names[body.name] = _Parser(body.body, sizes.body(), given, group_names, allow).module()
-        for name, lines in expand(self._blocks):
-            for line in lines:
-                self._run(self._keys[name], *line.source)
+        for body, parser in self._bodies.items():
+            self.operands.names[body] = parser.make(group_names).module()
+        for block, lines in self._sections:
+            for name in block.keys:
+                for line in lines:
+                    self._run(self._keys[name], *line.source)
         self._finish()
+        return self
 
     def module(self) -> fx.GraphModule:
         try:
@@ -177,7 +195,6 @@ class _Parser:
         """Evaluate the definitions, keep the sections as blocks; gives the bodies."""
         defined: set[str] = set()
         bodies: dict[str, ast.FunctionDef] = {}
-        total = 0
         for node in statements:
             match node:
                 case ast.FunctionDef(name):
@@ -199,8 +216,9 @@ class _Parser:
                 case ast.For() | ast.If():
                     named = _keys_of(node)
                     self._keys |= named
-                    self._blocks.append(TextBlock(node.lineno, tuple(named), tuple(_lines(node.body))))
-                    total = counted(self._blocks[-1], self._blocks[-1].lines, total)
+                    block = TextBlock(node.lineno, tuple(named), tuple(_lines(node.body)))
+                    self._limits.lines.spend(block, max(len(block.lines), 1))
+                    self._blocks.append(block)
                 case _:
                     expected = "a section (`if fwd:`, `for i in fwd.layers[0]:`)"
                     expected = "a definition like `fsdp = group([0, 4])`" if isinstance(node, ast.Assign) else expected
@@ -211,12 +229,7 @@ class _Parser:
         nowhere = LinePlace("fwd", None)
         match node:
             case ast.Call(ast.Name("group"), [argument]):
-                ranks = self.operands.operand(argument, nowhere)
-                is_short = isinstance(ranks, range | list) and not ranks[_MOST_RANKS:]
-                if ranks is not None and not (is_short and all(type(rank) is int and rank >= 0 for rank in ranks)):
-                    expected = "expected the ranks of a group, `range(0, 8)` or `[0, 4]`"
-                    raise refuse(argument, f"{expected}, found `{shown(argument)}`")
-                self._ranks[name] = None if ranks is None else tuple(ranks)
+                self._ranks[name] = self._group(argument, self.operands.operand(argument, nowhere))
             case ast.Call(ast.Name("size"), [], []):
                 self._sizes.define(name, None)
             case ast.Call(ast.Name("size"), [argument]):
@@ -237,6 +250,18 @@ class _Parser:
                 self._settings[name] = tuple(ast.literal_eval(node))
             case _:
                 raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
+
+    def _group(self, node: ast.expr, ranks: Any) -> tuple[int, ...] | None:
+        """The ranks of a group, ``range(0, 8)``, ``[0, 4]`` or None."""
+        if ranks is None:
+            return None
+        if isinstance(ranks, range | list) and ranks[self._limits.ranks :]:
+            said = f"the groups of a text have at most {_MOST_RANKS} ranks together"
+            raise refuse(node, f"{said}, and with `{shown(node)}` they have more")
+        if not isinstance(ranks, range | list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
+            raise refuse(node, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`")
+        self._limits.ranks -= len(ranks)
+        return tuple(ranks)
 
     def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
         place = LinePlace(*key)

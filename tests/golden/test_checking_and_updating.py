@@ -106,6 +106,34 @@ def test_a_test_that_only_uses_texts_does_not_import_torch(run):
     run(ONE + probe, "--gt-update-goldens").assert_outcomes(passed=2)
 
 
+RENAMED = {
+    "graph": ("torch.fx.symbolic_trace(torch.nn.ReLU())", ".fxgraph"),
+    "numbers": ("{'loss': 0.5}", ".numbers.json"),
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_the_head_of_a_golden_follows_a_rename(kind: str, run_here, goldens, pytester):
+    """The message says how; without an update the golden is equal and still names the old test."""
+    value, suffix = RENAMED[kind]
+    source = f"import torch\ndef test_a(gt_golden): gt_golden.check({value})"
+    run_here(source, "--gt-update-goldens").assert_outcomes(passed=1)
+    renamed = source.replace("test_a", "test_b")
+    here, there = f"golden/test_it/test_a{suffix}", f"golden/test_it/test_b{suffix}"
+    accept = "pytest test_it.py::test_b --gt-update-goldens"
+    run_here(renamed).stdout.fnmatch_lines([f"*mkdir -p golden/test_it && git mv {here} {there} && {accept}"])
+    (pytester.path / here).rename(pytester.path / there)
+
+    run_here(renamed).assert_outcomes(passed=1)
+    assert "test_a" in goldens()[f"test_it/test_b{suffix}"]
+    result = run_here(renamed, "--gt-update-goldens")
+    result.stdout.fnmatch_lines(["goldens   1 updated"])
+    text = goldens()[f"test_it/test_b{suffix}"]
+    assert "test_a" not in text
+    assert accept in text
+    assert "1 equal" in run_here(renamed, "--gt-update-goldens").stdout.str()
+
+
 def test_a_renamed_test_is_told_which_golden_was_its_own(run_here, goldens, pytester):
     """Same text, and nobody of this run owns it."""
     run_here(ONE, "--gt-update-goldens")

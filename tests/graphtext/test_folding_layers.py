@@ -99,14 +99,14 @@ def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
     ("for i in fwd.layers[0]:\n  like(fwd.layers[9])",
      "line 1: like(fwd.layers[9]): no section of that name is told in full"),
     ("if fwd:\n  a: b\nfor i in fwd.layers[0]:\n  like(fwd)\n  drop(L.x)", "line 3: fwd has no line L.x"),
-    ("for i in fwd.layers[3:3]:\n  x: b", "line 1: expected 1 to 100000 layers, found 0"),
-    ("for i in fwd.layers[0:999999999]:\n  x: b", "line 1: expected 1 to 100000 layers, found 999999999"),
+    ("for i in fwd.layers[3:3]:\n  x: b", "line 1: expected 1 to 10000 layers in a heading, found 0"),
+    ("for i in fwd.layers[0:999999999]:\n  x: b", "line 1: expected 1 to 10000 layers in a heading, found 999999999"),
     (f"for i in fwd.layers[0:{'9' * 5000}]:\n  x: b",
      f"line 1: expected `for i in fwd.layers[0:8]:`, found 'for i in fwd.layers[0:{'9' * 58}'"),
-    ("for i in a[0:99999]:\n" + "  x: b\n" * 11 + "if fwd:\n",
-     "line 1: expected at most 1048576 lines, layers counted out, found 1099989"),
+    ("for i in a[0:9999]:\n" + "  x: b\n" * 110 + "if fwd:\n",
+     "line 1: expected at most 1048576 lines, layers counted out, found 1099890: give the heading fewer layers"),
     ("if fwd:\n" + "".join(f"  x{n}: b\n" for n in range(2000)) + "for i in fwd.layers[0:999]:\n  like(fwd)",
-     "line 2002: expected at most 1048576 lines, layers counted out, found 2000000"),
+     "line 2002: expected at most 1048576 lines, layers counted out, found 2000000: give the heading fewer layers"),
 ])  # fmt: skip
 def test_a_damaged_text_is_refused_with_the_line(text, problem):
     with pytest.raises(TextError) as error:

@@ -593,3 +593,22 @@ def test_a_golden_refuses_what_no_text_can_show(gt_golden):
     """V3: another lock would have the same text."""
     with pytest.raises(HiddenValue, match=r"inner \(call_module of inner\) has a Own .*`repr` is an address"):
         gt_golden.check(leaf(Own(lock=threading.Lock())))
+
+
+def test_names_that_would_command_a_terminal_are_escaped():
+    """V3: in headers, operators, modules, attributes, keys and digests' names."""
+    odd = "a\x1b[31m\u202e\nb\r\x85\u2028"
+    function = times(2)
+    function.__name__ = function.__qualname__ = function.__module__ = odd
+    kind = type(odd, (), {"__module__": odd})
+    module = Own(attribute=odd)
+    setattr(module, odd, 3)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    called = graph.create_node("call_function", function, (x, kind(), kind, {odd: 1}), {odd: x}, name="called")
+    method = graph.call_method(odd, (called,))
+    called.meta["custom"] = {"module_fqn": odd, odd: odd, "k": odd}
+    inner = graph.call_module("inner", (method,))
+    graph.output((inner,)).meta["gt_outputs"] = (odd,)
+    text = graphtext.render(as_module(graph, inner=module), header={"test": odd, odd: odd})
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []

@@ -5,7 +5,11 @@
   of the node that was just made for it, plus one; a node knows its own as ``_sequence_nr()``;
 - ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
   ``torch.autograd.graph`` and ``torch.autograd``;
-- ``torch._C._current_graph_task_id`` is -1 outside of a backward.
+- ``torch._C._current_graph_task_id`` is -1 outside of a backward;
+- a tensor holds its hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``; those on its ``AccumulateGrad``
+  node, which DDP registers in C++, have no reader;
+- ``torch.Tensor._make_wrapper_subclass`` makes a tensor without memory on any device. ``AccumulateGrad`` adds to a
+  ``.grad`` in place, so that such a one gets the call in its ``__torch_dispatch__``.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 
 from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.values import pytree
 
 with private_names():
     from torch._C import _current_graph_task_id
@@ -25,9 +30,46 @@ ATTRIBUTES = {
     "torch._C:_FunctionBase": ("_sequence_nr", "register_prehook", "register_hook", "next_functions"),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd": ("_engine_run_backward",),
+    "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
 }
 
 __all__ = ["TorchDispatchMode", "in_backward", "last_made_node", "watching_backward"]
+
+
+class GuardedGradient(torch.Tensor):
+    """The ``.grad`` of a tensor for as long as nobody may use it: reading its value or adding to it raises."""
+
+    message: str
+
+    @staticmethod
+    def __new__(cls, owner: torch.Tensor, message: str) -> "GuardedGradient":
+        """Return one that ``owner`` accepts as its gradient."""
+        kind: dict[str, Any] = {"dtype": getattr(owner, "grad_dtype", None) or owner.dtype, "device": owner.device}
+        made = torch.Tensor._make_wrapper_subclass(cls, owner.shape, strides=owner.stride(), **kind)
+        made.message = message
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise for whatever Python does with the gradient."""
+        cls._raise(args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise for what autograd does with it: a backward adds to it."""
+        cls._raise(args, kwargs)
+
+    @classmethod
+    def _raise(cls, args: Any, kwargs: Any) -> None:
+        guarded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is cls]
+        raise ValueError(guarded[0].message)
+
+
+def hooks_of(tensor: torch.Tensor) -> str:
+    """Return the name of the method that has registered a hook on ``tensor``; "" without one."""
+    if tensor._backward_hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if tensor._post_accumulate_grad_hooks else ""
 
 
 def in_backward() -> bool:

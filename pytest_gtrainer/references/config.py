@@ -30,6 +30,7 @@ from pytest_gtrainer.numerics.record import START, Record, normalised
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.references.replicas import ReplicasDiffer, ReplicaWarning, assert_alike, peers_by, state_of
 from pytest_gtrainer.tracing.model import local
+from pytest_gtrainer.tracing.refusals import refuse_model
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, ModelPart
 
 if TYPE_CHECKING:
@@ -180,17 +181,20 @@ def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: W
 
 
 def new_model(config: TrainConfig) -> nn.Module:
-    """A model of the configuration, checkpointed if it says so; a ValueError if a parameter cannot be sharded."""
+    """Return a model of the configuration, checkpointed if it says so.
+
+    Raises:
+        ValueError: a parameter cannot be sharded, or has a hook; or the model or a submodule is wrapped.
+    """
     model = config.model()
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            inner = (mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}."))
-            try:
+    try:
+        refuse_model(model)
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                inner = (mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}."))
                 ModelPart.of(name, parameter, next(inner, config.mesh))
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}. TrainConfig.model must build a new, unsharded model at every call"
-                ) from None
+    except ValueError as error:
+        raise ValueError(f"{error}. TrainConfig.model must build a new, unsharded model at every call") from None
     return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
 
 

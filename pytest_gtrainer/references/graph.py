@@ -10,6 +10,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
@@ -49,7 +50,11 @@ class GraphRun:
     def run(self) -> Record:
         """Train as ``references.config.train``; RanksDisagree, before anything runs, if ranks' collectives differ."""
         assert_same_collectives(self.traced.gm)
-        return train(self.config, self.model, partial(self.traced.replay, self.model), side="rewritten graph")
+        return train(self.config, self.model, self._replay, side="rewritten graph")
+
+    def _replay(self, *inputs: Any) -> torch.Tensor:
+        with self.config.context():  # a replay refuses another autocast than that of its trace
+            return self.traced.replay(self.model, *inputs)
 
     def rewritten(self, **options: Any) -> "GraphRun":
         """The same model and trace, rewritten with other options; of the two runs only one can train."""

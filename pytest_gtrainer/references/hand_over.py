@@ -24,7 +24,8 @@ from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
 from pytest_gtrainer.graph.nodes import argument_of
 from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_of_ranks
-from pytest_gtrainer.tracing.model import ModelState, tensor_text
+from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
+from pytest_gtrainer.tracing.refusals import RunMode
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
 from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, RankGraph, lines_of, nodes_within
 
@@ -103,6 +104,7 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
         trained = "trained" if tensor.requires_grad else "fixed"
         yield f"{fqn} {tensor_text(own)} {own.stride()} on {own.device.type}, {trained} {placed}"
     leaves, spec = pytree.tree_flatten(tuple(inputs))
+    yield f"mode {RunMode.of(model, [*map(local, state.tensors), *leaves])}"
     for place, leaf in enumerate(leaves):
         told = f"{tensor_text(leaf)} {leaf.stride()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
         yield f"input {place} {told}"
@@ -144,8 +146,8 @@ def _taken_over(
             node.meta.pop("eager_input_vals", None)  # which names the group, too
     state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
     fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
-    twin, rank = twins[0] if twins else None, rank_of(state)
-    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, "from another rank")
+    twin, rank, mode = twins[0] if twins else None, rank_of(state), RunMode.of(model, fakes)
+    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, "from another rank", mode)
 
 
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from pytest_gtrainer._torch.values import parameters_of
 from pytest_gtrainer.environment import LAST, installed_minor
 from pytest_gtrainer.graph.nodes import PART, REDUCE
 from pytest_gtrainer.tracing.model import KEY, local
+from pytest_gtrainer.tracing.refusals import refuse_hooks
 
 PLACEMENTS: dict[str, list[Placement]] = {
     "fully_shard": [Shard(0)],
@@ -162,7 +163,8 @@ def data_parallel(
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
         ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
-            DTensor that ``ModelPart.of`` refuses, or fp16 reduction (FSDP2 divides before and after it: not modelled).
+            DTensor that ``ModelPart.of`` refuses, a parameter with a hook (the shard is another
+            tensor), or fp16 reduction (FSDP2 divides before and after it: not modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
@@ -187,6 +189,7 @@ def data_parallel(
     properties: dict[nn.Module, dict[str, property]] = {}
     for fqn, (module, name, parameter) in own.items():
         if parameter not in shards:
+            refuse_hooks(parameter, f"the parameter {fqn}")
             shards[parameter] = _shard(parameter, accesses[fqn])
         parameters_of(module)[name] = shards[parameter]
         properties.setdefault(module, {})[name] = property(partial(_read, name, accesses[fqn]))

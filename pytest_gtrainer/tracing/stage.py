@@ -18,6 +18,7 @@ from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.nodes import STAGE_OUTPUTS
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns
+from pytest_gtrainer.tracing.refusals import refuse_model
 from pytest_gtrainer.tracing.sharding import accumulating_gradients
 from pytest_gtrainer.tracing.step import Tracing, flatten_inputs, mode_of, rank_of
 
@@ -73,11 +74,13 @@ def trace_stage(
 
     Raises:
         TypeError: an input leaf is neither a tensor nor a plain scalar, or an output is no plain tensor.
-        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what does.
+        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what does; or what
+            ``trace_step`` refuses, too: wrapped modules, hooks on parameters and inputs, ``backward`` in the step.
     """
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the stage's inputs, (tensor,) for one")
-    flat, spec = flatten_inputs(tuple(inputs))
+    refuse_model(module, step)
+    flat, spec = flatten_inputs(tuple(inputs), may_have_history=True)
     if not any(isinstance(leaf, torch.Tensor) for leaf in flat):
         raise ValueError(
             f"the stage {type(module).__name__} has no inputs: give example tensors of what a microbatch hands to it, "

@@ -39,6 +39,13 @@ from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, refuse_fake
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
+from pytest_gtrainer.tracing.refusals import (
+    RunMode,
+    refuse_compiled_code,
+    refuse_input,
+    refuse_model,
+    refusing_side_effects,
+)
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 
 Step = Callable[..., torch.Tensor]
@@ -75,6 +82,7 @@ class TracedStep:
             (tensor parallelism leaves partial sums). None for a plain one, or without a gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
+        mode: which modules were in eval mode, and autocast: a replay in another mode is refused.
         handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or why.
     """
 
@@ -88,6 +96,7 @@ class TracedStep:
     rank: int | None = None
     twin: fx.GraphModule | None = None
     handed_over: str = ""
+    mode: RunMode = field(default_factory=RunMode)
 
     @property
     def state_fqns(self) -> tuple[str, ...]:
@@ -110,11 +119,13 @@ class TracedStep:
         is skipped, and an existing ``.grad`` is added to. Runs without autograd.
 
         Raises:
-            ValueError: the model's state, or the structure, shapes, dtypes or scalars of ``inputs``, are not the traced
-                ones, this is another rank, or a fake world, which moves no data, and the graph has collectives.
+            ValueError: the model's state or mode (train, eval, autocast), or the structure, shapes, dtypes or scalars
+                of ``inputs``, are not the traced ones, the model is wrapped (DDP, ``fully_shard``, ``torch.compile``)
+                or has hooks on parameters, this is another rank, or a fake world, which moves no data, and the graph
+                has collectives.
         """
         state = ModelState.of(model)
-        loss, *gradients = self._run(state, inputs)
+        loss, *gradients = self._run(model, state, inputs)
         with torch.no_grad():
             add_gradients(state, self.trainable_fqns, gradients, self.gradient_placements)
         return loss
@@ -128,7 +139,7 @@ class TracedStep:
         Raises:
             ValueError: as ``replay``.
         """
-        loss, *gradients = self._run(ModelState.of(model), inputs)
+        loss, *gradients = self._run(model, ModelState.of(model), inputs)
         named = list(zip(self.trainable_fqns, gradients, strict=True))
         if (graph := getattr(self.gm, "graph", None)) is not None:
             places = {node: place for place, node in enumerate(graph.nodes)}
@@ -136,7 +147,7 @@ class TracedStep:
             named = [named[nth] for nth in sorted(range(len(named)), key=made.__getitem__)]
         return {"loss": loss} | {f"gradient of {fqn}": given for fqn, given in named if given is not None}
 
-    def _run(self, state: ModelState, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    def _run(self, model: nn.Module, state: ModelState, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
         """The loss, then gradients in the order of ``trainable_fqns``."""
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
             raise ValueError(
@@ -144,10 +155,13 @@ class TracedStep:
                 "names and pads of its rank, so trace on every rank"
             )
         refuse_fake(self.gm, "the traced step")
+        refuse_model(model)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
         self._check(state, inputs, flat)
+        mode = RunMode.of(model, flat)
+        self.mode.refuse_other(mode)
         facts.tell("replay", gm=self.gm, inputs=flat)
-        with torch.no_grad():
+        with torch.no_grad(), mode.without_autocast():
             results = self.gm(*flat)
         if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
             returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
@@ -217,6 +231,7 @@ def trace_step(
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
     Nothing is computed. State and inputs may be real, fake or meta, on the mesh's device. The model does not change.
+    ``step`` ends with the loss, of all microbatches their sum. What a graph would lose is refused, see ``Raises``.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
@@ -229,24 +244,28 @@ def trace_step(
 
     Raises:
         TypeError: an input leaf is a module, or neither a tensor nor a plain scalar.
-        ValueError: the loss is not a scalar, or no parameter requires a gradient.
+        ValueError: the loss is not a scalar, or no parameter requires a gradient. The model or a submodule is wrapped
+            (DDP, ``fully_shard``, ``torch.compile``), or a parameter has a hook. The step calls ``backward`` or an
+            optimiser, uses ``.grad``, or replaces state. An input has a hook or is computed from parameters.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
+    refuse_model(model, step)
     (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
         wrong = "no parameter of the model requires a gradient, so there is no backward to trace"
         raise ValueError(f"{wrong}: call requires_grad_() on what is to be trained")
     tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
     gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
+    mode = RunMode.of(model, fakes)
     placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
     twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
-    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin)
+    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin, mode=mode)
 
 
 def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:
@@ -289,6 +308,9 @@ class Tracing:
                     f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
                     "twin (chunk=) instead"
                 ) from error
+            except RuntimeError as error:
+                refuse_compiled_code(error, _place(error))
+                raise
         fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
         if fixed:
             raise FixedExtentError(
@@ -358,12 +380,12 @@ class Tracing:
             tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
         for tensor, own in zip(tensors, state.tensors, strict=True):
             tensor.requires_grad_(own.requires_grad)
-        with state.exchanged(tensors), reusing_gathers() if self.reuse_gathers else nullcontext():
+        with (
+            state.exchanged(tensors),
+            reusing_gathers() if self.reuse_gathers else nullcontext(),
+            refusing_side_effects(self.model, state, tensors),
+        ):
             yield tensors
-            reassigned = state.reassigned(tensors)
-            if reassigned:
-                wrong = f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot"
-                raise ValueError(f"{wrong}: update it in place (copy_, add_)")
 
     def _gradients(
         self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
@@ -430,7 +452,8 @@ def _place(error: BaseException) -> str:
     return next((f" at {frame.filename}:{frame.lineno}" for frame in reversed([*frames])), "")
 
 
-def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten_inputs(inputs: tuple[Any, ...], *, may_have_history: bool = False) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take as an input."""
     paths, spec = pytree.tree_flatten_with_path(inputs)
     for path, leaf in paths:
         where = "inputs" + pytree.keystr(path)
@@ -440,6 +463,8 @@ def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]
             raise TypeError(f"{where} is a DTensor: pass the local tensor, and make a DTensor of it in the step")
         if not isinstance(leaf, torch.Tensor | int | float | bool | complex | None):
             raise TypeError(f"{where} is a {type(leaf).__name__}: inputs are tensors or plain Python scalars")
+        if isinstance(leaf, torch.Tensor):
+            refuse_input(leaf, where, may_have_history=may_have_history)
     return [leaf for _, leaf in paths], spec
 
 

@@ -150,6 +150,28 @@ def test_inputs_that_lie_otherwise_on_one_rank_are_told(gt_mesh):
 
 
 @FOUR
+@pytest.mark.parametrize("mode", ["eval", "autocast"])
+def test_a_mode_of_one_rank_is_told(gt_mesh, mode):
+    """R4, V5: a graph holds the computation of one mode."""
+    model, is_apart = data_parallel(net(), gt_mesh), dist.get_rank() == 2
+    if is_apart and mode == "eval":
+        model[1].eval()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_apart and mode == "autocast"):
+        traced = Traces(model, batch()).once(gt_mesh)
+    assert re.match("traced here: rank 0 has mode RunMode.*, rank 2 mode RunMode", traced.handed_over)
+
+
+@FOUR
+def test_a_step_that_was_handed_over_is_replayed_in_its_mode_only(gt_mesh):
+    """V5: also on the ranks that have taken it over."""
+    model = data_parallel(net(), gt_mesh)
+    traced = Traces(model, batch()).once(gt_mesh)
+    model[1].eval()
+    with pytest.raises(ValueError, match="1 was in train mode at the trace and is in eval mode"):
+        traced.replay(model, batch())
+
+
+@FOUR
 def test_a_number_that_another_rank_is_given_is_told(gt_mesh):
     """R4: it is a literal of the graph, and the rank neither the first nor the last."""
     factor = 2.0 if dist.get_rank() == 2 else 3.0

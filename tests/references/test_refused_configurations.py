@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
 from pytest_gtrainer._torch.fsdp2 import parameter_groups
@@ -196,6 +198,42 @@ def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is
         return parallelize_module(Net(), gt_mesh["tp"], {"head": ColwiseParallel()})
 
     assert side(config_with(mesh=gt_mesh["fsdp"], model=tensor_parallel)).model.head.weight is not None
+
+
+def with_a_hook():
+    model = Net()
+    model.head.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+MODELS = {
+    "DDP": (
+        lambda: DistributedDataParallel(Net()),
+        r"wrapped by DistributedDataParallel.*TrainConfig\(replicate=True\)",
+    ),
+    "fully_shard": (lambda: fully_shard(Net()), "wrapped by fully_shard"),
+    "compiled": (lambda: torch.compile(Net(), backend="eager"), "wrapped by torch.compile"),
+    "hook": (with_a_hook, "the parameter head.weight has a hook"),
+}
+
+
+@pytest.mark.parametrize(("model", "words"), MODELS.values(), ids=list(MODELS))
+@pytest.mark.parametrize("side", [EagerRun, GraphRun])
+def test_a_model_that_a_trace_cannot_hold_is_refused_on_both_sides(config_with, side, model, words):
+    """V5: both sides wrap the model themselves."""
+    with pytest.raises(ValueError, match=f"{words}.*TrainConfig.model must build a new, unsharded model at every call"):
+        side(config_with(model=model))
+
+
+def test_a_step_that_calls_backward_is_refused(config_with):
+    """V5: the eager side would train on it."""
+
+    def accumulating(model, x):
+        model(x).sum().backward()
+        return model(x).sum()
+
+    with pytest.raises(ValueError, match="return the sum of the losses"):
+        GraphRun(config_with(step=accumulating))
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})

@@ -1,0 +1,66 @@
+"""Modules that torch has wrapped or changed, each by the class or attribute that shows it.
+
+- ``replicate`` of ``torch.distributed._composable`` puts the class ``DDP`` of its file in front of
+  the module's own, as ``fully_shard`` does with the public ``FSDPModule``. The newer one of
+  ``replicate_with_fsdp`` puts ``ReplicateModule`` there, which is an ``FSDPModule``. The package
+  has a function called ``replicate``, too, so the file of that name is looked up in
+  ``sys.modules``.
+- ``torch.compile(module)`` is a ``torch._dynamo.OptimizedModule``. ``module.compile()`` sets
+  ``_compiled_call_impl`` on the module. A compiled function holds the one that it was made of as
+  ``_torchdynamo_orig_callable``.
+- What ``torch.compile`` gave raises a ``RuntimeError`` of this text if it is called while
+  ``make_fx`` traces.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+ATTRIBUTES = {
+    "torch.distributed._composable.replicate": ("DDP",),
+    "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule",),
+    "torch._dynamo.eval_frame": ("OptimizedModule",),
+    "torch.nn:Module": ("_compiled_call_impl",),
+}
+
+COMPILED = "torch.compile"
+"""A module, or a function, that ``torch.compile`` gave."""
+
+# A class whose file nobody has imported has no instances, so none is imported here.
+_CLASSES = (
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicate"),
+    ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+    ("torch.distributed._composable.replicate", "DDP", "replicate"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", COMPILED),
+)
+
+
+def wrapped_by(module: nn.Module) -> str:
+    """Return the name of the class or function of torch that wraps ``module``; "" if none does."""
+    if isinstance(module, DistributedDataParallel):
+        return "DistributedDataParallel"
+    if isinstance(module, DataParallel):
+        return "DataParallel"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit"
+    for file, name, spelled in _CLASSES:
+        imported = sys.modules.get(file)
+        if imported is not None and isinstance(module, getattr(imported, name)):
+            return spelled
+    if module._compiled_call_impl is not None or is_compiled(module.forward):
+        return COMPILED
+    return ""
+
+
+def is_about_compiled_code(error: RuntimeError) -> bool:
+    """Return whether ``error`` is the one of compiled code that is called inside a trace."""
+    return "symbolically trace a dynamo-optimized function" in str(error)
+
+
+def is_compiled(function: Any) -> bool:
+    """Return whether ``function`` is what ``torch.compile`` gave for a function or a method."""
+    return hasattr(function, "_torchdynamo_orig_callable")

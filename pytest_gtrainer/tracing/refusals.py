@@ -1,0 +1,277 @@
+"""Refuse what a trace cannot hold.
+
+A trace calls the step once, on stand-ins for the parameters, and asks autograd for their gradients.
+A graph has no node for what else a step does to the model: what hooks of a wrapper or of a
+parameter do, what is added to ``.grad`` inside the step, an optimiser's update. Such a step would
+give a wrong graph without an error, so each is refused here, by name and with the way out. Hooks on
+the ``AccumulateGrad`` node of a parameter cannot be seen."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pytest_gtrainer._torch.autograd import GuardedGradient, hooks_of
+from pytest_gtrainer._torch.values import parts_of, storage_id
+from pytest_gtrainer._torch.wrapped_modules import (
+    COMPILED,
+    is_about_compiled_code,
+    is_compiled,
+    wrapped_by,
+)
+from pytest_gtrainer.tracing.model import ModelState
+
+_REPLICATE = (
+    "a trace does not see its all-reduces. Give the plain model to "
+    'data_parallel(model, mesh, mode="replicate"), or use TrainConfig(replicate=True)'
+)
+_SHARD = (
+    "a trace does not see its collectives. "
+    "Give the plain model to data_parallel(model, mesh) in its place"
+)
+_COMPILE = "a trace cannot look into compiled code. Give the module as it was before torch.compile"
+_WAYS_OUT = {
+    "DistributedDataParallel": _REPLICATE,
+    "replicate": _REPLICATE,
+    "DataParallel": _REPLICATE,
+    "fully_shard": _SHARD,
+    "FullyShardedDataParallel": _SHARD,
+    COMPILED: _COMPILE,
+    "torch.jit": "a trace cannot look into a ScriptModule. Give the nn.Module that it was made of",
+}
+
+
+def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> None:
+    """Refuse a model whose wrappers, or hooks on parameters, a graph would lose, and a compiled
+    ``step``.
+
+    Raises:
+        ValueError: names the module or parameter, and what to give instead.
+    """
+    for fqn, module in model.named_modules():
+        _refuse_wrapped(module, f"the submodule {fqn}" if fqn else "the model")
+    for fqn, parameter in model.named_parameters():
+        refuse_hooks(parameter, f"the parameter {fqn}")
+    if step is not None and is_compiled(step):
+        raise ValueError(
+            "the step is a function of torch.compile: "
+            "give the function as it was before torch.compile"
+        )
+
+
+def refuse_compiled_code(error: RuntimeError, place: str) -> None:
+    """Raise torch's ``error`` about compiled code in our words; return if it is another one."""
+    if is_about_compiled_code(error):
+        wrong = f"the step calls compiled code{place}, which a trace cannot look into"
+        raise ValueError(
+            f"{wrong}: call the module or function as it was before torch.compile"
+        ) from error
+
+
+def _refuse_wrapped(module: nn.Module, where: str) -> None:
+    if wrapper := wrapped_by(module):
+        raise ValueError(
+            f"{where} ({type(module).__name__}) is wrapped by {wrapper}: {_WAYS_OUT[wrapper]}"
+        )
+
+
+def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor with hooks of its own.
+
+    Raises:
+        ValueError: names the tensor and the method that has registered the hook.
+    """
+    if method := hooks_of(tensor):
+        raise ValueError(
+            f"{where} has a hook of {method}(), which a graph would not run: remove the hook "
+            "before the trace and the replay, and do its work on .grad behind the replay. Hooks on "
+            "modules and on tensors that the forward computes are traced"
+        )
+
+
+def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) -> None:
+    """Refuse an input with a hook, and, unless it ``may_have_history``, one that autograd computed.
+
+    Raises:
+        ValueError: names the input.
+    """
+    refuse_hooks(tensor, where)
+    if tensor.grad_fn is not None and not may_have_history:
+        raise ValueError(
+            f"{where} is the result of {tensor.grad_fn.name()}, and a trace would lose the "
+            "gradients that flow on through it: compute it inside the step, or give its detach()"
+        )
+
+
+@contextmanager
+def refusing_side_effects(
+    model: nn.Module, state: ModelState, tensors: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, run code of the user on ``tensors`` in the place of the model's ``state``.
+
+    Raises:
+        ValueError: the code did to the model what the graph would lose.
+    """
+    owners = [*zip(state.fqns, tensors, strict=True), *zip(state.fqns, state.tensors, strict=True)]
+    guards = []
+    with ExitStack() as stack:
+        for fqn, tensor in owners:
+            if tensor.requires_grad and tensor.is_leaf:
+                guard = GuardedGradient(tensor, _of_gradient(fqn))
+                stack.callback(setattr, tensor, "grad", tensor.grad)
+                tensor.grad = guard
+                guards.append((fqn, tensor, guard))
+        stack.enter_context(_refusing_calls())
+        memory = _memory_of(tensors)
+        yield
+        for fqn, tensor, guard in guards:
+            if tensor.grad is not guard:
+                raise ValueError(_of_gradient(fqn))
+        _refuse_changes(model, state, tensors, memory)
+
+
+def _of_gradient(fqn: str) -> str:
+    return (
+        f"the step calls backward(), or reads, adds to or clears the .grad of {fqn} in another "
+        "way, and a graph would lose that: a trace computes gradients of the loss that the step "
+        "returns. To accumulate gradients, return the sum of the losses. "
+        "Call backward(), zero_grad() and clip_grad_norm_() outside of the step"
+    )
+
+
+@contextmanager
+def _refusing_calls() -> Iterator[None]:
+    """Refuse calls of wrapped modules and optimisers, wherever the user's code holds them."""
+    thread = threading.get_ident()  # threads of a simulated world may train meanwhile
+
+    def refuse_module(module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() == thread:
+            _refuse_wrapped(module, "a module that the step calls")
+
+    def refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            raise ValueError(
+                f"the step calls {type(optimizer).__name__}.step(), and a graph would lose the "
+                "update: a step ends with its loss. Call the optimiser behind the replay"
+            )
+
+    modules = register_module_forward_pre_hook(refuse_module)
+    optimizers = register_optimizer_step_pre_hook(refuse_optimizer)
+    try:
+        yield
+    finally:
+        modules.remove()
+        optimizers.remove()
+
+
+def _memory_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    return [[storage_id(part) for part in parts_of(tensor)] for tensor in tensors]
+
+
+def _refuse_changes(
+    model: nn.Module,
+    state: ModelState,
+    tensors: Sequence[torch.Tensor],
+    memory: Sequence[list[int]],
+) -> None:
+    """Refuse state that the step has replaced, added, frozen or hooked.
+
+    ``memory`` is that of ``tensors`` before the step.
+    """
+    in_place = "update it in place (copy_, add_)"
+    for fqn in state.reassigned(tensors):
+        raise ValueError(
+            f"the forward replaces {fqn} by another tensor, which a graph cannot: {in_place}"
+        )
+    for fqn, tensor, own, before, now in zip(
+        state.fqns, tensors, state.tensors, memory, _memory_of(tensors), strict=True
+    ):
+        if now != before:
+            raise ValueError(
+                f"the step gives {fqn} other memory (.data =), which a graph cannot: {in_place}"
+            )
+        if tensor.requires_grad != own.requires_grad:
+            raise ValueError(
+                f"the step changes requires_grad of {fqn}, which a graph cannot: "
+                "set it before the trace"
+            )
+        if isinstance(own, nn.Parameter):
+            refuse_hooks(tensor, f"inside the step the parameter {fqn}")
+    added = sorted(set(ModelState.of(model).fqns) - set(state.fqns))
+    for fqn in added:  # it is a tensor of the trace, which no later call could use
+        owner, _, name = fqn.rpartition(".")
+        setattr(model.get_submodule(owner), name, None)
+    if added:
+        raise ValueError(
+            f"the step registers {', '.join(added)}, which a graph cannot: "
+            "register it before the trace"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunMode:
+    """How a model was called: a graph holds the computation of one mode.
+
+    Attributes:
+        evaluating: FQNs of the modules in eval mode, "" for the model itself.
+        autocast: device types for which autocast is on, each with its dtype.
+    """
+
+    evaluating: tuple[str, ...] = ()
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, tensors: Sequence[Any]) -> "RunMode":
+        """Return the mode of now, of a model with ``tensors`` as its state and inputs."""
+        evaluating = tuple(fqn for fqn, module in model.named_modules() if not module.training)
+        devices = sorted(
+            {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        )
+        autocast = [
+            (device, torch.get_autocast_dtype(device)) for device in devices if _autocasts(device)
+        ]
+        return cls(evaluating, tuple(autocast))
+
+    def refuse_other(self, other: "RunMode") -> None:
+        """Refuse a replay in the mode ``other`` of a step that was traced in this one.
+
+        Raises:
+            ValueError: names the module, or the device of autocast.
+        """
+        changed = sorted(set(self.evaluating) ^ set(other.evaluating))
+        if changed:
+            fqn, modes = changed[0], ("train", "eval")
+            was, now = modes[fqn in self.evaluating], modes[fqn in other.evaluating]
+            more = f", and so are {len(changed) - 1} more modules" if len(changed) > 1 else ""
+            raise ValueError(
+                f"{fqn or 'the model'} was in {was} mode at the trace and is in {now} mode{more}: "
+                f"call {was}() on it, or trace again"
+            )
+        if self.autocast != other.autocast:
+            raise ValueError(
+                f"the step was traced {_spell(self.autocast)} and is replayed "
+                f"{_spell(other.autocast)}: replay it in the context of its trace, or trace again"
+            )
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Turn autocast off: a graph has its casts, and its backward takes no others."""
+        with ExitStack() as stack:
+            for device, _ in self.autocast:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def _spell(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
+    entered = [f"autocast({device!r}, {dtype})" for device, dtype in autocast]
+    return f"under {' and '.join(entered)}" if entered else "without autocast"

@@ -55,6 +55,7 @@ ATTRIBUTES = {
     ),
     "torch.utils._sympy.symbol:SymT": ("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT", "SIZE"),
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
+    "torch._higher_order_ops.triton_kernel_wrap:KernelSideTable": ("id_to_kernel", "constant_args"),
     "torch.nn:Module": ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (

@@ -8,6 +8,7 @@
 - ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which a rank has not.
 - ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of their set-up.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
+- ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it runs included.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
 
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
@@ -23,6 +24,7 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
+from _pytest.skipping import xfailed_key
 
 ATTRIBUTES = {
     "_pytest.config:Config": ("_do_configure", "_ensure_unconfigure"),
@@ -77,6 +79,14 @@ def use_fixture(item: pytest.Function, name: str) -> None:
         place = max((item.fixturenames.index(other) + 1 for other in wider), default=0)
         # a list of its own: that of pytest is shared by all parameters of the function
         item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
+
+
+def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
+    """Return reason and ``raises`` of the xfail mark that holds for a test, once it runs; None without one."""
+    mark = item.stash.get(xfailed_key, None)
+    if mark is None or item.config.option.runxfail:
+        return None
+    return mark.reason, mark.raises
 
 
 def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:

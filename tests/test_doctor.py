@@ -57,7 +57,7 @@ def test_all_is_in_order_on_this_torch(capsys: pytest.CaptureFixture[str]):
         "torch.fx._lazy_graph_module._LazyGraphModule: missing",
         "out of order process         5 of 6 ",
         "torch.cuda._sleep: missing",
-        "out of order pytest_private  12 of 13 ",
+        "out of order pytest_private  13 of 14 ",
         "_pytest.config._prepareconfig: missing",
         "in order     autograd ",
         "does not import: apply_graph_passes, ",

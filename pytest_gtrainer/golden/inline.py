@@ -173,7 +173,9 @@ class InlinePlugin:
                 report.longrepr = f"{report.longrepr}\n\n{text}"
         return report
 
-    def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
+    def judge_ranks(
+        self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]], report: pytest.TestReport
+    ) -> str | None:
         """Why a test fails whose ranks have obtained different texts for one expectation."""
         seen = [(f"rank {rank}", Expectation(**each)) for rank in sorted(claims) for each in claims[rank]]
         return next(iter(disagreements(seen, "expect what all ranks have in common").values()), None)

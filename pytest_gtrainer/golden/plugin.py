@@ -1,7 +1,7 @@
 """Goldens in a pytest run: who judges, who writes, and when.
 
 The process that owns a test judges its claims and alone writes files, after the test's teardown and only if all of it
-has passed. A rank records claims and sends them with its call report; the parent judges them (``judge_ranks``).
+has passed. A rank records claims and sends them with its reports; the parent judges them (``judge_ranks``).
 
 What a test came to goes with its reports to the process that ends the run: facts (attribute ``gt_facts``), the paths it
 claims (``gt_claims``), the command of an inline expectation that has failed (``gt_accept``). The teardown's report
@@ -42,7 +42,6 @@ class GoldenPlugin:
         self._running: str | None = None
         self._pending: list[tuple[Claim, str]] = []  # to be written if the running test passes, and the outcome
         self._claimed: set[str] = set()  # paths, by the running test
-        self._ranks_facts: list[facts.Fact] | None = None  # None: the running test has not been judged as one on ranks
         self._outcomes: set[tuple[str | None, str]] = set()  # of the running test: phase, outcome
         self._commands: dict[str, None] = {}  # of failed tests, in order
         self._unjudged: dict[str, str] = {}  # numbers in an unknown environment: path, sentence
@@ -184,32 +183,40 @@ class GoldenPlugin:
         report = yield
         if not self._is_rank:
             report.gt_claims = sorted(self._claimed)
-        elif call.when in ("call", "teardown"):
+        else:
             report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))
         return report
 
-    def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
-        """Judge what the ranks of a test have claimed; returns why the test fails."""
+    def judge_ranks(
+        self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]], report: pytest.TestReport
+    ) -> str | None:
+        """Judge what the ranks of a test have claimed; returns why the test fails. ``report`` gets the facts."""
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
-        self._ranks_facts = []
-        if not any(by_rank.values()):
-            return None
+        told: list[facts.Fact] = []
+        failure = self._judge_claims(item, by_rank, told) if any(by_rank.values()) else None
+        _add_facts(report, told)
+        report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
+        return failure
+
+    def _judge_claims(
+        self, item: pytest.Item, by_rank: Mapping[int, list[Claim]], told: list[facts.Fact]
+    ) -> str | None:
         if (conflict := disagreement(by_rank)) is not None:
             text, claimed = conflict
-            self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
+            told.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
             texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}
             return facts.escaped("\n\n".join([text, *self._saved(item, texts)]))
         failures = []
         for claim in by_rank[min(by_rank)]:
-            told, failure = self._judge(item, claim)
-            self._ranks_facts += told
+            more, failure = self._judge(item, claim)
+            told += more
             failures += [failure] if failure is not None else []
         return facts.escaped("\n\n".join(failures)) or None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._running = item.nodeid
-        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
+        self._outcomes, self._pending, self._claimed = set(), [], set()
         try:
             return (yield)
         finally:
@@ -222,9 +229,6 @@ class GoldenPlugin:
             if report.when == "setup":
                 self._outcomes = set()  # a plugin that runs a test again begins here
             self._outcomes.add((report.when, report.outcome))
-            if report.when == "call" and self._ranks_facts is not None:
-                report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
-                _add_facts(report, self._ranks_facts)
             if report.when == "teardown":
                 self._finish(report)
         told: list[facts.Fact] = getattr(report, "gt_facts", [])

@@ -12,7 +12,7 @@ from pytest_gtrainer import devices, facts
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import summary_of
-from pytest_gtrainer.ranks.merge import controls_that_never_differ
+from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of, missing, one_rank
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.worlds import hygiene

@@ -1,6 +1,9 @@
 """From what ranks have said of a test to the reports that pytest gets; the same for every launcher of ranks.
 
-What a test came to on one rank is its *result*. Failed wins over all, xfailed over passed; a skip must be agreed.
+What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's. What the parent finds
+wrong afterwards, a golden for one, is an *objection*: see ``objections``. Outcome, exit status, JUnit file, summary and
+page all follow from the reports made here.
+
 The *headline* of a failure is the earliest event in time (of ranks that fail alike within moments the lowest), unless
 exceptions say themselves where the fault lies (``gt_origin``): then the smallest of those. A rank that only failed
 because another one had left the collective is a *consequence*: one line, never the headline.
@@ -9,8 +12,8 @@ because another one had left the collective is a *consequence*: one line, never 
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -18,6 +21,7 @@ import pytest
 from pytest_gtrainer import devices, options
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.objections import JUDGES, Objection, Xfail, are_expected, conclude, objections_of
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.report.collected import shown_only
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
@@ -25,26 +29,39 @@ from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
 RankReports = Mapping[Phase, pytest.TestReport]
+Subtests = Mapping[int, list[pytest.TestReport]]  # the reports of subtests, by rank
 
-# The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
-JUDGES = {"gtrainer-goldens": "gt_goldens", "gtrainer-inline": "gt_inline"}
 CARRIED = (*JUDGES.values(), "gt_facts")
 FIELDS = ("nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", "duration", *CARRIED)
 
 
 def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestReport]:
-    """The reports of a test that ran on ranks, in the order of their phases; its warnings are given to pytest."""
+    """The reports of a test that ran on ranks, in the order of their phases; its warnings are given to pytest.
+
+    Reports of subtests stand before the report of the call, as pytest has them.
+    """
     _repeat_warnings(item, outcome)
-    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.done.items() if answer.reports}
-    merged = _Merge(item, outcome, reports).reports()
+    reports: dict[int, RankReports] = {}
+    subtests: dict[int, list[pytest.TestReport]] = {}
+    in_subtests: dict[int, Counter[str]] = {}
+    for rank, answer in outcome.done.items():
+        if answer.reports:
+            reports[rank], subtests[rank], in_subtests[rank] = _rank_reports(item, answer)
+    merge = _Merge(item, outcome, reports, subtests)
+    merged = merge.reports()
     if not reports and "gt_world" in getattr(item, "fixturenames", ()):  # nobody has lived to tell
         found = devices.resolve(item.config)
         world = {"world": "ranks", "size": outcome.size, "device": found.kind, "backend": found.backend}
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
-    _judge(item, merged, reports)
+    objections = _judge(item, merged, merge, in_subtests)
     _tell_left_behind(item, outcome, merged)
     # what every rank has told for the report of the run, not only the rank whose report is shown
     shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
+    if "setup" in objections:  # without ranks the test would have ended there
+        merged = [report for report in merged if report.when != "call"]
+    else:
+        merged = [*merge.subtest_reports(), *merged]
+        merged.sort(key=lambda report: PHASES.index(report.when))
     for report in merged:
         report.gt_shown = shown if report is merged[-1] else {}  # type: ignore[attr-defined]
     return merged
@@ -67,12 +84,22 @@ def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
         item.ihook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **told})
 
 
-def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
-    """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
+def _rank_reports(
+    item: pytest.Item, answer: wire.ItemDone
+) -> tuple[RankReports, list[pytest.TestReport], Counter[str]]:
+    """One report a phase, the reports of subtests, and how many claims of the call came with these, by attribute.
+
+    The first subtest that failed stands for the call.
+    """
     restored: dict[Phase, pytest.TestReport] = {}
+    subtests = []
+    in_subtests: Counter[str] = Counter()
     for told in answer.reports:
         data = {**told, "nodeid": item.nodeid}
         report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if type(report) is not pytest.TestReport:
+            subtests.append(report)
+            in_subtests.update({name: len(getattr(report, name, [])) for name in CARRIED})
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
         for name in CARRIED:
@@ -81,42 +108,66 @@ def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
     for phase, kept in restored.items():
         if type(kept) is not pytest.TestReport:  # pytest counts its kind for subtests apart, and not as a failed test
             restored[phase] = pytest.TestReport(**{name: getattr(kept, name) for name in FIELDS})
-    return {phase: restored[phase] for phase in PHASES if phase in restored}
+    return {phase: restored[phase] for phase in PHASES if phase in restored}, subtests, in_subtests
 
 
-def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, RankReports]) -> None:
-    """Let the plugins of goldens and inline expectations compare what the ranks claim; an objection fails the call."""
-    call: Any = next((report for report in merged if report.when == "call" and report.passed), None)
-    if call is None:
-        return
-    objections = [*controls_that_never_differ(_claims(reports, "gt_facts").values())]
-    for plugin, attribute in JUDGES.items():
-        judge = getattr(item.config.pluginmanager.getplugin(plugin), "judge_ranks", None)
-        objection = judge(item, _claims(reports, attribute)) if judge is not None else None
-        objections += [] if objection is None else [objection]
-    if objections:
-        call.outcome, call.longrepr = "failed", "\n\n".join(objections)
-    # Some expectations may be met by some ranks only; they are written where the run ends.
-    every = [claim for claimed in _claims(reports, JUDGES["gtrainer-inline"]).values() for claim in claimed]
-    call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]
+def _judge(
+    item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge", in_subtests: Mapping[int, Counter[str]]
+) -> set[str | None]:
+    """Let the parent compare what the ranks claim, phase by phase, up to the first phase that failed.
+
+    A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises before that.
+    Returns the phases with objections.
+    """
+    xfail = _xfail_of(merge.by_rank)
+    early = [rank for rank, result in merge.results.items() if result in ("xfailed", "skipped")]
+    found: set[str | None] = set()
+    for report in merged:
+        if report.failed and not str(report.longrepr).startswith(_STRICT_WORDS):
+            break
+        claims = {attribute: _claims(merge.by_rank, attribute, report.when) for attribute in CARRIED}
+        every = [claim for claimed in claims[JUDGES["gtrainer-inline"]].values() for claim in claimed]
+        objections = []
+        if report.when == "call" and any(each.total() for each in in_subtests.values()):
+            inner = {}
+            for attribute, by_rank in claims.items():
+                inner[attribute] = {rank: told[: in_subtests[rank][attribute]] for rank, told in by_rank.items()}
+                claims[attribute] = {rank: told[in_subtests[rank][attribute] :] for rank, told in by_rank.items()}
+            objections = objections_of(item, inner, early, report)
+            if are_expected(objections, xfail):
+                objections = []  # pytest tells an expected failure of a subtest, and goes on
+        objections += objections_of(item, claims, early, report)
+        conclude(report, objections, xfail)
+        if objections:
+            found.add(report.when)
+        # Some expectations may be met by some ranks only; they are written where the run ends.
+        report.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]  # type: ignore[attr-defined]
+    return found
 
 
-def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[str]:
-    """What to say of each control run, the n-th of every rank as one, that is equal on all ranks."""
-    for nth in zip_longest(*([fact for fact in each if fact["kind"] == "control"] for each in told)):
-        parts = [fact for fact in nth if fact is not None]
-        if all(fact["equal"] for fact in parts):
-            what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
-            wrong = "the control run is equal on all ranks: this check cannot fail"
-            yield f"{what}{wrong}; the mistake changes no bit here"
+def _xfail_of(by_rank: Mapping[int, RankReports]) -> Xfail | None:
+    """The xfail mark of a test, with what it expects on every rank; None if some rank has none."""
+    marks = []
+    for phases in by_rank.values():
+        told = [report.gt_xfail for report in phases.values() if getattr(report, "gt_xfail", None)]
+        if not told:
+            return None
+        marks.append(Xfail(*told[-1]))
+    expected = set.intersection(*(set(mark.kinds) for mark in marks)) if marks else set()
+    return Xfail(marks[0].reason, sorted(expected)) if marks else None
 
 
-def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:
-    """What each rank has sent with its reports of all phases."""
-    return {
-        rank: [claim for report in phases.values() for claim in getattr(report, attribute, ())]
-        for rank, phases in reports.items()
-    }
+def _claims(reports: Mapping[int, RankReports], attribute: str, when: str | None = None) -> dict[int, list[Any]]:
+    """What each rank has sent with its reports, of one phase or of all."""
+    found = {}
+    for rank, phases in reports.items():
+        found[rank] = [
+            claim
+            for phase, report in phases.items()
+            if when in (None, phase)
+            for claim in getattr(report, attribute, ())
+        ]
+    return found
 
 
 def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]) -> None:
@@ -129,20 +180,48 @@ def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pyt
     facts = [{"kind": "left", "test": item.nodeid, "what": what} for what in left]
     last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
     if reaction == "fail" and not last.failed:
-        last.outcome = "failed"
         advice = "destroy the groups that it makes, and drop the references to tensors on the GPU"
-        last.longrepr = f"the test has left {', '.join(left)} behind: {advice}"
+        conclude(last, [Objection("left behind", f"the test has left {', '.join(left)} behind: {advice}")])
 
 
 STRICT = "passed against a strict xfail"
+_STRICT_WORDS = "[XPASS(strict)]"
 
 
 def result_of(reports: RankReports) -> str:
-    """What a test came to on one rank: passed, failed, skipped, xfailed, or ``STRICT``."""
+    """What a test came to on one rank: passed, xpassed, failed, skipped, xfailed, or ``STRICT``."""
     if failed := [report for report in reports.values() if report.failed]:
-        return STRICT if all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed) else "failed"
+        return STRICT if all(str(report.longrepr).startswith(_STRICT_WORDS) for report in failed) else "failed"
     skipped = ["xfailed" if hasattr(report, "wasxfail") else "skipped" for report in reports.values() if report.skipped]
-    return skipped[0] if skipped else "passed"
+    if skipped:
+        return skipped[0]
+    return "xpassed" if any(hasattr(report, "wasxfail") for report in reports.values()) else "passed"
+
+
+def shown_rank(results: Mapping[int, str]) -> int | None:
+    """Return the rank whose reports stand for those of all; None if the ranks do not agree.
+
+    Not for failures, which win over all, but for those that are mere consequences. An expected failure on one rank is
+    one of the test: the others may have had no part in it. A skip must be agreed, or what some ranks did not check
+    would look like a check.
+
+    >>> shown_rank({0: "passed", 1: "xpassed"}), shown_rank({0: "skipped", 1: "xfailed"})
+    (1, 1)
+    >>> shown_rank({0: "passed", 1: "skipped"}) is None
+    True
+    """
+    found = set(results.values())
+    if "xfailed" not in found and len(found) > 1 and not found <= {"passed", "xpassed", STRICT}:
+        return None
+    for result in ("xfailed", STRICT, "xpassed", *found):
+        for rank, own in results.items():
+            if own == result:
+                return rank
+    return None
+
+
+def _shown_rank_of(subtest: Mapping[int, pytest.TestReport]) -> int | None:
+    return shown_rank({rank: result_of({"call": report}) for rank, report in subtest.items()})
 
 
 class _Event(NamedTuple):
@@ -159,8 +238,15 @@ class _Event(NamedTuple):
 class _Merge:
     """The reports of a test that ran on ranks, in the order of their phases, from those of each rank."""
 
-    def __init__(self, item: pytest.Item, outcome: RanksOutcome, reports: Mapping[int, RankReports]) -> None:
+    def __init__(
+        self,
+        item: pytest.Item,
+        outcome: RanksOutcome,
+        reports: Mapping[int, RankReports],
+        subtests: Subtests | None = None,
+    ) -> None:
         self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
+        self.subtests = dict(sorted((subtests or {}).items()))
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
         incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
         self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)  # the lowest rank first
@@ -175,13 +261,50 @@ class _Merge:
             self.events = [min(told, key=lambda event: event.time, default=none)]
         if self.events:
             return self._failed(self._headline())
-        found = set(self.results.values())
-        if "xfailed" not in found and len(found) > 1 and found != {"passed", STRICT}:
+        like = shown_rank(self.results)
+        if like is None:
             said = {rank: self._result_line(rank) for rank in self.results}  # skip here, pass there
             return self._failed(_Event(0.0, None, "call", f"the ranks do not agree: {by_value(said)}"))
-        shown = next(result for result in ("xfailed", STRICT, *found) if result in found)
-        like = next(rank for rank, result in self.results.items() if result == shown)
+        if self.results[like] != "xfailed":
+            for (name, _), by_rank in self._by_subtest().items():
+                if _shown_rank_of(by_rank) is None:
+                    said = {rank: _line_of({"call": report}) for rank, report in by_rank.items()}
+                    text = f"the ranks do not agree on the subtest {name}: {by_value(said)}"
+                    return self._failed(_Event(0.0, None, "call", text))
         return [self._with_output(report, phase) for phase, report in self.by_rank[like].items()]
+
+    def _by_subtest(self) -> dict[tuple[str, int], dict[int, pytest.TestReport]]:
+        """The reports of each subtest by rank; the n-th subtests of one name on all ranks are one."""
+        found: dict[tuple[str, int], dict[int, pytest.TestReport]] = {}
+        for rank, reports in self.subtests.items():
+            seen: Counter[str] = Counter()
+            for report in reports:
+                name = str(report.head_line)
+                found.setdefault((name, seen[name]), {})[rank] = report
+                seen[name] += 1
+        return found
+
+    def subtest_reports(self) -> list[pytest.TestReport]:
+        """A report for each subtest, for pytest to count; not of one that is a rank's failure of the call."""
+        first_failures = []
+        for reports in self.subtests.values():
+            first_failures += [id(report) for report in reports if report.failed][:1]
+        found = []
+        for by_rank in self._by_subtest().values():
+            failed = [rank for rank, report in by_rank.items() if report.failed]
+            if any(id(by_rank[rank]) in first_failures for rank in failed):
+                continue
+            like = failed[0] if failed else _shown_rank_of(by_rank)
+            if like is None:
+                continue  # the call failed for it
+            report = by_rank[like]
+            if failed:
+                _name_rank(report, like)
+            for name in CARRIED:  # the call carries them
+                setattr(report, name, [])
+            report.sections = _sections(by_rank)
+            found.append(report)
+        return found
 
     def _failures(self) -> Iterable[_Event]:
         """The failed phases of ranks; what a rank told while it ran is about the first."""
@@ -206,14 +329,7 @@ class _Merge:
         return first
 
     def _result_line(self, rank: int) -> str:
-        result = self.results[rank]
-        if result == "failed":
-            return self._summary(rank)
-        if result == "skipped":
-            reason = next(report.longrepr for report in self.by_rank[rank].values() if report.skipped)
-            said = str(reason[-1]) if isinstance(reason, tuple) else str(reason)
-            return f"skipped: {said.removeprefix('Skipped: ')}"
-        return result
+        return self._summary(rank) if self.results[rank] == "failed" else _line_of(self.by_rank[rank])
 
     def _summary(self, rank: int) -> str:
         if (told := self.outcome.raised.get(rank)) is None:
@@ -242,9 +358,8 @@ class _Merge:
     def _failure_report(self, headline: _Event) -> pytest.TestReport:
         if headline.report is not None:
             report = headline.report
-            crash: Any = getattr(report.longrepr, "reprcrash", None)
-            if crash is not None and headline.rank is not None:  # it is what the short summary shows
-                crash.message = f"[rank {headline.rank}] {crash.message}"
+            if headline.rank is not None:
+                _name_rank(report, headline.rank)
         else:
             report = self._made(headline.phase, "failed", headline.text)
         _append(report, "ranks", self._other_ranks(headline))
@@ -275,11 +390,33 @@ class _Merge:
     def _with_output(self, report: pytest.TestReport, phase: Phase) -> pytest.TestReport:
         """Add what every rank wrote in that phase, equal texts once."""
         others = {rank: phases[phase] for rank, phases in self.by_rank.items() if phase in phases}
-        writers = ranks_by((rank, section) for rank, other in others.items() for section in other.sections)
-        report.sections = [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
+        report.sections = _sections(others)
         in_call = self.outcome.spent if phase == "call" else 0.0
         report.duration = max((other.duration for other in others.values()), default=in_call)
         return report
+
+
+def _line_of(reports: RankReports) -> str:
+    """A result in a line, with the reason of a skip."""
+    result = result_of(reports)
+    if result == "skipped":
+        reason = next(report.longrepr for report in reports.values() if report.skipped)
+        said = str(reason[-1]) if isinstance(reason, tuple) else str(reason)
+        return f"skipped: {said.removeprefix('Skipped: ')}"
+    return result
+
+
+def _name_rank(report: pytest.TestReport, rank: int) -> None:
+    """Put the rank before the message that pytest's short summary shows."""
+    crash: Any = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = f"[rank {rank}] {crash.message}"
+
+
+def _sections(reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, str]]:
+    """What every rank wrote, equal texts once."""
+    writers = ranks_by((rank, section) for rank, report in reports.items() for section in report.sections)
+    return [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
 
 
 def _append(report: pytest.TestReport, title: str, text: str) -> None:

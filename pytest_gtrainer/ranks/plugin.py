@@ -269,7 +269,12 @@ class RanksPlugin:
         try:
             return (yield)
         finally:
-            self._close()
+            for nodeid, problem in self._close():
+                # The test has ended. One more report of it is what all who count failures heed: the exit status,
+                # the summary, the JUnit file, the page and --lf.
+                path, _, name = nodeid.partition("::")
+                late = pytest.TestReport(nodeid, (path, None, name), {}, "failed", problem, "teardown")
+                self.config.hook.pytest_runtest_logreport(report=late)
 
     def pytest_unconfigure(self) -> None:
         self._close()
@@ -277,10 +282,13 @@ class RanksPlugin:
         if self._nodes is not None and self._session is not None:
             self._nodes.end(int(self._session.exitstatus))
 
-    def _close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+    def _close(self) -> list[tuple[str, str]]:
+        """End all ranks. Returns what went wrong in that, each with the last test that the rank ran."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return []
+        pool.close()
+        return pool.problems
 
 
 def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:

@@ -52,6 +52,7 @@ class Pool:
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
+        self.problems: list[tuple[str, str]] = []  # as ranks ended: the last test that they ran, what went wrong
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(
@@ -69,13 +70,14 @@ class Pool:
                     self._stop_teams()
                 environ = {**rank_environment(self._config), **self._sharing.environment()}
                 team = self._team(size, environ, min(START_LIMIT, max(LEAST_START_LIMIT, limit)))
+            team.last_test = holder
             try:
                 outcome = run_on(team, command, limit, Console(self._config, holder))
             except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
                 team.kill()
                 raise
             if options.get(self._config, "fresh-ranks") is True:
-                team.stop()
+                self._stop(team)
             return outcome
 
     def close(self) -> None:
@@ -97,11 +99,11 @@ class Pool:
             self._teams[key] = team
             return team
         if team is not None:
-            team.kill()
+            self._stop(team)
         self._teams = {key: team for key, team in self._teams.items() if team.alive}
         most = IDLE_FACTOR * max(found.slots, size)
         while self._teams and sum(team.size for team in self._teams.values()) + size > most:
-            self._teams.pop(next(iter(self._teams))).stop()
+            self._stop(self._teams.pop(next(iter(self._teams))))
         plan, stores = self.plan(size, environ, worker_input(self._config, size)), None
         if self._nodes is not None:
             plan, stores = self._nodes.place(plan)
@@ -140,7 +142,10 @@ class Pool:
 
     def _stop_teams(self) -> None:
         while self._teams:
-            self._teams.popitem()[1].stop()
+            self._stop(self._teams.popitem()[1])
+
+    def _stop(self, team: Team) -> None:
+        self.problems += [(team.last_test, problem) for problem in team.stop()]
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:

@@ -23,13 +23,14 @@ from typing import BinaryIO, Protocol
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
+from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 SERVER_START_LIMIT = 300.0
 SERVER_END_LIMIT = 10.0
 LEAST_START_LIMIT, START_LIMIT = 20.0, 120.0
 SETTLE_LIMIT = 10.0
-STOP_LIMIT = 10.0
+STOP_LIMIT = 30.0
 STATUS_SECONDS = 10.0
 OUTPUT_LIMIT = 64 * 1024
 
@@ -327,6 +328,7 @@ class Team:
 
     def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
         self.size, self.alive, self.busy = size, True, False
+        self.last_test = ""  # that it ran, or that called functions on it
         self._parts, self._stores = parts, stores
 
     def wait_until_up(self, limit: float = START_LIMIT) -> None:
@@ -419,13 +421,43 @@ class Team:
                     missing.discard(rank)
         return not missing
 
-    def stop(self) -> None:
-        """End the ranks: politely if they are idle."""
+    def stop(self) -> list[str]:
+        """End the ranks: politely if they are idle. Returns what went wrong as their sessions ended."""
+        if not self.alive or self.busy:
+            self.kill()
+            return []
         try:
-            if self.alive and not self.busy and not self.has_lost_ranks():
-                self._obeyed(wire.Do("stop"), STOP_LIMIT)
+            if not self.has_lost_ranks():
+                self.send(wire.Do("stop"))
+                said = self._last_words(STOP_LIMIT)
+            else:
+                said = self._last_words(0.0)
         finally:
             self.kill()
+        return [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(said).items()]
+
+    def _last_words(self, limit: float) -> list[tuple[int, str]]:
+        """What each rank says that was asked to stop, or how it ended instead; with no ``limit`` only the latter."""
+        said = []
+        end, missing = time.monotonic() + limit, set(range(self.size))
+        while missing:
+            heard = self.receive(missing, end - time.monotonic())
+            for rank, message in heard.items():
+                if isinstance(message, wire.Stopped):
+                    said += [(rank, problem) for problem in message.problems]
+                elif message is None:
+                    how, words = self.part_of(rank).ended(rank)
+                    said.append((rank, f"{how} after its last test\n{words}".rstrip()))
+                else:
+                    continue
+                missing.discard(rank)
+            if not heard and time.monotonic() >= end:
+                break
+        if limit and missing:
+            for rank, stack in self.stacks(missing).items():
+                text = f"its session did not end within {limit:g} s{answers.whereabouts(stack)}"
+                said.append((rank, f"{text}\n{answers.readable(stack)}"))
+        return said
 
     def kill(self) -> None:
         """End the ranks at once, with their children."""

@@ -178,6 +178,12 @@ class CallDone(NamedTuple):
     state: GroupState
 
 
+class Stopped(NamedTuple):
+    """The rank has ended its session, and what failed in that: hooks, fixtures that were still set up."""
+
+    problems: tuple[str, ...] = ()
+
+
 class Ended(NamedTuple):
     """How a rank has ended, in words, and what it wrote last."""
 

@@ -44,13 +44,17 @@ class Test:
 
     @property
     def outcome(self) -> str:
-        """failed, error (outside the call), xpassed, xfailed, skipped or passed."""
+        """failed, error (outside the call), xpassed, xfailed, skipped or passed.
+
+        A subtest makes its test fail. Its skip or expected failure is not the test's.
+        """
         if failed := [report for report in self.reports if report.failed]:
             return "failed" if any(report.when == "call" for report in failed) else "error"
-        for report in self.reports:
+        own = [report for report in self.reports if type(report) is pytest.TestReport]
+        for report in own:
             if hasattr(report, "wasxfail"):
                 return "xfailed" if report.skipped else "xpassed"
-        return "skipped" if any(report.skipped for report in self.reports) else "passed"
+        return "skipped" if any(report.skipped for report in own) else "passed"
 
     @property
     def world(self) -> str:

@@ -111,3 +111,23 @@ def test_worlds_are_told_once_each():
         "fake(4), ranks(8, gloo on cpu)"
     )
     assert world_label({**ranks, "world": "simulated", "backend": "simulated"}) == "simulated(8, simulated on cpu)"
+
+
+class Subtest(pytest.TestReport):
+    """As pytest's own kind, which the report of the test is not."""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mark", "expected"),
+    [
+        ("skipped", {}, "passed"),
+        ("skipped", {"wasxfail": "known"}, "passed"),
+        ("passed", {}, "passed"),
+        ("failed", {}, "failed"),
+    ],
+)
+def test_a_subtest_decides_for_its_test_only_if_it_failed(outcome, mark, expected):
+    """V1"""
+    subtest = Subtest("t", ("t.py", 0, "t"), {}, outcome, None, "call")
+    vars(subtest).update(mark)
+    assert collected(SETUP, subtest, CALL, TEARDOWN).outcome == expected

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from pytest_gtrainer.ranks.inside.session import summary_of
-from pytest_gtrainer.ranks.merge import PHASES, STRICT, _Merge, controls_that_never_differ, result_of
+from pytest_gtrainer.ranks.merge import PHASES, STRICT, _Merge, result_of
+from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 from pytest_gtrainer.ranks.wire import Raised
 

@@ -76,7 +76,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     send(wire.Started(None, capture_fds(rank.session.config)))
     answer: object = None
     with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):  # the parent is gone
-        while answer != wire.Do("stop"):
+        while not isinstance(answer, wire.Stopped):
             answer = rank.obey(pickle.loads(channel.receive()))
             send(answer)
     return 0
@@ -103,6 +103,7 @@ class Rank:
     def __init__(self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]) -> None:
         self.session, self.group, self._send = own, group, send
         self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
+        self._is_stop_told = False
 
     def obey(self, command: object) -> object:
         """Obey a command: its result, or the command itself if it has none."""
@@ -118,10 +119,7 @@ class Rank:
             case wire.Do("drop subgroups"):
                 self.group.drop_subgroups()
             case wire.Do("stop"):
-                try:
-                    session.close_session(self.session)
-                except BaseException:  # the last test has been reported
-                    traceback.print_exc()
+                return wire.Stopped(session.close_session(self.session))
             case _:
                 raise TypeError(f"no such command: {command!r}")
         return command
@@ -146,6 +144,10 @@ class Rank:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
             trouble = f"broke off: {session.summary_of(error)}"
+        asked = self.session.shouldfail or self.session.shouldstop  # a hook did; pytest lets nobody take it back
+        if asked and not self._is_stop_told:
+            trouble = trouble or f"asked to stop the run: {asked}"
+            self._is_stop_told = True
         debugger.release()  # one may step past the end of a test
         process_groups.forget_compiled()
         shared = bool(self.session.config.stash.get(SHARED, ()))

@@ -1,6 +1,7 @@
 """The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
 
 import os
+import re
 import sys
 import textwrap
 import time
@@ -15,6 +16,7 @@ from pytest_gtrainer import _pytest_private as private
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.answers import collective_of, depth_of_collective
+from pytest_gtrainer.ranks.objections import xfail_of
 from pytest_gtrainer.worlds import hygiene
 
 # These print, time out, write files or start processes: the parent does that, once.
@@ -78,11 +80,26 @@ def _draw_alike(hypothesis: Any, seed: str) -> None:
         hypothesis.core.global_force_seed = seed
 
 
-def close_session(session: pytest.Session) -> None:
-    """Tear down what is still set up, and let plugins finish."""
-    private.tear_down(session, None)
-    session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.OK)
-    private.unconfigure(session.config)
+def close_session(session: pytest.Session) -> tuple[str, ...]:
+    """Tear down what is still set up, and let plugins finish. Returns what failed: each step runs in any case."""
+    finish = session.config.hook.pytest_sessionfinish
+    steps: dict[str, Callable[[], object]] = {
+        "tearing down what was still set up": lambda: private.tear_down(session, None),
+        "pytest_sessionfinish": lambda: finish(session=session, exitstatus=pytest.ExitCode.OK),
+        "pytest_unconfigure": lambda: private.unconfigure(session.config),
+    }
+    problems = []
+    for name, step in steps.items():
+        try:
+            step()
+        except BaseException as error:
+            told = traceback.TracebackException.from_exception(error)
+            foreign = [frame for frame in told.stack if not re.search("/pluggy/|/pytest_gtrainer/", frame.filename)]
+            told.stack = traceback.StackSummary.from_list(foreign)
+            problems.append(f"{name} raised {summary_of(error)}\n\n{cut(''.join(told.format()))}".rstrip())
+    if session.exitstatus != pytest.ExitCode.OK:  # a hook may say so that the run has failed
+        problems.append(f"pytest_sessionfinish set the exit status {int(session.exitstatus)}")
+    return tuple(problems)
 
 
 class CollectionDiffers(Exception):
@@ -179,6 +196,7 @@ class Recorder:
         cause = self._explain(_str_of(call.excinfo.value)) if report.failed and call.excinfo is not None else None
         if cause is not None:
             report.sections.append(("a process group of an earlier test", cause))
+        report.gt_xfail = xfail_of(item)  # type: ignore[attr-defined]
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,0 +1,128 @@
+"""Judge in the parent what the ranks of a test only claimed: goldens, inline expectations, control runs.
+
+A test without ranks raises where such a check fails, and pytest decides by the test's marks what that means. On ranks
+nothing was raised: an *objection* is the failure that the test would have raised. ``conclude`` is the only code that
+changes the outcome of a report after its ranks gave it, and follows the rule of pytest's xfail.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import pytest
+
+from pytest_gtrainer._pytest_private import active_xfail
+
+# The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
+JUDGES = {"gtrainer-goldens": "gt_goldens", "gtrainer-inline": "gt_inline"}
+
+Claims = Mapping[int, Sequence[Any]]  # by rank, in the order in which the test made them
+
+
+class Xfail(NamedTuple):
+    """The xfail mark that holds for a test: its reason, and the kinds of objections that it expects."""
+
+    reason: str
+    kinds: Sequence[str]
+
+
+class Objection(NamedTuple):
+    """A failed check: its text, and its kind, which is a key of ``_errors`` or "left behind"."""
+
+    kind: str
+    text: str
+
+
+def _errors() -> dict[str, type[BaseException]]:
+    """Return what each kind of check raises in a test without ranks."""
+    from pytest_gtrainer.golden.check import GoldenMismatch
+    from pytest_gtrainer.numerics.compare import ControlFailed
+
+    return {"gtrainer-goldens": GoldenMismatch, "gtrainer-inline": AssertionError, "control": ControlFailed}
+
+
+def xfail_of(item: pytest.Item) -> Xfail | None:
+    """Return the xfail mark that holds for a test of this process, as its rank sends it with each report.
+
+    The parent cannot evaluate the mark: a condition may depend on the rank, and a test may add the mark while it runs.
+    """
+    mark = active_xfail(item)
+    if mark is None:
+        return None
+    reason, raises = mark
+    if raises is None:
+        return Xfail(reason, list(_errors()))
+    if not isinstance(raises, type | tuple):
+        return Xfail(reason, [])  # RaisesExc and RaisesGroup look at the exception itself, and there is none
+    return Xfail(reason, [kind for kind, error in _errors().items() if issubclass(error, raises)])
+
+
+def objections_of(
+    item: pytest.Item, claims: Mapping[str, Claims], ended_early: Iterable[int], report: pytest.TestReport
+) -> list[Objection]:
+    """Compare what the ranks claim with goldens and with each other.
+
+    Args:
+        claims: by the attribute of the reports that carries them.
+        ended_early: the ranks that skipped, or failed as expected. They may not have reached every check.
+        report: gets the facts of the comparison.
+    """
+    found = []
+    early = set(ended_early)
+    facts = {rank: [fact for fact in each if fact["kind"] == "control"] for rank, each in claims["gt_facts"].items()}
+    reached = min((len(facts[rank]) for rank in early), default=None)
+    for text in controls_that_never_differ(each[:reached] for each in facts.values()):
+        found.append(Objection("control", text))
+    for plugin, attribute in JUDGES.items():
+        judge = getattr(item.config.pluginmanager.getplugin(plugin), "judge_ranks", None)
+        if judge is None:
+            continue
+        text = judge(item, as_if_to_the_end(claims[attribute], early), report)
+        if text is not None:
+            found.append(Objection(plugin, text))
+    return found
+
+
+def as_if_to_the_end(claims: Claims, early: set[int]) -> dict[int, list[Any]]:
+    """Add to the claims of each rank that ended early those that the others made after it.
+
+    >>> as_if_to_the_end({0: ["a", "b"], 1: ["a"], 2: []}, {1})
+    {0: ['a', 'b'], 1: ['a', 'b'], 2: []}
+    """
+    longest = max(claims.values(), key=len, default=[])
+    completed = {}
+    for rank, own in claims.items():
+        completed[rank] = [*own, *longest[len(own) :]] if rank in early else list(own)
+    return completed
+
+
+def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[str]:
+    """Name each control run, the n-th of every rank as one, that is equal on all ranks."""
+    for nth in zip_longest(*([fact for fact in each if fact["kind"] == "control"] for each in told)):
+        parts = [fact for fact in nth if fact is not None]
+        if all(fact["equal"] for fact in parts):
+            what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
+            wrong = "the control run is equal on all ranks: this check cannot fail"
+            yield f"{what}{wrong}; the mistake changes no bit here"
+
+
+def are_expected(objections: Iterable[Objection], xfail: Xfail | None) -> bool:
+    """Return whether the mark expects all of these."""
+    return xfail is not None and all(objection.kind in xfail.kinds for objection in objections)
+
+
+def conclude(report: pytest.TestReport, objections: Sequence[Objection], xfail: Xfail | None = None) -> None:
+    """Change the outcome of a report to what pytest gives a test that raises ``objections``.
+
+    A report that failed must not keep ``wasxfail``: pytest would print a failure, and neither count it for the exit
+    status nor write it to the JUnit file.
+    """
+    if not objections:
+        return
+    report.longrepr = "\n\n".join(objection.text for objection in objections)
+    vars(report).pop("wasxfail", None)
+    if xfail is not None and are_expected(objections, xfail):
+        report.outcome = "skipped"
+        report.wasxfail = xfail.reason
+    else:
+        report.outcome = "failed"

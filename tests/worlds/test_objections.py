@@ -1,0 +1,90 @@
+"""What the parent makes of a check that fails after the ranks have given their reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer.ranks.objections import Objection, Xfail, as_if_to_the_end, conclude, objections_of, xfail_of
+from tests.worlds.test_merged_reports import PASSED, SKIPPED, XFAILED, XPASSED, control, report
+
+GOLDEN, CONTROL = Objection("gtrainer-goldens", "a.txt differs"), Objection("control", "cannot fail")
+LEFT = Objection("left behind", "a group is left behind")
+KNOWN = Xfail("known", ["gtrainer-goldens"])
+
+
+def copy_of(told, **more):
+    return report(told.when, told.outcome, told.longrepr, **{**more, **{
+        name: value for name, value in vars(told).items() if name == "wasxfail"}})  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [PASSED, report(wasxfail="known"), SKIPPED, XFAILED, XPASSED],
+                         ids=["passed", "xpassed", "skipped", "xfailed", "strict"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objections", "xfail", "outcome", "reason"),
+    [
+        ([GOLDEN], None, "failed", None),
+        ([GOLDEN], KNOWN, "skipped", "known"),
+        ([CONTROL], KNOWN, "failed", None),
+        ([GOLDEN, CONTROL], KNOWN, "failed", None),
+        ([LEFT], KNOWN, "failed", None),
+    ],
+    ids=["no mark", "expected", "not expected", "one of two is not expected", "left behind"],
+)
+def test_an_objection_is_what_pytest_makes_of_its_error(before, objections, xfail, outcome, reason):
+    """V1: and a report that failed keeps no mark, or pytest would not count it."""
+    told = copy_of(before)
+    conclude(told, objections, xfail)
+    assert (told.outcome, getattr(told, "wasxfail", None)) == (outcome, reason)
+    assert told.longrepr == "\n\n".join(each.text for each in objections)
+
+
+def test_without_an_objection_a_report_stays():
+    told = copy_of(XFAILED)
+    conclude(told, [], KNOWN)
+    assert (told.outcome, told.wasxfail) == ("skipped", "known")
+
+
+ALL = {"gtrainer-goldens", "gtrainer-inline", "control"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "kinds"),
+    [
+        ({}, ALL),
+        ({"raises": AssertionError}, ALL),
+        ({"raises": (ValueError, AssertionError)}, ALL),
+        ({"raises": ValueError}, set()),
+        ({"raises": pytest.RaisesExc(AssertionError)}, set()),
+    ],
+)
+def test_a_mark_expects_what_its_errors_cover(request, mark, kinds):
+    """V1: marks that a test adds while it runs are seen."""
+    request.applymarker(pytest.mark.xfail(reason="known", **mark))
+    found = []
+
+    # pytest evaluates the mark at the end of the call
+    request.addfinalizer(lambda: found.append(xfail_of(request.node)))
+    request.addfinalizer(lambda: None)
+    from _pytest.skipping import evaluate_xfail_marks, xfailed_key
+
+    request.node.stash[xfailed_key] = evaluate_xfail_marks(request.node)
+    told = xfail_of(request.node)
+    request.node.stash[xfailed_key] = None
+    request.node.own_markers.clear()
+    assert told is not None
+    assert (told.reason, set(told.kinds)) == ("known", kinds)
+
+
+@pytest.mark.parametrize(
+    ("early", "expected"),
+    [([], ["control"]), ([1], [])],
+    ids=["all came to the end", "rank 1 ended before its control"],
+)
+def test_a_control_that_a_rank_did_not_reach_is_not_judged(request, early, expected):
+    claims = {"gt_facts": {0: [control(True)], 1: []}, "gt_goldens": {0: [], 1: []}, "gt_inline": {0: [], 1: []}}
+    found = objections_of(request.node, claims, early, report())
+    assert [each.kind for each in found] == expected
+
+
+def test_a_rank_that_ended_early_is_judged_up_to_there():
+    assert as_if_to_the_end({0: ["a"], 1: ["x", "b"]}, {0}) == {0: ["a", "b"], 1: ["x", "b"]}

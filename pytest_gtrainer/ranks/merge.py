@@ -41,19 +41,14 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
     Reports of subtests stand before the report of the call, as pytest has them.
     """
     _repeat_warnings(item, outcome)
-    reports: dict[int, RankReports] = {}
-    subtests: dict[int, list[pytest.TestReport]] = {}
-    in_subtests: dict[int, Counter[str]] = {}
-    for rank, answer in outcome.done.items():
-        if answer.reports:
-            reports[rank], subtests[rank], in_subtests[rank] = _rank_reports(item, answer)
-    merge = _Merge(item, outcome, reports, subtests)
+    merge = _merge_of(item, outcome)
+    reports = merge.by_rank
     merged = merge.reports()
     if not reports and "gt_world" in getattr(item, "fixturenames", ()):  # nobody has lived to tell
         found = devices.resolve(item.config)
         world = {"world": "ranks", "size": outcome.size, "device": found.kind, "backend": found.backend}
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
-    objections = _judge(item, merged, merge, in_subtests)
+    objections = _judge(item, merged, merge)
     _tell_left_behind(item, outcome, merged)
     # what every rank has told for the report of the run, not only the rank whose report is shown
     shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
@@ -69,8 +64,18 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
 
 def passes(item: pytest.Item, outcome: RanksOutcome) -> bool:
     """Return whether a test passed on all ranks; gives nothing to pytest, and judges no goldens."""
-    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.done.items() if answer.reports}
-    return not any(report.failed for report in _Merge(item, outcome, reports).reports())
+    return not any(report.failed for report in _merge_of(item, outcome).reports())
+
+
+def _merge_of(item: pytest.Item, outcome: RanksOutcome) -> "_Merge":
+    """Read what the ranks have reported of a test."""
+    reports: dict[int, RankReports] = {}
+    subtests: dict[int, list[pytest.TestReport]] = {}
+    in_subtests: dict[int, Counter[str]] = {}
+    for rank, answer in outcome.done.items():
+        if answer.reports:
+            reports[rank], subtests[rank], in_subtests[rank] = _rank_reports(item, answer)
+    return _Merge(item, outcome, reports, subtests, in_subtests)
 
 
 def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
@@ -111,15 +116,13 @@ def _rank_reports(
     return {phase: restored[phase] for phase in PHASES if phase in restored}, subtests, in_subtests
 
 
-def _judge(
-    item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge", in_subtests: Mapping[int, Counter[str]]
-) -> set[str | None]:
+def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") -> set[str | None]:
     """Let the parent compare what the ranks claim, phase by phase, up to the first phase that failed.
 
     A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises before that.
     Returns the phases with objections.
     """
-    xfail = _xfail_of(merge.by_rank)
+    xfail, in_subtests = _xfail_of(merge.by_rank), merge.in_subtests
     early = [rank for rank, result in merge.results.items() if result in ("xfailed", "skipped")]
     found: set[str | None] = set()
     for report in merged:
@@ -244,9 +247,11 @@ class _Merge:
         outcome: RanksOutcome,
         reports: Mapping[int, RankReports],
         subtests: Subtests | None = None,
+        in_subtests: Mapping[int, Counter[str]] | None = None,
     ) -> None:
         self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
         self.subtests = dict(sorted((subtests or {}).items()))
+        self.in_subtests = in_subtests or {}  # how many of the call's claims came with subtests, by attribute
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
         incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
         self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)  # the lowest rank first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gtrainer.ranks import objections
 from pytest_gtrainer.ranks.objections import Objection, Xfail, as_if_to_the_end, conclude, objections_of, xfail_of
 from tests.worlds.test_merged_reports import PASSED, SKIPPED, XFAILED, XPASSED, control, report
 
@@ -20,7 +21,7 @@ def copy_of(told, **more):
 @pytest.mark.parametrize("before", [PASSED, report(wasxfail="known"), SKIPPED, XFAILED, XPASSED],
                          ids=["passed", "xpassed", "skipped", "xfailed", "strict"])  # fmt: skip
 @pytest.mark.parametrize(
-    ("objections", "xfail", "outcome", "reason"),
+    ("found", "xfail", "outcome", "reason"),
     [
         ([GOLDEN], None, "failed", None),
         ([GOLDEN], KNOWN, "skipped", "known"),
@@ -30,12 +31,12 @@ def copy_of(told, **more):
     ],
     ids=["no mark", "expected", "not expected", "one of two is not expected", "left behind"],
 )
-def test_an_objection_is_what_pytest_makes_of_its_error(before, objections, xfail, outcome, reason):
+def test_an_objection_is_what_pytest_makes_of_its_error(before, found, xfail, outcome, reason):
     """V1: and a report that failed keeps no mark, or pytest would not count it."""
     told = copy_of(before)
-    conclude(told, objections, xfail)
+    conclude(told, found, xfail)
     assert (told.outcome, getattr(told, "wasxfail", None)) == (outcome, reason)
-    assert told.longrepr == "\n\n".join(each.text for each in objections)
+    assert told.longrepr == "\n\n".join(each.text for each in found)
 
 
 def test_without_an_objection_a_report_stays():
@@ -57,22 +58,15 @@ ALL = {"gtrainer-goldens", "gtrainer-inline", "control"}
         ({"raises": pytest.RaisesExc(AssertionError)}, set()),
     ],
 )
-def test_a_mark_expects_what_its_errors_cover(request, mark, kinds):
-    """V1: marks that a test adds while it runs are seen."""
-    request.applymarker(pytest.mark.xfail(reason="known", **mark))
-    found = []
-
-    # pytest evaluates the mark at the end of the call
-    request.addfinalizer(lambda: found.append(xfail_of(request.node)))
-    request.addfinalizer(lambda: None)
-    from _pytest.skipping import evaluate_xfail_marks, xfailed_key
-
-    request.node.stash[xfailed_key] = evaluate_xfail_marks(request.node)
-    told = xfail_of(request.node)
-    request.node.stash[xfailed_key] = None
-    request.node.own_markers.clear()
-    assert told is not None
-    assert (told.reason, set(told.kinds)) == ("known", kinds)
+def test_a_mark_expects_what_its_errors_cover(request, monkeypatch, mark, kinds):
+    """V1"""
+    told = {"reason": "known", "raises": None, **mark}
+    monkeypatch.setattr(objections, "active_xfail", lambda item: (told["reason"], told["raises"]))
+    found = xfail_of(request.node)
+    assert found is not None
+    assert (found.reason, set(found.kinds)) == ("known", kinds)
+    monkeypatch.setattr(objections, "active_xfail", lambda item: None)
+    assert xfail_of(request.node) is None
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,9 @@ def test_addresses_change_under_their_pressure(blocks):
 
 def test_a_fresh_inductor_cache_is_another_folder():
     import torch._dynamo
-    import torch._inductor.utils  # without it there is nothing to judge
+    import torch._inductor.utils  # noqa: F401 - without it there is nothing to judge
 
-    torch._inductor.utils.cache_dir()  # sets the variable, if this is the first use of Inductor in this process
+    by_cache()  # Inductor sets the variable at its first use in a process
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     with pytest.raises(BitwiseDifference, match="under this pressure: fresh Inductor cache"):
         assert_run_to_run(by_cache, 2, pressures=[BY_NAME["fresh Inductor cache"]])

@@ -113,7 +113,10 @@ def gt_golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture
 def gt_artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """This test's folder, of each rank its own, below ``--gt-artifacts DIR``; without it ``tmp_path``."""
+    """This test's folder below ``--gt-artifacts DIR``, on each rank its own.
+
+    It is ``tmp_path`` without the option, and, with a warning, if DIR cannot be written.
+    """
     from pytest_gtrainer.golden import artifacts
 
     return artifacts.folder_of(request.node) or tmp_path

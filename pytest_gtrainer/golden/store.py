@@ -222,4 +222,4 @@ def _lock_file(root: Path) -> str:
 
 
 def _shown(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

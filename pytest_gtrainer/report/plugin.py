@@ -186,7 +186,7 @@ class VerdictTables:
         if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):
             from pytest_gtrainer.numerics.verdict import table
 
-            if (path := artifacts.save(item, TABLE, table(call.excinfo.value.verdict))) is not None:
+            if (path := artifacts.save_or_warn(item, TABLE, table(call.excinfo.value.verdict))) is not None:
                 report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
             is_different = call.excinfo.value.verdict.outcome == "different"
             if is_different and self._rewrote and not options.get(item.config, "bisect"):

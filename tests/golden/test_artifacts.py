@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
+
+# A run inside this process forgets what it has imported, and torch cannot be loaded again.
+import pytest_gtrainer.numerics.compare  # noqa: F401
 
 SOURCE = """
 import pytest
@@ -124,3 +128,52 @@ def test_other_parts_save_by_one_call(run_here, saved):
     run_here(SAVE, "--gt-artifacts=out").assert_outcomes(passed=2)
     assert saved() == {f"test_it/test_a-{x}/a_verdict__table~0acffe40": f"{x}" for x in (1, 2)}
     run_here(None).assert_outcomes(passed=2)
+
+
+THREE = """
+import pytest, torch
+from pytest_gtrainer import assert_bitwise_equal
+
+def test_golden(gt_golden): gt_golden.check("new")
+def test_verdict(): assert_bitwise_equal(torch.ones(1), torch.zeros(1))
+def test_own(gt_artifacts, tmp_path):
+    assert gt_artifacts == tmp_path
+    (gt_artifacts / "mine").write_text("text")
+"""
+
+UNWRITABLE = {
+    "below a file": ("a_file/out", "Not a directory"),
+    "a NUL in a name": ("out\0put", "embedded null byte"),
+    "a read-only file system": ("/proc/out", "No such file or directory"),
+    "too long a name": ("x" * 300, "File name too long"),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_a_folder_that_cannot_be_written_is_a_warning(run_here, pytester, case):
+    """The tests have their own results, and each says that nothing was saved, and why."""
+    folder, reason = UNWRITABLE[case]
+    (pytester.path / "a_file").write_text("")
+    result = run_here(THREE, f"--gt-artifacts={folder}")
+    result.assert_outcomes(failed=2, passed=1, warnings=2)
+    text = result.stdout.str()
+    assert "INTERNALERROR" not in text + result.stderr.str()
+    assert "\0" not in text
+    lines = [line for line in text.splitlines() if reason in line or "is a file, expected a directory" in line]
+    assert any("nothing saved in" in line for line in lines), "the golden"
+    assert any("ArtifactWarning: --gt-artifacts: nothing was saved:" in line for line in lines), "the verdict"
+    assert any("ArtifactWarning: --gt-artifacts:" in line and "was not made" in line for line in lines), "the fixture"
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EROFS", "EIO"])
+def test_a_disk_that_fails_while_it_is_written_is_a_warning(run_here, monkeypatch, name):
+    code = getattr(errno, name)
+
+    def fails(file: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fails)  # the last call before a file gets its name
+    result = run_here(THREE.replace("gt_artifacts == tmp_path", "gt_artifacts.is_dir()"), "--gt-artifacts=out")
+    result.assert_outcomes(failed=2, passed=1, warnings=1)
+    result.stdout.fnmatch_lines([f"*ArtifactWarning: --gt-artifacts: nothing was saved: *{os.strerror(code)}*"])
+    assert "INTERNALERROR" not in result.stdout.str()

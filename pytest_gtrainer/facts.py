@@ -44,7 +44,29 @@ def escaped(text: str) -> str:
     >>> print(escaped("red: " + chr(27) + "[31m"))
     red: \\x1b[31m
     """
+    if text.replace("\n", "").replace("\t", "").isprintable():  # most texts; in C
+        return text
     return "".join(c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as ``escaped`` does, on one line: a name or a line of a table cannot begin another.
+
+    >>> print(one_line("a" + chr(10) + "b" + chr(0)))
+    a\\nb\\x00
+    """
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def all_escaped(value: Any) -> Any:
+    """Return lists, tuples and dicts with every text in them, but for keys, as ``escaped`` gives it."""
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, dict):
+        return {key: all_escaped(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_escaped(part) for part in value]
+    return value
 
 
 FIRST_SECONDS = 4.0
@@ -119,6 +141,9 @@ def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[st
         thread.join()
 
 
+MOST_UNPACKED = 64 << 20
+
+
 def packed(text: str) -> str:
     """A text as base64 of zlib's format, which browsers read ("deflate").
 
@@ -128,9 +153,25 @@ def packed(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 
 
-def unpacked(text: str) -> str:
-    """What ``packed`` has packed."""
-    return zlib.decompress(base64.b64decode(text)).decode()
+def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
+    """Undo ``packed``. A few bytes can stand for a thousand times as many: no more than ``most`` are unpacked.
+
+    Raises:
+        ValueError: there are more, or the end is missing.
+
+    >>> unpacked(packed("graph"))
+    'graph'
+    >>> unpacked(packed("a" * 100_000), most=1000)
+    Traceback (most recent call last):
+    ValueError: a part of it holds more than 1000 bytes
+    """
+    whole = zlib.decompressobj()
+    content = whole.decompress(base64.b64decode(text), most)
+    if whole.unconsumed_tail:
+        raise ValueError(f"a part of it holds more than {most} bytes")
+    if not whole.eof:
+        raise ValueError("a part of it is cut off")
+    return content.decode()
 
 
 def counted(number: int, noun: str) -> str:

@@ -66,7 +66,7 @@ class LeakGuard:
         )
         if self._reaction == "fail":
             pytest.fail(message, pytrace=False)
-        item.warn(LeakedFlagWarning(message))
+        item.warn(LeakedFlagWarning(facts.escaped(message)))
 
 
 def _read() -> Values | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, one_line
 
 PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
 """In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
@@ -170,7 +170,7 @@ def where(key: Key) -> str:
     >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
     ('step 1, rank 3, gradient of lm_head.weight', 'wq', 'the tensor')
     """
-    name = key.name or "the tensor"
+    name = one_line(key.name) or "the tensor"
     if not key.phase:
         return name
     phase = _WORDS.get(key.phase, key.phase)
@@ -209,4 +209,4 @@ def table(verdict: Verdict) -> str:
     blank = ("",) * (len(_COLUMNS) - 5)
     rows += [("actual", *key, *blank) for key in verdict.only_actual]
     rows += [("expected", *key, *blank) for key in verdict.only_expected]
-    return "".join("\t".join(map(str, row)) + "\n" for row in rows)
+    return "".join("\t".join(one_line(str(cell)) for cell in row) + "\n" for row in rows)

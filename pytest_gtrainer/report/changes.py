@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.facts import unpacked
+from pytest_gtrainer.facts import escaped, unpacked
 from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.collected import Test
 
@@ -19,6 +19,9 @@ MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs of a run that are compared in words, a few seconds each where they are large
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
+_LARGEST_PAGE = 1 << 30  # bytes
+_MOST_DETAILS = 16 << 20  # bytes of a test's details, unpacked
+_MOST_OF_ALL_DETAILS = 256 << 20
 _PART = re.compile(r'<script type="text/plain" id="([dg])-?(\w+)">([^<]*)</script>')
 
 
@@ -65,17 +68,14 @@ class Earlier:
         """The page at ``path``; pytest.UsageError if there is none, or it is no page of ``--gt-report``."""
         option = f"--gt-report-against={given}"
         try:
-            parts = _PART.findall(path.read_text(encoding="utf-8"))
-            details = [json.loads(unpacked(text)) for kind, _, text in parts if kind == "d"]
-            tests = {each["name"]: each for each in details}
-            if not all(each.keys() >= _KEYS and all("number" in one for one in each["pipelines"]) for each in details):
-                raise KeyError
+            parts = _PART.findall(_read(path))
+            tests = _tests_of(text for kind, _, text in parts if kind == "d")
         except FileNotFoundError:
             raise pytest.UsageError(f"{option}: there is no such file; name a page that --gt-report wrote") from None
         except KeyError:
             told = "was written by an older pytest-gtrainer, whose pages contain less of a test: write it again"
             raise pytest.UsageError(f"{option} {told}") from None
-        except (OSError, ValueError, zlib.error, TypeError) as error:
+        except (OSError, ValueError, zlib.error, TypeError, AttributeError, RecursionError) as error:
             raise pytest.UsageError(f"{option} cannot be read: {error}") from None
         if not parts:
             raise pytest.UsageError(f"{option} holds no test; name a page that --gt-report wrote")
@@ -84,7 +84,7 @@ class Earlier:
     def compare(self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
         """What a test did otherwise than in the earlier run: ``lines`` in words, ``graphs`` as name and two keys.
         ``texts`` are the packed graphs of this run's test by key. Counts what it finds."""
-        if (then := self.tests.get(test.name)) is None:
+        if (then := self.tests.get(escaped(test.name))) is None:
             self.counts["new"] += 1
             self.counts["newly failing"] += test.outcome in BAD
             return {"lines": ["new: it is not in the earlier report"], "graphs": []}
@@ -124,15 +124,42 @@ class Earlier:
                 return ["another graph (many differ, so it is not told in words)"]
             try:
                 self._words[old, new] = words(unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new])))
-            except (TextError, KeyError) as error:
+            except (TextError, KeyError, ValueError, zlib.error) as error:
                 self._words[old, new] = [f"another graph, and the earlier one cannot be read: {error}"]
         return self._words[old, new]
 
     def summary(self, names: set[str]) -> str:
         """One line for all tests; ``names`` are those of this run."""
-        counts = {**self.counts, "not in this run": len(set(self.tests) - names)}
+        counts = {**self.counts, "not in this run": len(set(self.tests) - set(map(escaped, names)))}
         told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return f"against {self.path.name}: {told or 'nothing changed'}"
+
+
+def _read(path: Path) -> str:
+    """Read a page, which is a file of bounded size: a device would never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")
+    if path.stat().st_size > _LARGEST_PAGE:
+        raise ValueError(f"it has more than {_LARGEST_PAGE >> 20} MiB")
+    return path.read_text(encoding="utf-8")
+
+
+def _tests_of(packed_details: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Unpack the details of each test, one after the other, and keep what is compared; a KeyError if it is not there.
+
+    What a test has printed is most of it, and is not compared. A page of 4 MB may hold gigabytes.
+    """
+    tests: dict[str, Mapping[str, Any]] = {}
+    left = _MOST_OF_ALL_DETAILS
+    for packed_text in packed_details:
+        text = unpacked(packed_text, most=min(_MOST_DETAILS, left))
+        left -= len(text)
+        each = json.loads(text)
+        kept = {name: each[name] for name in _KEYS}
+        if not all("number" in one for one in kept["pipelines"]):
+            raise KeyError
+        tests[each["name"]] = kept
+    return tests
 
 
 def _numbered(items: Iterable[Any], *names: str) -> dict[Any, Any]:

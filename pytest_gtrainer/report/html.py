@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.facts import packed
 from pytest_gtrainer.report.changes import Earlier, what_changed
 from pytest_gtrainer.report.collected import ORDER, Test
@@ -32,9 +33,11 @@ class Run:
 
     def __post_init__(self) -> None:
         self.tests = sorted(self.tests, key=lambda test: ORDER.index(test.outcome))
-        self.details = [details_of(test, self.earlier) for test in self.tests]
+        self.details = [facts.all_escaped(details_of(test, self.earlier)) for test in self.tests]
         if self.earlier is not None:
             self.summary = [*self.summary, self.earlier.summary({test.name for test in self.tests})]
+        self.title, self.made = facts.one_line(self.title), facts.one_line(self.made)
+        self.summary = [facts.one_line(line) for line in self.summary]
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -68,10 +71,11 @@ def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
     """The line of a test, whose words the page's search looks through."""
     passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
     changed = [each[:300] for each in [*details["changed"], *details["earlier"]["lines"]]]
-    words = " ".join([test.name, test.outcome, test.world, passes, test.headline, *changed])
+    words = facts.escaped(" ".join([test.name, test.outcome, test.world, passes, test.headline, *changed]))
     time = f"{sum(report.duration for report in test.reports):.2f} s"
+    shown = {"name": test.name, "outcome": test.outcome, "world": test.world, "headline": test.headline}
     return {
-        "name": test.name, "outcome": test.outcome, "world": test.world, "time": time, "headline": test.headline,
+        **{name: facts.one_line(text) for name, text in shown.items()}, "time": time,
         "changed": changed, "words": words.lower()[:_MOST_WORDS], "packed": packed(json.dumps(details)),
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ import html
 import re
 import shlex
 
+from pytest_gtrainer.facts import escaped
 from pytest_gtrainer.report.changes import BAD
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.html import Run
@@ -58,12 +59,13 @@ def text(told: str) -> str:
     marks = re.compile(r"([\\`*_\[\]#|~@$])")
     return " ".join(
         code(word) if _LINKED.search(word) else html.escape(marks.sub(r"\\\1", word), quote=False)
-        for word in told.split()
+        for word in escaped(told).split()
     )
 
 
 def code(told: str) -> str:
     """A text as inline code, whatever backticks it holds."""
+    told = escaped(told)
     ticks = "`" * (1 + max(map(len, re.findall("`+", told)), default=0))
     space = " " if "`" in told else ""
     return f"{ticks}{space}{' '.join(told.split())}{space}{ticks}"
@@ -71,5 +73,6 @@ def code(told: str) -> str:
 
 def fenced(told: str) -> str:
     """A text as a block of code, whatever fences it holds."""
+    told = escaped(told)
     ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", told)), default=0))
     return f"{ticks}text\n{told}\n{ticks}"

@@ -79,7 +79,7 @@ class ReportPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self._is_written = True
         for line, is_problem in self._write():
-            terminalreporter.write_line(f"gtrainer: {line}", red=is_problem)
+            terminalreporter.write_line(facts.one_line(f"gtrainer: {line}"), red=is_problem)
 
     def pytest_unconfigure(self) -> None:
         if not self._is_written:  # without a terminal nobody asked for the summary

@@ -56,7 +56,7 @@ class SummaryPlugin:
         terminal = os.dup(sys.stdout.fileno())  # output is not captured yet
 
         def write(text: str) -> None:
-            os.write(terminal, f"\ngtrainer: {text}\n".encode())
+            os.write(terminal, f"\ngtrainer: {facts.one_line(text)}\n".encode(errors="backslashreplace"))
 
         with ExitStack() as stack:
             stack.callback(os.close, terminal)
@@ -79,12 +79,12 @@ class SummaryPlugin:
         for test, rows in self._nets.items():
             if len({tuple(row[name] for name in _NET) for row in rows}) > 1:  # of several nets, not one net twice
                 sections.append(("-", f"nets of {test}", net_table(rows)))
-        sections.append(("=", "gtrainer", bounded(list(map(facts.escaped, self.lines())))))
+        sections.append(("=", "gtrainer", bounded(list(map(facts.one_line, self.lines())))))
         for sign, title, lines in sections:
             if lines:
-                terminalreporter.write_sep(sign, title)
+                terminalreporter.write_sep(sign, facts.one_line(title))
             for line in lines:
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(facts.one_line(line))
 
     def lines(self) -> list[str]:
         """All that there is to say; the terminal shows ``bounded`` lines of it, the page of a report all."""
@@ -171,10 +171,10 @@ class ConformanceTable:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name, rows in self._rows.items():
-            terminalreporter.write_sep("-", f"conformance of {name}")
+            terminalreporter.write_sep("-", facts.one_line(f"conformance of {name}"))
             cells = [[row[column] for column in _RULE] for row in rows.values()]
             for line in in_columns([_RULE, *cells]):
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(facts.one_line(line))
             results = [row["result"] for row in rows.values()]
             counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
             terminalreporter.write_line(", ".join(counts))
@@ -184,7 +184,7 @@ class ConformanceTable:
                     "is (--gt-kind), or test it by pass files, on graphs of your own"
                 )
             for line in self._changes(name, rows):
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(facts.one_line(line))
 
     def _changes(self, name: str, rows: dict[str, Fact]) -> list[str]:
         """What differs from the table before; of a pass that it does not have, from its only one."""

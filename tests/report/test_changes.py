@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pytest_gtrainer.facts import unpacked
+from pytest_gtrainer.facts import packed, unpacked
 from pytest_gtrainer.report import changes, markdown
+from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test as Collected
 
 SUITE = Path(__file__).parent / "changing.py"
@@ -296,3 +299,83 @@ def test_only_what_came_out_wrong_is_told_of_a_failed_test():
         "different: first different at step 3, rank 1, gradient w",
         "layout: bucket 'b': w sits at byte 4",
     ]
+
+
+def page_of(*details: str) -> str:
+    return "".join(f'<script type="text/plain" id="d{n}">{text}</script>' for n, text in enumerate(details))
+
+
+def detail(name: str, **others: Any) -> str:
+    return packed(json.dumps({"name": name, "outcome": "passed", "comparisons": [], "pipelines": [], **others}))
+
+
+HUGE = {
+    "one text": lambda: page_of(packed('{"name": "' + "a" * (40 << 20) + '"}')),
+    "empty lists": lambda: page_of(packed("[" + "[]," * (12 << 20) + "0]")),
+    "a part of many": lambda: page_of(detail("a"), packed(" " * (100 << 20)), detail("b")),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_page_that_unpacks_to_more_than_a_page_holds_is_refused_before_it_is_parsed(tmp_path, kind):
+    """A few bytes stand for a thousand times as many."""
+    path = tmp_path / "page.html"
+    path.write_text(HUGE[kind]())
+    assert path.stat().st_size < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(pytest.UsageError, match="cannot be read: a part of it holds more than 16777216"):
+            Earlier.read("page.html", path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 64 << 20
+
+
+def test_all_details_together_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "_MOST_OF_ALL_DETAILS", 10_000)
+    path = tmp_path / "page.html"
+    path.write_text(page_of(*(detail(str(number), sections="x" * 3000) for number in range(3))))
+    assert len(Earlier.read("page.html", path).tests) == 3
+    path.write_text(page_of(*(detail(str(number), sections="x" * 3000) for number in range(4))))
+    with pytest.raises(pytest.UsageError, match="a part of it holds more than"):
+        Earlier.read("page.html", path)
+
+
+def test_what_a_test_has_printed_is_not_kept(tmp_path):
+    """It is most of a page, and is not compared."""
+    path = tmp_path / "page.html"
+    path.write_text(page_of(detail("a", sections=[["stdout", "x" * 1000]])))
+    assert Earlier.read("page.html", path).tests["a"].keys() == {"name", "outcome", "comparisons", "pipelines"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (page_of(packed("[" * 100_000)), "cannot be read: "),
+        (page_of(packed("null")), "cannot be read: "),
+        (page_of(packed('{"name": []}')), "was written by an older"),
+        (page_of(detail("a")[:-8]), "cannot be read: "),
+        (page_of("A" + detail("a")[1:]), "cannot be read: "),
+    ],
+    ids=["deep", "null", "an odd name", "cut off", "damaged"],
+)
+def test_a_page_that_is_damaged_is_a_sentence(tmp_path, content: str, reason: str):
+    path = tmp_path / "page.html"
+    path.write_text(content)
+    with pytest.raises(pytest.UsageError, match=reason):
+        Earlier.read("page.html", path)
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "a folder"])
+def test_what_is_no_file_is_not_read(tmp_path, place: str):
+    with pytest.raises(pytest.UsageError, match="cannot be read: it is no file"):
+        Earlier.read(place, Path(place) if place[0] == "/" else tmp_path)
+
+
+def test_a_large_page_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "_LARGEST_PAGE", 1 << 20)
+    path = tmp_path / "page.html"
+    path.write_text("a" * ((1 << 20) + 1))
+    with pytest.raises(pytest.UsageError, match="it has more than 1 MiB"):
+        Earlier.read("page.html", path)

@@ -1,7 +1,9 @@
 """Which test left a global switch of torch other than it found it (K3).
 
-Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded). What a
-fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or last.
+Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded), and the
+modes and hooks of ``_torch.modes``. A mode or hook that a test leaves behind is also ended: it would run in each later
+test. What a fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or
+last.
 """
 
 import sys
@@ -53,7 +55,7 @@ class LeakGuard:
         changes = _changes_since(before).items()
         known = self._by_wide_fixtures
         if leaked := {name: both for name, both in changes if (name, *map(str, both)) not in known}:
-            self.blame(item, leaked)
+            self.blame(item, _modes_ended(leaked))
 
     def blame(self, item: pytest.Item, leaked: Changes) -> None:
         """Say that the test has left these switches changed; fails it if that is asked for."""
@@ -70,8 +72,27 @@ class LeakGuard:
 
 
 def _read() -> Values | None:
-    """The switches now, None while torch is not loaded: importing it changes nothing that anyone had set."""
-    return knobs.values(_GUARDED) if "torch" in sys.modules else None
+    """The switches, modes and hooks now.
+
+    None while torch is not loaded: importing it changes nothing that anyone had set.
+    """
+    if "torch" not in sys.modules:
+        return None
+    from pytest_gtrainer._torch.modes import MODES
+
+    return {**knobs.values(_GUARDED), **{name: read() for name, (read, _) in MODES.items()}}
+
+
+def _modes_ended(leaked: Changes) -> Changes:
+    """Put back modes and hooks, under which the next test would run; returns the changes with values to be shown."""
+    from pytest_gtrainer._torch.modes import MODES, shown
+
+    told = dict(leaked)
+    for name, (_, put_back) in MODES.items():
+        if name in leaked:
+            told[name] = shown(leaked[name][0]), shown(leaked[name][1])
+            put_back(leaked[name][0])
+    return told
 
 
 def _changes_since(before: Values | None) -> Changes:

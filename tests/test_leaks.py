@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+# A run inside this process forgets what it has imported, and libraries of operators cannot be registered again.
+import torch._dynamo
+import torch._inductor.test_operators
+import torch.distributed._functional_collectives
+import torch.utils.flop_counter
+
 from pytest_gtrainer import facts
 from pytest_gtrainer.worlds import hygiene
 
@@ -82,6 +88,78 @@ def test_an_environment_variable_counts(pytester: pytest.Pytester):
 def test_the_page_of_ranks_lists_what_is_put_back_and_what_stays():
     """These, and nothing else."""
     page = " ".join((Path(__file__).parents[1] / "docs" / "ranks.md").read_text().split())
-    told = re.search(r"\*\*What is restored\*\* [^:]*: (.*?)\. \*\*What stays\*\* [^:]*: (.*?)\. \*\*", page)
+    told = re.search(r"\*\*What is restored\*\* [^:]*: (.*?)\. \*\*What stays\*\* [^:]*: (.*?)\. [*A-Z]", page)
     lists = [re.sub(r" \([^()]*(\([^()]*\)[^()]*)?\)", "", names).split(", ") for names in told.groups()]
     assert lists == [list(hygiene.kept()), list(hygiene.STAYS)]
+
+
+LEFT_BEHIND = {
+    "autocast": ('torch.autocast("cpu").__enter__()', "autocast from ((False"),
+    "another dtype of autocast": ('torch.set_autocast_dtype("cpu", torch.float16)', "autocast from ((False"),
+    "a function mode": ("BaseTorchFunctionMode().__enter__()", "function modes from none to BaseTorchFunctionMode"),
+    "a dispatch mode": ("FakeTensorMode().__enter__()", "dispatch modes from none to FakeTensorMode"),
+    "two modes": (
+        "FakeTensorMode().__enter__(); FlopCounterMode(display=False).__enter__()",
+        "dispatch modes from none to FakeTensorMode, _FlopCounterMode",
+    ),
+    "hooks of saved tensors": ("saved_tensors_hooks(str, str).__enter__()", "saved-tensor hooks from None to"),
+    "a hook of all forwards": ("module.register_module_forward_hook(print)", "global module hooks from 0 hooks to 1"),
+    "a hook of all backwards": ("module.register_module_full_backward_hook(print)", "global module hooks from 0 hooks"),
+    "a hook of all parameters": ("module.register_module_parameter_registration_hook(print)", "from 0 hooks to 1 hook"),
+    "the default device": ('torch.set_default_device("meta")', "the default device from cpu to meta"),
+}
+
+NEXT = """
+    import pytest, torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.nn.modules import module
+    from torch.overrides import BaseTorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def test_leaky(): {leak}
+
+    def test_next():
+        from torch.overrides import _get_current_function_mode_stack
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        made = torch.nn.Linear(2, 2)(weight)
+        made.sum().backward()
+        assert type(weight.grad) is torch.Tensor and weight.grad.device.type == "cpu"
+        assert made.dtype == torch.float32 and not _get_current_function_mode_stack()
+"""
+
+
+@pytest.mark.parametrize("what", LEFT_BEHIND)
+def test_a_mode_or_hook_that_is_left_behind_is_named_and_ended(pytester: pytest.Pytester, what: str):
+    """K3: the next test would have run under it."""
+    leak, words = LEFT_BEHIND[what]
+    pytester.makepyfile(NEXT.format(leak=leak))
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=2, warnings=1)
+    [warning] = [line for line in result.outlines if "LeakedFlagWarning" in line]
+    assert "::test_leaky changed" in warning
+    assert words in warning
+
+
+def test_modes_that_end_with_their_test_or_belong_to_a_wide_fixture_are_no_leak(pytester: pytest.Pytester):
+    """The twin."""
+    pytester.makepyfile("""
+        import pytest, torch
+        from torch.nn.modules import module
+
+        @pytest.fixture(scope="module")
+        def mixed():
+            with torch.autocast("cpu"):
+                yield
+
+        def test_puts_back():
+            handle = module.register_module_forward_hook(print)
+            handle.remove()
+            with torch.device("meta"), torch.autocast("cpu", dtype=torch.float16):
+                torch.ones(1)
+
+        def test_first(mixed): assert torch.is_autocast_enabled("cpu")
+        def test_second(mixed): assert torch.is_autocast_enabled("cpu")
+        def test_third(mixed): assert torch.is_autocast_enabled("cpu")
+    """)
+    pytester.runpytest_inprocess().assert_outcomes(passed=4, warnings=0)

@@ -35,9 +35,11 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """What is put back after the body of a test on a rank, in words: how to read it, and how to write it."""
     import torch  # here: a process that keeps its log quiet may have no use for torch
 
+    from pytest_gtrainer._torch.modes import MODES
+
     modes = torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled
-    set_device = torch.set_default_device
     return {
+        **MODES,
         "resource limits": (lambda: {which: resource.getrlimit(which) for which in _LIMITS}, _set_limits),
         "the environment": (_environ, _set_environ),
         "the working directory": (_cwd, os.chdir),
@@ -47,7 +49,6 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         "sys.path": (lambda: sys.path[:], lambda value: sys.path.__setitem__(slice(None), value)),
         "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "the default device": (torch.get_default_device, lambda d: set_device(None if d.type == "cpu" else d)),
         "the number of threads": (torch.get_num_threads, torch.set_num_threads),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "anomaly mode": (

@@ -10,6 +10,11 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gtrainer.worlds.hygiene import kept, restored
 
@@ -30,6 +35,20 @@ def other_collector() -> None:
     gc.set_threshold(11, 7, 3)
 
 
+def hooked_modules() -> None:
+    """Of every kind that torch has."""
+    for register in (
+        module.register_module_forward_hook,
+        module.register_module_forward_pre_hook,
+        module.register_module_full_backward_hook,
+        module.register_module_full_backward_pre_hook,
+        module.register_module_buffer_registration_hook,
+        module.register_module_module_registration_hook,
+        module.register_module_parameter_registration_hook,
+    ):
+        register(lambda *_: None)
+
+
 CHANGES = {
     "resource limits": fewer_files,
     "the environment": other_environment,
@@ -40,6 +59,11 @@ CHANGES = {
     "sys.path": lambda: sys.path.insert(0, "made-by-a-test"),
     "the garbage collector": other_collector,
     "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.float16).__enter__(),
+    "torch function modes": lambda: (BaseTorchFunctionMode().__enter__(), BaseTorchFunctionMode().__enter__()),
+    "dispatch modes": lambda: (FakeTensorMode().__enter__(), FlopCounterMode(display=False).__enter__()),
+    "saved-tensor hooks": lambda: [saved_tensors_hooks(str, str).__enter__() for _ in range(2)],
+    "global module hooks": hooked_modules,
     "the default device": lambda: torch.set_default_device("meta"),
     "the number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "grad mode": lambda: torch.set_grad_enabled(False),

@@ -1,0 +1,138 @@
+"""Modes and hooks that stay active until somebody ends them, each to be read and put back.
+
+- ``torch.overrides._get_current_function_mode_stack`` and
+  ``torch.utils._python_dispatch._get_current_dispatch_mode_stack`` list the modes that are entered, the outermost
+  first. A mode is ended by its ``__exit__``.
+- ``torch._C._autograd._top_saved_tensors_default_hooks``, ``_pop_...`` and ``_push_...``: the hooks that
+  ``torch.autograd.graph.saved_tensors_hooks`` has entered.
+- ``torch.nn.modules.module``: its dicts ``_global_..._hooks``, always the same objects, hold what
+  ``register_module_forward_hook`` and its like have registered.
+- ``torch.utils._device.DeviceContext`` is the function mode by which ``torch.set_default_device`` works.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module
+
+from pytest_gtrainer._torch import private_names
+
+with private_names():
+    from torch._C._autograd import (
+        _pop_saved_tensors_default_hooks,
+        _push_saved_tensors_default_hooks,
+        _top_saved_tensors_default_hooks,
+    )
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+ATTRIBUTES = {
+    "torch.nn.modules.module": (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks_always_called",
+        "_global_forward_hooks_with_kwargs",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_buffer_registration_hooks",
+        "_global_module_registration_hooks",
+        "_global_parameter_registration_hooks",
+    )
+}
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks_always_called,
+    module._global_forward_hooks_with_kwargs,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+    module._global_buffer_registration_hooks,
+    module._global_module_registration_hooks,
+    module._global_parameter_registration_hooks,
+)
+
+
+def _autocast() -> tuple[Any, ...]:
+    states = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _AUTOCAST_DEVICES]
+    return (*states, torch.is_autocast_cache_enabled())
+
+
+def _set_autocast(state: tuple[Any, ...]) -> None:
+    *states, is_cached = state
+    for device, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, states, strict=True):
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(is_cached)
+    torch.clear_autocast_cache()
+
+
+def _function_modes() -> tuple[Any, ...]:
+    # The default device is a mode, too, but a setting of its own here.
+    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+def _set_modes(read: Callable[[], Sequence[Any]], wanted: Sequence[Any]) -> None:
+    """End the modes that are not wanted, the innermost first, and enter those that are missing."""
+    entered = read()
+    common = 0
+    while common < min(len(entered), len(wanted)) and entered[common] is wanted[common]:
+        common += 1
+    for mode in reversed(entered[common:]):
+        with contextlib.suppress(Exception):  # of a mode whose own exit fails, the others still end
+            mode.__exit__(None, None, None)
+    for mode in wanted[common:]:
+        mode.__enter__()
+
+
+def _saved_tensor_hooks() -> Any:
+    return _top_saved_tensors_default_hooks(False)
+
+
+def _set_saved_tensor_hooks(wanted: Any) -> None:
+    """Pop what is on top of the wanted pair; push it if it is gone, and then pairs below it stay lost."""
+    while (top := _saved_tensor_hooks()) is not None and top != wanted:
+        _pop_saved_tensors_default_hooks()
+    if top is None and wanted is not None:
+        _push_saved_tensors_default_hooks(*wanted)
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    return [dict(hooks) for hooks in _GLOBAL_HOOKS]
+
+
+def _set_global_hooks(wanted: list[dict[int, Any]]) -> None:
+    for registered, hooks in zip(_GLOBAL_HOOKS, wanted, strict=True):
+        registered.clear()
+        registered.update(hooks)
+
+
+MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch function modes": (_function_modes, lambda wanted: _set_modes(_function_modes, wanted)),
+    "dispatch modes": (_dispatch_modes, lambda wanted: _set_modes(_dispatch_modes, wanted)),
+    "autocast": (_autocast, _set_autocast),
+    "saved-tensor hooks": (_saved_tensor_hooks, _set_saved_tensor_hooks),
+    "global module hooks": (_global_hooks, _set_global_hooks),
+    "the default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+}
+"""In words: how to read it, and how to put it back. Modes come first: one that is active sees what follows."""
+
+
+def shown(value: Any) -> str:
+    """A value of these as a message shows it: modes by their classes, hooks by how many there are."""
+    if isinstance(value, list):
+        return f"{sum(map(len, value))} hooks"
+    if isinstance(value, tuple) and all(hasattr(mode, "__exit__") for mode in value):
+        return ", ".join(type(mode).__name__ for mode in value) or "none"
+    return str(value)

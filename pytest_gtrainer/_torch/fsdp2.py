@@ -3,7 +3,8 @@
 After a model's first forward each ``FSDPModule`` holds ``_get_fsdp_state()._fsdp_param_groups``, and a group its
 ``fsdp_params`` in payload order, its process groups, and with replicas (``_is_hsdp``) one more. The all-gather inputs
 come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads included; ``_get_dim0_padded_size`` gives a
-gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
+gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch. Which tensors among the
+inputs of a forward FSDP2 hands on by its autograd function is ``collect_grad_tensors``' to say.
 """
 
 import sys
@@ -17,6 +18,7 @@ from pytest_gtrainer._torch.process_groups import spell_reduction
 with private_names():
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         _get_all_gather_input_metadatas,
         _get_gradient_divide_factors,
@@ -34,7 +36,7 @@ ATTRIBUTES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
 }  # fmt: skip
 
-__all__ = ["FSDP2Policy", "FSDPModule", "fully_shard"]
+__all__ = ["FSDP2Policy", "FSDPModule", "collect_grad_tensors", "fully_shard", "replace_grad_tensors"]
 
 
 def is_block_mask(value: Any) -> bool:

@@ -7,7 +7,7 @@ Limit: of a payload only one end has names in a graph. Bits find a pass that pac
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,11 +33,13 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, walked
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, bodies_of, direction, is_view, node_fqn, short_name, walked
 from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
+_SPLITS = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
+_CASTS = ("_to_copy", "convert_element_type")
 _MOST_LINES, _MOST_MOVED = 24, 3  # a failure names enough to see what happened, not every parameter of 126 layers
 
 
@@ -74,9 +76,15 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """All payloads of a graph or of a model, in the order they are issued."""
+    """All payloads of a graph or of a model, in the order they are issued.
+
+    Attributes:
+        payloads: the payloads.
+        kept: parameters that a graph's backward reads from an all-gather of the forward. They stay unsharded between.
+    """
 
     payloads: tuple[Payload, ...]
+    kept: tuple[str, ...] = ()
 
     def of(self, collective: str) -> tuple[Payload, ...]:
         """The payloads of one kind of collective."""
@@ -115,14 +123,21 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
     gm = adopted(gm, names)
     reader = _Reader(gm)
     reader.refuse_nested(gm)
-    payloads = [payload for node, sent in packed(gm).items() for payload in reader.payloads(node, sent)]
+    payloads: list[Payload] = []
+    kept: dict[str, None] = {}
+    for node, sent in packed(gm).items():
+        for payload in reader.payloads(node, sent):
+            payloads.append(payload)
+            if payload.collective == ALL_GATHER_NAME and payload.directions == (FORWARD,):
+                kept.update(dict.fromkeys(_read_in_backward(node, payload)))
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
     merged: dict[tuple[Payload, int], list[str]] = {}
     repeated: Counter[Payload] = Counter()
     for payload in payloads:
         merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(payload.directions)
         repeated[payload] += 1
-    return BucketLayout(tuple(replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items()))
+    listed = (replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items())
+    return BucketLayout(tuple(listed), tuple(kept))
 
 
 class UnreadLayout(ValueError):
@@ -275,6 +290,60 @@ def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> Unread
     )
 
 
+def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
+    """Yield the parameters of an all-gather of the forward whose gathered values a node of the backward reads.
+
+    Each value on the way holds the same elements of every rank's row: all of them at the launch, and one parameter's
+    behind the split of a bucket. Where nobody can say which elements a node takes, it may read any of the value's.
+    """
+    width = payload.dtype.itemsize
+    row = sum(slot.nbytes for slot in payload.slots) // width
+    todo = [(launch, 0, row)]
+    seen = set()
+    read: set[str] = set()
+    while todo:
+        value = node, begin, size = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        inside = [
+            slot.parameter
+            for slot in payload.slots
+            if slot.offset < (begin + size) * width and begin * width < slot.offset + slot.nbytes
+        ]
+        for user in node.users:
+            if user.op == "output":
+                continue
+            below = _unpacked(node, begin, size, user)
+            if direction(user) == BACKWARD:
+                read.update(inside)
+            elif below is not None:
+                todo += below
+            elif len(inside) > 1:  # a cast of the whole bucket, say
+                todo.append((user, begin, size))
+    yield from (slot.parameter for slot in payload.slots if slot.parameter in read)
+
+
+def _unpacked(node: fx.Node, begin: int, size: int, user: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
+    """Return what ``user`` makes of elements of each rank's row, in the form of ``_read_in_backward``.
+
+    None means that it makes new numbers of them. A copy of what lies one behind the other is the model's own, and so is
+    a cast: FSDP2 keeps these for the backward, too.
+    """
+    if user.target in _SPLITS:
+        widths = [part.shape[-1] for part in user.meta["val"]]
+        if sum(widths) == size:
+            begins = list(itertools.accumulate(widths, initial=begin))
+            items = [item for item in user.users if item.target is operator.getitem]
+            return [(item, begins[item.args[1]], widths[item.args[1]]) for item in items]
+    value, name = node.meta.get("val"), short_name(user)
+    if name == "clone" and isinstance(value, torch.Tensor):
+        moves = not value.is_contiguous()
+    else:
+        moves = is_view(user.target) or not (name in _CASTS or computes(user))
+    return [(user, begin, size)] if moves else None
+
+
 def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
     """All-gathers of a body's own inputs, and its reduce-scatters."""
     for launch, sent in packed(body).items():
@@ -313,11 +382,17 @@ def _module_of(launch: fx.Node) -> str:
 def assert_same_layout(
     actual: BucketLayout | AnyGraph, expected: BucketLayout | AnyGraph, *, actual_is: str = "graph",
     names: Names | None = None,
-) -> None:  # fmt: skip
+) -> tuple[str, ...]:  # fmt: skip
     """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter at its byte offset.
 
     Collectives are paired by the parameters that they share. Their order and their directions are not compared. A
     graph is read by ``bucket_layout``, with ``names``. ``actual_is`` names the first side in messages.
+
+    A backward that gathers a bucket again may leave out parameters that it does not read, as biases: ``fully_shard``
+    gathers the whole group, and nobody reads the rest. What it reads it must gather again.
+
+    Returns:
+        A line for each such bucket, with what ``expected`` gathers in the backward and nobody reads.
 
     Raises:
         LayoutDifference: names the bucket and the parameters that lie elsewhere.
@@ -334,16 +409,28 @@ def assert_same_layout(
         if strange := {payload.collective for payload in layout.payloads} - {*KINDS}:
             raise ValueError(f"the {which} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}")
     problems: list[str] = []
+    unread: list[str] = []
     for kind in KINDS:
         rest = list(actual.of(kind))
+        once: list[Payload] = []  # of ``expected``, what ``actual`` does not gather in the backward
         for wanted in expected.of(kind):
             shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
             if not any(shared):
                 problems.append(f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}")
                 continue
-            problems += _compare_payloads(rest.pop(shared.index(max(shared))), wanted)
+            found = rest.pop(shared.index(max(shared)))
+            problems += _compare_payloads(found, wanted)
+            if kind == ALL_GATHER_NAME and found.directions == (FORWARD,):
+                once.append(wanted)
         article = "a" if kind == REDUCE_SCATTER_NAME else "an"
         for extra in rest:
+            whole = next((wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)), None)
+            if whole is not None and extra.directions == (BACKWARD,):
+                once.remove(whole)
+                problems += _compare_regathered(extra, whole, actual.kept)
+                left_out = [name for name in whole.parameters if name not in extra.parameters]
+                unread.append(f"bucket {whole.label!r}: no node of the backward reads {', '.join(left_out)}")
+                continue
             named = ", ".join(extra.parameters)
             problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
@@ -351,6 +438,23 @@ def assert_same_layout(
         left = len(problems) - _MOST_LINES
         more = [f"and {counted(left, 'more difference')}"] if left > 0 else []
         raise LayoutDifference("\n".join(["bucket layouts differ", *problems[:_MOST_LINES], *more]))
+    return tuple(unread)
+
+
+def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -> Iterable[str]:
+    """Yield what is wrong with a bucket that the backward gathers again without some of its parameters."""
+    missing = [name for name in whole.parameters if name not in again.parameters]
+    for name in missing:
+        if name in kept:
+            yield (
+                f"bucket {whole.label!r}: the backward gathers the bucket again without {name}, and reads the "
+                "forward's copy of it, which stays unsharded: gather again whatever the backward reads"
+            )
+    slots: list[Slot] = []
+    for slot in whole.slots:
+        if slot.parameter in again.parameters:
+            slots.append(replace(slot, offset=sum(earlier.nbytes for earlier in slots)))
+    yield from _compare_payloads(again, replace(whole, slots=tuple(slots)))
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:

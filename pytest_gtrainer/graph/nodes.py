@@ -25,6 +25,7 @@ GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
 STAGE_OUTPUTS = "gt_stage_outputs"
 PART, REDUCE = "gt_part", "reduce"
+HANDED_ON = "gt_handed_on"
 
 CHUNK_ID, REGION_FQN = "chunk_id", "chunked_region_fqn"
 ROLE, PRODUCER = "chunked_region_role", "chunked_region_producer"

@@ -25,6 +25,7 @@ from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_defaul
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.references.hand_over import trace_once
 from pytest_gtrainer.references.replicas import RanksDisagree, texts_of_ranks
+from pytest_gtrainer.tracing.groups import hand_on_inputs
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.stage import TracedStage
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
@@ -70,6 +71,8 @@ class GraphRun:
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
     """``data_parallel`` over the meshes, and by the arithmetic, that the eager side uses."""
+    if not config.replicate:
+        hand_on_inputs(model, parameter_groups(model, config))
     for label, modules in bucket_modules(model, config.bucket_plan):
         if label in config.submeshes:
             factor = float(config.mesh.size())
@@ -79,6 +82,21 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
         return data_parallel(model, config.mesh, mode="replicate", gradient_divide_factor=float(config.mesh.size()))
     mode = "hybrid_shard" if config.hybrid else "fully_shard"
     return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
+
+
+def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Module]]:
+    """Return the modules of each group of ``fully_shard`` that has parameters of its own, inner groups first."""
+    groups = [modules for _, modules in bucket_modules(model, config.bucket_plan)]
+    if not any(model in modules for modules in groups):
+        groups.append([model])
+    managed: set[nn.Parameter] = set()
+    found = []
+    for modules in groups:
+        parameters = {parameter for module in modules for parameter in module.parameters()}
+        if parameters - managed:
+            found.append(modules)
+        managed |= parameters
+    return found
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:

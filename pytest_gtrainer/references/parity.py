@@ -103,12 +103,15 @@ class Parity:
         control: the control against the graph; on real ranks, what this rank sees of it. None where the check has
             failed on another rank: then there was no control.
         layout: where both sides put each parameter.
+        unread: a line for each bucket of which eager FSDP2 gathers parameters in the backward that nobody reads, as
+            biases. The graph leaves them out.
     """
 
     graph: Record
     eager: Record
     control: Verdict | None
     layout: BucketLayout
+    unread: tuple[str, ...] = ()
 
 
 def assert_parity(
@@ -190,8 +193,9 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
     record = graph.run()
     layouts = {"graph": graph.layout(), "eager": eager.layout()}
     failure = None
+    unread: tuple[str, ...] = ()
     try:
-        _check_equal(config, record, expected, layouts, "on this rank")
+        unread = _check_equal(config, record, expected, layouts, "on this rank", resharded=_reshards(options))
     except AssertionError as error:
         failure = error
     failed = any(texts_of_ranks("failed" if failure is not None else ""))
@@ -210,7 +214,7 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
             f"payloads packed in another order give the same bits on these ranks, because {cause}; so this check "
             f'cannot fail: {advice}, or accept the layouts and the other bits as proof (invisible="report")'
         )
-    return Parity(record, expected, control, layouts["eager"])
+    return Parity(record, expected, control, layouts["eager"], unread)
 
 
 def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates) -> Record:
@@ -268,7 +272,9 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
         eager = simulated_eager(config, net, mesh=world.mesh)
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
         paths = partial(paths_of_first, net, layouts, subject.group_of)
-        _check_equal(subject.config, record, eager.record, layouts, "under this net", row, paths)
+        unread = _check_equal(
+            subject.config, record, eager.record, layouts, "under this net", row, paths, resharded=_reshards(options)
+        )
         if subject.config.replicate:
             build, extents = config_of_mesh(config, world.size, world.mesh)
             other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
@@ -293,20 +299,31 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
         raise
     finally:
         facts.emit("net", **row)
-    return Parity(record, eager.record, control, eager.layout)
+    return Parity(record, eager.record, control, eager.layout, unread)
 
 
 def _check_equal(
     config: TrainConfig, record: Record, expected: Record, layouts: Mapping[str, BucketLayout], where: str,
     row: dict[str, Any] | None = None, paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
-) -> None:  # fmt: skip
-    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result."""
+    resharded: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
+    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result.
+
+    ``resharded``: the graph must gather again whatever its backward reads. Returns ``Parity.unread``.
+    """
     __tracebackhide__ = True
     row = {} if row is None else row
     misplaced = ""
+    unread: tuple[str, ...] = ()
     if not config.replicate:  # DDP has no buckets of parameters
         try:
-            assert_same_layout(layouts["graph"], layouts["eager"])
+            unread = assert_same_layout(layouts["graph"], layouts["eager"])
+            if resharded and (kept := layouts["graph"].kept):
+                more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+                raise LayoutDifference(
+                    f"reshard_after_forward=True, and the backward reads the forward's copy of {kept[0]}{more}: "
+                    "a pass between resharding and bucketing lost its second all-gather"
+                )
         except LayoutDifference as difference:
             misplaced = str(difference)
     verdict, explanations = judged(record, expected, "graph against eager")
@@ -320,6 +337,12 @@ def _check_equal(
     if misplaced:
         row["result"] = "layouts differ, bits do not"
         raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout shows it")
+    return unread
+
+
+def _reshards(options: Mapping[str, Any]) -> bool:
+    """Return whether our own pipeline reshards; ``passes`` replaces it with its options."""
+    return bool(options["reshard_after_forward"]) and options["passes"] is None
 
 
 def paths_of_first(

@@ -48,12 +48,29 @@ class MixedPrecisionPolicy:
 
 def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype) -> torch.dtype:
     """The dtype that FSDP2 of the installed torch reduces in if the policy names none."""
-    return parameter if param_dtype is None or casts_gradients_first() else param_dtype
+    return parameter if param_dtype is None or sets_grad_dtype() else param_dtype
 
 
-def casts_gradients_first() -> bool:
-    """Whether FSDP2 of the installed torch adds a model's partial gradients in the dtype that it then reduces in."""
+def sets_grad_dtype() -> bool:
+    """Return whether FSDP2 of the installed torch sets ``grad_dtype`` of a gathered parameter, see ``gradient_dtype``.
+
+    Up to torch 2.14 it does not, and autograd casts every gradient to the dtype of that parameter.
+    """
     return (installed_minor() or LAST) >= (2, 15)
+
+
+def gradient_dtype(gathered: torch.dtype, reduced: torch.dtype, is_replica: bool) -> torch.dtype | None:
+    """Return the dtype that FSDP2 of torch 2.15 lets autograd cast a gathered parameter's gradients to.
+
+    None is for no cast. If the reduction is wider than the parameter, a gradient keeps the dtype in which its operator
+    makes it: RMSNorm on CPU gives that of a bf16 weight in fp32. ``is_replica`` is for a parameter that the model
+    itself replicates, as a norm under tensor parallelism: there a sum over other ranks may come first, so that
+    FSDP2 casts before it.
+    """
+    both_float = gathered.is_floating_point and reduced.is_floating_point
+    if both_float and reduced.itemsize > gathered.itemsize and not is_replica:
+        return None
+    return reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +285,10 @@ class _Gather(torch.autograd.Function):
         ctx.fqn = current_annotation(KEY)
         if part is not None:  # this rank's shard of the model's shard
             parameter = _from_local(parameter.to_local(), access.mesh, access.placements, part.shape, part.stride)
+        is_replica = part is not None and any(placement.is_replicate() for placement in part.placements)
+        ctx.casts_first = sets_grad_dtype() and is_replica
+        if sets_grad_dtype() and not torch.compiler.is_dynamo_compiling():  # Dynamo does not know the method
+            ctx.set_output_grad_dtype(gradient_dtype(gather_dtype, ctx.reduce_dtype, is_replica))
         replicate = [Replicate()] * access.mesh.ndim
         whole = parameter.redistribute(placements=replicate, forward_dtype=gather_dtype)
         # a replicated parameter is used as it is: a view, because a Function must not return its input
@@ -285,7 +306,7 @@ class _Gather(torch.autograd.Function):
                 f"{grad.device_mesh}, which FSDP2 refuses, too: make the parameter one by parallelize_module"
             )
         with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
-            if accumulating or (is_model_part and casts_gradients_first()):
+            if accumulating or (is_model_part and ctx.casts_first):
                 grad = grad.to(ctx.reduce_dtype)
             with annotate({PART: REDUCE}) if accumulating else nullcontext():
                 if is_model_part:

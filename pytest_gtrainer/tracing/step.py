@@ -37,7 +37,7 @@ from pytest_gtrainer._torch.tracing import (
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, refuse_fake
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, HANDED_ON, direction, refuse_fake
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.refusals import (
     RunMode,
@@ -317,6 +317,7 @@ class Tracing:
                 f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from x.shape[i], or write -1 "
                 "in a view, and name every input that has the dimension in dynamic_dims"
             )
+        _erase_handed_on(gm)
         _inherit_metadata(gm)
         self._name(gm, len(flat_inputs))
         if dynamic_dims:
@@ -466,6 +467,14 @@ def flatten_inputs(inputs: tuple[Any, ...], *, may_have_history: bool = False) -
         if isinstance(leaf, torch.Tensor):
             refuse_input(leaf, where, may_have_history=may_have_history)
     return [leaf for _, leaf in paths], spec
+
+
+def _erase_handed_on(gm: fx.GraphModule) -> None:
+    """Erase the views by which ``groups.hand_on_inputs`` hands inputs on: only the order of gradient sums is wanted."""
+    for node in list(gm.graph.nodes):
+        if HANDED_ON in (node.meta.get("custom") or {}):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            gm.graph.erase_node(node)
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.graph.nodes import is_view
-from pytest_gtrainer.tracing.sharding import casts_gradients_first
+from pytest_gtrainer.tracing.sharding import sets_grad_dtype
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
@@ -199,7 +199,7 @@ def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
     ("param_dtype", "reduce_dtype", "reduced"),
     [
         (None, None, torch.float32),
-        (torch.bfloat16, None, torch.float32 if casts_gradients_first() else torch.bfloat16),
+        (torch.bfloat16, None, torch.float32 if sets_grad_dtype() else torch.bfloat16),
         (torch.bfloat16, torch.float32, torch.float32),
         (None, torch.bfloat16, torch.bfloat16),
     ],

@@ -140,8 +140,10 @@ class _ChunkedForward:
             raise self._refused(arguments, "beside the activation, a block takes masks, positions and rotary caches")
         seq = activation.shape[1] if activation.ndim > 1 else -1
         pairs_of_positions = name in MASKS and value.ndim == 2 and tuple(value.shape) == (seq, seq)
-        if pairs_of_positions and batch == seq:
-            raise self._refused(arguments, f"whether {name} has a batch dimension cannot be told: give it as 4-D")
+        is_row = value.ndim == 1 and value.shape[0] == batch
+        if (pairs_of_positions or is_row) and batch == seq:
+            clear = "2-D, [1, sequence] or [batch, sequence]" if is_row else "4-D"
+            raise self._refused(arguments, f"whether {name} has a batch dimension is unclear: give it as {clear}")
         if pairs_of_positions or value.ndim == 0 or value.shape[0] == 1:
             return [value] * count
         if value.shape[0] == batch:

@@ -274,15 +274,35 @@ def test_what_beside_the_activation_is_shared():
 
 
 @pytest.mark.parametrize(
+    ("x", "positions", "seen"),
+    [
+        (X, torch.zeros(6), (6,)),
+        (X, torch.zeros(4), (2,)),
+        (X[:, :4], torch.zeros(1, 4), (1, 4)),
+        (X[:, :4], torch.zeros(4, 4), (2, 4)),
+        (X[:, :4], torch.zeros(1), (1,)),
+    ],
+    ids=["of the sequence", "of the batch", "square, shared", "square, cut", "square, one for all"],
+)
+def test_positions_of_one_or_two_dimensions(x, positions, seen):
+    """I2: the ways out of an ambiguous call, and the calls beside it that are clear."""
+    block = chunked()
+    block(x, None, positions)
+    assert [arguments[2] for arguments in block.seen] == [seen] * 2
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((3,), r"layers\.0 was called with \(x: int\), .* an activation with that dimension"),
         ((X, "causal"), r"\(x: float32\[4, 6, 8\], mask: str\), which cannot be chunked by batch"),
         ((X, torch.zeros(3, 1, 6, 6)), "the first extent of mask is neither the batch's nor 1"),
-        ((X[:, :4], torch.zeros(4, 4)), "whether mask has a batch dimension cannot be told"),
+        ((X[:, :4], torch.zeros(4, 4)), "whether mask has a batch dimension is unclear: give it as 4-D"),
+        ((X[:, :4], None, torch.zeros(4)), r"whether positions has a batch .* give it as 2-D, \[1, sequence\] or"),
+        ((X[:, :4], torch.zeros(4)), "whether mask has a batch dimension is unclear: give it as 2-D"),
         ((X[:3],), r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* divisors of 3"),
     ],
-    ids=["no activation", "not a mask", "another extent", "ambiguous", "indivisible"],
+    ids=["no activation", "not a mask", "another extent", "ambiguous", "positions", "a row", "indivisible"],
 )
 def test_calls_that_cannot_be_chunked(arguments, message):
     """I2, G9."""

@@ -1,7 +1,8 @@
 """Judging a text against its golden, and showing where they differ.
 
-Graphs and layouts are compared unfolded and without headers, and what only another torch spells differently is no
-difference. Numbers are compared with the golden's numbers of the same environment, texts as they are.
+Graphs and layouts are compared unfolded and without headers, apart from the groups of all ranks.
+What only another torch spells differently is no difference. Numbers are compared with the golden's
+numbers of the same environment, texts as they are.
 """
 
 import hashlib
@@ -62,12 +63,23 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
     if kind == "text":
         return "\n".join(text_diff(golden.split("\n"), obtained.split("\n"), limit))
     try:
+        if found := _groups_that_differ(golden, obtained):
+            return found
         if header.body(golden) == header.body(obtained):
             return None
         told = _alike(golden, obtained)
     except TextError as error:
         return f"the golden is not graph text: {error}"
     return None if told is None else "\n".join(explain(*told, limit))
+
+
+def _groups_that_differ(golden: str, obtained: str) -> str:
+    """Return how the process groups of all ranks differ where headers show them; "" if they do not."""
+    old, new = (header.read(text).get("groups") for text in (golden, obtained))
+    if old == new:
+        return ""
+    unsaid = "those that the first rank's group tells"
+    return f"process groups of all ranks: the golden has {old or unsaid}, obtained {new or unsaid}"
 
 
 def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[GraphLine, ...], list[str]] | None:

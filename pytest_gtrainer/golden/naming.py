@@ -5,19 +5,23 @@ the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kep
 its kind. A *claim* is a text that a test says its golden should hold; a rank only records it, the parent judges.
 """
 
+import ast
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
+
+from pytest_gtrainer.graph.partitions import Ranks, is_implied, partition_fault, spell_partition
 
 FOLDER = "golden"
 SUFFIXES = {"graph": ".fxgraph", "text": ".txt", "numbers": ".numbers.json"}
 _LONGEST = 80
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")
 _OF_TORCH = re.compile(r"(?P<rest>.*)@torch=(?P<major>\d+)\.(?P<minor>\d+)(?P<suffix>\.[a-z.]+)")
-_GROUP = re.compile(r"^(\s*\w+ = group)\(.*\)$", re.MULTILINE)
+_GROUP = re.compile(r"^(\s*(\w+) = group)\((.*)\)$", re.MULTILINE)
+_RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
@@ -100,6 +104,42 @@ class Claim:
         """What all ranks must have in common: of a process group each has its own ranks."""
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
+    @property
+    def groups(self) -> list[tuple[str, Ranks | None]]:
+        """The process groups of a graph's text by symbol, of graphs inside it too; None of one without ranks."""
+        found = _GROUP.findall(self.text) if self.kind == "graph" else []
+        return [(symbol, _ranks_of(spelled)) for _, symbol, spelled in found]
+
+
+def _ranks_of(spelled: str) -> Ranks | None:
+    """Return the ranks that a text has for a group.
+
+    >>> _ranks_of("range(0, 4, 2)"), _ranks_of("[0, 3]"), _ranks_of("None")
+    ((0, 2), (0, 3), None)
+    """
+    if found := _RANGE.fullmatch(spelled):
+        return tuple(range(int(found[1]), int(found[2]), int(found[3] or 1)))
+    return None if spelled == "None" else tuple(ast.literal_eval(spelled))
+
+
+def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ranks]]]:
+    """Yield the symbol of each group of one graph, with what every rank has for it; texts are alike."""
+    by_rank = {rank: claim.groups for rank, claim in claims.items()}
+    for nth, (symbol, _) in enumerate(by_rank[min(by_rank)]):
+        groups = {rank: named[nth][1] for rank, named in by_rank.items()}
+        yield symbol, {rank: ranks for rank, ranks in groups.items() if ranks is not None}
+
+
+def showing_groups(claims: Mapping[int, Claim]) -> Claim:
+    """Return the lowest rank's claim; its header shows the groups of all ranks where its own do not tell them."""
+    from pytest_gtrainer.graphtext.header import with_field
+
+    first, shown = claims[min(claims)], []
+    for symbol, groups in _partitions(claims):
+        if groups and not is_implied(groups):
+            shown.append(f"{symbol} = {spell_partition(groups)}")
+    return replace(first, text=with_field(first.text, "groups", "; ".join(shown))) if shown else first
+
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
     """How the first rank that claims something else than the lowest does so, and both claims, if of one golden."""
@@ -121,4 +161,12 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
             what = f"golden {mine.name!r}" if mine.name else "the golden"
             where = f"{what} differs between ranks, first on rank {rank} at line {number}"
             return f"{where}:\n  rank {first}: {one}\n  rank {rank}: {two}", {first: mine, rank: other}
+    for nth, mine in enumerate(claims[first]):
+        of_ranks = {rank: claims[rank][nth] for rank in claims}
+        for symbol, groups in _partitions(of_ranks):
+            if fault := partition_fault(groups):
+                what = f"golden {mine.name!r}" if mine.name else "the golden"
+                wrong = f"ranks do not agree on the process group {symbol} of {what}: {fault}"
+                advice = "Its collective would wait for ever, or add other ranks. Make the same groups on all ranks"
+                return f"{wrong}. {advice}", of_ranks
     return None

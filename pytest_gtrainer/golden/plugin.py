@@ -207,7 +207,8 @@ class GoldenPlugin:
             texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}
             return facts.escaped("\n\n".join([text, *self._saved(item, texts)]))
         failures = []
-        for claim in by_rank[min(by_rank)]:
+        for nth in range(len(by_rank[min(by_rank)])):
+            claim = naming.showing_groups({rank: claimed[nth] for rank, claimed in by_rank.items()})
             more, failure = self._judge(item, claim)
             told += more
             failures += [failure] if failure is not None else []

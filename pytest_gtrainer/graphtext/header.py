@@ -1,6 +1,7 @@
 """What a text begins with, and the one error that reading a text raises.
 
-The comment lines at the head say what made a golden. They are never compared, apart from the format version.
+The comment lines at the head say what made a golden. They are never compared, apart from the format version and, of
+a golden of real ranks, ``groups``: the process groups of all ranks, where those of the first do not tell them.
 """
 
 import difflib
@@ -37,6 +38,16 @@ def write(fields: Mapping[str, str]) -> list[str]:
     """The header's lines; what would command a terminal that shows them is escaped."""
     lines = [f"# {name}: {value}" for name, value in fields.items()]
     return [f"# gtrainer graph v{VERSION}", *(escaped(" ".join(line.split())) for line in lines)]
+
+
+def with_field(text: str, name: str, value: str) -> str:
+    """Return the text with one more field at the end of its header.
+
+    >>> with_field("# gtrainer graph v2\\n# test: a\\nx", "groups", "dp = [0, 2] [1, 3]")
+    '# gtrainer graph v2\\n# test: a\\n# groups: dp = [0, 2] [1, 3]\\nx'
+    """
+    rest = body(text)
+    return f"{text.removesuffix(rest)}# {name}: {value}\n{rest}"
 
 
 def version_of(text: str) -> int | None:

@@ -5,6 +5,7 @@ graphs differ. Ranks in different collectives wait for each other: an abort on g
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
+from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
@@ -158,9 +160,24 @@ def collective_sequence(gm: fx.GraphModule) -> list[str]:
 
 
 def assert_same_collectives(gm: fx.GraphModule) -> None:
-    """RanksDisagree, on every rank, if the ranks' collectives differ; every rank must call it."""
+    """Compare the ranks' collectives, and the groups that they name; every rank must call it.
+
+    Raises:
+        RanksDisagree: on every rank, with the first collective that differs, or whose groups are no
+            partition of the ranks.
+    """
     sequences = [text.splitlines() for text in texts_of_ranks("\n".join(collective_sequence(gm)))]
     for rank, sequence in enumerate(sequences):
         for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
             if first != other:
                 raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
+    own = []
+    for node in gm.graph.nodes:
+        if launches(node.target):
+            group = group_of(node)
+            own.append(None if group is None else group_ranks(group))
+    of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(own))]
+    for index, named in enumerate(zip(*of_ranks, strict=True)):
+        groups = {rank: tuple(ranks) for rank, ranks in enumerate(named) if ranks is not None}
+        if fault := partition_fault(groups):
+            raise RanksDisagree(f"the process groups of collective {index}, {sequences[0][index]}, differ: {fault}")

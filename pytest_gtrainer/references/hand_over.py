@@ -23,6 +23,7 @@ from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
 from pytest_gtrainer.graph.nodes import argument_of
+from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_of_ranks
 from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
 from pytest_gtrainer.tracing.refusals import RunMode
@@ -92,7 +93,7 @@ def _partitions_of_groups() -> dict[str, Partition]:
     return {
         name: tuple(dict.fromkeys(map(tuple, groups)))
         for name, groups in made_together.items()
-        if all(groups[member] == group for group in groups for member in group)
+        if not partition_fault(dict(enumerate(map(tuple, groups))))
     }
 
 

@@ -1,5 +1,7 @@
 """Before anything runs: do all ranks issue the same collectives? And values only where they mean something."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,28 @@ def test_a_rank_that_ends_before_the_others_is_named(first, last):
             assert_same_collectives(issuing(last if rank == 2 else first))
 
     run_threads(3, check, net=NetModel(1, 3))
+
+
+PARTITIONS = {
+    "pairs": ([[0, 1], [0, 1], [2, 3], [2, 3]], None),
+    "uneven": ([[0, 1, 2]] * 3 + [[3]], "differs: rank 0 issues .* over 3 ranks, rank 3 .* over 1 ranks"),
+    "paired with 1 for 2": ([[0, 1], [0, 1], [2, 3], [1, 3]], r"rank 2 has \[2, 3\], .* rank 3 has \[1, 3\]"),
+}
+
+
+@pytest.mark.gt_world("ranks", size=4)
+@pytest.mark.parametrize(("groups", "words"), PARTITIONS.values(), ids=list(PARTITIONS))
+def test_groups_of_one_size_that_do_not_divide_the_ranks_are_named(gt_world, groups, words):
+    """V4: of the second collective; the first is that of all ranks."""
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in groups}
+    gm = issuing(2)
+    _, second = gm.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    second.update_arg(2, made[tuple(groups[gt_world.rank])].group_name)
+    with nullcontext() if words is None else pytest.raises(RanksDisagree, match=f"collective 1.*{words}"):
+        assert_same_collectives(gm)
+    for group in made.values():
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
 
 SENDING = """

@@ -29,6 +29,8 @@ def _whole(least: int, what: str) -> Callable[[str], int]:
 
 def _modules(text: str) -> list[str]:
     names = text.replace(",", " ").split()
+    if not names:
+        raise ValueError("names of modules")
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ValueError(f"names of modules; {name!r} is none")
@@ -172,7 +174,7 @@ def _flag_or_choice(option: Option, raw: Any, source: str) -> Any:
         return text
     if text in ("1", "true", "yes", "on"):
         return True
-    if text in ("", "0", "false", "no", "off"):
+    if text in ("0", "false", "no", "off"):
         return False
     expected = ", ".join(["true", "false", *choices])
     raise pytest.UsageError(f"{source}={raw}: expected one of {expected}")

@@ -168,7 +168,8 @@ class RanksPlugin:
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
         reports = reports_of(item, outcomes[0]) if outcomes else [hooks.pytest_runtest_makereport(item=item, call=call)]
-        self._try_on_fresh_ranks(item, spec, reports)
+        if any(outcome.has_failed() for outcome in outcomes):  # else the parent objects: to a golden, for one
+            self._try_on_fresh_ranks(item, spec, reports)
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)

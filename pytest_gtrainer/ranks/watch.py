@@ -137,6 +137,10 @@ class RanksOutcome:
             return f"the ranks made different numbers of process groups: {by_value(made)}"
         return None
 
+    def has_failed(self) -> bool:
+        """Return whether a rank has raised, or something has happened to one."""
+        return bool(self.incidents) or any(not told.is_skip for told in self.raised.values())
+
     def causes(self) -> list[Incident]:
         """The incidents that are no mere consequences, the earliest first."""
         return sorted((each for each in self.incidents if not each.is_consequence), key=lambda each: each.time)

@@ -43,6 +43,8 @@ def test_counts_calls():
 def test_always_fails():
     assert dist.get_rank() == 9
 
+def test_has_a_wrong_golden(gt_golden): gt_golden.check("a line\\n")
+
 def test_passes_behind_it():
     assert dist.get_world_size() == 2
 """
@@ -51,6 +53,9 @@ def test_passes_behind_it():
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
+    golden = module_suite.folder / "golden" / "test_it" / "test_has_a_wrong_golden.txt"
+    golden.parent.mkdir(parents=True)
+    golden.write_text("another line\n")
     return module_suite.run("--gt-fresh-ranks=on-failure", ".")
 
 
@@ -85,6 +90,12 @@ def test_a_failure_that_happens_again_says_so(run):
     assert "The test fails on fresh ranks, too." in run.text("test_always_fails")
     assert run.outcome("test_passes_behind_it") == "passed"
     assert "fresh ranks" not in run.text("test_passes_behind_it")
+
+
+def test_a_golden_that_differs_does_not_come_of_the_ranks(run):
+    """The ranks have passed; the parent judges goldens."""
+    assert run.outcome("test_has_a_wrong_golden") == "failed"
+    assert "fresh ranks" not in run.text("test_has_a_wrong_golden")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 		--target $(OLDEST)/beside pytest-timeout pytest-randomly
 	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile $(MEETS_PYTEST)
 
-test-transformers: env ## Llama, Mixtral, GPT-2 and Qwen3 of the transformers package, which this installs
+test-transformers: env ## ordinary models of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
 	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
 	$(PYTEST) --gt-gpus=8 -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"

@@ -39,7 +39,8 @@ from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, comp
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 _SPLITS = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
-_CASTS = ("_to_copy", "convert_element_type")
+_OWN_COPIES = ("_to_copy", "convert_element_type", "index", "index_select", "gather", "take")
+"""Casts, and rows that a model picks from a parameter, as those of chosen experts."""
 _MOST_LINES, _MOST_MOVED = 24, 3  # a failure names enough to see what happened, not every parameter of 126 layers
 
 
@@ -327,8 +328,8 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
 def _unpacked(node: fx.Node, begin: int, size: int, user: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
     """Return what ``user`` makes of elements of each rank's row, in the form of ``_read_in_backward``.
 
-    None means that it makes new numbers of them. A copy of what lies one behind the other is the model's own, and so is
-    a cast: FSDP2 keeps these for the backward, too.
+    None means that it makes new numbers of them. A copy of what lies one behind the other is the model's own, and so
+    are casts and picked rows: FSDP2 keeps these for the backward, too.
     """
     if user.target in _SPLITS:
         widths = [part.shape[-1] for part in user.meta["val"]]
@@ -340,7 +341,7 @@ def _unpacked(node: fx.Node, begin: int, size: int, user: fx.Node) -> list[tuple
     if name == "clone" and isinstance(value, torch.Tensor):
         moves = not value.is_contiguous()
     else:
-        moves = is_view(user.target) or not (name in _CASTS or computes(user))
+        moves = is_view(user.target) or not (name in _OWN_COPIES or computes(user))
     return [(user, begin, size)] if moves else None
 
 

@@ -36,10 +36,25 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).sin())
 
 
-class Net(nn.Module):
-    """``tied``: the head is the embedding's matrix, in one bucket; ``frozen``: the first layer is not trained."""
+class Experts(Block):
+    """Picks the rows of an expert a token: the backward reads the picked rows, and not the parameter."""
 
-    def __init__(self, bias=True, tied=False, frozen=False):
+    def __init__(self):
+        super().__init__(bias=False)
+        self.experts = nn.Parameter(torch.rand(3, 9))
+
+    def forward(self, x):
+        chosen = x.sum(-1).floor().long() % 3
+        return super().forward(x) * self.experts[chosen]
+
+
+class Net(nn.Module):
+    """``tied``: the head is the embedding's matrix, in one bucket. ``frozen``: the first layer is not trained.
+
+    ``experts``: the last layer picks rows of a parameter.
+    """
+
+    def __init__(self, bias=True, tied=False, frozen=False, experts=False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(13, 9)
@@ -47,6 +62,8 @@ class Net(nn.Module):
         self.norm, self.head = nn.RMSNorm(9), nn.Linear(9, 13, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
+        if experts:
+            self.layers[1] = Experts()
         if frozen:
             self.layers[0].requires_grad_(False)
 
@@ -83,15 +100,16 @@ TIED = ["layers.0", "layers.1", ["embedding", "norm", "head"]]
         (lambda: Net(tied=True), TIED, ["embedding+norm+head", "layers.0", "layers.1"]),
         (lambda: Net(bias=False, tied=True), TIED, []),
         (lambda: Net(frozen=True), PLAN, ["layers.0", "layers.1", "norm+head"]),
+        (lambda: Net(bias=False, experts=True), PLAN, ["layers.1"]),
     ],
-    ids=["biases", "none", "tied", "tied without biases", "a frozen layer"],
+    ids=["biases", "none", "tied", "tied without biases", "a frozen layer", "experts"],
 )
 def test_what_no_backward_reads_need_not_be_gathered_again(training, gt_world, model, plan, left_out):
     """D2: eager ``fully_shard`` gathers the whole group. The result says which parameters of it nobody reads."""
     config = training(model, bucket_plan=plan)
     parity = assert_parity(config, gt_world, reshard_after_forward=True, invisible="report")
     assert sorted(line.split("'")[1] for line in parity.unread) == left_out
-    assert all("bias" in line for line in parity.unread)
+    assert all("bias" in line or "experts" in line for line in parity.unread)
 
 
 def losing(lost, resharding=True):

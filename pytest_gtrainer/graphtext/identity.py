@@ -192,7 +192,8 @@ class _Describer:
             inner = "{" + ", ".join(sorted(map(self.of, value))) + "}"
         else:
             items = [self.of(item) for item in value]
-            inner = f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join([*items, ''])})"
+            comma = "," if len(items) == 1 else ""
+            inner = f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)}{comma})"
         is_plain = kind in (dict, list, tuple, set) or kind.__module__.startswith("torch.fx.immutable")
         if is_plain:
             return inner

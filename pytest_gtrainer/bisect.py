@@ -3,6 +3,7 @@
 The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers. Halving finds two
 neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2`` replays. Of the graphs before and after
 that pass, the first node of one name whose value differs is reported, with the new nodes that it is computed from.
+Results are compared, and what a graph leaves: its inputs, written attributes, and the states of random generators.
 
 A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A comparison that
 differs then bisects each of them. On real ranks every rank must come to the same comparison: they vote, and replay.
@@ -25,10 +26,20 @@ from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, walked
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn, walked
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
-from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
+from pytest_gtrainer.numerics.determinism import GeneratorStates
+from pytest_gtrainer.numerics.graph_inputs import try_extremes
+from pytest_gtrainer.numerics.graph_run import (
+    AFTERWARDS,
+    all_nan,
+    inputs_afterwards,
+    named_outputs,
+    random_states_afterwards,
+    run_graph,
+    with_one_nan,
+)
 from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
@@ -59,10 +70,7 @@ def local_run(flat: Sequence[Any]) -> Run:
     kept, random_states = copies(flat), GeneratorStates.now()
 
     def run(gm: fx.GraphModule) -> Values:
-        given = copies(kept)
-        with random_states_kept(), torch.no_grad():
-            random_states.put_back()
-            return _named(gm, gm(*given), given)
+        return _keyed(run_graph(gm, copies(kept), random_states).everything)
 
     return run
 
@@ -79,10 +87,14 @@ def run_on_all(
 
     def run(gm: fx.GraphModule) -> Values:
         given = copies(kept)
-        output = Interpreter(ranked(gm), net, random=states.copy() if states else None).run(given)
+        interpreter = Interpreter(ranked(gm), net, random=states.copy() if states else None)
+        output = interpreter.run(given)
         values: Values = {}
         for rank in range(net.size):
-            values |= _named(gm, of_rank(output, rank), [of_rank(value, rank) for value in given], rank)
+            found = named_outputs(gm, of_rank(output, rank))
+            found |= inputs_afterwards(gm, [of_rank(value, rank) for value in given])
+            found |= random_states_afterwards({"torch.cpu": of_rank(interpreter.random.states, rank)})
+            values |= _keyed(found, rank)
         return values
 
     return run
@@ -102,15 +114,13 @@ def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
     return [copied(value) for value in values]
 
 
-def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any], rank: int = 0) -> Values:
-    leaves = pytree.tree_leaves(outputs)
-    told = gm.graph.output_node().meta.get("gt_outputs") or ()
-    names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]
-    values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
-        if (source := node.meta.get("gt_input", {})).get("kind") == "buffer":
-            values[f"{source['fqn']} afterwards"] = value
+def _keyed(values: Mapping[str, Tensor], rank: int = 0) -> Values:
     return {Key(0, rank, "", name): value for name, value in values.items()}
+
+
+def _results_of(values: Values) -> dict[str, Tensor]:
+    """The results of all ranks in this process, without the state that the graph leaves."""
+    return {f"{key.rank} {key.name}": value for key, value in values.items() if not key.name.endswith(AFTERWARDS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +144,27 @@ class Bisection:
     where: str = ""  # that node in words, with the rank where all ranks are in this process
     made: tuple[str, ...] = ()  # the nodes that it is computed from and that the pass made, in words, in graph order
     replays: int = 0
+    inputs: str = ""  # the inputs on which it changes a bit, in words, if they are not those that were given
+    silent: tuple[str, ...] = ()  # inputs on which every result was NaN: there, no pass could be seen to change a bit
 
     def __str__(self) -> str:
         if self.outcome == "equal":
-            return f"no pass of {self.total} changes a bit ({self.replays} replays)"
-        lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays)"]
-        made = cut("computed from what the pass made", self.made)
-        if self.node is None:
-            return "\n".join([*lines, "  no value that both graphs have differs on this rank", *made])
-        place = self.node.place if self.node.kind == "bits" else ""
-        lines += [f"  first node whose value differs: {self.where}{place}", *self.node.sides()]
+            text = f"no pass of {self.total} changes a bit ({self.replays} replays)"
+            if self.silent:
+                text += f"; every result is NaN on {', '.join(self.silent)}, so nothing could differ there"
+            return text
+        where = f", on {self.inputs}" if self.inputs else ""
+        lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays){where}"]
+        is_state = self.where.endswith(AFTERWARDS)
+        made = cut("the pass made" if is_state else "computed from what the pass made", self.made)
+        what = "every result is equal, but not" if is_state else "first node whose value differs:"
+        if self.node is not None:
+            place = self.node.place if self.node.kind == "bits" else ""
+            lines += [f"  {what} {self.where}{place}", *self.node.sides()]
+        elif is_state:
+            lines.append(f"  {what} {self.where}, which one of the two graphs alone writes to")
+        else:
+            lines.append("  no value that both graphs have differs on this rank")
         return "\n".join([*lines, *made])
 
 
@@ -152,6 +173,10 @@ def bisect_passes(
     meshes: Sequence[DeviceMesh] = (), every: bool = False,
 ) -> Bisection:  # fmt: skip
     """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
+
+    What a graph leaves counts as its results do: inputs, buffers, states of random generators. If no bit differs on
+    ``inputs``, the graph is replayed on copies of them with large, infinite, NaN, zero and subnormal elements. There
+    all NaNs are equal.
 
     Args:
         traced: the step before the passes; it is not changed, nor are the inputs.
@@ -177,24 +202,49 @@ def bisect_passes(
         from pytest_gtrainer.worlds.fake import net_of
         from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
 
-        merged = [PerRank(values) for values in zip(*inputs, strict=True)]
-        run = run_on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)
+        net = net_of(world)
+        flat: list[Any] = [PerRank(values) for values in zip(*inputs, strict=True)]
+
+        def run_on(given: Sequence[Any]) -> Run:
+            return run_on_all(lambda gm: RankGraph.of(gm, *meshes), net, given)
     elif dist.is_initialized() and dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
     else:
-        run = local_run(flat_inputs(inputs))
-    return bisect_stages(stages, run, every=every)
+        flat, run_on = flat_inputs(inputs), local_run
+    found = bisect_stages(stages, run_on(flat), every=every)
+    if found.outcome == "different":
+        return found
+    extreme = bisect_extremes(stages, run_on, flat, every=every)
+    return replace(extreme, replays=found.replays + extreme.replays, silent=found.silent + extreme.silent)
 
 
 def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
     """The same for graphs that are there already, the first of them before all passes."""
-    search, last = _PassSearch(stages, run), len(stages) - 1
-    if every:
-        guilty = next(filter(search.differs, range(1, last + 1)), 0)
-    elif guilty := last if last and search.differs(last) else 0:
-        # halving goes from the last pass down to the first: the equal prefixes are behind the different ones
-        guilty -= bisect_left(range(last - 1, 0, -1), True, key=lambda number: not search.differs(number))
-    return search.found(guilty) if guilty else Bisection("equal", last, replays=search.replays)
+    return _PassSearch(stages, run).first_difference(every)
+
+
+def bisect_extremes(
+    stages: Sequence[Stage], run_on: Callable[[Sequence[Any]], Run], inputs: Sequence[Any], *, every: bool = False
+) -> Bisection:
+    """The same on copies of ``inputs`` with extreme values, until one shows a difference; all NaNs are equal."""
+    different: list[Bisection] = []
+    replays = 0
+
+    def check(description: str, changed: list[Any]) -> bool:
+        nonlocal replays
+        if different:
+            return True
+        run = run_on(changed)
+        search = _PassSearch(stages, lambda gm: with_one_nan(run(gm)))
+        found = search.first_difference(every)
+        replays += found.replays
+        if found.outcome == "different":
+            different.append(replace(found, inputs=description))
+        return on_any_rank(not search.is_all_nan)
+
+    silent = tuple(try_extremes(inputs, check))
+    found = different[0] if different else Bisection("equal", len(stages) - 1, silent=silent)
+    return replace(found, replays=replays)
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
@@ -215,6 +265,24 @@ class _PassSearch:
         self.verdicts: dict[int, Verdict] = {}
         self.replays = 0 if self._part else 1
         self._expected = run(stages[0].gm) if expected is None else expected
+
+    @property
+    def is_all_nan(self) -> bool:
+        """Whether every result before the passes is NaN, on this process's ranks: then nothing could differ."""
+        return all_nan(_results_of(self._expected))
+
+    def first_difference(self, every: bool) -> Bisection:
+        """The first pass that changes a bit, by halving or by replaying every prefix."""
+        last = len(self._stages) - 1
+        if every:
+            guilty = next(filter(self.differs, range(1, last + 1)), 0)
+        elif guilty := last if last and self.differs(last) else 0:
+            # halving goes from the last pass down to the first: the equal prefixes are behind the different ones
+            guilty -= bisect_left(range(last - 1, 0, -1), True, key=lambda number: not self.differs(number))
+        if guilty:
+            return self.found(guilty)
+        silent = ("the inputs as they were given",) if self.is_all_nan else ()
+        return Bisection("equal", last, replays=self.replays, silent=silent)
 
     def differs(self, number: int) -> bool:
         """Whether the graph behind that many passes gives other bits, on any rank."""
@@ -243,6 +311,8 @@ def on_any_rank(answer: bool) -> bool:
 
 def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
     """The first node that both graphs have and whose value differs; if there is none, what gives the first result."""
+    if not on_any_rank(_results_differ(found.verdict)):
+        return _with_state(found, before, after)
     expected, actual = run(_exposed(before)), run(_exposed(after))
     old = {node.name for node in before.graph.nodes}
     kept = {node.name: node for node in after.graph.nodes if node.name in old}
@@ -264,6 +334,32 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     where = f"the result {first.key.name}" + (f" = {_words(given)}" if isinstance(given, fx.Node) else "")
     made = _made(given if isinstance(given, fx.Node) else output, new)
     return replace(found, node=first, where=where + f" on rank {first.key.rank}" * several, made=made)
+
+
+def _differing_names(verdict: Verdict | None) -> list[str]:
+    if verdict is None:
+        return []
+    differing = [difference.key for difference in verdict.differences]
+    return [key.name for key in (*differing, *verdict.only_actual, *verdict.only_expected)]
+
+
+def _results_differ(verdict: Verdict | None) -> bool:
+    return any(not name.endswith(AFTERWARDS) for name in _differing_names(verdict))
+
+
+def _with_state(found: Bisection, before: fx.GraphModule, after: fx.GraphModule) -> Bisection:
+    """The state that differs behind equal results, with new nodes that write in place or draw random numbers."""
+    names = _differing_names(found.verdict)
+    if not names or found.verdict is None:
+        return found  # it differs on another rank
+    old = {node.name for node in before.graph.nodes}
+    made: list[str] = []
+    for node in after.graph.nodes:
+        if node.name in old or not isinstance(node.target, OpOverload):
+            continue
+        if schema(node.target).is_mutable or is_random(node):
+            made.append(_words(node))
+    return replace(found, node=found.verdict.first, where=names[0], made=tuple(made))
 
 
 def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
@@ -313,16 +409,39 @@ class _Pipeline:
             wanted = {Key(0, 0, "", name.removeprefix("gradient of ")): tensor for name, tensor in expected.items()}
             runs, where = self.runs, "bisection"
         for run in runs if wanted else ():
-            if (towards := bisect_towards(self.stages, run, wanted)) is not None:
-                all_give = f"a pipeline of {towards.total} passes gives what is expected"
-                return f"{where}: {all_give if towards.outcome == 'equal' else towards}"
-        replays = 0
+            towards = bisect_towards(self.stages, run, wanted)
+            if towards is None:
+                continue
+            if towards.outcome == "different":
+                return f"{where}: {towards}"
+            # The results are as expected. A pass may still have changed an input, or drawn random numbers.
+            found = bisect_stages(self.stages, _only_state(run, wanted))
+            if found.outcome == "different":
+                return f"{where}: {found}"
+            return f"{where}: a pipeline of {towards.total} passes gives what is expected"
+        replays, only_nan = 0, 0
         for number, run in enumerate(self.runs, 1):
-            if (found := bisect_stages(self.stages, run)).outcome == "different":
+            found = bisect_stages(self.stages, run)
+            if found.outcome == "different":
                 return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
             replays += found.replays
-        told = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
-        return told + (f", on the inputs of the first {len(self.runs)} replays" if len(self.runs) > 1 else "")
+            only_nan += bool(found.silent)
+        text = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
+        if len(self.runs) > 1:
+            text += f", on the inputs of the first {len(self.runs)} replays"
+        if only_nan:
+            text += f"; every result is NaN in {only_nan} of {len(self.runs)} replays, so nothing could differ there"
+        return text
+
+
+def _only_state(run: Run, known: Values) -> Run:
+    """Replays that give what a graph leaves, without its results and without what is ``known`` to be as expected."""
+
+    def state(gm: fx.GraphModule) -> Values:
+        values = run(gm)
+        return {key: value for key, value in values.items() if key.name.endswith(AFTERWARDS) and key not in known}
+
+    return state
 
 
 def _results(expected: Record, step: int) -> Values:

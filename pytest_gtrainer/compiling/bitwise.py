@@ -10,12 +10,14 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.bisect import Stage, Values, bisect_stages, copies, local_run
+from pytest_gtrainer.bisect import Bisection, Stage, bisect_extremes, bisect_stages, copies, local_run
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import refuse_fake
-from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare, compare_entries
-from pytest_gtrainer.numerics.determinism import random_states_kept
+from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare
+from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
+from pytest_gtrainer.numerics.graph_inputs import sample_tensor
+from pytest_gtrainer.numerics.graph_run import all_nan, inputs_afterwards, random_states_afterwards, run_graph
 from pytest_gtrainer.numerics.verdict import Verdict
 
 Sizes = Mapping[Any, int]  # what each symbol of a graph's dynamic sizes is
@@ -34,13 +36,17 @@ def assert_pass_bitwise(
 ) -> None:
     """Fail unless the graphs before and after ``run`` (or a pair of graphs) give the same bits, with kernels of eager.
 
+    Compared are outputs, inputs and attributes as the graphs leave them, and the states of random generators.
+
     The inputs are those of the first call, if recorded, and for each seed normal numbers, every fourth row divided by
     1000 (integers are 0 and 1, which may be indices). Dynamic sizes are the example, its double and one more, or the
-    next sizes that guards allow. The outputs for two seeds must differ, or no difference could be seen.
+    next sizes that guards allow. The outputs for two seeds must differ, or no difference could be seen. Then elements
+    of the inputs are replaced by large, infinite, NaN, zero and subnormal numbers; there all NaNs are equal.
 
     Raises:
-        BitwiseDifference: an output differs; with the first node whose value does, and what the pass made there.
-        ControlFailed: the outputs do not depend on the inputs.
+        BitwiseDifference: an output, or what a graph leaves, differs; with the first node whose value does, and what
+            the pass made there.
+        ControlFailed: the outputs do not depend on the inputs, or every one of them is NaN.
         SameGraph: the pass changed nothing.
         ValueError: under a fake process group, whose collectives move no data; fewer than two seeds; an input that
             cannot be made up; guards that forbid all other sizes than the example.
@@ -54,19 +60,44 @@ def assert_pass_bitwise(
         raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
     refuse_fake(before, what)
     recorded = _recorded(run) if isinstance(run, RecordedPass) else {}
-    outputs: list[Values] = []
-    for told, flat in _inputs(before, recorded, seeds):
-        execute = local_run(flat)
-        if told.startswith("seed"):
-            outputs.append(execute(before))
-        found = bisect_stages([Stage("", before), Stage(what, after)], execute)
-        outcome = "equal" if found.verdict is None else found.verdict.outcome
-        facts.emit("verdict", outcome=outcome, tensors=len(before.graph.output_node().all_input_nodes), what=what)
-        if found.verdict is not None:
-            raise BitwiseDifference(f"{what} changed the numbers, on {told}\n{found.verdict}\n{found}", found.verdict)
-    control = compare_entries(outputs[0], outputs[1])
+    stages = [Stage("", before), Stage(what, after)]
+    first: list[Any] = []
+    of_seeds: list[dict[str, Tensor]] = []
+    for description, flat in _inputs(before, recorded, seeds):
+        first = first or flat
+        if description.startswith("seed"):
+            of_seeds.append(_depending_on_inputs(before, flat))
+        _require_equal(bisect_stages(stages, local_run(flat)), description, what, before)
+    found = bisect_extremes(stages, local_run, first)
+    _require_equal(found, found.inputs or "inputs with extreme values", what, before)
+    for each in found.silent:
+        facts.emit("idle", what=f"{what}: every output is NaN on {each}, so these inputs prove nothing")
+    # The control comes last: one rank alone may fail it, and nothing behind it communicates.
+    control = compare(of_seeds[0], of_seeds[1])
+    if any(map(all_nan, of_seeds[:2])):
+        wrong = f"{what}: every output is NaN on inputs made from seeds {seeds[0]} and {seeds[1]}"
+        raise ControlFailed(f"{wrong}, so no difference could be seen: this check cannot fail", control)
     if control.outcome != "different":
         raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
+
+
+def _require_equal(found: Bisection, description: str, what: str, before: fx.GraphModule) -> None:
+    __tracebackhide__ = True
+    outcome = "equal" if found.verdict is None else found.verdict.outcome
+    facts.emit("verdict", outcome=outcome, tensors=len(before.graph.output_node().all_input_nodes), what=what)
+    if found.verdict is not None:
+        changed = f"{what} changed the numbers, on {description}"
+        raise BitwiseDifference(f"{changed}\n{found.verdict}\n{found}", found.verdict)
+
+
+def _depending_on_inputs(gm: fx.GraphModule, flat: Sequence[Any]) -> dict[str, Tensor]:
+    """The outputs, and those inputs that the graph wrote to: the others differ between seeds by themselves."""
+    run = run_graph(gm, copies(flat), GeneratorStates.now())
+    found = dict(run.outputs)
+    for name, given in inputs_afterwards(gm, flat).items():
+        if compare(run.state[name], given).outcome != "equal":
+            found[name] = run.state[name]
+    return found
 
 
 def _recorded(run: RecordedPass) -> dict[str, Any]:
@@ -127,10 +158,7 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
             if not exact and isinstance(known, Tensor):
                 made.append(known)  # indices of the real call are in range
                 continue
-            drawn = torch.randn(shape, generator=generator) if exact else torch.randint(2, shape, generator=generator)
-            if exact and drawn.dim() > 1:
-                drawn[..., 1::4, :] *= SMALL
-            made.append(torch.empty_strided(shape, strides, dtype=value.dtype).copy_(drawn).to(value.device))
+            made.append(sample_tensor(value, shape, strides, generator, small=SMALL))
         elif isinstance(value, int | torch.SymInt):
             made.append(number(value))
         elif known is not None:
@@ -145,7 +173,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager, and say what changed them.
 
     If the graph run with kernels of eager differs, a decomposition or a pass is the cause, else the generated code.
-    Outputs are compared, and inputs that were written to. Gradients are not; call it in a function that returns them.
+    Outputs are compared, inputs that were written to, and the states of random generators. Gradients are not; call it in a function that returns them.
     All runs begin with the same random states, and with copies of the inputs.
 
     Raises:
@@ -160,10 +188,12 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         given = copies(leaves, keep_grad=True)
         with random_states_kept():
             outputs = pytree.tree_leaves(called(*pytree.tree_unflatten(given, spec)))
+            random_states = random_states_afterwards(random_state())
         found = {f"output {n}": leaf for n, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
         for n, (leaf, before) in enumerate(zip(given, copies(leaves), strict=True)):
             if isinstance(leaf, Tensor) and compare([leaf], [before]).outcome == "different":
                 found[f"input {n}, which is written to"] = leaf
+        found |= random_states
         return {name: leaf.detach().clone() for name, leaf in found.items()}
 
     expected = run(function)

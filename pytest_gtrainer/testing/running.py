@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import fx
 
 import pytest_gtrainer
 from pytest_gtrainer import extensions, facts, graphtext
-from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.checks.checker import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
@@ -21,6 +20,9 @@ from pytest_gtrainer.golden.check import Golden
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
+from pytest_gtrainer.numerics.determinism import GeneratorStates
+from pytest_gtrainer.numerics.graph_inputs import sample_tensor, try_extremes
+from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -108,7 +110,10 @@ class _Run:
             names = ", ".join(dict.fromkeys(call.name for call in file.passes))
             self._assert_text(self._text(self._before), f"{names} changed the graph, which had to stay as it was")
         if file.values:
-            assert_same_values(self._gm, self._before, f"{file.file}, after the passes against before")
+            for each in assert_same_values(
+                self._gm, self._before, f"{file.file}, after the passes against before"
+            ):
+                facts.emit("idle", what=f"{file.file}: every result is NaN on {each}, so these inputs prove nothing")
         if file.checks:
             checks = [parse_check(directive.value, directive.place) for directive in file.checks]
             run_checks(Subject(self._gm, before=self._before, mesh=self._mesh), checks)
@@ -136,25 +141,52 @@ class _Run:
             raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
 
 
-def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> None:
-    """Run two graphs on the same seeded inputs: results, and what they leave in their inputs, have the same bits."""
+def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> list[str]:
+    """Run two graphs on the same inputs from the same random states, and fail unless they do the same bit for bit.
+
+    Compared are results, inputs and attributes as the graphs leave them, and the states of random generators. The
+    inputs are normally distributed numbers. Then elements of them are replaced by large, infinite, NaN, zero and
+    subnormal numbers; there all NaNs are equal.
+
+    Returns:
+        the extreme inputs, in words, on which every result was NaN, so that nothing could differ.
+
+    Raises:
+        BitwiseDifference: the graphs differ.
+        NothingButNan: every result is NaN on ordinary inputs.
+        PassFileError: an input that is no tensor of known sizes.
+    """
     __tracebackhide__ = True
-    placeholders = before.graph.find_nodes(op="placeholder")
     generator = torch.Generator().manual_seed(0)
-    inputs = [sample(node.meta.get("val"), generator, what) for node in placeholders]
-    named = enumerate(placeholders)
-    names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in named]
-    results = []
+    inputs = [sample(node.meta.get("val"), generator, what) for node in before.graph.find_nodes(op="placeholder")]
+    start = GeneratorStates.now()
     gm.recompile()  # passes leave that to the end of a pipeline
-    for each in (gm, before):
-        given = copy.deepcopy(inputs)
-        values, told = pytree.tree_leaves(each(*given)), each.graph.output_node().meta.get("gt_outputs") or ()
-        # as the file names them, ``output layers.0.w``; by their place where it does not
-        of_file = told if len(told) == len(values) else range(len(values))
-        outputs = {f"output {name}": value for name, value in zip(of_file, values, strict=True)}
-        left = {f"{name}, as the graph leaves it": value for name, value in zip(names, given, strict=True)}
-        results.append({n: value for n, value in (outputs | left).items() if isinstance(value, torch.Tensor)})
-    assert_bitwise_equal(*results, what=what)
+
+    def run(each: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[str, torch.Tensor], bool]:
+        found = run_graph(each, copy.deepcopy(given), start)
+        # as the file names them, ``output layers.0.w``
+        outputs = {
+            name if name.startswith("output ") else f"output {name}": value for name, value in found.outputs.items()
+        }
+        return outputs | found.state, all_nan(found.outputs)
+
+    def check(description: str, changed: list[Any]) -> bool:
+        __tracebackhide__ = True
+        (mine, _), (expected, is_nan) = run(gm, changed), run(before, changed)
+        assert_bitwise_equal(with_one_nan(mine), with_one_nan(expected), what=f"{what}, on {description}")
+        return not is_nan
+
+    (mine, _), (expected, is_nan) = run(gm, inputs), run(before, inputs)
+    assert_bitwise_equal(mine, expected, what=what)
+    silent = try_extremes(inputs, check)
+    if is_nan:
+        wrong = f"{what}: every result is NaN on normally distributed inputs, so no difference could be seen"
+        raise NothingButNan(f"{wrong}: take a graph that gives numbers, or leave out `# values:`")
+    return silent
+
+
+class NothingButNan(AssertionError):
+    """Two graphs are equal on ordinary inputs, and every result is NaN."""
 
 
 def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
@@ -162,8 +194,4 @@ def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
     if not all(type(size) is int for size in sizes):
         raise PassFileError(f"{what}: `# values:` needs inputs that are tensors of known sizes")
-    if value.is_floating_point() or value.is_complex():
-        found = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.dtype)
-    else:
-        found = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(found)
+    return sample_tensor(value, value.shape, value.stride(), generator)

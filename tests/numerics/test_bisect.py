@@ -159,7 +159,7 @@ def test_passes_that_change_no_bit_are_equal():
     """The twin; random numbers and the buffer start anew at every replay."""
     model = Net()
     found = bisect_passes(traced_net(), HARMLESS, (model, *BATCH))
-    assert (found.outcome, str(found)) == ("equal", "no pass of 5 changes a bit (2 replays)")
+    assert (found.outcome, str(found)) == ("equal", "no pass of 5 changes a bit (10 replays)")
     assert model.steps == 0
 
 
@@ -180,6 +180,93 @@ def test_a_wrong_result_of_a_buffer_counts():
 
     found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(count_twice_pass)], (Net(), *BATCH))
     assert (found.number, [one.key.name for one in found.verdict.differences]) == (3, ["steps afterwards"])
+
+
+def before_the_output(gm, target, *args):
+    """Call an operator behind all others."""
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        made = gm.graph.call_function(target, args)
+    made.meta = {"val": args[0].meta["val"] if isinstance(args[0], torch.fx.Node) else torch.zeros(2)}
+    return gm
+
+
+def doubles_a_weight_pass(gm, example_inputs):
+    return before_the_output(gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[0], 2)
+
+
+def doubles_the_batch_pass(gm, example_inputs):
+    return before_the_output(gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[-1], 2)
+
+
+def draws_pass(gm, example_inputs):
+    return before_the_output(gm, torch.ops.aten.rand.default, [2])
+
+
+BESIDE_RESULTS = [
+    (doubles_a_weight_pass, "scale afterwards, element (0)", "mul__scalar = aten.mul_.Scalar"),
+    (doubles_the_batch_pass, "input 2 afterwards, element (0)", "mul__scalar = aten.mul_.Scalar"),
+    (draws_pass, "random state of torch.cpu afterwards, element (", "rand_default = aten.rand.default"),
+]
+
+
+@pytest.mark.parametrize(("wrong_pass", "what", "made"), BESIDE_RESULTS)
+def test_a_pass_that_changes_no_result_but_what_the_graph_leaves_is_named(wrong_pass, what, made):
+    """V2"""
+    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(wrong_pass), *HARMLESS[2:]], (Net(), *BATCH))
+    assert (found.outcome, found.number, found.inputs) == ("different", 3, "")
+    lines = str(found).splitlines()
+    assert lines[1].startswith(f"  every result is equal, but not {what}")
+    assert lines[-2:] == ["  the pass made", f"    {made} in the forward"]
+
+
+@pytest.mark.parametrize(("wrong_pass", "what"), [(each[0], each[1]) for each in BESIDE_RESULTS])
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_also_in_a_simulated_world_on_each_rank(wrong_pass, what, gt_world):
+    """V2"""
+    flat = flat_inputs((Net(), *BATCH))
+    found = bisect_passes(traced_net(), [*HARMLESS, bind_options(wrong_pass)], [flat, flat], world=gt_world)
+    assert (found.outcome, found.number) == ("different", 6)
+    names = {(one.key.rank, one.key.name) for one in found.verdict.differences}
+    assert names == {(rank, what.partition(", element")[0]) for rank in range(2)}
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_all_ranks_name_a_pass_that_draws_on_one_of_them(gt_world):
+    """V2: nobody waits for the other in a replay of all values."""
+    wrong = [bind_options(draws_pass)] if gt_world.rank else [bind_options(copy_pass, label="last")]
+    found = bisect_passes(traced_net(), [*HARMLESS, *wrong], (Net(), *BATCH))
+    assert (found.outcome, found.number) == ("different", 6)
+    assert ("random state of torch.cpu" in str(found)) == (gt_world.rank == 1)
+
+
+def clamps_pass(gm, example_inputs):
+    """Bounds what a module drops, whose numbers are small."""
+    node = next(node for node in gm.graph.nodes if node.target is ADD and node_fqn(node) == "sum")
+    with gm.graph.inserting_after(node):
+        bounded = gm.graph.call_function(torch.ops.aten.clamp.default, (node, -100, 100))
+    bounded.meta = dict(node.meta)
+    node.replace_all_uses_with(bounded, delete_user_cb=lambda user: user is not bounded)
+    return gm
+
+
+def test_a_pass_that_bounds_large_numbers_is_named_with_its_inputs():
+    """V2: on the inputs as they were given no bit differs."""
+    small = tuple(torch.full((32,), value) for value in (1.0, 2.0, 3.0))
+    passes = [*HARMLESS[:2], bind_options(clamps_pass), *HARMLESS[2:]]
+    found = bisect_passes(traced_net(), passes, (Net(), *small))
+    assert (found.outcome, found.number) == ("different", 3)
+    assert found.inputs == "inputs with large numbers in some inputs"
+    assert str(found).startswith("introduced by pass 3 of 6, clamps_pass() (")
+    assert "clamp_default = aten.clamp.default in the forward of sum" in str(found)
+    assert bisect_passes(traced_net(), HARMLESS, (Net(), *small)).silent == ()
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_extreme_inputs_of_a_simulated_world_are_those_of_all_ranks(gt_world):
+    """V2"""
+    flat = flat_inputs((Net(), *(torch.full((32,), value) for value in (1.0, 2.0, 3.0))))
+    found = bisect_passes(traced_net(), [*HARMLESS, bind_options(clamps_pass)], [flat, flat], world=gt_world)
+    assert (found.number, found.inputs) == (6, "inputs with large numbers in some inputs")
 
 
 @pytest.mark.gt_world("fake", size=2)

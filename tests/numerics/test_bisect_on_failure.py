@@ -10,7 +10,7 @@ from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net
 TEST = """
     import pytest, torch
     from pytest_gtrainer import apply_graph_passes, assert_bitwise_equal, trace_step
-    from tests.numerics.test_bisect import BATCH, Net, pipeline, step, HARMLESS
+    from tests.numerics.test_bisect import BATCH, Net, pipeline, step, HARMLESS, doubles_a_weight_pass, draws_pass
 
     def gradients(traced, seed=0, scale=1.0):
         model = Net()
@@ -34,6 +34,22 @@ TEST = """
     def test_wrong_without_a_graph():
         assert_bitwise_equal(torch.zeros(1), torch.ones(1))
 
+    def weights(passes):
+        model, traced = Net(), rewritten(passes)
+        torch.manual_seed(0)
+        for _ in range(2):
+            traced.replay(model, *BATCH)
+        return dict(model.named_parameters())
+
+    def test_wrong_beside_results():
+        assert_bitwise_equal(weights([*HARMLESS, doubles_a_weight_pass]), weights(HARMLESS))
+
+    def test_wrong_random_state():
+        weights([*HARMLESS, draws_pass])
+        actual = torch.get_rng_state()
+        weights(HARMLESS)
+        assert_bitwise_equal(actual, torch.get_rng_state())
+
     @pytest.mark.gt_world("ranks", size=2)
     def test_wrong_on_one_rank(gt_world):
         scale = float(gt_world.rank)  # sums of zeros do not depend on their order: rank 0 is equal
@@ -56,8 +72,11 @@ def told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
     result = pytester.runpytest_inprocess("--gt-bisect", "--gt-gpus=2")
-    result.assert_outcomes(failed=4, passed=1)
+    result.assert_outcomes(failed=6, passed=1)
     text = result.stdout.str()
+    assert "bisection: introduced by pass 6 of 6, doubles_a_weight_pass" in text
+    assert "  every result is equal, but not scale afterwards, element (0)" in text
+    assert "bisection: introduced by pass 6 of 6, draws_pass" in text
     assert text.count("E       bisection: introduced by pass 3 of 6, reassociate_pass (7 replays)") == 2
     assert "rank 1: BitwiseDifference" in text
     assert "bisection: no pass of 5 changes a bit (2 replays)" in text
@@ -167,15 +186,15 @@ def test_a_pass_that_changes_bits_in_what_is_expected_too_is_not_blamed(pytester
 
 def test_without_the_flag_nothing_is_bisected(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_inprocess("-k", "test_wrong and not rank")
-    result.assert_outcomes(failed=3, deselected=2)
+    result = pytester.runpytest_inprocess("-k", "test_wrong and not rank and not beside and not state")
+    result.assert_outcomes(failed=3, deselected=4)
     result.stdout.no_fnmatch_line("*bisection*")
 
 
 def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_inprocess("--gt-gpus=2", "-k", "test_wrong and not else")
-    result.assert_outcomes(failed=3, deselected=2)
+    result = pytester.runpytest_inprocess("--gt-gpus=2", "-k", "test_wrong and not else and not beside and not state")
+    result.assert_outcomes(failed=3, deselected=4)
     told = [line for line in result.outlines if line.startswith("which pass")]
     names = ("test_wrong", "test_wrong_on_one_rank")  # no graph was rewritten in the third
     assert told == [f"which pass it was: pytest test_it.py::{name} --gt-bisect" for name in names]

@@ -1,0 +1,171 @@
+"""Run a graph once, and return its results together with the state that it leaves behind.
+
+A pass may change more than results: it may double a weight in place, write to a buffer, or draw random numbers that
+nobody reads. So a comparison of two graphs looks at ``GraphRun.everything``, not only at ``GraphRun.outputs``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
+from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
+
+AFTERWARDS = " afterwards"
+"""Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of torch.cpu afterwards``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRun:
+    """A run's results and the state that it left, by name.
+
+    Attributes:
+        outputs: the results. A plain number is a tensor here; None and other objects are left out.
+        state: every input that is a tensor, attributes of the graph's module that the run wrote to, and the states of
+            random generators, all as they are after the run.
+    """
+
+    outputs: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+    @property
+    def everything(self) -> dict[str, Tensor]:
+        """Results first, then state."""
+        return self.outputs | self.state
+
+
+def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates) -> GraphRun:
+    """Run ``gm`` on ``inputs``, which it may write to, from the random states ``start``.
+
+    The random states of this process and the attributes of ``gm`` are afterwards what they were before.
+    """
+    attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in _attributes_of(gm)}
+    written: dict[str, Tensor] = {}
+    with random_states_kept(), torch.no_grad():
+        start.put_back()
+        try:
+            outputs = _detached(gm(*inputs), attributes)
+            random_states = random_state()
+        finally:
+            for name, (tensor, before) in attributes.items():
+                if _differ(tensor, before):
+                    written[f"attribute {name}{AFTERWARDS}"] = tensor.detach().clone()
+                    tensor.detach().copy_(before)
+    state = inputs_afterwards(gm, inputs) | written | random_states_afterwards(random_states)
+    return GraphRun(named_outputs(gm, outputs), state)
+
+
+def named_outputs(gm: fx.GraphModule, outputs: Any) -> dict[str, Tensor]:
+    """Results by the names in ``meta["gt_outputs"]``, or as ``output 0``, ``output 1``, ..."""
+    leaves = pytree.tree_leaves(outputs)
+    names: Sequence[str] = gm.graph.output_node().meta.get("gt_outputs") or ()
+    if len(names) != len(leaves):
+        names = [f"output {at}" for at in range(len(leaves))]
+    found: dict[str, Tensor] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = torch.tensor(leaf)
+        if isinstance(leaf, Tensor):
+            found[name] = leaf
+    return found
+
+
+def input_names(gm: fx.GraphModule) -> list[str]:
+    """The name of each graph input: the FQN of state, else ``input`` and its place or name. None occurs twice."""
+    names: list[str] = []
+    for at, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        source = node.meta.get("gt_input", {"kind": "input", "fqn": node.target})
+        name = str(source["fqn"]) if source["kind"] in ("parameter", "buffer") else f"input {source['fqn']}"
+        names.append(name if name not in names else f"{name} (input {at})")
+    return names
+
+
+def inputs_afterwards(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """The inputs that are tensors, by name, as the graph left them."""
+    named = zip(input_names(gm), inputs, strict=True)
+    return {f"{name}{AFTERWARDS}": value for name, value in named if isinstance(value, Tensor)}
+
+
+def random_states_afterwards(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """States of generators, by their names among what a graph leaves."""
+    return {f"random state of {name}{AFTERWARDS}": state for name, state in states.items()}
+
+
+def _attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
+    """Tensors of the module that a run may write to: parameters, buffers, and what a ``get_attr`` node reads."""
+    found = dict(gm.named_parameters())
+    found.update(gm.named_buffers())
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value: Any = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, Tensor):
+            found.setdefault(str(node.target), value)
+    return found.items()
+
+
+def _differ(tensor: Tensor, before: Tensor) -> bool:
+    try:
+        return not same_bytes(byte_view(tensor), byte_view(before))
+    except NoBytes:
+        return False
+
+
+def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+    """Results apart from the module's attributes, which are put back before anybody reads a result."""
+    places = {tensor.untyped_storage().data_ptr() for tensor, _ in attributes.values() if _has_storage(tensor)}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not _has_storage(leaf):
+            return leaf
+        return leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf
+
+    return pytree.tree_map(copied, outputs)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided
+
+
+def all_nan(outputs: Mapping[str, Tensor]) -> bool:
+    """Return whether every element of every floating-point result is NaN: such a run cannot show a difference.
+
+    False if there is no such element.
+    """
+    found = False
+    for tensor in outputs.values():
+        if not _can_be_nan(tensor) or tensor.numel() == 0:
+            continue
+        if not bool(tensor.isnan().all()):
+            return False
+        found = True
+    return found
+
+
+def with_one_nan(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace every NaN by the same one: which NaN an operator gives depends on its kernel's vector width.
+
+    Signs of zeros and all other bits stay as they are.
+    """
+    made: dict[str, Tensor] = {}
+    for name, tensor in values.items():
+        if _can_be_nan(tensor) and bool((nan := tensor.isnan()).any()):
+            tensor = tensor.detach().clone()
+            tensor[nan] = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
+        made[name] = tensor
+    return made
+
+
+def _can_be_nan(tensor: Tensor) -> bool:
+    has_values = _has_storage(tensor) and type(tensor).__name__ != "FakeTensor"
+    return has_values and tensor.dtype in CAN_BE_EXTREME
+
+
+CAN_BE_EXTREME = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,
+)  # fmt: skip
+"""Dtypes whose NaNs are looked for, and whose inputs get extreme values. Not float8 and below: torch has no isnan."""

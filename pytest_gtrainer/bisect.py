@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,7 @@ def bisect_passes(
     Raises:
         ValueError: under a fake process group, whose collectives move no data.
     """
+    run_on: Callable[[Sequence[Any]], Run]
     stages = [Stage("", traced.gm)]
     bound = all_bound(passes)
 
@@ -202,11 +204,8 @@ def bisect_passes(
         from pytest_gtrainer.worlds.fake import net_of
         from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
 
-        net = net_of(world)
         flat: list[Any] = [PerRank(values) for values in zip(*inputs, strict=True)]
-
-        def run_on(given: Sequence[Any]) -> Run:
-            return run_on_all(lambda gm: RankGraph.of(gm, *meshes), net, given)
+        run_on = partial(run_on_all, lambda gm: RankGraph.of(gm, *meshes), net_of(world))
     elif dist.is_initialized() and dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
     else:

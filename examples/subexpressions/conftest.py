@@ -4,7 +4,8 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--with-bug", choices=("writes", "directions"), default="", help="let the pass make a mistake")
+    bugs = ("writes", "buffers", "directions")
+    parser.addoption("--with-bug", choices=bugs, default="", help="let the pass make a mistake")
 
 
 @pytest.fixture(autouse=True)

@@ -31,13 +31,21 @@ ATTRIBUTES = {
 _NAMES = itertools.count(1_000_000_000, 1_000_000)  # no name of a group means anything elsewhere
 
 
+def new_group_names() -> int:
+    """A number from which ``fake_group_beside`` names its groups, and no other world of this process does."""
+    return next(_NAMES)
+
+
 @contextmanager
-def fake_group_beside(rank: int, size: int) -> Iterator[None]:
-    """A fake default group, as another rank's; this process's own are out of sight. Make meshes anew inside."""
+def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterator[None]:
+    """A fake default group, as another rank's; this process's own are out of sight. Make meshes anew inside.
+
+    Groups are named from the number ``names``, by default a new one: two worlds of one number have equal names.
+    """
     outside = c10d._world
     forget_meshes()  # equal meshes share caches, and with them names of groups
     c10d._world = ThreadLocalWorld()
-    c10d._world.group_count = next(_NAMES)
+    c10d._world.group_count = new_group_names() if names is None else names
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield

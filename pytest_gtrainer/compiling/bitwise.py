@@ -173,8 +173,9 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager, and say what changed them.
 
     If the graph run with kernels of eager differs, a decomposition or a pass is the cause, else the generated code.
-    Outputs are compared, inputs that were written to, and the states of random generators. Gradients are not; call it in a function that returns them.
-    All runs begin with the same random states, and with copies of the inputs.
+    Outputs are compared, inputs that were written to, and the states of random generators. Gradients
+    are not; call it in a function that returns them. All runs begin with the same random states, and
+    with copies of the inputs.
 
     Raises:
         BitwiseDifference: they differ, with what broke it and the operators of the graph.

@@ -3,6 +3,7 @@
 import copy
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -275,11 +276,40 @@ def _besides(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) 
         return h - h.mean(recipe.chunking.dim, keepdim=True)
     if recipe.inside == "noise":  # views in vain
         return h.view(h.shape).transpose(0, 1).transpose(0, 1)
+    if recipe.inside == "buffers":
+        return _with_fresh_buffers(h)
     if recipe.inside == "exchanges" and beside is not None:
         return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
     if recipe.inside == "routes" and beside is not None:  # rows to other ranks, as expert parallelism does
         return functional_collectives.all_to_all_single_autograd(h.contiguous(), None, None, beside)
     return h
+
+
+def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
+    """Add terms that are wrong if two equal expressions become one: fresh buffers, draws, products around a write."""
+    constant = h.detach()
+    makers: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.empty_like(constant),
+        lambda: constant.new_zeros(constant.shape),
+        lambda: torch.zeros(constant.shape, dtype=constant.dtype),
+        lambda: constant.clone(),
+    ]
+    for make in makers:
+        one, other = make(), make()
+        one.fill_(2)
+        other.fill_(3)
+        h = h * one - other
+    for draw in (lambda: torch.rand_like(constant), lambda: torch.empty_like(constant).uniform_()):
+        h = h + draw() - 2 * draw()
+
+    # Two products have one left operand; the right one of the first is written to before the third.
+    rows, dim = constant.reshape(-1, constant.shape[-1]), constant.shape[-1]
+    one, other = constant.new_zeros(dim, dim), constant.new_zeros(dim, dim)
+    one.fill_(0.5)
+    other.fill_(0.25)
+    products = rows @ one - rows @ other
+    one.mul_(2)
+    return h + (products + rows @ one).reshape(h.shape)
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ An infinity or a NaN in every weight makes every result of a training step NaN, 
 happens, one input alone gets the values. If still every result is NaN, ``try_extremes`` reports it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -37,7 +37,11 @@ class Extreme(Enum):
             Extreme.INFINITE: [torch.inf],
             Extreme.NAN: [torch.nan],
         }[self]
-        return positive if self is Extreme.NAN else [sign * value for value in positive for sign in (1, -1)]
+        return (
+            positive
+            if self is Extreme.NAN
+            else [sign * value for value in positive for sign in (1, -1)]
+        )
 
     def count(self, numel: int) -> int:
         """How many of ``numel`` elements are replaced. A few NaNs leave rows and columns without one."""
@@ -103,7 +107,9 @@ def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int) -> Tensor:
     values = extreme.values(parts.dtype)
     places = torch.randperm(parts.numel(), generator=generator)[: extreme.count(parts.numel())]
     first = seed % len(values)  # a scalar gets one value only: not the same for each input
-    chosen = torch.tensor([values[(first + at) % len(values)] for at in range(len(places))], dtype=torch.float64)
+    chosen = torch.tensor(
+        [values[(first + at) % len(values)] for at in range(len(places))], dtype=torch.float64
+    )
     chosen = chosen.to(parts.dtype).to(parts.device)
     if parts.dim() == 0:
         parts.copy_(chosen[0])
@@ -121,7 +127,12 @@ def _takes_extremes(value: Any) -> bool:
 
 
 def sample_tensor(
-    like: Tensor, shape: Sequence[int], strides: Sequence[int], generator: torch.Generator, *, small: float = 1.0
+    like: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    generator: torch.Generator,
+    *,
+    small: float = 1.0,
 ) -> Tensor:
     """Ordinary values for a graph input: normally distributed numbers; integers are 0 or 1, which may be indices.
 

@@ -6,7 +6,7 @@ nobody reads. So a comparison of two graphs looks at ``GraphRun.everything``, no
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -14,6 +14,8 @@ from torch import Tensor, fx
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
+
+K = TypeVar("K")
 
 AFTERWARDS = " afterwards"
 """Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of torch.cpu afterwards``."""
@@ -79,7 +81,11 @@ def input_names(gm: fx.GraphModule) -> list[str]:
     names: list[str] = []
     for at, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source = node.meta.get("gt_input", {"kind": "input", "fqn": node.target})
-        name = str(source["fqn"]) if source["kind"] in ("parameter", "buffer") else f"input {source['fqn']}"
+        name = (
+            str(source["fqn"])
+            if source["kind"] in ("parameter", "buffer")
+            else f"input {source['fqn']}"
+        )
         names.append(name if name not in names else f"{name} (input {at})")
     return names
 
@@ -117,7 +123,11 @@ def _differ(tensor: Tensor, before: Tensor) -> bool:
 
 def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
     """Results apart from the module's attributes, which are put back before anybody reads a result."""
-    places = {tensor.untyped_storage().data_ptr() for tensor, _ in attributes.values() if _has_storage(tensor)}
+    places = {
+        tensor.untyped_storage().data_ptr()
+        for tensor, _ in attributes.values()
+        if _has_storage(tensor)
+    }
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not _has_storage(leaf):
@@ -128,7 +138,11 @@ def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> 
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.layout is torch.strided
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+    )
 
 
 def all_nan(outputs: Mapping[str, Tensor]) -> bool:
@@ -146,12 +160,12 @@ def all_nan(outputs: Mapping[str, Tensor]) -> bool:
     return found
 
 
-def with_one_nan(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:
     """Replace every NaN by the same one: which NaN an operator gives depends on its kernel's vector width.
 
     Signs of zeros and all other bits stay as they are.
     """
-    made: dict[str, Tensor] = {}
+    made: dict[K, Tensor] = {}
     for name, tensor in values.items():
         if _can_be_nan(tensor) and bool((nan := tensor.isnan()).any()):
             tensor = tensor.detach().clone()

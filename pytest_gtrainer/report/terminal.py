@@ -159,12 +159,19 @@ class ConformanceTable:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._rows: dict[str, dict[str, Fact]] = {}  # by pass and rule
+        self._results: dict[str, set[str]] = {}  # by pass, of tests that failed, passed or were skipped for them
+        self._names_a_pass = options.get(config, "pass") is not None
+        self._tests_ran = False
         against = options.get(config, "conformance-against")
         self._before = None if against is None else _read(Path(against))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tests_ran = True
         for fact in getattr(report, "gt_facts", []):
             if fact["kind"] == "conformance":
+                # A test may also judge a pass on purpose that proves nothing, and pass: it chose no rules.
+                if report.skipped or fact["result"] in _JUDGED:
+                    self._results.setdefault(fact["pass"], set()).add(fact["result"])
                 rows = self._rows.setdefault(fact["pass"], {})
                 held = rows.get(fact["rule"], fact)
                 rows[fact["rule"]] = min(held, fact, key=lambda each: _WORST.index(each["result"]))
@@ -178,13 +185,27 @@ class ConformanceTable:
             results = [row["result"] for row in rows.values()]
             counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
             terminalreporter.write_line(", ".join(counts))
-            if "proves nothing" in results and not _JUDGED & set(results):
-                terminalreporter.write_line(
-                    f"no rule could have failed: {name} finds nothing to do in these graphs. Say which kind of pass it "
-                    "is (--gt-kind), or test it by pass files, on graphs of your own"
-                )
             for line in self._changes(name, rows):
                 terminalreporter.write_line(facts.one_line(line))
+        for line in self._proved_nothing():
+            terminalreporter.write_line(facts.one_line(line))
+
+    def _proved_nothing(self) -> list[str]:
+        """A sentence for each pass of which no rule was judged: then the run is not green, whatever was chosen."""
+        found = []
+        for name, results in self._results.items():
+            if results & _JUDGED:
+                continue
+            if "proves nothing" in results:
+                found.append(
+                    f"no rule could have failed: {name} finds nothing to do in these graphs. Choose other rules, say "
+                    "which kind of pass it is (--gt-kind), or test it by pass files, on graphs of your own"
+                )
+            elif self._names_a_pass:
+                found.append(f"no rule was judged: {name} claims none of the rules that were chosen. Choose others")
+        if self._names_a_pass and self._tests_ran and not self._rows:
+            found.append("no rule was judged: every test that was chosen was skipped, -rs says why")
+        return found
 
     def _changes(self, name: str, rows: dict[str, Fact]) -> list[str]:
         """What differs from the table before; of a pass that it does not have, from its only one."""
@@ -202,9 +223,7 @@ class ConformanceTable:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
-        results = {row["result"] for rows in self._rows.values() for row in rows.values()}
-        vacuous = "proves nothing" in results and not results & _JUDGED
-        if vacuous and options.get(self._config, "pass") and session.exitstatus == pytest.ExitCode.OK:
+        if session.exitstatus == pytest.ExitCode.OK and self._proved_nothing():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if (file := options.get(self._config, "conformance")) is not None:
             told = {

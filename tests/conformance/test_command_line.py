@@ -27,13 +27,28 @@ fsdp = Adapter(as_fsdp, "bucketing", call=as_fsdp)
 nothing = Adapter(lambda gm: gm, "bucketing")
 known = Adapter(as_executed, "bucketing", call=as_executed, broken={"D2": "issue 12"})
 mended = Adapter(as_fsdp, "bucketing", call=as_fsdp, broken={"D2": "issue 12"})
+fsdp_claims_nothing = Adapter(as_fsdp, "bucketing", call=as_fsdp, not_claimed={"D8": "marks nothing"})
 not_a_pass = 3
+
+def does_nothing(gm):
+    return gm
+"""
+CONFTEST = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--skip-all", action="store_true")
+
+@pytest.fixture(autouse=True)
+def skip(pytestconfig):
+    if pytestconfig.getoption("--skip-all"):
+        pytest.skip("not here")
 """
 COMMAND = ("--pyargs", "pytest_gtrainer.conformance", "-k", "D2 or D8 or D1]", "--gt-gpus=4", "-p", "no:cacheprovider")
 
 
 def run(folder, *options):
-    return run_project(folder, *COMMAND, *options, files={"passes.py": PASSES})
+    return run_project(folder, *COMMAND, *options, files={"passes.py": PASSES, "conftest.py": CONFTEST})
 
 
 def test_the_table_and_its_change(tmp_path):
@@ -75,6 +90,42 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
     assert told.status == 1
     assert "2 proves nothing" in told.output
     assert "no rule could have failed: <lambda> finds nothing to do in these graphs" in told.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gt-pass=passes:nothing", "-k", "D2]"), "no rule could have failed: <lambda> finds nothing to do in these"),
+        (("--gt-pass=passes:nothing", "-k", "E6]", "-n", "1"), "no rule could have failed: <lambda> finds nothing"),
+        (("--gt-pass=passes:fsdp_claims_nothing", "-k", "D8]"), "no rule was judged: as_fsdp claims none of the rules"),
+        (("--gt-pass=passes:fsdp", "-k", "D8]", "--skip-all"), "no rule was judged: every test that was chosen"),
+    ],
+)
+def test_a_choice_of_rules_that_proves_nothing_is_no_success(tmp_path, options, said):
+    """Q4: with ``-k``, also of rules that are not claimed or whose tests are skipped."""
+    told = run(tmp_path, *options)
+    assert said in told.output
+    assert told.status == 1
+
+
+FILE = """
+from pytest_gtrainer.conformance import bucketing
+import passes
+
+test_nothing = bucketing(passes.does_nothing)
+test_fsdp = bucketing(passes.as_fsdp, call=passes.as_fsdp)
+"""
+
+
+def test_a_pass_of_a_test_file_that_proves_nothing_is_no_success_beside_one_that_does(tmp_path):
+    """Q4: each pass counts for itself. Of the other one alone the run is green."""
+    (tmp_path / "test_mine.py").write_text(FILE)
+    (tmp_path / "passes.py").write_text(PASSES)
+    both = run_project(tmp_path, "test_mine.py", "-k", "D2", "-p", "no:cacheprovider")
+    assert "no rule could have failed: does_nothing finds nothing to do" in both.output
+    assert both.status == 1
+    one = run_project(tmp_path, "test_mine.py", "-k", "D2 and fsdp", "-p", "no:cacheprovider")
+    assert one.status == 0
 
 
 def test_each_kind_can_be_given():

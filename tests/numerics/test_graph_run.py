@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from fixtures.graph_pairs import BESIDE_RESULTS, EQUAL, ON_EXTREMES, graph_with_a_table, graphs_of, product
+from fixtures.graph_pairs import (
+    BESIDE_RESULTS,
+    EQUAL,
+    ON_EXTREMES,
+    graph_with_a_table,
+    graphs_of,
+    product,
+)
 from pytest_gtrainer import assert_pass_bitwise
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
@@ -30,8 +37,14 @@ def by_values(before, after):
 
 def by_bisection(before, after):
     torch.manual_seed(0)
-    inputs, stages = [torch.randn(4, 4), torch.randn(3, 4)], [Stage("", before), Stage("the pass", after)]
-    for found in (bisect_stages(stages, local_run(inputs)), bisect_extremes(stages, local_run, inputs)):
+    inputs, stages = (
+        [torch.randn(4, 4), torch.randn(3, 4)],
+        [Stage("", before), Stage("the pass", after)],
+    )
+    for found in (
+        bisect_stages(stages, local_run(inputs)),
+        bisect_extremes(stages, local_run, inputs),
+    ):
         if found.outcome == "different":
             raise BitwiseDifference(f"{found}\n{found.verdict}", found.verdict)
 
@@ -82,9 +95,14 @@ def log_of_negative(weight, rows):
 def test_where_every_result_is_nan_the_check_says_so():
     """V6: it could not have failed."""
     before, after = graphs_of(log_of_negative, log_of_negative)
-    with pytest.raises(ControlFailed, match=r"every output is NaN on inputs made from seeds 0 and 1, so no difference"):
+    with pytest.raises(
+        ControlFailed,
+        match=r"every output is NaN on inputs made from seeds 0 and 1, so no difference",
+    ):
         by_pass(before, after)
-    with pytest.raises(NothingButNan, match="every result is NaN on normally distributed inputs, so no difference"):
+    with pytest.raises(
+        NothingButNan, match="every result is NaN on normally distributed inputs, so no difference"
+    ):
         by_values(before, after)
     inputs = [torch.randn(4, 4), torch.randn(3, 4)]
     stages = [Stage("", before), Stage("the pass", after)]
@@ -105,7 +123,10 @@ def test_extreme_inputs_on_which_every_result_is_nan_are_named():
     stages = [Stage("", gm) for gm in graphs_of(minus_itself, minus_itself)]
     found = bisect_extremes(stages, local_run, inputs)
     assert (found.outcome, found.silent) == ("equal", ("inputs with infinities", "inputs with NaN"))
-    assert assert_same_values(stages[0].gm, stages[1].gm, "") == ["inputs with infinities", "inputs with NaN"]
+    assert assert_same_values(stages[0].gm, stages[1].gm, "") == [
+        "inputs with infinities",
+        "inputs with NaN",
+    ]
 
 
 def test_where_all_inputs_spoil_every_result_one_alone_is_tried():
@@ -134,7 +155,11 @@ def test_a_run_leaves_random_states_as_they_were():
     first, second = run_graph(gm, inputs, start), run_graph(gm, inputs, start)
     assert torch.equal(first.outputs["output 0"], second.outputs["output 0"])
     assert (torch.get_rng_state().equal(cpu), random.getstate()) == (True, python)
-    assert {"input weight afterwards", "input rows afterwards", "random state of torch.cpu afterwards"} <= first.state.keys()
+    assert {
+        "input weight afterwards",
+        "input rows afterwards",
+        "random state of torch.cpu afterwards",
+    } <= first.state.keys()
 
 
 def test_a_result_that_is_an_attribute_keeps_what_the_run_wrote():
@@ -152,11 +177,16 @@ def test_parameters_of_called_modules_are_attributes_too():
     before = {name: value.clone() for name, value in gm.state_dict().items()}
     run = run_graph(gm, [torch.randn(3, 4)], GeneratorStates.now())
     written = {name for name in run.state if name.startswith("attribute ")}
-    assert written == {f"attribute 0.{each} afterwards" for each in ("running_mean", "running_var", "num_batches_tracked")}
+    assert written == {
+        f"attribute 0.{each} afterwards"
+        for each in ("running_mean", "running_var", "num_batches_tracked")
+    }
     assert all(torch.equal(value, before[name]) for name, value in gm.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 def test_nan_is_told_from_a_number_in_each_dtype(dtype):
     nan, number = torch.full((2,), torch.nan).to(dtype), torch.tensor([torch.nan, -0.0]).to(dtype)
     assert all_nan({"a": nan, "b": torch.zeros(0), "c": torch.arange(2)})
@@ -175,5 +205,10 @@ def test_a_pass_that_inserts_a_clamp_is_named_with_its_inputs():
     with pytest.raises(BitwiseDifference) as caught:
         assert_pass_bitwise((before, after))
     message = str(caught.value)
-    assert message.startswith("the pass changed the numbers, on inputs with large numbers in some inputs\n")
-    assert "introduced by pass 1 of 1, the pass (4 replays), on inputs with large numbers in some inputs" in message
+    assert message.startswith(
+        "the pass changed the numbers, on inputs with large numbers in some inputs\n"
+    )
+    assert (
+        "introduced by pass 1 of 1, the pass (4 replays), on inputs with large numbers in some inputs"
+        in message
+    )

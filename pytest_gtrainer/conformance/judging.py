@@ -65,7 +65,7 @@ class Adapter:
         strict: a rule that proves nothing fails; else it is skipped.
         broken: reasons by rule of what is known to be broken: a strict xfail.
         limit: seconds of CPU time that the pass may take on a graph, in the main thread; a pass that waits may take
-            ten times as long by the clock. Code that does not come back to Python is not interrupted, nor is anything
+            sixty times as long by the clock. Code that does not come back to Python is not interrupted, nor is anything
             outside of the main thread.
         path: ``module:name`` by which another process finds it; without one it is pickled.
     """
@@ -151,8 +151,8 @@ class Hung(BaseException):
     """The pass did not end; no ``Exception``, which it might catch."""
 
 
-WAITING = 10
-"""A pass may take so many times its limit by the clock: another process may have the CPU, or the pass waits."""
+WAITING = 60
+"""A pass may take so many times its limit by the clock: on a loaded machine one got a twentieth of a CPU."""
 
 
 @contextmanager

@@ -113,6 +113,7 @@ def _rank_reports(
     for phase, kept in restored.items():
         if type(kept) is not pytest.TestReport:  # pytest counts its kind for subtests apart, and not as a failed test
             restored[phase] = pytest.TestReport(**{name: getattr(kept, name) for name in FIELDS})
+            restored[phase].gt_raised = getattr(kept, "gt_raised", None)  # type: ignore[attr-defined]
     return {phase: restored[phase] for phase in PHASES if phase in restored}, subtests, in_subtests
 
 
@@ -122,7 +123,7 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
     A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises before that.
     Returns the phases with objections.
     """
-    xfail, in_subtests = _xfail_of(merge.by_rank), merge.in_subtests
+    in_subtests = merge.in_subtests
     early = [rank for rank, result in merge.results.items() if result in ("xfailed", "skipped")]
     found: set[str | None] = set()
     for report in merged:
@@ -137,10 +138,11 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
                 inner[attribute] = {rank: told[: in_subtests[rank][attribute]] for rank, told in by_rank.items()}
                 claims[attribute] = {rank: told[in_subtests[rank][attribute] :] for rank, told in by_rank.items()}
             objections = objections_of(item, inner, early, report)
-            if are_expected(objections, xfail):
+            if are_expected(objections, _xfail_of(merge.subtests.values())):
                 objections = []  # pytest tells an expected failure of a subtest, and goes on
         objections += objections_of(item, claims, early, report)
-        conclude(report, objections, xfail)
+        in_phase = [[phases[report.when]] for phases in merge.by_rank.values() if report.when in phases]
+        conclude(report, objections, _xfail_of(in_phase))
         if objections:
             found.add(report.when)
         # Some expectations may be met by some ranks only; they are written where the run ends.
@@ -148,16 +150,26 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
     return found
 
 
-def _xfail_of(by_rank: Mapping[int, RankReports]) -> Xfail | None:
-    """The xfail mark of a test, with what it expects on every rank; None if some rank has none."""
+def _xfail_of(by_rank: Iterable[Iterable[pytest.TestReport]]) -> Xfail | None:
+    """Return the xfail mark that held in all these reports, with what it expects in each; None if one had none.
+
+    A test may add the mark while it runs, so it holds from some phase on.
+    """
     marks = []
-    for phases in by_rank.values():
-        told = [report.gt_xfail for report in phases.values() if getattr(report, "gt_xfail", None)]
-        if not told:
-            return None
-        marks.append(Xfail(*told[-1]))
+    for reports in by_rank:
+        for report in reports:
+            sent = getattr(report, "gt_xfail", None)
+            if not sent:
+                return None
+            marks.append(Xfail(*sent))
     expected = set.intersection(*(set(mark.kinds) for mark in marks)) if marks else set()
     return Xfail(marks[0].reason, sorted(expected)) if marks else None
+
+
+def _raised_of(report: pytest.TestReport) -> wire.Raised | None:
+    """Return the exception that a rank has sent with a report."""
+    sent = getattr(report, "gt_raised", None)
+    return wire.Raised(*sent) if sent else None
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str, when: str | None = None) -> dict[int, list[Any]]:
@@ -254,7 +266,8 @@ class _Merge:
         self.in_subtests = in_subtests or {}  # how many of the call's claims came with subtests, by attribute
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
         incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
-        self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)  # the lowest rank first
+        events = [*incidents, *self._failures(), *self._not_reported()]
+        self.events = sorted(events, key=lambda event: event.time)  # the lowest rank first
 
     def reports(self) -> list[pytest.TestReport]:
         if not self.events and not self.by_rank:
@@ -312,17 +325,34 @@ class _Merge:
         return found
 
     def _failures(self) -> Iterable[_Event]:
-        """The failed phases of ranks; what a rank told while it ran is about the first."""
+        """The failed phases of ranks; what a rank told while it ran is about the first.
+
+        A phase that only lost its collective is none, but a later one of that rank may fail by itself.
+        """
         for rank, result in self.results.items():
-            told = self.outcome.raised.get(rank)
-            if result != "failed" or self.outcome.is_consequence(rank):
+            first = told = self.outcome.raised.get(rank)
+            if result != "failed":
                 continue
             for phase, report in self.by_rank[rank].items():
-                if report.failed:
-                    time = self.outcome.failed_at(rank) if told else float("inf")
-                    origin = told.origin if told and phase == "call" else None
-                    yield _Event(time, rank, phase, self._summary(rank), origin, report)
-                    told = None
+                if not report.failed:
+                    continue
+                raised, told = _raised_of(report) or told, None
+                if self.outcome.is_lost(raised):
+                    continue
+                time = raised.time if raised is not None else float("inf")
+                if raised is not None and raised == first:
+                    time = self.outcome.failed_at(rank)
+                origin = raised.origin if raised is not None and phase == "call" else None
+                yield _Event(time, rank, phase, self._summary(rank), origin, report)
+
+    def _not_reported(self) -> Iterable[_Event]:
+        """Ranks that are through with the test and have no report of a phase, because a hook took it away."""
+        for rank, answer in self.outcome.done.items():
+            phases = self.by_rank.get(rank, {})
+            needed = PHASES if "setup" not in phases or phases["setup"].passed else ("setup", "teardown")
+            missing = [phase for phase in needed if phase not in phases]
+            if missing and answer.trouble is None:
+                yield _Event(float("inf"), rank, "call", f"rank {rank} has given no report of {', '.join(missing)}")
 
     def _headline(self) -> _Event:
         first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]

@@ -173,6 +173,8 @@ class RanksPlugin:
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
+        if item.session.shouldfail or item.session.shouldstop:
+            nextitem = None  # as for pytest: else what a teardown of wider scope raises has no report
         # What earlier tests have set up in this process, and the next one does not share: if that fails,
         # it must be told before the last report, with which goldens are written.
         call = pytest.CallInfo.from_call(lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE)

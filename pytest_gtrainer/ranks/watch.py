@@ -147,10 +147,13 @@ class RanksOutcome:
 
     def is_consequence(self, rank: int) -> bool:
         """Whether the rank only failed because another one had ended the collective they shared."""
-        told = self.raised.get(rank)
-        if told is None or told.waiting_in is None or told.origin is not None:
+        return self.is_lost(self.raised.get(rank))
+
+    def is_lost(self, raised: wire.Raised | None) -> bool:
+        """Return whether an exception only says that another rank has ended the collective."""
+        if raised is None or raised.waiting_in is None or raised.origin is not None:
             return False
-        return bool(self.dead) or (self.unblocked_at is not None and told.time >= self.unblocked_at)
+        return bool(self.dead) or (self.unblocked_at is not None and raised.time >= self.unblocked_at)
 
     def failed_at(self, rank: int) -> float:
         """When the first rank raised that failed like this one within moments: which of them was first is luck."""

@@ -189,10 +189,13 @@ class Recorder:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        exception = None
         if call.excinfo is not None:
-            self._send(raised(call.excinfo.value))
+            exception = raised(call.excinfo.value)
+            self._send(exception)
             hide_collective_frames(call.excinfo.value)
         report = yield
+        report.gt_raised = exception  # type: ignore[attr-defined]
         cause = self._explain(_str_of(call.excinfo.value)) if report.failed and call.excinfo is not None else None
         if cause is not None:
             report.sections.append(("a process group of an earlier test", cause))

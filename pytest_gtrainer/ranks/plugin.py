@@ -107,6 +107,7 @@ class RanksPlugin:
         self._pool: Pool | None = None
         self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
+        self._last_test = ""  # of this process, on ranks or not
         self._alone: ExitStack | None = None  # ends the world of one rank in this process: --gt-one-rank
 
     @property
@@ -155,6 +156,9 @@ class RanksPlugin:
             pytest.fail(f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False)
         facts.emit("skip", cause=cause)
         raise pytest.skip.Exception(cause, _use_item_location=True)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._last_test = nodeid
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -275,6 +279,9 @@ class RanksPlugin:
             for nodeid, problem in self._close():
                 # The test has ended. One more report of it is what all who count failures heed: the exit status,
                 # the summary, the JUnit file, the page and --lf.
+                if hasattr(self.config, "workerinput") and self._last_test != nodeid:
+                    # xdist takes reports of the last test of a worker only
+                    nodeid, problem = self._last_test, f"after {nodeid}, {problem}"
                 path, _, name = nodeid.partition("::")
                 late = pytest.TestReport(nodeid, (path, None, name), {}, "failed", problem, "teardown")
                 self.config.hook.pytest_runtest_logreport(report=late)

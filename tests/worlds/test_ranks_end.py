@@ -145,3 +145,53 @@ def test_a_hook_that_raises_on_one_rank_fails_the_test(hooked: Run, name: str) -
 
 def test_the_hooks_of_one_test_do_not_touch_the_next(hooked: Run) -> None:
     assert hooked.outcome("test_last") == "passed", hooked.text("test_last")
+
+
+ENDS_BADLY = """
+def pytest_sessionfinish(session):
+    if getattr(session.config, "workerinput", {}).get("gt_rank") == 1:
+        raise ValueError("at the end")
+"""
+BEHIND = """
+import pytest
+@pytest.mark.gt_world("ranks", size=2)
+def test_on_ranks(): pass
+def test_without_ranks(): pass
+"""
+
+
+def test_under_xdist_the_last_test_of_the_worker_is_blamed(suite: Suite) -> None:
+    """V1: xdist takes no report of another test, and ended the run with an internal error."""
+    suite.write("conftest.py", suite.folder.joinpath("conftest.py").read_text() + ENDS_BADLY)
+    suite.write("test_it.py", BEHIND)
+    run = suite.run("--gt-gpus=2", "-n1")
+    assert run.status == pytest.ExitCode.TESTS_FAILED, run.output
+    assert "2 passed, 1 error" in run.output
+    words = "after test_it.py::test_on_ranks, rank 1: pytest_sessionfinish raised ValueError: at the end"
+    assert words in run.text("test_without_ranks")
+
+
+NEVER_COMES = """
+import pytest
+
+@pytest.fixture(scope="module")
+def broken_at_the_end():
+    yield
+    raise ValueError("at the end of the module")
+
+def test_here(broken_at_the_end): pass
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_fails(): assert False
+
+def test_never(broken_at_the_end): pass
+"""
+
+
+def test_when_a_failure_stops_the_run_fixtures_of_the_module_end_with_its_report(suite: Suite) -> None:
+    """V1: as without ranks; their failure came as an error of pytest itself, behind the summary."""
+    suite.write("test_it.py", NEVER_COMES)
+    run = suite.run("--gt-gpus=2", "-x")
+    assert run.status == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed, 1 passed, 1 error" in run.output, run.output
+    assert run.output.count("ValueError: at the end of the module") >= 1

@@ -131,18 +131,19 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
             break
         claims = {attribute: _claims(merge.by_rank, attribute, report.when) for attribute in CARRIED}
         every = [claim for claimed in claims[JUDGES["gtrainer-inline"]].values() for claim in claimed]
-        objections = []
+        objections, is_unexpected = [], False
         if report.when == "call" and any(each.total() for each in in_subtests.values()):
             inner = {}
             for attribute, by_rank in claims.items():
                 inner[attribute] = {rank: told[: in_subtests[rank][attribute]] for rank, told in by_rank.items()}
                 claims[attribute] = {rank: told[in_subtests[rank][attribute] :] for rank, told in by_rank.items()}
             objections = objections_of(item, inner, early, report)
-            if are_expected(objections, _xfail_of(merge.subtests.values())):
+            is_unexpected = bool(objections) and not are_expected(objections, _xfail_of(merge.subtests.values()))
+            if not is_unexpected:
                 objections = []  # pytest tells an expected failure of a subtest, and goes on
         objections += objections_of(item, claims, early, report)
         in_phase = [[phases[report.when]] for phases in merge.by_rank.values() if report.when in phases]
-        conclude(report, objections, _xfail_of(in_phase))
+        conclude(report, objections, None if is_unexpected else _xfail_of(in_phase))
         if objections:
             found.add(report.when)
         # Some expectations may be met by some ranks only; they are written where the run ends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from _pytest.subtests import SubtestContext, SubtestReport
 
 from pytest_gtrainer.golden.naming import Claim
 from pytest_gtrainer.ranks.inside.session import plain
@@ -92,7 +93,7 @@ def golden(name):
 
 @pytest.mark.parametrize(("in_setup", "in_call"), [(None, XFAIL), (None, None), (XFAIL, XFAIL)],
                          ids=["added in the call", "no mark", "from the beginning"])  # fmt: skip
-@pytest.mark.parametrize("phase", ["setup", "call"])
+@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
 def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_phases(request, in_setup, in_call, phase):
     """V1: a golden that a fixture checks is missing before the test adds its mark."""
     marks = {"setup": in_setup, "call": in_call, "teardown": in_call}
@@ -104,3 +105,18 @@ def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_phases(request, in_s
     assert failed_phases(found) == ([] if marks[phase] else [phase])
     if marks[phase]:
         assert [each.wasxfail for each in found if each.when == phase] == ["known"]
+
+
+@pytest.mark.parametrize(("in_subtest", "phases"), [(None, ["call"]), (XFAIL, [])], ids=["added behind it", "before"])
+def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_subtests(request, in_subtest, phases):
+    """V1: pytest asks the mark when the subtest ends, and the test adds it for what comes later."""
+    config, ranks = request.config, []
+    for _ in range(2):
+        call = sent(request, "call", gt_xfail=XFAIL, gt_goldens=[])
+        report = pytest.TestReport(request.node.nodeid, request.node.location, {}, "passed", None, "call")
+        report.gt_xfail, report.gt_goldens = in_subtest, [golden("never")]
+        context = SubtestContext(msg="checks", kwargs={})
+        subtest = SubtestReport._new(report, context, captured_output=None, captured_logs=None)
+        part = plain(config.hook.pytest_report_to_serializable(config=config, report=subtest))
+        ranks.append([sent(request, "setup", gt_xfail=in_subtest), part, call, sent(request, "teardown")])
+    assert failed_phases(merged(request, *ranks)) == phases

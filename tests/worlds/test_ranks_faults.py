@@ -153,7 +153,7 @@ MORE = {
     "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
     "test_forks_and_goes_on": ("passed", [], []),
     "test_judged_by_itself_after_a_fork": ("failed", ["assert 0 == 7"], []),
-    "test_missing_golden_in_teardown": ("failed", ["test_missing_golden_in_teardown.txt is missing"], []),
+    "test_missing_golden_in_teardown": ("error", ["test_missing_golden_in_teardown.txt is missing"], []),
     "test_compiles": ("passed", [], []),
     "test_finds_nothing_compiled": ("passed", [], []),
 }

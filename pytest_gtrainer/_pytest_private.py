@@ -9,12 +9,14 @@
 - ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of their set-up.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it runs included.
+- The plugin "logging-plugin" keeps the records of a phase in ``report_handler.stream``.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
 
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
 """
 
 import io
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -102,6 +104,21 @@ def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     with suppress(OSError, AttributeError):  # captured in memory (--capture=sys), or not at all
         return tuple(int(stream.tmpfile.fileno()) for stream in (capturing.out, capturing.err))
     return ()
+
+
+def captured_in_memory(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return titles and texts of what pytest holds in memory, not in files, of the present phase; from any thread."""
+    found: list[tuple[str, str]] = []
+    manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+    capturing: Any = manager._global_capturing if manager is not None else None
+    for name, title in (("out", "Captured stdout"), ("err", "Captured stderr")):
+        file: Any = getattr(getattr(capturing, name, None), "tmpfile", None)
+        if hasattr(file, "getvalue"):  # with --capture=sys or tee-sys
+            found.append((title, file.getvalue()))
+    handler: Any = getattr(config.pluginmanager.getplugin("logging-plugin"), "report_handler", None)
+    if handler in logging.getLogger().handlers:  # only while a phase runs: afterwards it keeps the records
+        found.append(("Captured log", handler.stream.getvalue()))
+    return [(title, text) for title, text in found if text.strip()]
 
 
 def base_temp(config: pytest.Config) -> Path:

@@ -11,6 +11,7 @@
   a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
   under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them,
   those of sharding propagation in each thread that lives on: every thread has its own.
+- ``DeviceMesh._dim_group_names`` are the names of the groups of a mesh, also of one whose groups have ended.
 - Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name,
   or in graphs for all ranks a node whose ``meta["val"]`` is the group.
 - A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as the second of
@@ -216,30 +217,43 @@ _WITHOUT_GROUPS = {
 
 
 def tables_that_name(group: str) -> list[str]:
-    """Return the tables of modules and classes that hold the name of a group, as dotted names."""
+    """Return the tables and attributes of modules and classes that hold a group, or its name, as dotted names.
+
+    ``group`` is the name of a group, or the address of its object as ``repr`` has it.
+    """
     found = []
     for module in list(sys.modules.values()):
         home = getattr(module, "__name__", "")
         if not isinstance(module, ModuleType) or home.partition(".")[0] in _WITHOUT_GROUPS:
             continue
-        places = {f"{home}.{name}": value for name, value in list(vars(module).items())}
+        places = {f"{home}.{name}": value for name, value in list(vars(module).items()) if not name.startswith("__")}
         for name, value in list(places.items()):
             if isinstance(value, type) and value.__module__ == home:
-                places.update({f"{name}.{inner}": held for inner, held in vars(value).items()})
-        found += [place for place, value in places.items() if _holds_name(value, group, depth=3)]
+                inner = {inner: held for inner, held in vars(value).items() if not inner.startswith("__")}
+                places.update({f"{name}.{inner}": held for inner, held in inner.items()})
+        found += [place for place, value in places.items() if _holds_group(value, group, depth=4)]
     return found
 
 
-def _holds_name(value: Any, group: str, depth: int) -> bool:
+def _holds_group(value: Any, group: str, depth: int) -> bool:
     if type(value) is str:
-        return value == group and depth < 3  # in a table, not the value of a variable
+        return value == group
     if depth == 0:
         return False
     if type(value) is dict:
-        return any(_holds_name(each, group, depth - 1) for pair in list(value.items()) for each in pair)
+        return any(_holds_group(each, group, depth - 1) for pair in list(value.items()) for each in pair)
     if type(value) in (list, tuple, set, frozenset):
-        return any(_holds_name(each, group, depth - 1) for each in list(value))
-    return getattr(value, "group_name", None) == group and type(value).__module__.partition(".")[0] == "torch"
+        return any(_holds_group(each, group, depth - 1) for each in list(value))
+    # By its type alone: an object of the user may import, compute or raise when it is asked for more.
+    kind = type(value)
+    home = str(kind.__module__).partition(".")[0]
+    if issubclass(kind, dist.ProcessGroup):
+        return group in (value.group_name, hex(id(value)))
+    if home == "torch":
+        return group in getattr(value, "_dim_group_names", ())  # of a DeviceMesh
+    if home in _WITHOUT_GROUPS or issubclass(kind, type | ModuleType):
+        return False
+    return any(_holds_group(each, group, depth - 1) for each in list(getattr(value, "__dict__", {}).values()))
 
 
 def forget_meshes() -> None:

@@ -1,4 +1,4 @@
-"""What ranks answer to a signal while their tests run: their Python stacks, and the collectives they have called.
+"""What ranks answer to a signal while their tests run: Python stacks, collectives they have called, output.
 
 A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does, may read a frame
 that is being pushed or popped, and the rank dies of it (cpython #116008; seen once in some thousand tests). A rank that
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
 _LAST = getattr(signal, "SIGRTMAX", signal.SIGTERM)  # ranks need Linux, which has the first
-STACK_SIGNAL, CALLS_SIGNAL, DUMP_SIGNAL = _LAST - 2, _LAST - 3, _LAST - 4
+STACK_SIGNAL, CALLS_SIGNAL, DUMP_SIGNAL, OUTPUT_SIGNAL = _LAST - 2, _LAST - 3, _LAST - 4, _LAST - 5
 STOPPED = "stopped by a signal, as SIGSTOP is one"
 WAIT_SECONDS = 1.0
 LIMIT = 2**20
@@ -36,13 +36,14 @@ _COLLECTIVES = (*_WRAPPERS, "torch/distributed/distributed_c10d.py", "torch/dist
 _ASKED = {
     "stack": (STACK_SIGNAL, "answers", '"'),
     "calls": (CALLS_SIGNAL, "answers", "{"),
+    "output": (OUTPUT_SIGNAL, "answers", "["),
     "dump": (DUMP_SIGNAL, "dump", _HEAD),
 }
 """What ranks can be asked for: the signal, where the answer comes, how it begins."""
 
 
 def file_of(folder: str | Path, rank: int, what: str) -> Path:
-    """A rank's file: "answers", stacks and calls as lines of JSON; faulthandler's "dump"; "log", uncaptured output."""
+    """A rank's file: "answers", a line of JSON each; faulthandler's "dump"; "log", uncaptured output."""
     return Path(folder) / f"rank{rank}.{what}"
 
 
@@ -76,6 +77,8 @@ def _answer(text: str, kind: str, start: str) -> str:
     if not begun or not whole or (kind == "dump" and not more.endswith("\n")):
         return ""
     answer = start + (rest if kind == "dump" else line)
+    if kind == "output":
+        return str(json.loads(answer)[0])
     return str(json.loads(answer)) if kind == "stack" else answer
 
 

@@ -27,13 +27,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, file_of
+from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, DUMP_SIGNAL, OUTPUT_SIGNAL, STACK_SIGNAL, file_of
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PIECE = 4000  # bytes of a line
 FOLDER_VARIABLE = "GT_RANKS_FOLDER"
 """In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
+
+PRELOADING = "preloading"
+"""The file in that folder which names the module of ``gt_preload`` that is being imported."""
 
 
 def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoReturn:
@@ -55,15 +58,22 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
             # no process with threads can be forked, and a driver that has started here will not start in the ranks
             argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
+    preloading = Path(folder) / PRELOADING
     for name in preload:
+        preloading.write_text(name)  # the parent reads it if the import ends this process, or does not end
         if (wrong := _import_for_user(name)) is not None:
-            way_out = "correct it, or take it out of gt_preload"
-            server.conn.send(wire.Started(f"gt_preload names {name}, {wrong}: {way_out}"))
+            server.conn.send(wire.Started(refuse_preload(name, wrong)))
             server.serve()  # until the parent has read that
+    preloading.unlink(missing_ok=True)
     gc.collect()
     gc.freeze()  # keeps the pages that ranks share with us from being copied by their collector
     server.conn.send(wire.Started(None))
     server.serve()
+
+
+def refuse_preload(name: str, wrong: str) -> str:
+    """Return the sentence about a module of ``gt_preload`` that cannot be imported once for all ranks."""
+    return f"gt_preload names {name}, {wrong}: correct it, or take it out of gt_preload"
 
 
 def _has_threads() -> bool:
@@ -215,7 +225,7 @@ def _open_streams(setup: wire.RankSetup) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/answers.py
     # Before there are threads; one of the rank's waits for them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL, STACK_SIGNAL})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL, OUTPUT_SIGNAL, STACK_SIGNAL})
 
 
 class _WithRank(io.RawIOBase):

@@ -172,8 +172,10 @@ class RanksPlugin:
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
         reports = reports_of(item, outcomes[0]) if outcomes else [hooks.pytest_runtest_makereport(item=item, call=call)]
-        if any(outcome.has_failed() for outcome in outcomes):  # else the parent objects: to a golden, for one
-            self._try_on_fresh_ranks(item, spec, reports)
+        for outcome in outcomes:
+            if outcome.has_failed():  # else the parent objects: to a golden, for one
+                _explain_examples(item, outcome, reports)
+                self._try_on_fresh_ranks(item, spec, reports, outcome)
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
@@ -190,10 +192,15 @@ class RanksPlugin:
         hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _try_on_fresh_ranks(self, item: pytest.Item, spec: WorldSpec, reports: Sequence[pytest.TestReport]) -> None:
+    def _try_on_fresh_ranks(
+        self, item: pytest.Item, spec: WorldSpec, reports: Sequence[pytest.TestReport], before: RanksOutcome
+    ) -> None:
         """Run a test that failed once more, on new ranks, and add to its failure what came of that."""
         failed = next((report for report in reports if report.failed), None)
         if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
+            return
+        if not before.on_used_ranks:
+            _append(failed, "fresh ranks", "The test was not run again: its ranks were new, no test had run on them.")
             return
         command = wire.RunItem(_item_ref(item), None, item.location)
         try:
@@ -204,8 +211,8 @@ class RanksPlugin:
         said = "The test fails on fresh ranks, too."
         if passes(item, outcome):
             said = (
-                "The test passes on fresh ranks: something that earlier tests left in these processes makes it fail, "
-                "such as a table of a library. --gt-fresh-ranks starts new ranks for each test."
+                "The test passes on fresh ranks. Either something that earlier tests left in these processes makes it "
+                "fail, such as a table of a library, or chance does. --gt-fresh-ranks starts new ranks for each test."
             )
         _append(failed, "fresh ranks", said)
 
@@ -299,6 +306,23 @@ class RanksPlugin:
             return []
         pool.close()
         return pool.problems
+
+
+def _explain_examples(item: pytest.Item, outcome: RanksOutcome, reports: Sequence[pytest.TestReport]) -> None:
+    """Add to a failed test of hypothesis that its ranks may have run different examples, if only some failed."""
+    failed = next((report for report in reports if report.failed and report.when == "call"), None)
+    if failed is None or not hasattr(getattr(item, "obj", None), "hypothesis"):
+        return
+    own_failures = [rank for rank in outcome.raised if not outcome.is_consequence(rank)]
+    if not outcome.incidents and len(own_failures) == outcome.size:
+        return
+    _append(
+        failed,
+        "hypothesis",
+        "Ranks run the same examples until one fails. A rank that fails alone then runs smaller examples alone, so "
+        "its collectives no longer match those of other ranks. Let all ranks fail together: gather what the test "
+        "asserts from all ranks, then assert it on each.",
+    )
 
 
 def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:

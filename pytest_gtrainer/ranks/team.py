@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import answers, wire
-from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
+from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, PRELOADING, is_tracker, refuse_preload
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
@@ -77,10 +77,7 @@ class ForkServer:
             raise RanksError("ranks need Linux (pidfd); worlds of kind fake run anywhere")
         sweep_folders_of_killed_runs(Path(tempfile.gettempdir()))
         self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        # The lock is held until this process and its forkserver have ended, however they end.
-        owner = os.open(self.folder / OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(owner, fcntl.LOCK_SH)
-        self._owner = owner
+        self._owner: int | None = lock_folder(self.folder)
         self.exit_status: dict[int, int] = {}
         self.alive = True
         self._forked: list[int] = []
@@ -92,7 +89,7 @@ class ForkServer:
         with theirs, open(self.folder / "forkserver.log", "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _BOOT, argument],
-                pass_fds=[theirs.fileno(), owner],
+                pass_fds=[theirs.fileno(), self._owner],
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
@@ -105,15 +102,24 @@ class ForkServer:
         self.fd = self.conn.fileno()
 
     def _log(self) -> str:
-        text = ""
+        """Return why the forkserver is of no use: the module of the user that it was importing, and what it wrote."""
+        text = module = ""
         with contextlib.suppress(OSError):
             text = (self.folder / "forkserver.log").read_text(errors="replace")[-4000:]
+        with contextlib.suppress(OSError):
+            module = (self.folder / PRELOADING).read_text()
+        if module:
+            wrong = f"did not end within {SERVER_START_LIMIT:g} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(1.0)  # its end of the connection is closed a little earlier
+                wrong = f"ends the process that forks ranks: it {_how_ended(status)}"
+            text = "\n".join(part for part in (refuse_preload(module, f"whose import {wrong}"), text) if part)
         return text or "it ended without a word"
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
         """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the forkserver wrote."""
-        message: object = wire.Started()
         if not self._ready:
+            message: object = None  # it says nothing if it ends as it starts
             with contextlib.suppress(EOFError, OSError):
                 message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
             if (error := message.error if isinstance(message, wire.Started) else self._log()) is not None:
@@ -183,7 +189,7 @@ class ForkServer:
             self.pump(0.05)
 
     def close(self) -> None:
-        """End the forkserver and all its ranks."""
+        """End the forkserver and all its ranks; may be called twice."""
         self.alive = False
         self.conn.close()
         try:
@@ -193,7 +199,22 @@ class ForkServer:
             self._process.wait()
             self._kill_left_behind()
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._owner)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a new folder of ours and return the locked file.
+
+    The lock is held until this process and its forkserver, which inherits the file, have ended, however they end.
+    """
+    # Another run may sweep at this moment, and takes an unlocked file of that name for one whose owner is dead.
+    unnamed = folder / f"{OWNER_LOCK}.new"
+    owner = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_SH)
+    unnamed.rename(folder / OWNER_LOCK)
+    return owner
 
 
 def sweep_folders_of_killed_runs(temporary: Path) -> None:
@@ -286,25 +307,32 @@ class LocalRanks:
         if (status := self._server.exit_status.get(process.pid)) is None:
             how = "was lost with the process that had forked it"
         else:
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            how = _how_ended(status)
         fatal = answers.fatal_error(answers.file_of(self._folder, rank, "dump"))
         return wire.Ended(how, "\n".join(text for text in (self._output(rank), fatal.rstrip()) if text))
 
     def _output(self, rank: int) -> str:
-        """Return what a rank has written in the present phase, captured or not."""
-        texts = [_read(file) for file in self._processes[rank].captured]
+        """Return what a rank has written to files in the present phase, captured or not."""
+        process = self._processes[rank]
+        texts = [_read(file) for file in process.captured]
+        # Before its first word, it has not said which files pytest captures its output in: its streams lead there.
+        for fd in (1, 2) if not process.captured else ():
+            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/fd/{fd}", "rb") as file:
+                if os.fstat(file.fileno()).st_nlink == 0:  # theirs have no name; the log and a user's file have one
+                    texts.append(_read(file))
         with contextlib.suppress(OSError), answers.file_of(self._folder, rank, "log").open("rb") as file:
             texts.append(_read(file))
         return "\n".join(text.rstrip() for text in texts if text.strip())
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
-        if kind == "output":
-            return {rank: self._output(rank) for rank in ranks}
         pids = {rank: self._processes[rank].pid for rank in ranks}
         halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
         stopped = {rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
         asked, send = pids.keys() - stopped.keys(), self._server.signal
         told = answers.take_answers(kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum))
+        if kind == "output":
+            texts = {rank: [told.get(rank, ""), self._output(rank)] for rank in pids}
+            return {rank: "\n".join(filter(None, pair)) for rank, pair in texts.items()}
         return told if kind == "calls" else {**stopped, **told}
 
     def interrupt(self, rank: int) -> None:
@@ -327,7 +355,7 @@ class Team:
     """The ranks of one world, a part on each machine; they meet at one of the ``stores`` for each group they make."""
 
     def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
-        self.size, self.alive, self.busy = size, True, False
+        self.size, self.alive, self.busy, self.used = size, True, False, False
         self.last_test = ""  # that it ran, or that called functions on it
         self._parts, self._stores = parts, stores
 
@@ -390,7 +418,7 @@ class Team:
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
         """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not.
 
-        "output" is what they have written in the present phase, and asks nobody.
+        "output" is what they have written; of a rank that does not answer, in the present phase.
         """
         split = self._split(ranks)
         return {rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()}
@@ -465,6 +493,10 @@ class Team:
             self.alive = False
             for part in self._parts:
                 part.kill()
+
+
+def _how_ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def _read(file: BinaryIO) -> str:

@@ -114,6 +114,7 @@ class RanksOutcome:
     killed: bool = False  # it was we who ended them all
     spent: float = 0.0  # seconds from the command to the last answer, or to the end that we made
     unblocked_at: float | None = None  # when ranks blocked in a collective were made to raise
+    on_used_ranks: bool = False  # an earlier command had run on them
 
     @property
     def done(self) -> dict[int, wire.ItemDone]:
@@ -177,6 +178,7 @@ class RanksOutcome:
 def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console) -> RanksOutcome:
     """Send the command to every rank and gather what they say, within the limits."""
     watch = _Watch(team, limit, console)
+    watch.outcome.on_used_ranks, team.used = team.used, True
     team.busy = True
     team.send(command)
     try:

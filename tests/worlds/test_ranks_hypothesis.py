@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.worlds.conftest import Suite
+
 SUITE = """
 import pytest
 import torch.distributed as dist
@@ -79,3 +81,51 @@ def test_a_strategy_that_depends_on_the_rank_is_seen(suite):
     suite.write("test_it.py", SUITE + DIFFERS)
     run = suite.run("-k", "test_differs")
     assert "assert of_ranks[0] == of_ranks[1]" in run.text("test_differs[True]")
+
+
+FAILS = """
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+
+pytestmark = pytest.mark.gt_world("ranks", size=2, timeout=60)
+
+@given(st.integers(0, 1000))
+def test_fails_on_all(number):
+    dist.all_reduce(torch.ones(number % 7 + 1))
+    assert number < 50
+
+@given(st.integers(0, 1000))
+def test_fails_on_one(number):
+    dist.all_reduce(torch.ones(number % 7 + 1))
+    assert number < 50 or dist.get_rank() == 0
+
+@given(st.integers(0, 1000))
+def test_fails_on_one_without_collectives(number):
+    assert number < 50 or dist.get_rank() == 1
+
+def test_without_hypothesis():
+    assert dist.get_rank() == 0
+"""
+SENTENCE = "Ranks run the same examples until one fails."
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    suite = Suite(tmp_path_factory.mktemp("failing") / "suite")
+    suite.write("test_it.py", FAILS)
+    return suite.run()
+
+
+@pytest.mark.parametrize("name", ["test_fails_on_one", "test_fails_on_one_without_collectives"])
+def test_examples_that_may_differ_behind_a_failure_of_some_ranks_are_explained(failing, name):
+    assert failing.outcome(name) == "failed"
+    assert SENTENCE in failing.text(name)
+
+
+@pytest.mark.parametrize("name", ["test_fails_on_all", "test_without_hypothesis"])
+def test_a_failure_of_all_ranks_or_of_another_test_is_not(failing, name):
+    """The twin: the smallest example is found on all ranks."""
+    assert failing.outcome(name) == "failed"
+    assert SENTENCE not in failing.text(name)

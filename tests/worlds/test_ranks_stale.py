@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.worlds.conftest import Suite
+
 SUITE = """
 import pytest
 import torch
@@ -30,6 +32,37 @@ def test_fills_a_table_of_a_class(): Wrapped.cache[4] = ("gather", name_of_group
 
 def test_reads_the_table_of_a_class():
     torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", Wrapped.cache[4][1])
+
+class Registry:
+    group = None
+
+    def __init__(self): self.groups = []
+
+REGISTRY = Registry()
+
+def test_fills_attributes():
+    Registry.group = name_of_group()
+    REGISTRY.groups.append(dist.new_group([0, 1]))
+
+def reduce(name): return torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", name)
+
+def test_reads_an_attribute_of_a_class(): reduce(Registry.group)
+
+def test_reads_an_instance(): dist.get_rank(REGISTRY.groups[0])
+
+def test_reads_the_key_of_a_table(): dist.get_process_group_ranks(REGISTRY.groups[0])
+
+def test_wraps_the_error():
+    try:
+        reduce(Registry.group)
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+def test_calls_from_outside(gt_ranks): gt_ranks.run(reduce_the_attribute, size=2)
+
+def reduce_the_attribute(): reduce(Registry.group)
+
+def test_names_another_kind_of_group(): raise ValueError(f"parameter group {Registry.group} has no lr")
 
 def test_names_a_group_that_never_was():
     torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "987")
@@ -56,7 +89,39 @@ def run(module_suite):
     golden = module_suite.folder / "golden" / "test_it" / "test_has_a_wrong_golden.txt"
     golden.parent.mkdir(parents=True)
     golden.write_text("another line\n")
-    return module_suite.run("--gt-fresh-ranks=on-failure", ".")
+    return module_suite.run("--gt-fresh-ranks=on-failure", "--show-capture=no", ".")
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A run whose failures do not change its ranks; captured sections are not shown."""
+    suite = Suite(tmp_path_factory.mktemp("warm") / "suite")
+    suite.write("test_it.py", SUITE)
+    return suite.run("--show-capture=no", "-k", "attribute or instance or key or wraps or outside or another_kind")
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("test_reads_an_attribute_of_a_class", "test_it.Registry.group"),
+        ("test_reads_an_instance", "test_it.REGISTRY"),
+        ("test_reads_the_key_of_a_table", "test_it.REGISTRY"),
+        ("test_wraps_the_error", "test_it.Registry.group"),
+        ("test_calls_from_outside", "test_it.Registry.group"),
+    ],
+)
+def test_wherever_the_group_is_kept_and_named(warm, name, table):
+    """By a name or as an object; in the failure itself, which a JUnit file has, too."""
+    said = warm.text(name)
+    assert "was made by an earlier test in these processes, and has ended." in said, warm.output
+    assert table in re.split("[:,] ?| in ", next(line for line in said.splitlines() if "It is still in" in line))
+
+
+def test_a_group_of_parameters_is_no_process_group(warm):
+    """The twin."""
+    said = warm.text("test_names_another_kind_of_group")
+    assert "has no lr" in said
+    assert "earlier test" not in said
 
 
 @pytest.mark.parametrize(
@@ -66,7 +131,7 @@ def run(module_suite):
 def test_a_group_of_an_ended_world_is_named_with_the_table_that_holds_it(run, name, table):
     said = run.output.partition(f"_ {name} _")[2].partition("\n____")[0]
     assert "was made by an earlier test in these processes, and has ended." in said, run.output
-    (line,) = (line for line in said.splitlines() if line.startswith("Its name is still in "))
+    line = next(line for line in said.splitlines() if "It is still in " in line)
     assert table in re.split("[:,] ?| in ", line)
     assert line.endswith(": empty that where the world ends, in a fixture.")
     assert "pytest_gtrainer" not in line
@@ -81,7 +146,7 @@ def test_a_group_that_never_was_is_not_one_of_an_ended_world(run):
 
 def test_a_failure_that_does_not_happen_on_fresh_ranks_says_so(run):
     assert run.outcome("test_counts_calls") == "failed"
-    assert "The test passes on fresh ranks: something that earlier tests left" in run.text("test_counts_calls")
+    assert "The test passes on fresh ranks. Either something that earlier tests left" in run.text("test_counts_calls")
 
 
 def test_a_failure_that_happens_again_says_so(run):
@@ -96,6 +161,24 @@ def test_a_golden_that_differs_does_not_come_of_the_ranks(run):
     """The ranks have passed; the parent judges goldens."""
     assert run.outcome("test_has_a_wrong_golden") == "failed"
     assert "fresh ranks" not in run.text("test_has_a_wrong_golden")
+
+
+FAILS_ONCE = """
+import os
+import pytest
+
+@pytest.mark.gt_world("ranks", size=1)
+def test_fails_once():
+    assert os.path.exists("mark") or os.mkdir("mark"), "the first time alone"
+"""
+
+
+def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
+    suite.write("test_it.py", FAILS_ONCE)
+    said = suite.run("--gt-fresh-ranks=on-failure").text("test_fails_once")
+    assert "the first time alone" in said
+    assert "The test was not run again: its ranks were new, no test had run on them." in said
+    assert "passes on fresh ranks" not in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer.ranks.team import OWNER_LOCK, sweep_folders_of_killed_runs
+from pytest_gtrainer.ranks import team
+from pytest_gtrainer.ranks.team import OWNER_LOCK, lock_folder, sweep_folders_of_killed_runs
 
 TWO_TESTS = """
 import warnings
@@ -63,32 +64,46 @@ def test_a_conftest_that_hangs_on_a_rank_is_named_with_its_line(suite, rank):
     said = run.text("test_is_quiet")
     assert f"rank {rank} did not start within 20 s, at conftest.py:6 in <module>" in said
     assert f"rank {1 - int(rank)} did not start" not in said
+    assert "about to hang" in said
     assert run.status == 1
 
 
 HANGS = """
-import sys, time
+import logging, sys, time
 import pytest
 import torch.distributed as dist
 
 pytestmark = pytest.mark.gt_world("ranks", size=2)
 
-def test_hangs():
+@pytest.fixture
+def talkative():
+    print("set up by", dist.get_rank())
+    logging.warning("recorded as %s was set up", dist.get_rank())
+
+def test_is_quiet():
+    logging.error("of another test")
+
+def test_hangs(talkative):
     print("printed by", dist.get_rank())
     print("an error of", dist.get_rank(), file=sys.stderr)
+    logging.error("recorded by %s", dist.get_rank())
     if dist.get_rank() == 1:
         time.sleep(600)
     dist.barrier()
 """
 
 
-def test_a_rank_that_runs_into_the_limit_keeps_what_it_has_written(suite):
+@pytest.mark.parametrize("capture", ["fd", "sys", "tee-sys"])
+def test_a_rank_that_runs_into_the_limit_keeps_what_it_has_written(suite, capture):
+    """Output and log, of the phase that hangs and of those before it, and of no other test."""
     suite.write("test_it.py", HANGS)
-    said = suite.run("--gt-timeout=3").text("test_hangs")
+    said = suite.run("--gt-timeout=3", f"--capture={capture}").text("test_hangs")
     assert "rank 1 did not end within 3 s" in said
     for rank in (0, 1):
-        assert f"printed by {rank}" in said
-        assert f"an error of {rank}" in said
+        for line in ("set up by {}", "recorded as {} was set up", "printed by {}", "an error of {}", "recorded by {}"):
+            # tee-sys writes everything a second time, to where uncaptured output goes
+            assert said.count(line.format(rank)) == 1 + (capture == "tee-sys" and "recorded" not in line), (line, said)
+    assert "of another test" not in said
 
 
 PRELOADED = """
@@ -123,8 +138,13 @@ def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
             "which starts a thread when it is imported, and a process with threads cannot be forked",
         ),
         (None, "whose import fails in the process that forks ranks (ModuleNotFoundError: No module named 'library')"),
+        ("import os; os._exit(3)", "whose import ends the process that forks ranks: it exited with status 3"),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            "whose import ends the process that forks ranks: it was killed by SIGSEGV",
+        ),
     ],
-    ids=["fails", "exits", "starts a thread", "is missing"],
+    ids=["fails", "exits", "starts a thread", "is missing", "ends its process", "crashes"],
 )
 def test_a_module_that_cannot_be_shared_is_named(suite, source, says):
     if source is not None:
@@ -134,6 +154,19 @@ def test_a_module_that_cannot_be_shared_is_named(suite, source, says):
     run = suite.run("-k", "quiet")
     assert f"gt_preload names library, {says}: correct it, or take it out of gt_preload" in run.text("test_is_quiet")
     assert run.status == 1
+    assert "1 failed" in run.output.splitlines()[-1], "the run itself has ended well"
+
+
+def test_a_module_whose_import_does_not_end_is_named(tmp_path, monkeypatch):
+    (tmp_path / "never_ends.py").write_text("import time; time.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(team, "SERVER_START_LIMIT", 5.0)
+    monkeypatch.setattr(team, "SERVER_END_LIMIT", 0.1)
+    server = team.ForkServer([], ["never_ends"], live_output=False)
+    with pytest.raises(team.RanksError, match="gt_preload names never_ends, whose import did not end within 5 s"):
+        server.fork([])
+    server.close()  # as the end of the run does
+    assert not server.folder.exists()
 
 
 def test_a_name_that_is_none_of_a_module_is_a_usage_error(suite):
@@ -169,6 +202,26 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
         assert folder.is_dir(), "nobody has removed it: this test shows something"
         sweep_folders_of_killed_runs(tmp_path)
         assert not folder.exists()
+
+
+def test_a_folder_is_not_swept_while_its_run_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another run may start between any two steps."""
+    folder = tmp_path / "gtrainer-x"
+    folder.mkdir()
+    lock = fcntl.flock
+
+    def swept_before(file: object, how: int) -> None:
+        if how == fcntl.LOCK_SH:
+            sweep_folders_of_killed_runs(tmp_path)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", swept_before)
+    owner = lock_folder(folder)
+    sweep_folders_of_killed_runs(tmp_path)
+    assert folder.is_dir()
+    os.close(owner)
+    sweep_folders_of_killed_runs(tmp_path)
+    assert not folder.exists(), "the twin: its owner has gone"
 
 
 @pytest.mark.parametrize("kept", ["no lock file", "a held lock", "another name"])

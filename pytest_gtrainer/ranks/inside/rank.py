@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.process import forget_cublas_workspaces
 from pytest_gtrainer.marker import SHARED
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, KEPT, STACK_SIGNAL, file_of, stacks_text
+from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, KEPT, OUTPUT_SIGNAL, STACK_SIGNAL, file_of, stacks_text
 from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.worlds import hygiene
@@ -39,12 +39,13 @@ COLLECTIVE_LIMIT = timedelta(hours=24)  # the parent's limit for a test ends a b
 
 MEMORY_TOLERANCE = 2**20
 
-# How torch, and this package, name a process group that does not exist.
+# How torch, and this package, name a process group that does not exist. "group 145" alone may be a group of parameters.
 _NAMES_A_GROUP = (
     re.compile(r"process group registered under the name ['\"]?([\w:]+)"),
     re.compile(r"process group ['\"]([^'\"]+)['\"]"),
-    re.compile(r"\bgroup ['\"]?(\d+)\b"),
+    re.compile(r"(?:^|\b(?:process|the|of|in|on|over|for|to)\s+)group ['\"]?(\d+)\b", re.MULTILINE | re.IGNORECASE),
 )
+_SHOWS_A_GROUP = re.compile(r"\bProcessGroup object at (0x[0-9a-f]+)")
 _MESH_GROUPS = "mesh_"
 
 
@@ -62,7 +63,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
         group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
         group.join(setup.store, setup.size)
         rank = Rank(session.start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
-        _thread.start_new_thread(_answer_parent, (group, file_of(setup.folder, setup.rank, "answers")))
+        _thread.start_new_thread(_answer_parent, (rank, file_of(setup.folder, setup.rank, "answers")))
     except BaseException:
         send(wire.Started(traceback.format_exc()))
         return 1
@@ -82,16 +83,19 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     return 0
 
 
-def _answer_parent(group: "RankGroup", file: Path) -> None:
-    """Write stacks, or calls of collectives, when the parent asks; a thread, as the main one may be in one of them."""
+def _answer_parent(rank: "Rank", file: Path) -> None:
+    """Write stacks, calls of collectives or output when the parent asks; a thread, as the main one may be in a call."""
     main, own = threading.main_thread().ident, threading.get_ident()
     with file.open("w", buffering=1) as answers:
         while True:
             try:
-                if signal.sigwait({CALLS_SIGNAL, STACK_SIGNAL}) == STACK_SIGNAL:
+                asked = signal.sigwait({CALLS_SIGNAL, OUTPUT_SIGNAL, STACK_SIGNAL})
+                if asked == STACK_SIGNAL:
                     text = json.dumps(stacks_text(sys._current_frames(), main, own))
+                elif asked == OUTPUT_SIGNAL:
+                    text = json.dumps([rank.recorder.unreported()])
                 else:
-                    text = json.dumps(group.calls())
+                    text = json.dumps(rank.group.calls())
             except Exception:  # groups may come and go meanwhile: it will be asked again
                 text = "{"  # incomplete
             answers.write(f"{text}\n")
@@ -102,7 +106,7 @@ class Rank:
 
     def __init__(self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]) -> None:
         self.session, self.group, self._send = own, group, send
-        self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
+        self._tests, self.recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
         self._is_stop_told = False
 
     def obey(self, command: object) -> object:
@@ -152,7 +156,7 @@ class Rank:
         process_groups.forget_compiled()
         shared = bool(self.session.config.stash.get(SHARED, ()))
         state, left = self.group.state(shared=shared), self.group.left_behind(memory, shared=shared)
-        return wire.ItemDone(*self._recorder.take(), trouble, state, left)
+        return wire.ItemDone(*self.recorder.take(), trouble, state, left)
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
         self.group.begin()
@@ -172,6 +176,8 @@ class Rank:
                     result = _pickled(value)
             except BaseException as error:
                 self._send(session.raised(error))
+                if (cause := self.group.explain(error)) is not None:
+                    error.add_note(cause)
                 shown = error.__traceback__  # without this module's own frames on top
                 while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
                     shown = shown.tb_next
@@ -235,20 +241,24 @@ class RankGroup:
             dist.all_to_all_single(torch.empty(size), torch.zeros(size))
             self._issued()
 
-    def explain(self, message: str) -> str | None:
-        """Say so if the message of an exception names a process group of an earlier test; else None."""
+    def explain(self, error: BaseException) -> str | None:
+        """Say so if an exception, or one that it comes from, names a process group of an earlier test; else None."""
+        message = "\n".join(map(session.str_of, _chain_of(error)))
+        live = process_groups.names_of_live_groups()
         names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
-        stale = sorted(names & self._ended - set(process_groups.names_of_live_groups().values()))
+        stale = {name: f"Process group {name!r}" for name in sorted(names & self._ended - set(live.values()))}
+        for address in sorted(set(_SHOWS_A_GROUP.findall(message)) - {hex(id(group)) for group in live}):
+            stale[address] = f"The process group at {address}"
         if not stale:
             return None
         said = []
-        for name in stale:
-            said.append(f"Process group {name!r} was made by an earlier test in these processes, and has ended.")
-            tables = process_groups.tables_that_name(name)
+        for group, subject in stale.items():
+            said.append(f"{subject} was made by an earlier test in these processes, and has ended.")
+            tables = process_groups.tables_that_name(group)
             if tables:
-                said.append(f"Its name is still in {', '.join(tables)}: empty that where the world ends, in a fixture.")
+                said.append(f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture.")
             else:
-                said.append("No table of a module that holds its name was found: an object, a closure or a cache may.")
+                said.append("No table of a module that holds it was found: a closure or a cache may.")
         said.append("--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so.")
         return "\n".join(said)
 
@@ -359,6 +369,18 @@ class RankGroup:
             process_groups.forget_meshes()  # the next test may make an equal mesh, whose groups are others
             _forget_last_error()
             gc.collect()
+
+
+def _chain_of(error: BaseException) -> list[BaseException]:
+    """Return an exception and all that it was raised from, or while handling, or that it groups."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and not any(each is other for other in found):
+            found.append(each)
+            waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+    return found
 
 
 def _forget_last_error() -> None:

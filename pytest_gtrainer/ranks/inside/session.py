@@ -168,11 +168,11 @@ class CollectedTests:
 class Recorder:
     """Gathers reports and warnings for the parent, in plain types.
 
-    ``send`` takes the message that must not wait; ``explain`` says what a failure's message may come from.
+    ``send`` takes the message that must not wait; ``explain`` says what a failure may come from.
     """
 
     def __init__(
-        self, config: pytest.Config, send: Callable[[wire.Raised], None], explain: Callable[[str], str | None]
+        self, config: pytest.Config, send: Callable[[wire.Raised], None], explain: Callable[[BaseException], str | None]
     ) -> None:
         self._config, self._send, self._explain = config, send, explain
         self._reports: list[dict[str, Any]] = []
@@ -185,20 +185,31 @@ class Recorder:
         self._reports, self._warnings = [], []
         return taken
 
+    def unreported(self) -> str:
+        """Return what the present test has written that the parent cannot read from the files of this rank.
+
+        This is the output of earlier phases, output that is captured in memory, and log records.
+        """
+        sections = list(self._reports[-1]["sections"]) if self._reports else []
+        sections += private.captured_in_memory(self._config)
+        return "\n".join(f"{title}:\n{cut(text).rstrip()}" for title, text in sections)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         exception = None
         if call.excinfo is not None:
-            exception = raised(call.excinfo.value)
+            error = call.excinfo.value
+            exception = raised(error)
             self._send(exception)
-            hide_collective_frames(call.excinfo.value)
+            hide_collective_frames(error)
+            cause = self._explain(error)
+            if cause is not None:
+                # Part of the failure: a section would be left out by --show-capture=no, and of a JUnit file.
+                error.add_note(cause)
         report = yield
         report.gt_raised = exception  # type: ignore[attr-defined]
-        cause = self._explain(_str_of(call.excinfo.value)) if report.failed and call.excinfo is not None else None
-        if cause is not None:
-            report.sections.append(("a process group of an earlier test", cause))
         report.gt_xfail = xfail_of(item)  # type: ignore[attr-defined]
         return report
 
@@ -257,7 +268,7 @@ def raised(error: BaseException) -> wire.Raised:
     """What the parent must know of an exception before its report is made."""
     origin = getattr(error, "gt_origin", None)
     waiting_in = collective_of(_frames_of(error))
-    if waiting_in is None and any(sign in _str_of(error) for sign in LOST_PEER):
+    if waiting_in is None and any(sign in str_of(error) for sign in LOST_PEER):
         waiting_in = "a collective"
     told, is_skip = plain(origin) if isinstance(origin, tuple) else None, isinstance(error, pytest.skip.Exception)
     place = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
@@ -280,7 +291,7 @@ def hide_collective_frames(error: BaseException) -> None:
         entry.tb_next = None
 
 
-def _str_of(error: BaseException) -> str:
+def str_of(error: BaseException) -> str:
     """The message, also of an exception whose ``str`` fails."""
     try:
         return str(error)
@@ -289,7 +300,7 @@ def _str_of(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    lines = _str_of(error).strip().splitlines()
+    lines = str_of(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return textwrap.shorten(text, SUMMARY_LIMIT, placeholder=" …")
 

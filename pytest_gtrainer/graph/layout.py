@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -85,7 +85,7 @@ class BucketLayout:
     """
 
     payloads: tuple[Payload, ...]
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = field(default=(), compare=False)  # where values are read is no part of a layout
 
     def of(self, collective: str) -> tuple[Payload, ...]:
         """The payloads of one kind of collective."""

@@ -45,6 +45,7 @@ def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates)
 
     The random states of this process and the attributes of ``gm`` are afterwards what they were before.
     """
+    gm.recompile()  # else a pass that has not done so would be judged by the code from before it
     attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in _attributes_of(gm)}
     written: dict[str, Tensor] = {}
     with random_states_kept(), torch.no_grad():

@@ -1,10 +1,12 @@
 """A graph before and after a pass in bits: recorded inputs, seeds, sizes; and what broke compiled against eager."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
 from pytest_gtrainer.compiling.bitwise import SameGraph
@@ -213,3 +215,18 @@ def test_what_is_added_to_a_variance_shows(rows, otherwise, monkeypatch):
     monkeypatch.setattr("pytest_gtrainer.compiling.bitwise.SMALL", 1.0)
     with otherwise:
         assert_pass_bitwise(run)
+
+
+@pytest.mark.parametrize("recompiles", [True, False])
+def test_a_pass_that_does_not_recompile_is_judged_by_its_graph(recompiles):
+    """V2: the code of the module would still be that of the graph before."""
+    before = make_fx(lambda x, y: (x + y).relu())(torch.randn(4), torch.randn(4))
+    for node, value in zip(before.graph.find_nodes(op="placeholder"), (torch.randn(4), torch.randn(4)), strict=True):
+        node.meta["val"] = value
+    after = copy.deepcopy(before)
+    for node in after.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        node.target = torch.ops.aten.sub.Tensor
+    if recompiles:
+        after.recompile()
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise((before, after))

@@ -25,7 +25,8 @@ _OF_HEADER = ("test", "torch", "remake")  # fields of a golden's header, which s
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
 _LINE = re.compile(r"\s*#\s*(?P<name>[A-Za-z_-]+)\s*:\s*(?P<value>.*?)\s*")
-_LOST_CHECK = re.compile(r"\s*#\s*check\b(?!\s*:)", re.IGNORECASE)
+_LOST_CHECK = re.compile(r"\s*#(?:\s*check\b(?!\s*:)|[\s#-]*[#-][\s#-]*check\b)", re.IGNORECASE)
+_BEHIND_CODE = re.compile(rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN))})\s*:")
 _WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
 _DIMENSION = re.compile(r"(?P<name>\w+)=(?P<extent>\d+)")
 
@@ -144,6 +145,8 @@ def directives_of(text: str, file: str) -> list[Directive]:
         place = f"{file}:{number}"
         if _LOST_CHECK.match(line):
             raise PassFileError(f"{place}: {line.strip()}\na check is written `# check: then aten.mm`, with a colon")
+        if (behind := _BEHIND_CODE.match(line)) is not None:
+            raise PassFileError(f"{place}: {line.strip()}\n`# {behind['name']}:` stands on a line of its own")
         if (match := _LINE.fullmatch(line)) is None:
             continue
         name = match["name"]

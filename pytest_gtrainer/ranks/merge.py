@@ -48,10 +48,11 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
         found = devices.resolve(item.config)
         world = {"world": "ranks", "size": outcome.size, "device": found.kind, "backend": found.backend}
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
+    # What every rank reports for the page of the run, not only the rank whose report is shown. Read before the parent
+    # judges: what it finds is added to one of these reports.
+    shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
     objections = _judge(item, merged, merge)
     _tell_left_behind(item, outcome, merged)
-    # what every rank has told for the report of the run, not only the rank whose report is shown
-    shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
     if "setup" in objections:  # without ranks the test would have ended there
         merged = [report for report in merged if report.when != "call"]
     else:

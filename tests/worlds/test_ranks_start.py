@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -194,7 +195,11 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as run:
         folder = Path(run.stdout.readline().strip())
         (forkserver,) = (int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
-        os.kill(forkserver, signal.SIGKILL)  # before the run: it would remove the folder itself
+        # The forkserver first: it would remove the folder itself. Wait for its end, since it holds the lock until then.
+        forkserver_ends = os.pidfd_open(forkserver)
+        os.kill(forkserver, signal.SIGKILL)
+        assert select.select([forkserver_ends], [], [], 60.0)[0]
+        os.close(forkserver_ends)
         sweep_folders_of_killed_runs(tmp_path)
         assert folder.is_dir(), "the folder of a run that lives"
         run.kill()

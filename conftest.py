@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -47,17 +46,10 @@ def pytest_sessionstart() -> None:
     os.environ.pop("CI", None)
 
 
-SECOND_TIER = Path(__file__).parent / "tests" / "second_tier.txt"
-
-
-def second_tier() -> tuple[str, ...]:
-    """How the ids of tests begin that ``make check`` runs and ``make test`` leaves out."""
-    lines = SECOND_TIER.read_text().splitlines()
-    return tuple(f"tests/{line}" for line in lines if line and not line.startswith("#"))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    beginnings = second_tier()
+    """Remove ``second_tier("case", ...)`` from the cases whose ids do not begin with one of its arguments."""
     for item in items:
-        if item.nodeid.startswith(beginnings):
-            item.add_marker("second_tier")
+        case = item.name.partition("[")[2]
+        for mark in list(item.iter_markers("second_tier")):
+            if mark.args and not case.startswith(mark.args):
+                item.own_markers.remove(mark)

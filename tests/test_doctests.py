@@ -16,6 +16,8 @@ import fixtures
 import pytest_gtrainer
 from fixtures import longer_examples
 
+pytestmark = pytest.mark.second_tier
+
 
 def wrong_examples(module: ModuleType, home: ModuleType | None = None) -> str:
     """What doctest has to say of a module; nothing where every example is true. They use the names of ``home``."""

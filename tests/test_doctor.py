@@ -50,6 +50,7 @@ def test_all_is_in_order_on_this_torch(capsys: pytest.CaptureFixture[str]):
     assert len(told.splitlines()) <= 40  # a screen
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     "line",
     [
@@ -75,6 +76,7 @@ def test_what_still_works_is_not_named(damaged):
     assert "graphtext" not in damaged.stdout
 
 
+@pytest.mark.second_tier
 def test_a_damaged_installation_is_a_failure_without_a_traceback(damaged):
     assert damaged.returncode == 1
     assert "Traceback" not in damaged.stderr  # torch itself may say there what it misses
@@ -89,6 +91,7 @@ def test_it_works_without_torch_and_without_pytest():
     assert "pytest_private  0 of" in done.stdout
 
 
+@pytest.mark.second_tier
 def test_verbose_names_everything_that_is_relied_on():
     done = ask("-m", "pytest_gtrainer", "doctor", "--verbose", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

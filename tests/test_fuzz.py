@@ -27,6 +27,8 @@ from pytest_gtrainer.graphtext import TextError, parse
 from pytest_gtrainer.numerics.bits import byte_view
 from pytest_gtrainer.numerics.record import Record
 
+pytestmark = pytest.mark.second_tier
+
 ROOT = Path(__file__).parents[1]
 SECONDS = float(os.environ.get("GT_FUZZ_SECONDS", 20))  # of CPU time, for each target
 SEED = int(os.environ.get("GT_FUZZ_SEED", 0))

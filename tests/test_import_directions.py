@@ -52,6 +52,7 @@ def modules_of(package):
     return [f"pytest_gtrainer.{package}.{module.name}" for module in pkgutil.walk_packages(path)]
 
 
+@pytest.mark.second_tier
 def test_the_lower_half_does_not_import_pytest():
     """Nor does what it imports of others."""
     assert leaves_out([name for package in LOWER_HALF for name in modules_of(package)], "_pytest")

@@ -22,6 +22,7 @@ def run_of(a_pass, function=None, *inputs, **options):
     return record.passes(type(a_pass).__name__)[0]
 
 
+@pytest.mark.second_tier("True")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_pass_that_changes_no_bit_and_its_twin_that_does(dynamic):
     """P4: on the same inputs."""
@@ -81,6 +82,7 @@ def test_guards_that_forbid_all_other_sizes_are_told():
         assert_pass_bitwise(run)
 
 
+@pytest.mark.second_tier
 def test_integers_of_the_first_call_are_kept():
     weight = torch.randn(50, 4)
     run = run_of(Rescale(2.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight)
@@ -133,6 +135,7 @@ def test_on_ranks_all_vote(gt_world):
         assert_pass_bitwise(run_of(Rescale(3.0), function, x))
 
 
+@pytest.mark.second_tier
 def test_compiled_against_eager_says_what_broke_it():
     x = torch.randn(8, 8)
     assert assert_compiled_bitwise(lambda x: torch.relu(x @ x), x).outcome == "equal"
@@ -140,6 +143,7 @@ def test_compiled_against_eager_says_what_broke_it():
         assert_compiled_bitwise(lambda x: torch.nn.functional.gelu(x @ x), x)
 
 
+@pytest.mark.second_tier
 def test_compiled_against_eager_copies_what_it_gives():
     def function(x, y):
         x.add_(1)
@@ -152,6 +156,7 @@ def test_compiled_against_eager_copies_what_it_gives():
     assert assert_compiled_bitwise(lambda x: torch.autograd.grad((x * x).sum(), x), needs).outcome == "equal"
 
 
+@pytest.mark.second_tier
 def test_compiled_against_eager_compares_inputs_that_are_written_to():
     def function(x, out):
         out.copy_(torch.nn.functional.gelu(x))
@@ -161,6 +166,7 @@ def test_compiled_against_eager_compares_inputs_that_are_written_to():
         assert_compiled_bitwise(function, torch.randn(8, 8), torch.zeros(8, 8))
 
 
+@pytest.mark.second_tier
 def test_compiled_against_eager_compares_random_states():
     """V2: a draw that nobody reads is left out of the compiled graph, and what is drawn later differs."""
 
@@ -172,6 +178,7 @@ def test_compiled_against_eager_compares_random_states():
         assert_compiled_bitwise(function, torch.randn(8, 8))
 
 
+@pytest.mark.second_tier
 def test_compiled_against_eager_blames_generated_code():
     def function(x):
         return (x * 3 + x * 5).sum(-1)

@@ -64,6 +64,7 @@ def bucketing(**options):
     return bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN, **options)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
@@ -101,6 +102,7 @@ def reused(model, tokens):
         return model(tokens)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
     """One graph, one gather and one reduction a parameter: a tied one's contributions are added before it."""
@@ -128,6 +130,7 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
         assert [found.count(f"= _c10d_functional.{kind}(") for kind in kinds] == ([3, 3] if once else [6, 6])
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize(
     ("dtype", "lower"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
@@ -173,6 +176,7 @@ def test_memory_of_a_graph_with_dtensors_is_that_of_its_shards(gt_mesh):
     assert "not_shown" not in kinds
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
 def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world, slot):
@@ -203,6 +207,7 @@ def test_a_pass_without_collectives():
         assert [run.changed for run in record.passes("rescale")] == [True, False][: 2 - ("joint" in slot)]
 
 
+@pytest.mark.second_tier
 def test_a_backend_that_gives_the_forward_is_a_pass_here_too():
     def backend(gm, example_inputs):
         Rescale(2.0)(gm.graph)

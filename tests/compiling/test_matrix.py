@@ -31,6 +31,7 @@ def fake(rank):
     return fake_world(make_spec("fake", size=8, rank=rank, mesh={"d": 8}))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("model", "wrapping"), CELLS)
 def test_on_eight_fake_ranks(model, wrapping):
     """P1 and P2, of every stage: names, the way back, what changes the text; the last rank has it, too."""
@@ -51,6 +52,7 @@ def test_on_eight_fake_ranks(model, wrapping):
         assert not [line for line in gone if "layers" in line or "lm.transformer.h" in line], name
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"d": 2})
 @pytest.mark.parametrize(("model", "wrapping"), CELLS)
 def test_on_two_gloo_ranks(gt_mesh, gt_world, model, wrapping):

@@ -49,6 +49,7 @@ CASES = {
 }
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
 @pytest.mark.parametrize(("case", "lower"), [*((case, False) for case in CASES), *((case, True) for case in PIPELINES)])
@@ -65,6 +66,7 @@ def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, sl
     assert_bitwise_different(other, expected)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
     """In the joint graph; behind the partitioner forward and backward each gather for themselves."""
@@ -92,6 +94,7 @@ def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):
     assert_graph(record.backward, f"count {2 if passes else 0} all_gather_into_tensor in layers.1")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "fsdp": 2})
 @pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
 def test_hybrid_sharding_in_inductor_has_the_bits_of_fully_shard(gt_mesh, gt_world, slot):
@@ -121,6 +124,7 @@ def trained(model, function, x):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.second_tier("True")
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
     """What takes the place of ``chunk_pass``. A pattern of Inductor's would make one ``addmm`` of a product and a sum:
@@ -157,6 +161,7 @@ def exchanges(graph):
     return [node.meta["custom"]["chunk_id"] for node in graph.nodes if node.target is ALL_TO_ALL]
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 @pytest.mark.parametrize("slot", [pytest.param(JOINT, marks=pytest.mark.long), POST_GRAD])
 def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):

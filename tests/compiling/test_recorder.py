@@ -155,6 +155,7 @@ def test_without_lowering_operators_are_those_of_eager():
         record[0].launches()
 
 
+@pytest.mark.second_tier
 def test_lowered_code_says_what_it_launches():
     """P5: in order, by direction."""
     record = recorded(lower=True)
@@ -204,6 +205,7 @@ def test_an_order_of_launches_is_read_from_generated_code():
 # -- passes
 
 
+@pytest.mark.second_tier("one of several", "a setting", "an option-post_grad_custom_post")
 @pytest.mark.parametrize("slot", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass"])
 @pytest.mark.parametrize("how", ["an option", "a setting", "one of several"])
 def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
@@ -306,6 +308,7 @@ class Gathered(nn.Module):
         return collectives.all_gather_tensor(self.weight, 0, dist.group.WORLD) * x
 
 
+@pytest.mark.second_tier
 def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):
     """P3: a cached compile runs no pass."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -463,6 +466,7 @@ def test_no_backward():
         _ = record.backwards
 
 
+@pytest.mark.second_tier
 def test_another_thread():
     def compile_there():
         torch.compile(torch.relu)(torch.ones(2))
@@ -475,6 +479,7 @@ def test_another_thread():
         _ = record.forward
 
 
+@pytest.mark.second_tier
 def test_another_thread_while_this_one_compiles():
     """Through Inductor itself, which takes no lock of Dynamo's."""
 
@@ -494,6 +499,7 @@ def test_another_thread_while_this_one_compiles():
         _ = record.forward
 
 
+@pytest.mark.second_tier("True")
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_backward_that_is_compiled_behind_the_block(lower):
     with gt_compile(lower=lower) as record:

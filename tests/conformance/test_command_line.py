@@ -12,6 +12,8 @@ from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.options import OPTIONS
 from pytest_gtrainer.testing import run_project
 
+pytestmark = pytest.mark.second_tier
+
 PASSES = """
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
 from pytest_gtrainer.conformance import Adapter

@@ -1,5 +1,7 @@
 """Our passes hold all rules of their kinds."""
 
+import pytest
+
 import pytest_gtrainer as gt
 from pytest_gtrainer.conformance import (
     bucketing,
@@ -11,6 +13,8 @@ from pytest_gtrainer.conformance import (
     remat,
     separate,
 )
+
+pytestmark = pytest.mark.second_tier
 
 ours = gt.joint_transformer_block_bucketing_reordering_pass
 test_our_bucketing = bucketing(ours, strict=True)

@@ -718,6 +718,7 @@ def test_a_shorter_limit_of_somebody_else_stays():
         signal.signal(signal.SIGALRM, handler)
 
 
+@pytest.mark.second_tier("generated", "growth", "process", "cost-runs_twenty_times")
 @pytest.mark.parametrize(("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None))
 def test_a_mistake_is_told(rule, mistake, told, request, tmp_path, monkeypatch):
     """The graph that it was given is kept, as a pass file."""
@@ -734,6 +735,7 @@ def test_every_rule_has_a_mistake():
     assert told | {"bits", "nodes"} == set(RULES)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes"}))
 def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
     """It could not have failed."""

@@ -7,6 +7,8 @@ import pytest
 from fixtures import torch_passes
 from pytest_gtrainer.conformance.judging import RULES, cases_of, judge
 
+pytestmark = pytest.mark.second_tier
+
 LONG = ("default", "custom_ops", "ddp_concat", "ddp_coalesced", "manual", "overlap")
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("page", "tests"), [("compile", 6), ("inductor-passes", 5), ("foreign-graphs", 4)])
 def test_the_tests_of_a_page(pytester, page, tests):
     shown = blocks(DOCS / f"{page}.md")
@@ -40,6 +41,7 @@ def two_products(x):
     return torch.relu(torch.relu(x @ x) @ x)
 
 
+@pytest.mark.second_tier
 def test_what_the_page_of_migration_recommends_runs(monkeypatch):
     """Every second block of its section on torch.compile, on the model and the pass of ``examples/fusion``."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "fusion")
@@ -68,6 +70,7 @@ def test_the_table_of_operators_is_the_benchmarks():
     assert {outcome for _, *outcomes in rows for outcome in outcomes} == {"equal", "decomposition", "code generation"}
 
 
+@pytest.mark.second_tier
 def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
     """Every second block of its section on harnesses, as one test file; the first ones name torch's and others' own."""
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2].partition("\n## ")[0]
@@ -90,6 +93,7 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
     run.stdout.fnmatch_lines(["goldens   2 created"])
 
 
+@pytest.mark.second_tier
 def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
     """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong number fails both."""
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]

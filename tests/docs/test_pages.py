@@ -47,6 +47,7 @@ def test_every_expectation_is_held_by_a_test_that_exists():
     assert missing_tests("`tests/docs/test_pages.py::test_gone`") == ["tests/docs/test_pages.py::test_gone"]
 
 
+@pytest.mark.second_tier
 def test_the_example_of_a_pass_is_followed(tmp_path):
     page = (PAGES / "how-to" / "add-a-pass.md").read_text().partition("## A pass in a training step")[0]
     (tmp_path / "page.md").write_text(page)
@@ -134,6 +135,7 @@ def test_the_site_loads_nothing_from_the_network(generated, tmp_path, monkeypatc
         generated.on_post_build(SimpleNamespace(site_dir=tmp_path))
 
 
+@pytest.mark.second_tier
 def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(generated, monkeypatch):
     monkeypatch.setattr(generated, "behaviours", lambda: {"Z9": ("Things", "a | b"), "Z8": ("Others", "c")})
     page = generated.behaviours_page()

@@ -19,6 +19,7 @@ def test_a_drawing_is_up_to_date(name):
     assert DRAWINGS[name]() == (PICTURES / f"{name}.svg").read_text(), "make pictures draws it again"
 
 
+@pytest.mark.second_tier
 @pytest.mark.skipif(installed_minor() != (2, 13), reason="drawn under torch 2.13, the pin of this repository")
 @pytest.mark.parametrize("name", FROM_RUNS)
 def test_a_picture_of_a_run_is_what_the_run_says(name):

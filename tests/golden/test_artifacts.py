@@ -36,6 +36,7 @@ def saved(pytester):
     return read
 
 
+@pytest.mark.second_tier("under xdist]")
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "under xdist"])
 def test_a_failure_leaves_what_was_obtained_and_says_where(run, run_here, put_goldens, saved, workers):
     put_goldens(GOLDENS[0])

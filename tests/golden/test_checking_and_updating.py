@@ -90,6 +90,7 @@ def test_something_else_than_a_graph_or_a_text_is_refused(run_here):
     told.fnmatch_lines(["*; not of Tensor: check digest(tensor), which holds every bit, or tensor.tolist()"])
 
 
+@pytest.mark.second_tier
 def test_workers_update_at_the_same_time(run, goldens):
     source = (
         "import pytest\n@pytest.mark.parametrize('x', range(20))\n"

@@ -208,6 +208,7 @@ def test_like():
 """.replace("ODD", "\\x1b[31m\\u202e")
 
 
+@pytest.mark.second_tier
 def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
     """Neither names in a damaged one, nor the header, nor an environment of numbers, nor the name of an unused file."""
     run(GRAPH_OF_TESTS, "--gt-create-goldens")

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.graphdiff import cases, forget
 from pytest_gtrainer.graphtext import GraphLine, diff, unfold
 
+pytestmark = pytest.mark.second_tier
+
 ROOT = Path(__file__).parents[2]
 TEXTS = sorted([*ROOT.glob("fixtures/graphs/*/*.fxgraph"), *ROOT.glob("golden/tests/passes/**/*.fxgraph")])
 _NUMBERED = re.compile(r"(.+)\[(\d+)\]")

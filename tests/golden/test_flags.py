@@ -55,6 +55,7 @@ def test_flags_that_exclude_each_other_stop_the_run(run_here, put_goldens, golde
     assert goldens() == OLD
 
 
+@pytest.mark.second_tier("--gt-create-goldens --gt-prune", "--gt-create-goldens---gt-create")
 @pytest.mark.parametrize(("flags", "sentence"), [
     ("--gt-update-goldens", "--gt-update-goldens is refused"),
     ("--gt-create-goldens", "--gt-create-goldens is refused"),
@@ -143,6 +144,7 @@ def test_a_mismatch_that_fails_no_test_needs_no_command(run_here):
     result.stdout.no_fnmatch_line("to accept what a test obtained*")
 
 
+@pytest.mark.second_tier("under xdist]")
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "under xdist"])
 def test_the_list_is_bounded(run, run_here, workers):
     source = "import pytest\n@pytest.mark.parametrize('x', range(50))\ndef test_a(gt_golden, x): gt_golden.check('a')"

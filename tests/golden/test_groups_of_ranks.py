@@ -105,6 +105,7 @@ def test_group(gt_golden, gt_world, name):
 """
 
 
+@pytest.mark.second_tier
 def test_on_real_ranks(tmp_path):
     """V4: the golden that is written shows both pairs; the wrong one is not written."""
     run = run_project(tmp_path, *QUICK, "--gt-update-goldens", files={"test_groups.py": RANKS})

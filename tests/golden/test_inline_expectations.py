@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 HEAD = "import os, pytest, expecttest\nfrom expecttest import assert_expected_inline as same\n"
 UPDATE = "--gt-update-goldens"
 

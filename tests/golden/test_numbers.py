@@ -77,6 +77,7 @@ def test_in_another_environment_they_are_recorded_and_not_judged(run_here, golde
     assert goldens() == before
 
 
+@pytest.mark.second_tier("--gt-update-goldens")
 @pytest.mark.parametrize("flag", ["--gt-update-goldens", "--gt-create-goldens"])
 def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, pytester, flag):
     run_here(SOURCE.format([1.0]), "--gt-create-goldens")
@@ -89,6 +90,7 @@ def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, py
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [2.0]]
 
 
+@pytest.mark.second_tier("{release}+git", "{release}+cu", "{release}-cpu")
 @pytest.mark.parametrize(
     ("made", "device", "outcome"),
     [

@@ -143,6 +143,7 @@ the golden differs between ranks, first on rank 1 at line 1:
 """
 
 
+@pytest.mark.second_tier("under xdist]")
 def test_ranks_claim_and_the_parent_writes(updated):
     """Nothing of a test that fails on a rank, or in the parent after the last test of its module."""
     told = {name.partition("::")[2]: each for name, each in updated.run.tests.items()}
@@ -160,6 +161,7 @@ def test_ranks_claim_and_the_parent_writes(updated):
     ]  # fmt: skip
 
 
+@pytest.mark.second_tier
 def test_a_text_that_would_not_be_read_back_is_not_written(updated):
     """The graph's twin, with a constant that a text can hold, is written."""
     assert [updated.run[f"test_graph[{which}]"].outcome for which in ("plain", "restless")] == ["passed", "failed"]
@@ -168,6 +170,7 @@ def test_a_text_that_would_not_be_read_back_is_not_written(updated):
     assert said in updated.run["test_graph[restless]"].message
 
 
+@pytest.mark.second_tier("under xdist]")
 def test_numbers_of_all_ranks_must_agree(updated):
     """In a rank torch has one thread: the environment is that of the rank."""
     assert [updated.run[f"test_loss[{own}]"].outcome for own in (0, 1)] == ["passed", "failed"]
@@ -178,6 +181,7 @@ def test_numbers_of_all_ranks_must_agree(updated):
     assert json.loads(text)["entries"][0]["environment"]["threads"] == 1
 
 
+@pytest.mark.second_tier("under xdist]")
 def test_inline_expectations_of_ranks_must_agree_and_one_process_writes(updated):
     assert updated.run["test_inline_agrees"].outcome == "passed"
     problem = "one inline expectation, but different texts, so none is accepted: expect what all ranks have"

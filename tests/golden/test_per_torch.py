@@ -47,6 +47,7 @@ def test_none_for_this_version_or_an_older_one_is_missing(run_here, goldens, put
     result.stdout.fnmatch_lines([f"*golden/{V14} is missing", "goldens   1 missing*"])
 
 
+@pytest.mark.second_tier("--gt-create")
 @pytest.mark.parametrize("flag", ["--gt-create-goldens", "--gt-update-goldens"])
 def test_where_an_older_ones_does_not_hold_both_flags_write_one_for_this_version(
     run_here, goldens, put_goldens, under, flag
@@ -71,6 +72,7 @@ def test_its_own_file_is_updated_and_not_created_anew(run_here, goldens, put_gol
     assert goldens() == {V13: "a\n", V15: "b\n"}
 
 
+@pytest.mark.second_tier("14", "15")
 @pytest.mark.parametrize("minor", [13, 14, 15])
 def test_those_of_other_versions_are_neither_unused_nor_pruned(run_here, goldens, put_goldens, under, minor):
     put_goldens(V13, V15, text="a\n")
@@ -127,6 +129,7 @@ def test_a_torch_without_a_version_is_refused(run_here, monkeypatch):
     run_here(SOURCE.format("a")).stdout.fnmatch_lines(['*per="torch" needs a version like 2.15, and that of *'])
 
 
+@pytest.mark.second_tier
 def test_ranks_claim_and_their_parent_finds_the_file_that_holds(tmp_path):
     """In the real version, and with a file of an older one only."""
     major, minor = environment.installed_minor()

@@ -20,6 +20,8 @@ import pytest
 from pytest_gtrainer.golden import store
 from tests.golden.conftest import QUICK
 
+pytestmark = pytest.mark.second_tier
+
 # One test for each of 200 goldens; the process kills itself at the given fsync (two a golden).
 MANY = """
 import itertools, os, signal

@@ -198,6 +198,7 @@ PARTS = {
 }
 
 
+@pytest.mark.second_tier("--setup")
 @pytest.mark.parametrize(("arguments", "reason"), PARTS.values(), ids=PARTS)
 def test_a_run_of_a_part_says_nothing_and_removes_nothing(run_here, put_goldens, goldens, pytester, arguments, reason):
     put_goldens(*USED, *UNUSED, "test_other/test_d.txt")
@@ -214,6 +215,7 @@ def test_a_run_of_a_part_says_nothing_and_removes_nothing(run_here, put_goldens,
     assert len(goldens()) == len(USED) + len(UNUSED) + 1
 
 
+@pytest.mark.second_tier("--sw")
 @pytest.mark.parametrize("flag", ["--lf", "--sw"])
 def test_a_run_of_what_failed_last_says_nothing(run_here, put_goldens, flag):
     put_goldens(*USED, *UNUSED)
@@ -232,6 +234,7 @@ STOPS = {
 }
 
 
+@pytest.mark.second_tier("exit")
 @pytest.mark.parametrize(("arguments", "body"), STOPS.values(), ids=STOPS)
 def test_a_run_that_stops_early_says_nothing_and_removes_nothing(run_here, put_goldens, goldens, arguments, body):
     put_goldens(*USED, *UNUSED)
@@ -299,6 +302,7 @@ def test_tests_that_this_run_is_not_about_keep_their_goldens(pytester, run_here,
 # -- workers
 
 
+@pytest.mark.second_tier
 def test_workers_together_tell_it_once(run, put_goldens, goldens):
     put_goldens(*USED, *UNUSED)
     result = run(SOURCE, "-n2", "--gt-prune-goldens", "--gt-unused-goldens=fail")
@@ -307,6 +311,7 @@ def test_workers_together_tell_it_once(run, put_goldens, goldens):
     assert (result.ret, sorted(goldens())) == (0, sorted(USED))
 
 
+@pytest.mark.second_tier
 def test_after_a_worker_has_died_nothing_is_removed(run, put_goldens, goldens):
     """What the dead worker had counted before is counted."""
     put_goldens(*USED[1:], *UNUSED)
@@ -317,6 +322,7 @@ def test_after_a_worker_has_died_nothing_is_removed(run, put_goldens, goldens):
     assert sorted(goldens()) == sorted({*USED, *UNUSED})
 
 
+@pytest.mark.second_tier
 def test_workers_that_stop_at_a_failure_remove_nothing(run, put_goldens, goldens):
     put_goldens(*USED, *UNUSED)
     source = "import time\ndef test_0():\n    assert False\n" + SOURCE + "\ndef test_z(): time.sleep(1)\n"

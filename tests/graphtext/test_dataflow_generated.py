@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from pytest_gtrainer.graphtext.dataflow import dataflow
 from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of
 from pytest_gtrainer.graphtext.scopes import is_computed
 from tests.graphtext.generated import graphs
+
+pytestmark = pytest.mark.second_tier
 
 aten = torch.ops.aten
 

@@ -145,6 +145,7 @@ def test_a_dump_that_is_nested_too_deeply_is_told():
         parse(f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        return x\n\n{deep}')
 
 
+@pytest.mark.second_tier
 def test_every_graph_that_tlparse_shows_is_read(tmp_path):
     """Also with dynamic sizes; what lies beside the graphs is told to be none."""
     tlparse = shutil.which("tlparse", path=f"{ROOT}/.venv/beside/bin{os.pathsep}{os.environ['PATH']}")

@@ -108,6 +108,7 @@ def text_of(
     return graphtext.render(change(graphs[which]), names=None if which == "dynamo" else graphs["dynamo"])
 
 
+@pytest.mark.second_tier("cond-export", "flex_attention-dynamo")
 @pytest.mark.parametrize(("operator", "which"), SOURCES)
 def test_a_body_renders_and_is_read_back(operator, which):
     text = text_of(operator, which)
@@ -117,6 +118,15 @@ def test_a_body_renders_and_is_read_back(operator, which):
     assert graphtext.render(graphtext.parse(text, allow=["flex_lib"])) == text
 
 
+@pytest.mark.second_tier(
+    "flex_attention-",
+    "checkpoint-dynamo-dtype",
+    "checkpoint-dynamo-shape",
+    "cond-export",
+    "cond-dynamo-dtype",
+    "invoke_subgraph-dynamo-dtype",
+    "invoke_subgraph-dynamo-shape",
+)
 @pytest.mark.parametrize("change", [{"activation": torch.tanh}, {"rows": 128}, {"dtype": torch.float64}],
                          ids=["operator", "shape", "dtype"])  # fmt: skip
 @pytest.mark.parametrize(("operator", "which"), SOURCES)
@@ -167,6 +177,7 @@ def mapped(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return control_flow.map(lambda row, weight: row * weight, x, weight)
 
 
+@pytest.mark.second_tier("summed")
 @pytest.mark.parametrize(
     ("function", "names"),
     [

@@ -20,6 +20,8 @@ from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import GraphRun, rewrite, shard_traceably, trace_config
 from tests.graphtext.same import assert_same_graph
 
+pytestmark = pytest.mark.second_tier
+
 ARCHITECTURES = {
     "llama3": (llama3.FLAVORS, llama3_training, 600),
     "deepseek_v3": (deepseek_v3.FLAVORS, deepseek_v3_training, 1800),

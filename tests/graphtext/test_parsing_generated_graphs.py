@@ -14,6 +14,8 @@ from pytest_gtrainer.graphtext import constants, lines_of, parse, render, unfold
 from tests.graphtext.generated import graphs
 from tests.graphtext.same import assert_same_graph
 
+pytestmark = pytest.mark.second_tier
+
 
 def assert_comes_back(gm, inputs):
     text = render(gm)

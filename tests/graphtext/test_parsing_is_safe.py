@@ -154,6 +154,7 @@ def damaged(seed: int, damages: int) -> str:
     return text
 
 
+@pytest.mark.second_tier
 @settings(max_examples=300)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_a_damaged_text_is_read_or_refused(seed, damages):

@@ -16,6 +16,8 @@ from torch import fx
 from pytest_gtrainer.graphtext import lines_of, render
 from tests.graphtext.toy import small_graph, toy_graph
 
+pytestmark = pytest.mark.second_tier
+
 
 def test_node_names_do_not_show():
     graph, renamed = toy_graph(), toy_graph()

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 TEST_FILE = '''
 import pytest, torch
 from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step

@@ -97,6 +97,7 @@ def test_fixtures_without_the_marker_name_it(pytester):
     result.stdout.fnmatch_lines(['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8), or pytestmark*'])
 
 
+@pytest.mark.second_tier
 def test_a_list_as_size_parametrises(pytester):
     pytester.makepyfile(
         """

@@ -39,6 +39,7 @@ def assert_caught(output):
     assert re.search(r"sum_and_divide_pass\nE +different: \d+ of 11 tensors", output)
 
 
+@pytest.mark.second_tier
 def test_its_bug_is_caught(example):
     assert_caught(run(sys.executable, example, "--with-bug"))
 

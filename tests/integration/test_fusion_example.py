@@ -23,6 +23,7 @@ def outcomes(example, *options):
     return run, {name.rpartition(".")[2]: told.outcome for name, told in run.tests.items()}
 
 
+@pytest.mark.second_tier
 def test_its_bug_is_caught_in_bits_and_not_by_a_tolerance(example):
     run, found = outcomes(example, "--with-bug", "tests/test_fusion.py", "tests/test_tolerance.py")
     failed = {name for name, outcome in found.items() if outcome != "passed"}
@@ -32,6 +33,7 @@ def test_its_bug_is_caught_in_bits_and_not_by_a_tolerance(example):
     assert "serve.rms_norm_static_quant" in message
 
 
+@pytest.mark.second_tier
 def test_without_the_bug_all_pass(example):
     run, found = outcomes(example, "-k", "not 128 and not 65")  # sizes that by hand compile anew
     assert set(found.values()) == {"passed"}, run.output

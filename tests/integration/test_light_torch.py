@@ -61,6 +61,7 @@ def load(site):
     return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
 
 
+@pytest.mark.second_tier
 def test_a_library_that_links_cuda_loads(light_torch, site):
     light_torch.stub(site)
     done = load(site)

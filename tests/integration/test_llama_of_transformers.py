@@ -22,6 +22,8 @@ from pytest_gtrainer import (
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
+pytestmark = pytest.mark.second_tier
+
 PLAN = ["model.embed_tokens", "model.layers.0", "model.layers.1", ["model.norm", "lm_head"]]
 VOCABULARY = 61
 

@@ -8,6 +8,8 @@ import torch
 
 from pytest_gtrainer import MixedPrecisionPolicy, TrainConfig, assert_parity
 
+pytestmark = pytest.mark.second_tier
+
 VOCABULARY = 61
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2,

@@ -8,6 +8,8 @@ import pytest
 
 from pytest_gtrainer.testing import run_project
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import os, torch, pytest
 from pytest_gtrainer import Rule, Sweep

@@ -9,6 +9,8 @@ import pytest
 
 from pytest_gtrainer.testing import run_project
 
+pytestmark = pytest.mark.second_tier
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subexpressions"
 
 

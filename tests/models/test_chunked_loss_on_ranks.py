@@ -20,6 +20,8 @@ from pytest_gtrainer import (
     trace_step,
 )
 
+pytestmark = pytest.mark.second_tier
+
 FLAVOR = "llama3/debug_odd"
 DTYPES = {"fp32": (None, None), "bf16": (torch.bfloat16, torch.float32)}
 Results = dict[str, torch.Tensor]

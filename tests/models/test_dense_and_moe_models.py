@@ -126,6 +126,7 @@ def test_a_model_in_bf16_returns_bf16(build, batch, flavor):
     assert build(flavor).bfloat16()(batch[0]).dtype is torch.bfloat16
 
 
+@pytest.mark.second_tier("deepseek_v3")
 @pytest.mark.parametrize("flavor", ["llama3/debug_odd", "deepseek_v3/debug_odd"])
 def test_the_traced_step_equals_the_eager_one(build, batch, run_step, flavor):
     """Loss, gradients and buffers, data-dependent sizes included."""
@@ -140,6 +141,7 @@ def test_the_traced_step_equals_the_eager_one(build, batch, run_step, flavor):
     )
 
 
+@pytest.mark.second_tier("671B")
 @pytest.mark.parametrize(
     ("model", "config", "published", "tolerance"),
     [

@@ -65,6 +65,7 @@ def test_an_expert_in_the_wrong_place_shows(gt_mesh, build, batch):
     assert not torch.allclose(model(batch[0]), right)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch, run_step):
     """One trace serves all sizes: with a bias on the first experts no row goes to the other rank."""

@@ -102,6 +102,7 @@ check_restored(before)
 """
 
 
+@pytest.mark.second_tier("inside")
 @pytest.mark.parametrize("script", [IMPORTED_BEFORE, IMPORTED_INSIDE], ids=["before a block", "inside a block"])
 def test_torchs_harness_is_imported(script: str):
     """K3: all that ``deterministic`` sets is set, and put back."""

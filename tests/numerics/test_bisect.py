@@ -281,6 +281,7 @@ def rewriting(config):
     return traced, [*HARMLESS, bind_options(reassociate_pass, places=100), bind_options(copy_pass, label="last")]
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_on_ranks_with_collectives(gt_mesh, gt_world):
     config = llama3_training(gt_mesh, "fp32")
@@ -299,6 +300,7 @@ def test_all_ranks_name_the_same_pass(gt_world):
     assert ("no value that both graphs have differs on this rank" in str(found)) == (gt_world.rank == 0)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_in_a_simulated_world(gt_mesh, gt_world):
     config = llama3_training(gt_mesh, "fp32")

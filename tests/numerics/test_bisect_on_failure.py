@@ -7,6 +7,8 @@ import pytest
 from pytest_gtrainer import bisect_passes, facts
 from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net
 
+pytestmark = pytest.mark.second_tier
+
 TEST = """
     import pytest, torch
     from pytest_gtrainer import apply_graph_passes, assert_bitwise_equal, trace_step

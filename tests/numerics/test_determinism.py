@@ -300,6 +300,7 @@ def test_cuda_that_started_inside_a_block_has_its_workspace(cuda_started: pytest
     assert read == [":4096:8"]
 
 
+@pytest.mark.second_tier
 def test_it_does_not_import_inductor_and_reaches_one_imported_later():
     """K2, K3"""
     probe = """
@@ -319,6 +320,7 @@ def _flags() -> tuple[bool, int, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.initial_seed(), "NCCL_PROTO" in os.environ
 
 
+@pytest.mark.second_tier
 def test_it_reaches_into_ranks(gt_ranks):
     """A call on ranks is made under the settings of the test that makes it."""
     with deterministic(seed=77, nccl="vllm_batch_invariant"):

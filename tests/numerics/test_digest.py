@@ -182,6 +182,7 @@ def test_a_record_counts_keys_and_world_but_not_meta():
     assert digest(make_run(rank=1)) != digest(make_run(rank=0))
 
 
+@pytest.mark.second_tier
 def test_it_is_the_same_in_another_process():
     probe = "import torch, pytest_gtrainer as g; print(g.digest({'w': torch.arange(5.0)}))"
     there = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout

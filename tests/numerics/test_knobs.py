@@ -76,6 +76,7 @@ def test_the_documentation_shows_the_table():
     assert "\n".join(rows) in DOCUMENT.read_text()
 
 
+@pytest.mark.second_tier
 def test_reading_imports_nothing():
     probe = """
 import sys

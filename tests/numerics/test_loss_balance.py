@@ -70,6 +70,7 @@ def dist_sum(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4)
 def test_with_equal_counts_it_is_the_local_mean_bit_for_bit(gt_world):
     losses = torch.randn(7, generator=torch.Generator().manual_seed(gt_world.rank)).square()

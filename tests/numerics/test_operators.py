@@ -54,6 +54,7 @@ def replayed(model: nn.Module, *, keep: OperatorPlace | None = None) -> Operator
     return capture
 
 
+@pytest.mark.second_tier("deepseek_v3")
 @pytest.mark.gt_world("ranks", size=1)
 @pytest.mark.parametrize("make", [llama3_training, deepseek_v3_training])
 def test_a_graph_and_eager_align_operator_by_operator(gt_mesh, make):

@@ -43,6 +43,7 @@ class Spoiling:
         self.into.add(step, rank, phase, name, tensor)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=6, nodes=1)
 def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
     """Every rank sees its consequences at step 4; the origin is the weight of rank 5 at step 3."""

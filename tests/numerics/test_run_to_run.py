@@ -93,6 +93,7 @@ def by_load() -> dict[str, torch.Tensor]:
     return {"busy": torch.tensor(busy)}
 
 
+@pytest.mark.second_tier
 def test_what_repeats_itself_passes_under_every_pressure():
     """Random numbers start from the same states, also in the other process."""
     report = assert_run_to_run(repeatable, what="the sample")
@@ -153,6 +154,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.second_tier
 def test_another_process_has_the_same_random_numbers_and_switches(some_threads, monkeypatch: pytest.MonkeyPatch):
     """Else it would be blamed for what the first run was told. It finds a module that has no place on the path, too."""
     spec = importlib.util.spec_from_file_location("without_a_place_on_the_path", __file__)
@@ -203,6 +205,7 @@ def test_what_another_process_is_set_to_is_what_this_one_has():
                 assert read() == value, f"{name} was set to {value} and is {read()}"
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("blocks", [0, 6000], ids=["as it is", "full of holes"])
 def test_addresses_change_under_their_pressure(blocks):
     """In plain runs few change, or in a heap without holes all; under pressure most do."""
@@ -340,6 +343,7 @@ def test_a_run_that_never_repeats_is_found_without_pressure():
 ONES = "import torch\nmade = torch.ones(2)\n"
 
 
+@pytest.mark.second_tier
 def test_another_process_looks_for_modules_where_this_one_does(tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "of_a_user.py").write_text("import beside_it\n\ndef ones(): return [beside_it.made]\n")
     (tmp_path / "beside_it.py").write_text(ONES)

@@ -12,6 +12,8 @@ from pytest_gtrainer import MixedPrecisionPolicy, TrainConfig
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
+pytestmark = pytest.mark.second_tier
+
 DIM, VOCABULARY = 7, 11
 
 

@@ -30,6 +30,7 @@ def short(precision):
     )
 
 
+@pytest.mark.second_tier
 @on_ranks("fp32")
 def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, precision):
     """Routed experts and the rest of a layer in two buckets (B3)."""
@@ -42,12 +43,14 @@ def test_a_small_graph_equals_eager_fsdp2(gt_mesh, check_parity):
     check_parity(deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_odd_small", steps=2))
 
 
+@pytest.mark.second_tier
 @on_ranks("bf16_fp32")
 def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity, precision):
     """W4."""
     check_parity(deepseek_v3_training(gt_mesh, precision, "debug_odd"))
 
 
+@pytest.mark.second_tier
 @on_ranks("bf16_fp32", experts=True)
 def test_graph_equals_eager_fsdp2_with_expert_parallelism(gt_mesh, check_parity, precision):
     """All-to-all with data-dependent splits; routed experts on a mesh of their own, never merged with the rest."""
@@ -68,6 +71,7 @@ def test_the_graph_is_pinned_with_expert_parallelism(gt_mesh, pin, precision):
     pin(GraphRun(deepseek_v3_training(gt_mesh, precision)).traced)
 
 
+@pytest.mark.second_tier
 @pytest.mark.long
 @world("ranks", 8, experts=True)
 def test_graph_equals_eager_fsdp2_with_expert_parallelism_and_odd_shards(gt_mesh, check_parity):
@@ -75,6 +79,7 @@ def test_graph_equals_eager_fsdp2_with_expert_parallelism_and_odd_shards(gt_mesh
     check_parity(deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_odd"))
 
 
+@pytest.mark.second_tier
 @world("ranks", 8, experts=True)
 def test_a_payload_in_execution_order_differs_and_the_layout_says_where(gt_mesh, check_parity_and_twin):
     """W4, L5: in the managed order it equals eager FSDP2."""

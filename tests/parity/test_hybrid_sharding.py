@@ -15,6 +15,7 @@ def collectives(run, target):
     return len(run.traced.gm.graph.find_nodes(op="call_function", target=target))
 
 
+@pytest.mark.second_tier
 @two_by_two
 def test_graph_equals_eager_hsdp(gt_mesh, check_parity):
     """D16: reduce-scatters and all-reduces are both packed; where each parameter sits is compared, too."""
@@ -22,6 +23,7 @@ def test_graph_equals_eager_hsdp(gt_mesh, check_parity):
     assert collectives(graph, ALL_REDUCE) == collectives(graph, REDUCE_SCATTER) == 4
 
 
+@pytest.mark.second_tier
 @two_by_two
 def test_as_dtensor_reduces_it_differs(gt_mesh):
     """D16: the whole gradient between replicas first, then scattered. The known difference, and the twin.

@@ -14,6 +14,7 @@ from pytest_gtrainer.references.graph import GraphRun
 on_eight_ranks = pytest.mark.gt_world("ranks", size=8, mesh={"fsdp": 8})
 
 
+@pytest.mark.second_tier
 @on_eight_ranks
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, pin, precision):
@@ -41,6 +42,7 @@ def test_a_fake_world_traces_the_graph_that_ranks_have_pinned(gt_mesh, gt_world,
             assert (found is None) == (golden == precision), found
 
 
+@pytest.mark.second_tier
 @on_eight_ranks
 @pytest.mark.long
 def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity):
@@ -48,6 +50,7 @@ def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "bf16_fp32", "debug_odd"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
 def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
     """The head runs inside the loss, and one bucket still holds norm and head (B2, C4)."""
@@ -55,6 +58,7 @@ def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "fp32", "debug_odd", step=chunked_ce_step(4), bucket_plan=plan))
 
 
+@pytest.mark.second_tier
 @on_eight_ranks
 def test_a_payload_in_execution_order_differs_and_the_layout_says_where(gt_mesh, check_parity_and_twin):
     """Where gloo's bits depend on the order of the payload, and only some ranks pad (D2, D14, W4, L5)."""

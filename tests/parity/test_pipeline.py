@@ -45,6 +45,7 @@ def test_the_schedule_of_a_stage_of_a_published_size_names_the_dimensions(gt_mes
 on_four_ranks = pytest.mark.gt_world("ranks", size=4, mesh={"pp": 2, "dp": 2})
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 @pytest.mark.parametrize(
     ("schedule", "precision"),
@@ -59,6 +60,7 @@ def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
         assert_bitwise_different(train_pipeline_graph(config, reduce_each=True), expected)
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 def test_a_zero_bubble_in_graphs_equals_eager_stages_without(gt_mesh):
     """dI and dW apart. Torch's own loses gradients beside ``fully_shard`` (2.13, on CPU): 1F1B is the measure."""
@@ -67,6 +69,7 @@ def test_a_zero_bubble_in_graphs_equals_eager_stages_without(gt_mesh):
     assert_bitwise_equal(train_pipeline_graph(zero_bubble), expected)
 
 
+@pytest.mark.second_tier("Inter", "ZBVZeroBubble")
 @pytest.mark.gt_world("ranks", size=2, mesh={"pp": 2, "dp": 1})
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_a_zero_bubble_in_graphs_equals_torchs_own(gt_mesh, schedule):
@@ -75,6 +78,7 @@ def test_a_zero_bubble_in_graphs_equals_torchs_own(gt_mesh, schedule):
     assert_bitwise_equal(train_pipeline_graph(config), train_pipeline_eager(config))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"pp": 2, "dp": 2, "tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_graphs_of_stages_equal_eager_ones_beside_tensor_parallelism(gt_mesh, sequence):
@@ -83,6 +87,7 @@ def test_graphs_of_stages_equal_eager_ones_beside_tensor_parallelism(gt_mesh, se
     assert_bitwise_equal(train_pipeline_graph(config), train_pipeline_eager(config))
 
 
+@pytest.mark.second_tier
 def test_torchs_schedules_run_on_simulated_nodes():
     """Eager stages on threads: two schedules add alike; with ranks on four nodes in the place of two sums differ."""
 

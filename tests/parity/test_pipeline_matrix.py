@@ -50,6 +50,7 @@ def test_the_diagonal_stands_for_cells():
     assert set(DIAGONAL) <= {str(cell) for cell in PIPELINES.cells}
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("cell", _cells())
 def test_pipeline(cell: Cell, request: pytest.FixtureRequest):
     """Losses, gradients, weights, optimiser state and what experts have counted."""

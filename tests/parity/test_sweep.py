@@ -19,6 +19,8 @@ from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.simulated import SimulatedGraphRun
 from pytest_gtrainer.worlds.spec import World
 
+pytestmark = pytest.mark.second_tier
+
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 CHUNKS = {"llama3": ChunkConfig("layers.*"), "deepseek_v3": ChunkConfig("layers.*.moe", "sequence")}
 FLAVORS = {"sdpa": "debug", "flex": "debug_flex"}

@@ -43,6 +43,7 @@ BOTH = [pytest.param(True, id="sequence"), pytest.param(False, id="tensor", mark
 """Of what is dear: sequence parallelism has all collectives of tensor parallelism, and more."""
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 @pytest.mark.parametrize("precision", ["fp32", "bf16_fp32"])
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
@@ -52,16 +53,19 @@ def test_graph_equals_eager_under_tensor_parallelism(gt_mesh, check_parity, prec
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"replicate": 2, "dp": 2, "tp": 2})
 def test_graph_equals_eager_under_hybrid_sharding_and_tensor_parallelism(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), steps=2))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
 def test_graph_equals_eager_under_expert_and_tensor_parallelism(gt_mesh, check_parity):
     check_parity(deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_small", parallel=Parallelism({}), steps=2))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "cp": 2})
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_graph_equals_eager_under_context_parallelism(gt_mesh, check_parity, method):
@@ -69,11 +73,13 @@ def test_graph_equals_eager_under_context_parallelism(gt_mesh, check_parity, met
     check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism(context=method), steps=2))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"dp": 2, "cp": 2, "tp": 2})
 def test_graph_equals_eager_under_context_and_tensor_parallelism(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "fp32", parallel=Parallelism({}, "ulysses"), steps=2))
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, check_parity):
     """The backward of the sharded cross entropy runs inside ``loss_parallel``, on both sides."""
@@ -81,6 +87,7 @@ def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, c
     check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=parallel, context=loss_parallel, max_norm=0.5, steps=2))
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_control, sequence):
@@ -93,6 +100,7 @@ def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_con
     assert sum("backward" not in str(node.target) for node in attentions) == 4, "two layers, each of them twice"
 
 
+@pytest.mark.second_tier
 @on_four_ranks
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_parity_and_control, sequence):
@@ -109,6 +117,7 @@ def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_p
     assert "lm_head.weight" not in graph.traced.trainable_fqns, "one parameter, with one gradient"
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
@@ -122,6 +131,7 @@ def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
     assert w1.to_local().shape == (2, 24, 64), "of 8 experts, 48 wide"
 
 
+@pytest.mark.second_tier("tensor")
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_them(gt_mesh, sequence):
@@ -185,6 +195,7 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
 # --- on two nodes, where the order of a sum shows
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
@@ -220,6 +231,7 @@ def test_ranks_that_share_a_model_have_one_batch(gt_world):
 # --- what parity cannot see: both sides compute the same wrong thing
 
 
+@pytest.mark.second_tier("train_graph")
 @pytest.mark.parametrize(
     "train",
     [

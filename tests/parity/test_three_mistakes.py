@@ -15,6 +15,8 @@ from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.model import ModelState, local
 
+pytestmark = pytest.mark.second_tier
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 

@@ -216,6 +216,7 @@ def collective_sequence(gm):
     ]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("reorder", [True, False])
 def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of, plan, reorder):
     """D14: the last rank pads (10 rows over 4 ranks), the first does not; both issue the same, in the same order."""
@@ -226,6 +227,7 @@ def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of
     assert collective_sequence(first) == collective_sequence(last)
 
 
+@pytest.mark.second_tier
 def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
     """B2 on our own trace: the head runs inside the loss, so without "loss" in the plan it is in no bucket."""
     from fixtures.models.chunked_loss import chunked_ce_step
@@ -286,6 +288,7 @@ def test_reduce_scatters_that_are_added_are_told_one_by_one(gt_mesh, make_net):
     assert len(found(traced.gm, REDUCE_SCATTER)) == len(scatters)
 
 
+@pytest.mark.second_tier
 def test_a_bucket_of_two_modules_is_packed_in_the_order_that_the_plan_lists_them(gt_mesh):
     """D2: as ``fully_shard([lm_head, norm])`` packs it, whatever the registration and the execution; FSDP2 is asked."""
     from fixtures.training import llama3_training

@@ -91,6 +91,7 @@ def registered(model):
     return lambda member: place[member.parameter]
 
 
+@pytest.mark.second_tier("deepseek_v3")
 def test_a_graph_that_torch_packed_has_its_whole_layout_and_is_eagers_by_name(traced_and_eager):
     """P1, D4, D17: two collectives a bucket, each parameter and each gradient at eager's byte."""
     gm, model, plan, eager = traced_and_eager
@@ -115,6 +116,7 @@ def test_a_bucket_packed_in_the_order_of_execution_is_told(traced_and_eager):
     assert " sits at byte " in str(told.value)
 
 
+@pytest.mark.second_tier("deepseek_v3")
 def test_a_text_of_it_comes_back_with_its_layout(traced_and_eager):
     gm, model, plan, eager = traced_and_eager
     text = graphtext.render(bucketed(gm, model, plan, registered(model)), names=model)

@@ -81,6 +81,7 @@ def held(gm: fx.GraphModule, kind: str) -> set:
     return {tuple((slot.parameter, slot.offset, slot.nbytes) for slot in payload.slots) for payload in payloads}
 
 
+@pytest.mark.second_tier("deepseek_v3")
 @pytest.mark.parametrize("mode", ["default", "custom_ops", "custom_ops_multidtype", "coalesced"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):
@@ -93,6 +94,7 @@ def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):
     assert sum(": at(" in line for line in lines) == sum(len(bucket) for kind in expected.values() for bucket in kind)
 
 
+@pytest.mark.second_tier("deepseek_v3")
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, model):
     """Manual overlap bucketing packs in execution order: the sets are eager's, the places are not (D2)."""

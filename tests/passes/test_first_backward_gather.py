@@ -86,6 +86,7 @@ def eager_calls(config, keep_unsharded):
     return recorder.calls
 
 
+@pytest.mark.second_tier("every")
 @pytest.mark.parametrize("case", list(KEPT))
 def test_it_is_launched_where_eager_fsdp2_launches_it(gt_mesh, case):
     """E8: the same payload, before any product of the backward, those of the head first of all."""
@@ -103,6 +104,7 @@ def test_it_is_launched_where_eager_fsdp2_launches_it(gt_mesh, case):
     assert next(node for node in unordered.graph.nodes if is_judged(node)).target is aten.mm.default
 
 
+@pytest.mark.second_tier
 def test_a_layer_of_experts_hides_its_first_all_gather(gt_mesh):
     """E8: under the default cost model 4.8 µs of it were exposed."""
     gm = rewritten(deepseek_v3_training(gt_mesh, "bf16_fp32"), ["norm", "lm_head"])
@@ -125,6 +127,7 @@ def test_it_stays_behind_the_backward_of_the_loss(gt_mesh):
 uneven_joint_of = test_bucketing.uneven_joint_of
 
 
+@pytest.mark.second_tier
 def test_ranks_that_pad_launch_it_at_the_same_place(uneven_joint_of, plan):
     """D14: only the last rank's chains have pads, so no node of a chain may mark the place."""
     orders = []

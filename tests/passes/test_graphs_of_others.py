@@ -63,6 +63,7 @@ def bucketed_by_torch(gm):
         return manual_overlap_bucketing(gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack)
 
 
+@pytest.mark.second_tier("False")
 @pytest.mark.parametrize("reorder", [True, False])
 def test_a_graph_that_is_scheduled_already_is_bucketed_as_any(joint, plan, reorder):
     """E1, E2, E6: waits in another order than launches; each bucket is one collective again."""

@@ -287,6 +287,7 @@ def test_a_test_kills_the_mutant(request, joint, words, monkeypatch):
         run_test(request, MUTANTS[words].killed_by)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 @pytest.mark.parametrize("name", sorted({MUTANTS[words].killed_by for words in TESTS}))
 def test_without_a_mutant_the_killer_passes(request, name):

@@ -36,6 +36,7 @@ def twice_step(model, tokens):
     return model(tokens).float().logsumexp(-1).mean() + model(tokens.flip(0)).float().square().mean()
 
 
+@pytest.mark.second_tier("gathered once")
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize(
     ("reuse_gathers", "steps"),

@@ -64,6 +64,7 @@ def complex_numbers(x):
 FUNCTIONS = [views, writes, several_results, unused, batched, strided, complex_numbers]
 
 
+@pytest.mark.second_tier("batched", "complex_numbers", "unused")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_the_curve_is_that_of_the_storages(function):
     x = torch.randn(16, 16)

@@ -13,6 +13,7 @@ from tests.passes.alive import differing, run, sizes_of
 TRAINING = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("model", TRAINING)
 @pytest.mark.gt_world("ranks", size=2)
 def test_the_curve_is_that_of_the_storages(gt_world, gt_mesh, model):

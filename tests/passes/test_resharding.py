@@ -70,6 +70,7 @@ def test_recomputed_nodes_are_the_backwards_with_metadata_of_their_own(joint):
     assert swapped == [], "places in the forward of recomputed neighbours in another order"
 
 
+@pytest.mark.second_tier
 @fake
 def test_modules_whose_names_begin_alike_are_resharded(gt_mesh, make_net):
     """``keep_unsharded`` is of whole names: ``layers.1`` keeps no ``layers.10``, ``norm`` no ``norm_out``."""
@@ -123,6 +124,7 @@ def runs(nodes):
     return found
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_resharding_changes_no_bit(gt_mesh):
     """E5, M2: and the graph equals eager FSDP2, which reshards."""

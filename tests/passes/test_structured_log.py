@@ -63,6 +63,7 @@ def artefacts(path):
     return found
 
 
+@pytest.mark.second_tier
 def test_each_pass_that_changes_a_graph_leaves_it_before_and_after(log):
     found = {name: content for name, content in artefacts(log).items() if name.startswith("gt_passes_0")}
     stem = "gt_passes_0_01_canonicalize_graph_pass"
@@ -74,6 +75,7 @@ def test_each_pass_that_changes_a_graph_leaves_it_before_and_after(log):
     assert "aten.neg" in after
 
 
+@pytest.mark.second_tier
 def test_the_overview_tells_every_pass(log):
     kind, content = artefacts(log)["gt_passes_0_overview"]
     passes = json.loads(content)
@@ -85,6 +87,7 @@ def test_the_overview_tells_every_pass(log):
     assert all(told["seconds"] >= 0 and told["fingerprint"] for told in passes)
 
 
+@pytest.mark.second_tier
 def test_tlparse_reads_it(log, tmp_path):
     """The tool itself, where ``make`` has installed it; elsewhere the checks above pin its format."""
     tlparse = shutil.which("tlparse", path=f"{BESIDE.parent}{os.pathsep}{os.environ['PATH']}")

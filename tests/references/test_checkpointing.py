@@ -64,6 +64,7 @@ def dropping(mesh, activation_checkpoint: ActivationCheckpointConfig | None) -> 
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_both_sides_recompute_and_no_bit_changes(gt_mesh, gt_world):
     """K1: the graph repeats each layer's forward in the backward."""
@@ -83,6 +84,7 @@ def _attentions(config: TrainConfig) -> int:
     return sum("scaled_dot_product" in str(node.target) and "backward" not in str(node.target) for node in nodes)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_random_numbers_that_are_not_restored(gt_world):
     """K1: then eager draws another mask in the backward, and the graph does too; with the restore eager differs."""
@@ -135,6 +137,7 @@ def test_the_check_of_determinism():
     assert backward_of_a_fickle_layer(ActivationCheckpointConfig(determinism_check="none")) is not None
 
 
+@pytest.mark.second_tier
 def test_debugging(monkeypatch: pytest.MonkeyPatch):
     """K1: the operators of both runs are shown."""
     # torch logs operators with arguments that their format has no place for, and pytest's handlers format them

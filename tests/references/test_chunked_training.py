@@ -36,6 +36,7 @@ def config_of(mesh, batch=8, **changes):
     )
 
 
+@pytest.mark.second_tier
 @TWO_RANKS
 @pytest.mark.parametrize(
     "changes", [{}, {"activation_checkpoint": ActivationCheckpointConfig()}], ids=["", "recomputed"]

@@ -358,6 +358,7 @@ def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
     assert [word for word in dict.fromkeys(told["bwd"]) if word[0].isdigit()] == ["1 eager", "0 eager"]
 
 
+@pytest.mark.second_tier
 def test_its_annotations_survive_tracing():
     """I3."""
     with torch.device("meta"):

@@ -96,6 +96,7 @@ def test_views_of_one_memory_stay_views_of_one_memory(gt_mesh):
     assert shared(traces.once(gt_mesh)) == shared(traces())
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4, mesh={"efsdp": 2, "ep": 2})
 def test_experts_with_data_dependent_sizes_are_handed_over(gt_mesh):
     """Two meshes, groups of two ranks each, symbols of the trace."""

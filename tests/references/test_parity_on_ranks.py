@@ -98,12 +98,14 @@ def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
     )
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_where_no_order_shows_that_can_be_reported(training, gt_world):
     """The control repeats the step: same weights, buffers and dropout, or it would see a difference."""
     assert assert_parity(training(8), gt_world, invisible="report").control.outcome == "equal"
 
 
+@pytest.mark.second_tier("fully_shard")
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("changes", [{}, {"replicate": True}], ids=["fully_shard", "ddp"])
 def test_two_ranks_show_no_order(training, gt_world, changes):
@@ -150,6 +152,7 @@ def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
         assert_parity(training(batch=batch), gt_world)
 
 
+@pytest.mark.second_tier
 @FOUR
 @pytest.mark.parametrize(
     ("shapes", "words"),
@@ -164,6 +167,7 @@ def test_what_else_hides_an_order(training, gt_world, shapes, words):
         assert_parity(training(model=lambda: Sums(*shapes), bucket_plan=[["values", ""]]), gt_world)
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training, gt_world):
     """L5, W4: what the control stands for. Elements of rank 0 are all added in one order, whatever theirs is."""
@@ -176,6 +180,7 @@ def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training,
         assert_parity(training(8), gt_world, payload_order="execution")
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_world):
     """The others know of it, and make no control, which would wait for the one that has failed."""
@@ -212,6 +217,7 @@ def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_wo
     assert_bitwise_equal(train_graph(config), eager)
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_a_pipeline_of_ones_own(training, gt_world):
     """Without buckets its layout is none of FSDP2's; the default one in its place passes, control included."""
@@ -245,6 +251,7 @@ def seen_by_all(parity):
 BF16 = MixedPrecisionPolicy(torch.bfloat16)
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_told(training, gt_world):
     """A12: on both sides; the twin reduces in fp32."""
@@ -271,6 +278,7 @@ class Residual(Block):
         return x + super().forward(x.bfloat16()).float()
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
     """A12: FSDP2 would by default (``cast_forward_inputs``), a graph has no such place; the twin does it by hand."""
@@ -296,6 +304,7 @@ class ReadBefore(Block):
         return self.second(self.first(x).sin()) * scale.mean()
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_a_parameter_read_under_no_grad_has_its_gradient(training, gt_world):
     """A10: as a plain parameter, and as FSDP2's; it had none."""
@@ -309,6 +318,7 @@ def test_a_parameter_read_under_no_grad_has_its_gradient(training, gt_world):
     assert "layers.0.scale" in {key.name for key in parity.graph if key.phase == "gradient"}
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 def test_ddp_against_buckets_of_its_own_making(training, gt_world):
     """D10: a ring adds an element in an order that depends on its place in the bucket; a third is rounded first."""
@@ -352,6 +362,7 @@ def dropping():
     return nn.Sequential(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)), nn.Linear(8, 4))
 
 
+@pytest.mark.second_tier("reduced in bf16")
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 @pytest.mark.parametrize(
     ("changes", "phases"),

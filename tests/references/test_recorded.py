@@ -23,6 +23,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer.references.graph import GraphRun
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_gradients_before_and_after_clipping_are_equal_on_both_sides(gt_mesh, gt_world):
     config = llama3_training(gt_mesh, "fp32", steps=2, max_norm=0.1)
@@ -40,6 +41,7 @@ def _weights(record: Record) -> dict[str, torch.Tensor]:
     return {f"{key.step} {key.name}": value for key, value in record.select(phase="weight").items()}
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
     """The control draws one number in the batch of step 0: the states differ from step 1 on, and nothing else."""
@@ -58,6 +60,7 @@ def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
     assert [(one.key.step, one.key.phase, one.key.name) for one in verdict.differences] == [(1, "rng", "torch.cpu")]
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 def test_a_simulated_graph_clips_as_eager_does(gt_world):
     """The norm is a sum over ranks in the order of the net; the twin clips to half of it."""
@@ -167,6 +170,7 @@ def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
     assert verdict.first.key[:3] == (0, 0, "gradient")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys):
     """Graph and eager print the same digests; the twin, another seed of the weights, prints others."""
@@ -189,6 +193,7 @@ def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys)
     assert not set(told[0].values()) & set(told[2].values())
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_without_the_variable_nothing_is_printed(gt_world, monkeypatch, capsys):
     monkeypatch.delenv("GT_WEIGHT_HASH", raising=False)

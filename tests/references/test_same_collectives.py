@@ -14,6 +14,7 @@ from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4)
 def test_ranks_that_pad_differently_agree_and_a_swapped_launch_is_named(gt_mesh):
     """D14: uneven shards agree; then rank 2 sums where the others average, and every rank says so."""

@@ -52,6 +52,7 @@ def tests(runs):
     return {told["name"].partition("::")[2]: told for told in (json.loads(unpacked(part)) for part in parts)}
 
 
+@pytest.mark.second_tier
 def test_the_terminal_counts_what_changed_and_a_run_that_did_not_change_says_so(runs):
     told = "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 fixed, 1 new"
     told += ", 1 not in this run"
@@ -61,6 +62,7 @@ def test_the_terminal_counts_what_changed_and_a_run_that_did_not_change_says_so(
     assert "gtrainer: against one.html: 1 failing as then\n" in runs[2]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ["test_graph", "test_graph_on_ranks"])
 def test_a_golden_that_differs_is_told_in_words_and_shown_side_by_side(tests, runs, name):
     told = tests[name]
@@ -79,6 +81,7 @@ def test_a_golden_that_differs_is_told_in_words_and_shown_side_by_side(tests, ru
     assert line in page.replace("&#34;", '"')  # on the front page, without opening anything
 
 
+@pytest.mark.second_tier
 def test_the_pass_that_makes_another_graph_is_named_and_not_those_behind_it(tests, runs):
     told = tests["test_pass"]["earlier"]
     assert [name for name, *_ in told["graphs"]] == ["pass swap"]
@@ -89,6 +92,7 @@ def test_the_pass_that_makes_another_graph_is_named_and_not_those_behind_it(test
     assert told["lines"][1] == "payloads gone: norm, lm_head; new payloads: norm+lm_head"
 
 
+@pytest.mark.second_tier
 def test_a_test_that_passes_both_times_and_trains_otherwise_is_told(tests):
     assert tests["test_numbers"]["earlier"]["lines"] == [
         "graph against eager: other numbers than then, first at step 1, rank 0, weight"
@@ -98,6 +102,7 @@ def test_a_test_that_passes_both_times_and_trains_otherwise_is_told(tests):
     assert tests["test_new"]["earlier"]["lines"] == ["new: it is not in the earlier report"]
 
 
+@pytest.mark.second_tier
 def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(runs):
     told = (runs[0] / "out" / "two.md").read_text()
     assert told.startswith("## pytest-gtrainer: ")
@@ -114,6 +119,7 @@ def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(r
     assert told.count("```") % 2 == 0
 
 
+@pytest.mark.second_tier("<script")
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -53,6 +53,7 @@ def details(page, name):
     return json.loads(unpacked(re.search(rf'<script type="text/plain" id="d{place}">([^<]*)<', page)[1]))
 
 
+@pytest.mark.second_tier
 def test_failures_come_first_and_the_terminal_says_where_the_page_is(run, page):
     assert names(page) == ["test_that_differs", "test_pipeline", "test_equal_on_ranks", "test_silent"]
     assert "gtrainer: report in out/page.html" in run[1]

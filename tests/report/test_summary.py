@@ -1,5 +1,7 @@
 """The lines at the end of a run."""
 
+import pytest
+
 from pytest_gtrainer.report.terminal import summary_lines
 
 
@@ -19,6 +21,7 @@ def test_each_topic_is_one_line_and_what_did_not_happen_is_none():
     assert summary_lines([]) == []
 
 
+@pytest.mark.second_tier
 def test_the_summary_counts_over_xdist_workers(pytester):
     pytester.makepyfile(
         """

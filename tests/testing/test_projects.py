@@ -4,6 +4,8 @@ import pytest
 
 from pytest_gtrainer.testing import run_project
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import pytest, torch
 from pytest_gtrainer import Record, assert_bitwise_equal

@@ -17,6 +17,7 @@ def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn
     assert scaled.redistribute(placements=[Replicate()]).to_local().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
 
 
+@pytest.mark.second_tier
 def test_fifty_tests_on_shuffled_meshes(suite):
     """On one team; a test that fails leaves its model in a traceback, and the next one is not disturbed."""
     suite.take("ranks_meshes")

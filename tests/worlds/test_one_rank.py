@@ -9,6 +9,8 @@ import sys
 import pexpect
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = '''
 import os
 import pytest

@@ -22,6 +22,8 @@ import pytest
 
 from tests.worlds.conftest import SUITES
 
+pytestmark = pytest.mark.second_tier
+
 STRICT = "[XPASS(strict)]"
 
 

@@ -14,6 +14,8 @@ from pytest_gtrainer.ranks.inside import session
 from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 
+pytestmark = pytest.mark.second_tier
+
 
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("turn", range(3))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 # Installed by `make env` where only these tests see them: they would shuffle and time out everything else, too.
 BESIDE = Path(sys.prefix) / "beside"
 

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 
 @pytest.fixture(scope="module")
 def run(module_suite):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 BESIDE = Path(sys.prefix) / "beside"  # where `make env` installs pytest-timeout
 LIMIT = 300  # of waiting for a prompt on a busy machine
 

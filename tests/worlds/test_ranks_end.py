@@ -9,6 +9,8 @@ import pytest
 
 from tests.worlds.conftest import Run, Suite
 
+pytestmark = pytest.mark.second_tier
+
 # A world of each size ends in its own way, on its last rank; the parent's part of the file is that of any project.
 ENDS = """
 import os, signal, threading, time

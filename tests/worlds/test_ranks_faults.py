@@ -204,6 +204,7 @@ def test_fault(run, name):
     check_report(run, name, *TABLE[name])
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", MORE)
 def test_more_faults(run_of_more, name):
     """T1, T2, T3, T4, T5, T7."""
@@ -216,12 +217,14 @@ def test_nothing_is_left_after_a_fault(run, name):
     check_nothing_is_left(run, name)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", MORE)
 def test_nothing_is_left_after_more_faults(run_of_more, name):
     """T5."""
     check_nothing_is_left(run_of_more, name)
 
 
+@pytest.mark.second_tier
 def test_nothing_is_left_over_by_more_faults(run_of_more):
     """T5."""
     assert set(run_of_more.reports) == {"test_raises_while_others_wait", *MORE}

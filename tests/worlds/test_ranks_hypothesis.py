@@ -6,6 +6,8 @@ import pytest
 
 from tests.worlds.conftest import Suite
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import pytest
 import torch.distributed as dist

@@ -9,6 +9,8 @@ import pytest
 
 from pytest_gtrainer.ranks.team import SERVER_END_LIMIT
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import subprocess
 import time

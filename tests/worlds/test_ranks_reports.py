@@ -9,6 +9,8 @@ import pytest
 
 from tests.worlds.conftest import Run, Suite
 
+pytestmark = pytest.mark.second_tier
+
 KINDS = ("outcome", "text", "output", "errors", "log", "xfailed", "properties", "keywords", "location")
 
 

@@ -100,6 +100,7 @@ def warm(tmp_path_factory):
     return suite.run("--show-capture=no", "-k", "attribute or instance or key or wraps or outside or another_kind")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("name", "table"),
     [
@@ -117,6 +118,7 @@ def test_wherever_the_group_is_kept_and_named(warm, name, table):
     assert table in re.split("[:,] ?| in ", next(line for line in said.splitlines() if "It is still in" in line))
 
 
+@pytest.mark.second_tier
 def test_a_group_of_parameters_is_no_process_group(warm):
     """The twin."""
     said = warm.text("test_names_another_kind_of_group")
@@ -173,6 +175,7 @@ def test_fails_once():
 """
 
 
+@pytest.mark.second_tier
 def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
     suite.write("test_it.py", FAILS_ONCE)
     said = suite.run("--gt-fresh-ranks=on-failure").text("test_fails_once")
@@ -181,6 +184,7 @@ def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
     assert "passes on fresh ranks" not in said
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini", "is_rerun"),
     [((), "", False), ((), "gt_fresh_ranks = on-failure", True), (("--gt-fresh-ranks=on-failure",), "", True)],
@@ -193,6 +197,7 @@ def test_a_failure_is_tried_again_only_on_request(suite, options, ini, is_rerun)
     assert run.status == 1
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini", "says"),
     [

@@ -27,6 +27,7 @@ def test_warns(): warnings.warn("mine", UserWarning)
 """
 
 
+@pytest.mark.second_tier("before", "in the ini")
 @pytest.mark.parametrize(
     ("options", "ini"),
     [
@@ -55,6 +56,7 @@ if os.environ.get("RANK") == {rank!r}:
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_conftest_that_hangs_on_a_rank_is_named_with_its_line(suite, rank):
     """At the limit of the test, and not before ranks had 20 s to start."""
@@ -94,6 +96,7 @@ def test_hangs(talkative):
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("capture", ["fd", "sys", "tee-sys"])
 def test_a_rank_that_runs_into_the_limit_keeps_what_it_has_written(suite, capture):
     """Output and log, of the phase that hangs and of those before it, and of no other test."""
@@ -118,6 +121,7 @@ def test_it():
 """
 
 
+@pytest.mark.second_tier("by the ini", "beside", "not at all")
 @pytest.mark.parametrize("how", ["not at all", "by the option", "by the ini file", "beside another"])
 def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
     suite.write("slow_library.py", "import os\nPID = os.getpid()\n")
@@ -129,6 +133,7 @@ def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
     assert run.outcome("test_it") == "passed", run.output
 
 
+@pytest.mark.second_tier("exits", "is missing", "starts a thread", "ends", "crashes")
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -158,6 +163,7 @@ def test_a_module_that_cannot_be_shared_is_named(suite, source, says):
     assert "1 failed" in run.output.splitlines()[-1], "the run itself has ended well"
 
 
+@pytest.mark.second_tier
 def test_a_module_whose_import_does_not_end_is_named(tmp_path, monkeypatch):
     (tmp_path / "never_ends.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 # test: outcome, what its report says
 TABLE = {
     "test_waits_alone": ("failed", "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import pytest
 from late import dist, torch

@@ -11,6 +11,8 @@ import pytest
 
 from tests.worlds.conftest import Suite
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import os, signal, subprocess, time
 import pytest, torch

@@ -55,6 +55,7 @@ def test_own_handler_sees_the_trace():
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("option", [[], ["--gt-trace-log"]], ids=["", "flag"])
 def test_no_test_captures_the_structured_trace_unless_asked(pytester, option):
     """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole trace to them.

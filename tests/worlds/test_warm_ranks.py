@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.pool import PRELOAD
 from pytest_gtrainer.ranks.team import ForkServer
@@ -50,10 +52,12 @@ def resets_after(compile):
     return done.stdout.strip()
 
 
+@pytest.mark.second_tier
 def test_a_rank_that_compiled_nothing_resets_nothing():
     """``torch.compiler.reset`` of 2.13 imports Inductor where there is a GPU: a second in each rank."""
     assert resets_after("") == ""
 
 
+@pytest.mark.second_tier
 def test_a_rank_forgets_what_it_compiled():
     assert resets_after('torch.compile(torch.neg, backend="eager")(torch.ones(2))') == "reset"

@@ -251,6 +251,7 @@ def test_no_full_extent_is_left_in_a_body():
         assert not full & sizes_in([node.meta.get("val"), node.args, node.kwargs]), node
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
     """G17: counts, split sizes and saved activations of data-dependent extents, none of which could be joined."""
@@ -310,6 +311,7 @@ def calls_of_chunking(layers):
     return calls
 
 
+@pytest.mark.second_tier
 def test_the_work_grows_with_the_nodes():
     """G19: each further block costs as many calls as those before it; ``benchmarks.chunking`` takes the time."""
     calls_of_chunking(4)  # what is only done once

@@ -63,6 +63,7 @@ def test_the_golden_pair(gt_mesh, gt_golden, precision):
     gt_golden.check(off.gm, "off")
 
 
+@pytest.mark.second_tier("6")
 @pytest.mark.gt_world("fake", size=2)
 @pytest.mark.parametrize(("num_chunks", "precision"), [(2, "fp32"), (6, "bf16")])
 def test_the_number_of_reductions_does_not_grow(gt_mesh, num_chunks, precision):
@@ -94,6 +95,7 @@ def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
     assert len(reductions(off)) == 4
 
 
+@pytest.mark.second_tier("fp32")
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_off_is_bitwise_and_on_is_not(gt_world, gt_mesh, precision):

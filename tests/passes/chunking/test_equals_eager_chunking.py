@@ -75,6 +75,21 @@ def flex_attention_trains():
         yield
 
 
+@pytest.mark.second_tier(
+    "block",
+    "moe-batch-before a residual-8",
+    "moe-batch-beside a residual-3",
+    "moe-batch-chunked loss-2",
+    "moe-batch-grouped-8",
+    "moe-batch-loop",
+    "moe-sequence-before a residual",
+    "moe-sequence-beside a residual-4",
+    "moe-sequence-chunked loss-3",
+    "moe-sequence-grouped-8",
+    "moe-sequence-loop",
+    "moe-batch-beside a residual-2",
+    "moe-sequence-chunked loss-4",
+)
 @pytest.mark.parametrize(("given", "root", "chunk_dim", "chunks", "dtype", "producer"), IN_SHORT)
 def test_pairs(given, root, chunk_dim, chunks, dtype, producer):
     """G1, G3, G7, G12, G13, G15, G16, G20: two steps, so that an optimizer's lies between."""
@@ -91,6 +106,7 @@ def test_what_a_chunk_sees_though_no_tensor_of_the_operator_has_the_batch(block)
     check_equals_eager(Case(model=net(block), config=strict("layers.*", num_chunks=4), steps=2))
 
 
+@pytest.mark.second_tier("2-t", "4-by itself", "4-twice")
 @pytest.mark.parametrize("options", [{}, {"thrice": True}, {"by_itself": True}], ids=["twice", "thrice", "by itself"])
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_the_gradient_of_a_sum_of_parameters_is_complete_in_each_chunk(options, chunks):

@@ -171,12 +171,14 @@ def test_some_programs():
     assert {*accepted} == {True, False}
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", OPERATORS)
 def test_each_operator(name):
     """Those that mix are refused, by both; all others are accepted."""
     assert check(((name, False),), CONFIG) == (name not in MIXES)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("seed", range(8))
 def test_many_programs(seed):
     accepted = [check(program, CONFIG) for program in programs(seed, number=40)]

@@ -28,6 +28,7 @@ def test_consecutive_chunked_blocks(gt_golden):
     gt_golden.check(by_graph(net(*[chunkable.Dense] * 6)()))
 
 
+@pytest.mark.second_tier("by_eager_code", "by_graph")
 @pytest.mark.parametrize("producer", [by_graph, by_eager_code])
 def test_the_text_tells_all_of_it(producer):
     """I3, G11: reading it gives the annotations back."""

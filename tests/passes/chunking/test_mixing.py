@@ -266,6 +266,25 @@ MIXING = {
 }
 
 
+@pytest.mark.second_tier(
+    "plain attention, folded-by_graph",
+    "pad-by_graph",
+    "einsum-by_graph",
+    "layer norm, folded-by_graph",
+    "fixed order-by_graph",
+    "the first two rows-by_graph",
+    "the batch's size-by_graph",
+    "a scalar of the batch's size-by_graph",
+    "row numbers that are looked up-by_graph",
+    "ones that are accumulated-by_graph",
+    "a triangle-by_graph",
+    "folded, mean-by_graph",
+    "folded behind positions-by_graph",
+    "searched among rows-by_graph",
+    "numbers across rows-by_graph",
+    "gram matrix-by_graph",
+    "attention, folded-by_graph",
+)
 @SIDES
 @pytest.mark.parametrize(("then", "extra", "message"), MIXING.values(), ids=MIXING)
 def test_an_operator_that_mixes_rows_is_refused(side, then, extra, message):
@@ -348,6 +367,14 @@ ROW_WISE = {
 }
 
 
+@pytest.mark.second_tier(
+    "einsum-by_graph",
+    "made by itself-by_graph",
+    "folded behind positions-by_graph",
+    "softmax of others-by_graph",
+    "routing by counts-by_graph",
+    "convolution-by_graph",
+)
 @SIDES
 @pytest.mark.parametrize(("then", "extra"), ROW_WISE.values(), ids=ROW_WISE)
 def test_the_same_along_other_dimensions_gives_the_numbers_of_the_whole_model(side, then, extra):
@@ -394,6 +421,7 @@ class FoldedAttention(Attention):
         return super().forward(x[None])[0]
 
 
+@pytest.mark.second_tier("False-by_graph")
 @SIDES
 @pytest.mark.parametrize("plain", [False, True])
 def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):

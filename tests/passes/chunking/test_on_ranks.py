@@ -23,6 +23,8 @@ from pytest_gtrainer.passes.chunking import rewrite
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
+pytestmark = pytest.mark.second_tier
+
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 

@@ -45,6 +45,7 @@ def rewritten(config, mesh, seq):
     return apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 2, "ep": 4})
 def test_a_small_one(gt_mesh, gt_golden):
     """The short form, every operator: a dense layer and three MoE layers."""

@@ -79,6 +79,7 @@ def launches_and_waits(gm, direction):
             yield f"{'launch' if node.target is ALL_TO_ALL else 'wait'} {chunk}"
 
 
+@pytest.mark.second_tier("by_eager_code")
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 @pytest.mark.parametrize("producer", [by_graph, by_eager_code])
 def test_the_order_of_exchanges(graph, producer):
@@ -120,6 +121,7 @@ def case_on(gt_world, **fields):
     return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), arrange=chunk_schedule_pass, **fields)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_no_bit_changes(gt_world, gt_mesh):
     """Three steps, data-dependent splits, both producers; buffers count chunk by chunk as before."""
@@ -143,6 +145,7 @@ def noisy_model_on(mesh):
     return model
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_chunks_that_take_turns_regardless_of_random_numbers(gt_world, gt_mesh, monkeypatch):
     """G15, the twin: other noise, other bits; the honest schedule keeps them."""
@@ -160,6 +163,7 @@ def test_chunks_that_take_turns_regardless_of_random_numbers(gt_world, gt_mesh, 
     assert_bitwise_different(train_chunked_graph(case)[0], expected, what="noise in turns")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_random_numbers_and_writes_keep_their_order(gt_mesh):
     """G15: also where that keeps chunks from taking turns."""

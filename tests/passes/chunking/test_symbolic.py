@@ -33,6 +33,7 @@ def symbolic(model, config, inputs, step=ce_step):
     return trace_step(model, step, inputs, dynamic_dims=config.dynamic_dims(inputs))
 
 
+@pytest.mark.second_tier("attention", "moe", "flex")
 @pytest.mark.parametrize(
     ("block", "config"),
     [
@@ -61,6 +62,7 @@ def test_a_symbolic_trace_is_its_own_twin(block, config):
         assert [str(node.target) for node in gm.graph.nodes] == [str(node.target) for node in static.graph.nodes]
 
 
+@pytest.mark.second_tier
 def test_nested_graphs_have_numbers():
     """H1: the graph of the scores reads a bias that has the batch."""
     config = strict("layers.*")
@@ -95,6 +97,7 @@ def test_concretised_graphs_have_numbers_literals_and_strides():
             assert node.meta["val"].stride() == expected.meta["val"].stride()
 
 
+@pytest.mark.second_tier
 def test_the_extents_are_those_of_the_example_inputs():
     """H2: a graph that was traced at six rows is put at eight, and in chunks of four."""
     model, config = net(chunkable.plain_attention)(), strict("layers.*")
@@ -134,6 +137,7 @@ def test_a_guard_that_the_numbers_make_false():
         chunk_pass(gm, config=strict("layers.*"))
 
 
+@pytest.mark.second_tier("7")
 @pytest.mark.parametrize("least", [2, 7])
 def test_an_assertion_in_the_graph(least):
     """H2: it goes if it is true, and raises with its own message if not."""

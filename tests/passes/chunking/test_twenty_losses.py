@@ -9,6 +9,8 @@ from fixtures.models import chunkable
 from fixtures.models.chunkable import net
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
 
+pytestmark = pytest.mark.second_tier
+
 CASE = Case(model=net(chunkable.Attention, chunkable.grouped_moe), config=strict("layers.*"), steps=20)
 STRATEGIES = {
     "transformer-batch": strict("layers.*"),

@@ -5,6 +5,7 @@ That their bits are eager chunking's is tested in ``test_equals_eager_chunking``
 
 import operator
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ def rewritten(model, config, rewrite=chunked, inputs=None):
     return rewrite(trace_step(model, ce_step, inputs or token_batch(0), chunk=config), config)
 
 
+@pytest.mark.second_tier
 def test_nested_graphs_of_flex_attention():
     """I2, H1: the mask is cut along the batch, and nested graphs are those of a chunk."""
     with flex_attention_backward_on_cpu():

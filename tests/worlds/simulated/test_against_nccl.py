@@ -79,6 +79,7 @@ NETS = [
 ]
 
 
+@pytest.mark.second_tier("contiguous-all_reduce", "cells-reduce_scatter")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 def test_rings_add_as_nccl_does(collective, partition):
@@ -96,6 +97,7 @@ def test_rings_add_as_nccl_does(collective, partition):
     assert {case: elements for case, elements in found.items() if elements} == {}, f"of {len(found)} comparisons"
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("protocol", ["Simple", "LL", "LL128"])
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -107,6 +109,7 @@ def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
     assert not any(found.values()), found
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("protocol", nccl.CHUNK_BYTES)
 def test_a_loop_of_each_protocol_and_a_little_more(protocol):
     """S9: all_reduce.h:23, with NCCL's own lengths of chunks."""

@@ -17,6 +17,8 @@ from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, R
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.spec import make_spec
 
+pytestmark = pytest.mark.second_tier
+
 RANKS = 16
 TWO_NODES = NetModel(nodes=2, channels=4)
 

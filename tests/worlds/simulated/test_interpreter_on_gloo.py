@@ -21,6 +21,8 @@ from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from tests.worlds.simulated.gloo import GlooNet
 from tests.worlds.simulated.graphs import data_movement, different, interpreter_of
 
+pytestmark = pytest.mark.second_tier
+
 
 def of_all_ranks(value):
     """What every rank has, on every rank."""

@@ -338,6 +338,7 @@ def programs(draw):
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
+@pytest.mark.second_tier
 @settings(max_examples=200)
 @given(programs(), st.lists(st.sampled_from(["uniform", "per rank", "pairs"]), min_size=2, max_size=2))
 def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):

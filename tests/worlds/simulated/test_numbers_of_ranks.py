@@ -26,6 +26,7 @@ def graph_of(world, number):
     return SimulatedGraphRun(config, world)
 
 
+@pytest.mark.second_tier("1]")
 @SQUARE
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
@@ -37,6 +38,7 @@ def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
     assert losses == {rank: number(rank) for rank in range(4)}
 
 
+@pytest.mark.second_tier
 @SQUARE
 def test_a_number_along_two_dimensions_is_refused(gt_world):
     """Rank 1, rank 2 and the last rank agree, which no value along one dimension tells apart from rank 0's."""
@@ -44,6 +46,7 @@ def test_a_number_along_two_dimensions_is_refused(gt_world):
         graph_of(gt_world, lambda rank: 1.0 if rank == 0 else 2.0)
 
 
+@pytest.mark.second_tier
 @LINE
 def test_a_rank_in_the_middle_that_computes_otherwise_is_refused(gt_world):
     """It subtracts its number where the others add theirs; the first and the last rank differ in numbers alone."""

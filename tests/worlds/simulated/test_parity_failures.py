@@ -48,6 +48,7 @@ def twice_as_much_when_traced(model, tokens, labels):
     return loss if get_proxy_mode() is None else loss * 2
 
 
+@pytest.mark.second_tier
 @EIGHT
 def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
     """L4: the layouts are equal here, so each side has the element at the same place, and adds it in the same order."""
@@ -99,6 +100,7 @@ summed in the order of ranks 3 2 1 4 7 6 5 0
       byte 3072: layers.0.attention.wv.weight, 1024 bytes"""
 
 
+@pytest.mark.second_tier
 @EIGHT
 def test_execution_order_is_told_by_layout_and_bits(gt_world):
     """S1: the bug of pull request 3590. Bucket and parameters, step and element, both layouts, both orders of ranks."""
@@ -115,6 +117,7 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
     assert LAYOUTS_AROUND_WQ in Path("docs/simulated-world.md").read_text()
 
 
+@pytest.mark.second_tier
 @EIGHT
 def test_execution_order_of_routed_experts(gt_world):
     """S1: the same bug in the other model."""
@@ -136,6 +139,7 @@ INVISIBLE = [
 ]
 
 
+@pytest.mark.second_tier
 @EIGHT
 @pytest.mark.parametrize("net", INVISIBLE)
 def test_the_bug_is_invisible(gt_world, net):

@@ -22,6 +22,8 @@ from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
 from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
 
+pytestmark = pytest.mark.second_tier
+
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=2)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
 TWO_NODES = pytest.mark.gt_world("simulated", size=16, nodes=2)

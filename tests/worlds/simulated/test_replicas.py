@@ -28,6 +28,7 @@ OVER_NODES = pytest.mark.gt_world("simulated", size=8, nodes=4, mesh=MESH)
 INSIDE_NODES = pytest.mark.gt_world("simulated", size=8, nodes=2, mesh=MESH)
 
 
+@pytest.mark.second_tier
 @OVER_NODES
 def test_hybrid_sharding_equals_fully_shard(gt_world):
     """D16, S2: shard groups over two nodes, replicas on two others; both reductions in the order of the net."""
@@ -37,6 +38,7 @@ def test_hybrid_sharding_equals_fully_shard(gt_world):
     assert [payload.ranks for payload in parity.layout.of("all_reduce")] == [(0, 4)] * 4
 
 
+@pytest.mark.second_tier
 @INSIDE_NODES
 def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
     """S1: their ring is one cycle, and the sum of two replicas is the same either way; a sweep reports it as such."""
@@ -44,6 +46,7 @@ def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
     assert parity.control.outcome == "equal"
 
 
+@pytest.mark.second_tier
 @INSIDE_NODES
 def test_hybrid_sharding_as_dtensor_reduces_it_differs(gt_world):
     """D16: whole gradients between replicas first. The layout has no all-reduce of shards, and bits are others."""
@@ -55,6 +58,7 @@ def test_hybrid_sharding_as_dtensor_reduces_it_differs(gt_world):
     assert "gradient of tok_embeddings.weight" in text
 
 
+@pytest.mark.second_tier
 @EIGHT
 def test_ddp_equals_a_graph_that_reduces_each_gradient_by_itself(gt_world):
     """D10, S2: DDP with buckets of one gradient; the control is DDP with torch's own buckets."""
@@ -63,6 +67,7 @@ def test_ddp_equals_a_graph_that_reduces_each_gradient_by_itself(gt_world):
     assert parity.layout.payloads == ()
 
 
+@pytest.mark.second_tier
 @EIGHT
 def test_ddps_own_buckets_have_other_bits(gt_world):
     """D10, the known difference: in a bucket an element sits elsewhere, and the ring starts to add it elsewhere.
@@ -91,6 +96,7 @@ def test_what_one_rank_alone_holds_is_told_by_its_name():
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 def test_ddp_on_real_ranks_equals_the_graph(gt_mesh):
     """D10: the same reference outside of a simulated world. A third is rounded: gloo would divide after the sum."""

@@ -38,6 +38,7 @@ def at_both_ends(trace, **mesh):
     return graphs
 
 
+@pytest.mark.second_tier
 def test_a_sharded_step_is_the_same_on_all_ranks():
     """S4: traced, rewritten and bucketed; shards of equal size."""
     first, last = at_both_ends(lambda mesh: GraphRun(Recipe().config(mesh)).traced.gm, fsdp=8)
@@ -45,6 +46,7 @@ def test_a_sharded_step_is_the_same_on_all_ranks():
     check_same_on_all(first, last)
 
 
+@pytest.mark.second_tier
 def test_uneven_shards_are_refused_by_the_first_node_that_differs():
     """S4: only some ranks pad: here the last one's rows of a parameter are fewer."""
     graphs = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8)
@@ -185,6 +187,7 @@ def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
         check_same_on_all(*at_both_ends(trace, fsdp=4))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("mode", ["default", "custom_ops"])
 def test_the_rank_in_torchs_buckets_is_no_difference(mode):
     """It is the place of the rank's part in a buffer that the gather fills; another place is one."""

@@ -9,6 +9,8 @@ import pytest
 
 from pytest_gtrainer import NetModel, sweep_nets
 
+pytestmark = pytest.mark.second_tier
+
 DOCUMENTATION = Path("docs/simulated-world.md").read_text()
 EXAMPLE = re.search(r"```python\n(# test_nets\.py\n.*?)```", DOCUMENTATION, re.DOTALL)[1]
 TABLE = """\

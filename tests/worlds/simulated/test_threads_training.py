@@ -21,6 +21,8 @@ from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 from tests.worlds.simulated.gloo import GlooNet
 
+pytestmark = pytest.mark.second_tier
+
 TRAININGS = {
     "llama3": ({"fsdp": 4}, functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=2)),
     "deepseek_v3 with expert parallelism": (

@@ -76,6 +76,7 @@ def through_trees(world):
     return replace(world, net=replace(world.net, algorithm="tree"))
 
 
+@pytest.mark.second_tier
 @HSDP
 def test_hybrid_sharding_over_four_nodes(gt_world):
     """S2, S9: shards are reduced on rings inside nodes, replicas by trees over them; the control differs there."""
@@ -83,6 +84,7 @@ def test_hybrid_sharding_over_four_nodes(gt_world):
     assert parity.control.outcome == "different"
 
 
+@pytest.mark.second_tier
 @HSDP
 def test_a_wrong_order_is_told_with_the_tree_that_adds_it(gt_world):
     """The twin, and what it says of the all-reduce."""
@@ -94,6 +96,7 @@ def test_a_wrong_order_is_told_with_the_tree_that_adds_it(gt_world):
     assert re.search(rf"graph: bucket .*, all_reduce, element \d+ of \d+, {path}", text)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8, nodes=4)
 def test_ddp_through_trees(gt_world):
     """D10, S9: a gradient by itself; the control is DDP with torch's own buckets."""
@@ -134,6 +137,7 @@ def test_a_sum_of_products_is_told_to_the_net(op):
     assert same == (op == "premul_sum")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8)
 def test_the_documentations_own_net(gt_world):
     """A net by the documented protocol: parity holds, its order shows, and messages and tables tell it by its name."""

@@ -48,8 +48,8 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
         return Finding("different", f"the golden {error}", replaceable=False)
     (new,) = values.entries_of(obtained)
     if (old := next((entry for entry in known if entry.environment == new.environment), None)) is None:
-        others = f"but for {known[0] if len(known) == 1 else f'{len(known)} others'}" if known else "nor for any other"
-        return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
+        others = known[0] if len(known) == 1 else f"{len(known)} others"
+        return Finding("not judged", f"has no numbers for this environment ({new}), but for {others}")
     said = values.differences(old.values, new.values)
     return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
 

@@ -6,7 +6,7 @@ are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ VERSION = 1
 _MARK = re.compile(r"numbers v(\d{1,9})")
 _MOST_WORDS = 12
 _DEEPEST = 50
+_KEYS = ("gtrainer", "test", "remake", "entries")
+_KEYS_OF_AN_ENTRY = ("environment", "values")
 
 _WHEEL = re.compile(r"\+(cpu|xpu|cu\d+|rocm[\d.]+)$")
 """The tag of a wheel: which devices it was built for, besides the CPU."""
@@ -89,9 +91,13 @@ def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
 
 
 def entries_of(text: str) -> list[Entry]:
-    """The entries of a golden; a NumbersError if the text is none of numbers, or of a newer format."""
+    """Return the entries of a golden.
+
+    Raises:
+        NumbersError: the text is no golden of numbers, has a newer format, or says two things about one environment.
+    """
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_without_doubled_keys)
     except ValueError as error:
         raise NumbersError(f"is not JSON ({error}): restore or remake it") from None
     except RecursionError:
@@ -102,10 +108,53 @@ def entries_of(text: str) -> list[Entry]:
     if int(mark[1]) > VERSION:
         told = f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}"
         raise NumbersError(f"{told}: it was made by a newer one, so upgrade")
+    _refuse_unknown_keys(content, _KEYS)
+    entries: list[Entry] = []
     try:
-        return [Entry(decisive(dict(each["environment"])), plain(each["values"])) for each in content["entries"]]
+        for each in content["entries"]:
+            entry = Entry(decisive(dict(each["environment"])), plain(each["values"]))
+            _refuse_unknown_keys(each, _KEYS_OF_AN_ENTRY)
+            # Two wheels of one release may have an entry each in an old file: nothing is wrong if these are equal.
+            if any(
+                other.environment == entry.environment and differences(other.values, entry.values)
+                for other in entries
+            ):
+                raise NumbersError(f"has two entries with different values for one environment ({entry}): remove one")
+            entries.append(entry)
     except (TypeError, KeyError, ValueError):
-        raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
+        entries = []
+    if not entries:
+        raise NumbersError("has no list of entries with environment and values: restore or remake it")
+    return entries
+
+
+def _without_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. A doubled key is refused: Python would take the last one, a reader the first."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise NumbersError(f"has the key {key!r} twice in one object: remove one, or restore it")
+        found[key] = value
+    return found
+
+
+def _refuse_unknown_keys(content: Mapping[str, Any], known: Collection[str]) -> None:
+    for key in content:
+        if key not in known:
+            raise NumbersError(f"has the unknown key {key!r}, which nothing compares: remove it, or restore the file")
+
+
+def not_finite(value: Any) -> list[str]:
+    """Return the places of values that are NaN or infinite, which are alike whatever computes them.
+
+    >>> not_finite({"losses": [1.0, float("nan")], "norm": float("-inf")})
+    ['losses[1] is NaN', 'norm is -Infinity']
+    """
+    found = []
+    for place, spelled in _leaves(value):
+        if spelled in ("NaN", "Infinity", "-Infinity"):
+            found.append(f"{place or 'the value'} is {spelled}")
+    return found
 
 
 def maker(text: str) -> str | None:

@@ -152,6 +152,15 @@ def f():
     result.stdout.fnmatch_lines(["goldens   1 not judged"])
 
 
+CPU, CUDA_WHEEL = ({"torch": f"2.13.0+{tag}", "device": "cpu"} for tag in ("cpu", "cu132"))
+
+
+def file_of(*entries: dict[str, object], **others: object) -> str:
+    """A golden with these entries, of an empty environment if they name none."""
+    told = [{"environment": {}, **entry} if "values" in entry else entry for entry in entries]
+    return json.dumps({"gtrainer": "numbers v1", "entries": told, **others})
+
+
 DAMAGED = [
     ("{", "is not JSON (*): restore or remake it"),
     ("[" * 100_000, "is nested too deeply: restore or remake it"),
@@ -159,6 +168,20 @@ DAMAGED = [
     ('{"gtrainer": "numbers v1"}', "has no list of entries with environment and values: restore or remake it"),
     ('{"gtrainer": "numbers v1", "entries": [{"values": 1}]}', "has no list of entries *: restore or remake it"),
     ('{"gtrainer": "numbers v9"}', "has format v9 and this pytest-gtrainer reads v1: * a newer one, so upgrade"),
+    ('{"gtrainer": "numbers v1", "entries": []}', "has no list of entries *: restore or remake it"),
+    ('{"gtrainer": "numbers v1", "entries": {}}', "has no list of entries *: restore or remake it"),
+    (file_of({"values": 1}, {"environment": {}}), "has no list of entries *: restore or remake it"),
+    (file_of({"values": 1}, {"values": 2}), "has two entries with different values for one environment *: remove one"),
+    (file_of({"values": 1}, {"values": 1.0}), "has two entries with different values for *"),
+    (file_of({"environment": {"threads": 1}, "values": 1}, {"values": 1}, {"values": 2}), "has two entries with *"),
+    (file_of({"environment": CPU, "values": 1}, {"environment": CUDA_WHEEL, "values": 2}),
+     "has two entries with different values for one environment (torch 2.13.0, device cpu): remove one"),
+    (file_of({"values": 2}).replace('"values": 2', '"values": 1, "values": 2'), "has the key 'values' twice *"),
+    (file_of({"values": {"a": 1}}).replace('"a": 1', '"a": 1, "a": 2'), "has the key 'a' twice in one object: *"),
+    (file_of({"values": 1}, entries_=[]).replace("entries_", "entries"), "has the key 'entries' twice *"),
+    (file_of({"values": 1}, value=2), "has the unknown key 'value', which nothing compares: *"),
+    (file_of({"values": 1, "Values": 2}), "has the unknown key 'Values', which nothing compares: *"),
+    (file_of({"values": 1}).replace(": 1}", ": nan}"), "is not JSON (*): restore or remake it"),
     ("<<<<<<< ours\n{}", "has merge conflict marks at line 1: resolve the merge, or remake it"),
 ]
 
@@ -171,6 +194,33 @@ def test_a_damaged_file_is_one_sentence_and_kept(run_here, put_goldens, goldens,
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*golden/{FILE} differs", f"*the golden {sentence}"])
     assert goldens() == {FILE: text}
+
+
+@pytest.mark.parametrize("text", [
+    file_of({"environment": CPU, "values": [1, float("nan")]}, {"environment": CUDA_WHEEL, "values": [1, float("nan")]}),
+    file_of({"values": {"b": 1, "a": 2}}, {"values": {"a": 2, "b": 1}}),
+])  # fmt: skip
+def test_two_entries_that_say_the_same_are_no_damage(text):
+    """Files of before have one for each wheel."""
+    assert len(values.entries_of(text)) == 2
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    ([float("nan")], "[0] is NaN: other *, so it proves nothing"),
+    ({"loss": 1.0, "norm": float("-inf"), "last": [float("nan")]}, "last[0] is NaN, and 1 more: *"),
+    ([1e308], None),
+    (["NaN"], None),
+])  # fmt: skip
+@pytest.mark.parametrize("flag", ["--gt-create-goldens", "--gt-unused-goldens=warn"], ids=["created", "equal"])
+def test_numbers_that_are_not_finite_are_named_in_the_summary(run_here, value, said, flag):
+    """V6"""
+    run_here("from math import inf, nan\n" + SOURCE.format(value), "--gt-create-goldens")
+    result = run_here(None, flag)
+    result.assert_outcomes(passed=1)
+    lines = [line for line in result.outlines if line.startswith("idle ")]
+    assert len(lines) == (said is not None)
+    if said is not None:
+        result.stdout.fnmatch_lines([f"idle      1 golden/{FILE}: {said.replace('[', '[[]')}"])
 
 
 # -- values

@@ -2,6 +2,7 @@
 
 What it says stands in *directives*: comment lines of a graph file like ``# name: value``. Any other comment is for
 the reader. One that looks like a directive and is none is an error: a misspelled check would check nothing.
+Such are a comment of one word and a colon, and one that would be a directive with a colon or without a mark.
 """
 
 import ast
@@ -21,12 +22,22 @@ from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")
-_OF_HEADER = ("test", "torch", "remake")  # fields of a golden's header, which says what made it
+_OF_HEADER = ("test", "torch", "remake", "view", "groups")  # fields of a golden's header, which says what made it
+_OF_READER = ("note", "todo", "fixme", "example")
+_KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
-_LINE = re.compile(r"\s*#\s*(?P<name>[A-Za-z_-]+)\s*:\s*(?P<value>.*?)\s*")
-_LOST_CHECK = re.compile(r"\s*#(?:\s*check\b(?!\s*:)|[\s#-]*[#-][\s#-]*check\b)", re.IGNORECASE)
-_BEHIND_CODE = re.compile(rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN))})\s*:")
+_COMMENT = re.compile(r"\s*#(?P<marks>[\s#*>-]*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*")
+_BEHIND_CODE = re.compile(rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:")
+_VALUES = {
+    **{name: re.compile(re.escape(word)) for name, word in _WORDS.items()},
+    "golden": re.compile(r"\w+"),
+    "world": re.compile(r"fake\b.*"),
+    "mesh": re.compile(r"\w+=\d+.*"),
+    "passes": re.compile(r"\w+_pass\b.*"),
+    "raises": re.compile(r"\w+(Error|Exception): .*"),
+}
+"""Values by which a directive is recognised that lacks its colon."""
 _WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
 _DIMENSION = re.compile(r"(?P<name>\w+)=(?P<extent>\d+)")
 
@@ -143,20 +154,61 @@ def directives_of(text: str, file: str) -> list[Directive]:
     found: list[Directive] = []
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"{file}:{number}"
-        if _LOST_CHECK.match(line):
-            raise PassFileError(f"{place}: {line.strip()}\na check is written `# check: then aten.mm`, with a colon")
         if (behind := _BEHIND_CODE.match(line)) is not None:
-            raise PassFileError(f"{place}: {line.strip()}\n`# {behind['name']}:` stands on a line of its own")
-        if (match := _LINE.fullmatch(line)) is None:
+            spelling = _check_meant(behind["name"], "…") if behind["name"] in _KINDS_OF_CHECK else f"{behind['name']}:"
+            raise PassFileError(f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own")
+        if (match := _COMMENT.fullmatch(line)) is None:
             continue
-        name = match["name"]
-        if first := [each.place for each in found if each.name == name and name in ONCE]:
-            raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
-        if name in ONCE or name in OFTEN:
-            found.append(Directive(name, match["value"], place))
-        elif name not in _OF_HEADER and (hint := nearest(name.lower(), (*ONCE, *OFTEN))):
+        name, value = match["name"], match["value"]
+        if match["marks"].strip() or match["sign"].strip() != ":":
+            if spelling := _meant(match):
+                raise PassFileError(f"{place}: {line.strip()}\nthis is only a comment: write `# {spelling}`")
+        elif name in ONCE or name in OFTEN:
+            if first := [each.place for each in found if each.name == name and name in ONCE]:
+                raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
+            found.append(Directive(name, value, place))
+        elif spelling := _check_meant(name, value):
+            raise PassFileError(f"{place}: {line.strip()}\nthis is no directive: write `# {spelling}`")
+        elif name not in _OF_HEADER and name.lower() not in _OF_READER:
+            known = [*OFTEN, *(f"{each}: {_WORDS[each]}" if each in _WORDS else each for each in ONCE)]
+            hint = nearest(name.lower(), (*ONCE, *OFTEN)) or f"; there are {', '.join(known)}"
             raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
     return found
+
+
+def _meant(comment: re.Match[str]) -> str | None:
+    """Return the directive that a comment without the form ``# name: value`` looks like, as it is written."""
+    name, value, has_colon = comment["name"].lower(), comment["value"], comment["sign"].strip() == ":"
+    if check := _check_meant(name, value):
+        # `# then descend into the layers` is for the reader, `# never relu` can be read as a check
+        return check if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {value}") else None
+    if has_colon and name in (*ONCE, *OFTEN):
+        return f"{name}: {value}"
+    is_value = name in _VALUES and _VALUES[name].fullmatch(value.rstrip("."))
+    return f"{name}: {value}" if is_value else None
+
+
+def _check_meant(name: str, value: str) -> str | None:
+    """
+    >>> _check_meant("never", "mm"), _check_meant("CHECK-NEXT", "mm"), _check_meant("check", "then mm")
+    ('check: never mm', 'check: next mm', 'check: then mm')
+    """
+    first, _, rest = name.lower().partition("-")
+    if first == "check":
+        kind = rest if rest in _KINDS_OF_CHECK else "then"
+        is_whole = value.partition(" ")[0] in _KINDS_OF_CHECK
+        return f"check: {value}" if is_whole else f"check: {kind} {value or 'aten.mm'}"
+    return f"check: {first} {value}".rstrip() if first in _KINDS_OF_CHECK else None
+
+
+def _is_check(text: str) -> bool:
+    from pytest_gtrainer.checks.syntax import CheckError, parse_check  # imports torch
+
+    try:
+        parse_check(text, "")
+    except CheckError:
+        return False
+    return True
 
 
 def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:

@@ -40,13 +40,41 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
     ("line", "words"),
     [
         ("# chekc: then mm", "there is no directive `# chekc:`, did you mean `check`?"),
-        ("# CHECK-NEXT: mm", "a check is written `# check: then aten.mm`, with a colon"),
-        ("# check then mm", "a check is written `# check: then aten.mm`, with a colon"),
-        ("## check: then mm", "a check is written `# check: then aten.mm`, with a colon"),
-        ("# - check: then mm", "a check is written `# check: then aten.mm`, with a colon"),
+        ("# CHECK-NEXT: mm", "write `# check: next mm`"),
+        ("# check then mm", "write `# check: then mm`"),
+        ("# check", "write `# check: then aten.mm`"),
+        ("# check = never mm", "write `# check: never mm`"),
+        ("## check: then mm", "write `# check: then mm`"),
+        ("# - check: then mm", "write `# check: then mm`"),
+        ("# never: relu", "write `# check: never relu`"),
+        ("# NEVER: relu", "write `# check: never relu`"),
+        ("# never relu", "write `# check: never relu`"),
+        ("# Never relu in fwd", "write `# check: never relu in fwd`"),
+        ("# then mm(_, _) -> f32", "write `# check: then mm(_, _) -> f32`"),
+        ("# count 7 relu", "write `# check: count 7 relu`"),
+        ("# count: 7 relu", "write `# check: count 7 relu`"),
+        ("# count-7: relu", "this is only a comment"),
+        ("## next: relu", "write `# check: next relu`"),
+        ("# - same in fwd", "write `# check: same in fwd`"),
+        ("# start", "write `# check: start`"),
         ("if A:  # check: then mm", "`# check:` stands on a line of its own"),
+        ("if A:  # never: mm", "`# check: never …` stands on a line of its own"),
         ("if A:  # values: same", "`# values:` stands on a line of its own"),
-        ("# Check: then mm", "there is no directive `# Check:`, did you mean `check`?"),
+        ("# Check: then mm", "write `# check: then mm`"),
+        ("# expect: no relu", "there is no directive `# expect:`; there are passes, check, "),
+        ("# Expect: no relu", "there is no directive `# Expect:`; there are passes, check, "),
+        ("# unchanged: result", "there is no directive `# unchanged:`; there are "),
+        ("# unchanged: result", "result: unchanged"),
+        ("# result unchanged", "write `# result: unchanged`"),
+        ("# again = unchanged", "write `# again: unchanged`"),
+        ("# values same.", "write `# values: same"),
+        ("## values: same", "write `# values: same`"),
+        ("# * again: unchanged", "write `# again: unchanged`"),
+        ("# golden full", "write `# golden: full`"),
+        ("# passes canonicalize_graph_pass", "write `# passes: canonicalize_graph_pass`"),
+        ("# raises PlanError: words", "write `# raises: PlanError: words`"),
+        ("# world fake 2", "write `# world: fake 2`"),
+        ("# mesh fsdp=2", "write `# mesh: fsdp=2`"),
         ("# value: same", "there is no directive `# value:`, did you mean `values`?"),
         ("# values: equal", "expected `# values: same`, found 'equal'"),
         ("# again: same", "expected `# again: unchanged`, found 'same'"),
@@ -70,6 +98,33 @@ def test_lines_that_are_refused(write, line, words):
     message = error_of(write(line, "# check: then neg"))
     assert message.startswith("a.fxgraph:")
     assert words in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# then descend. The embedding stays gathered.",
+        "# never mm, as the parameter is gathered",
+        "# next the layers: each has one",
+        "# count the gathers of each layer",
+        "# values stay, and so does the order",
+        "# result of a collective or product of two parameters",
+        "# golden numbers come from eager",
+        "# passes that nobody asked for",
+        "# world of two ranks",
+        "# raises no error: the plan covers it",
+        "# D4: offsets",
+        "# TODO: a second layer",
+        "# note: a gather of the backward is no duplicate",
+        "# would help nobody; the message says how: rename it",
+        "# view: schedule",
+        "#",
+        "# ------",
+        "## the second layer",
+    ],
+)
+def test_comments_for_the_reader(write, line):
+    assert len(read_pass_file(write(line, "# check: then neg")).checks) == 1
 
 
 def test_a_file_without_passes_or_without_text(write, tmp_path):

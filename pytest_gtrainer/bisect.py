@@ -37,6 +37,7 @@ from pytest_gtrainer.numerics.graph_run import (
     all_nan,
     inputs_afterwards,
     named_outputs,
+    only_nan,
     random_states_afterwards,
     run_graph,
     with_one_nan,
@@ -92,7 +93,7 @@ def run_on_all(
         output = interpreter.run(given)
         values: Values = {}
         for rank in range(net.size):
-            found = named_outputs(gm, of_rank(output, rank))
+            found = named_outputs(of_rank(output, rank), gm)
             found |= inputs_afterwards(gm, [of_rank(value, rank) for value in given])
             found |= random_states_afterwards({"torch.cpu": of_rank(interpreter.random.states, rank)})
             values |= _keyed(found, rank)
@@ -147,12 +148,15 @@ class Bisection:
     replays: int = 0
     inputs: str = ""  # the inputs on which it changes a bit, in words, if they are not those that were given
     silent: tuple[str, ...] = ()  # inputs on which every result was NaN: there, no pass could be seen to change a bit
+    nan: tuple[str, ...] = ()  # results that are nothing but NaN on the given inputs, if others are numbers
 
     def __str__(self) -> str:
         if self.outcome == "equal":
             text = f"no pass of {self.total} changes a bit ({self.replays} replays)"
             if self.silent:
                 text += f"; every result is NaN on {', '.join(self.silent)}, so nothing could differ there"
+            if self.nan:
+                text += f"; nothing but NaN, so nothing could differ: {', '.join(self.nan)}"
             return text
         where = f", on {self.inputs}" if self.inputs else ""
         lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays){where}"]
@@ -214,7 +218,8 @@ def bisect_passes(
     if found.outcome == "different":
         return found
     extreme = bisect_extremes(stages, run_on, flat, every=every)
-    return replace(extreme, replays=found.replays + extreme.replays, silent=found.silent + extreme.silent)
+    replays = found.replays + extreme.replays
+    return replace(extreme, replays=replays, silent=found.silent + extreme.silent, nan=found.nan)
 
 
 def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
@@ -280,8 +285,10 @@ class _PassSearch:
             guilty -= bisect_left(range(last - 1, 0, -1), True, key=lambda number: not self.differs(number))
         if guilty:
             return self.found(guilty)
-        silent = ("the inputs as they were given",) if self.is_all_nan else ()
-        return Bisection("equal", last, replays=self.replays, silent=silent)
+        equal = Bisection("equal", last, replays=self.replays)
+        if self.is_all_nan:
+            return replace(equal, silent=("the inputs as they were given",))
+        return replace(equal, nan=tuple(only_nan(_results_of(self._expected))))
 
     def differs(self, number: int) -> bool:
         """Whether the graph behind that many passes gives other bits, on any rank."""

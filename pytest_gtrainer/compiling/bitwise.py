@@ -17,7 +17,14 @@ from pytest_gtrainer.graph.nodes import refuse_fake
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
-from pytest_gtrainer.numerics.graph_run import all_nan, inputs_afterwards, random_states_afterwards, run_graph
+from pytest_gtrainer.numerics.graph_run import (
+    attributes_of,
+    inputs_afterwards,
+    named_outputs,
+    only_nan,
+    random_states_afterwards,
+    run_graph,
+)
 from pytest_gtrainer.numerics.verdict import Verdict
 
 Sizes = Mapping[Any, int]  # what each symbol of a graph's dynamic sizes is
@@ -46,15 +53,15 @@ def assert_pass_bitwise(
     Raises:
         BitwiseDifference: an output, or what a graph leaves, differs; with the first node whose value does, and what
             the pass made there.
-        ControlFailed: the outputs do not depend on the inputs, or every one of them is NaN.
-        SameGraph: the pass changed nothing.
+        ControlFailed: the outputs do not depend on the inputs, or one of them is NaN on all of them.
+        SameGraph: the pass changed nothing: both are one graph, or copies of one.
         ValueError: under a fake process group, whose collectives move no data; fewer than two seeds; an input that
             cannot be made up; guards that forbid all other sizes than the example.
     """
     __tracebackhide__ = True
     before, after = (run.before, run.after) if isinstance(run, RecordedPass) else run
     what = f"{run.name} on the {run.stage} graph {run.compiled.id}" if isinstance(run, RecordedPass) else "the pass"
-    if before is after:
+    if before is after or (not isinstance(run, RecordedPass) and _are_copies(before, after)):
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
         raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
@@ -63,10 +70,13 @@ def assert_pass_bitwise(
     stages = [Stage("", before), Stage(what, after)]
     first: list[Any] = []
     of_seeds: list[dict[str, Tensor]] = []
+    nan: set[str] | None = None  # outputs that are nothing but NaN on all inputs so far
     for description, flat in _inputs(before, recorded, seeds):
         first = first or flat
+        outputs = _depending_on_inputs(before, flat)
+        nan = {*only_nan(outputs)} if nan is None else nan.intersection(only_nan(outputs))
         if description.startswith("seed"):
-            of_seeds.append(_depending_on_inputs(before, flat))
+            of_seeds.append(outputs)
         _require_equal(bisect_stages(stages, local_run(flat)), description, what, before)
     found = bisect_extremes(stages, local_run, first)
     _require_equal(found, found.inputs or "inputs with extreme values", what, before)
@@ -74,11 +84,27 @@ def assert_pass_bitwise(
         facts.emit("idle", what=f"{what}: every output is NaN on {each}, so these inputs prove nothing")
     # The control comes last: one rank alone may fail it, and nothing behind it communicates.
     control = compare(of_seeds[0], of_seeds[1])
-    if any(map(all_nan, of_seeds[:2])):
-        wrong = f"{what}: every output is NaN on inputs made from seeds {seeds[0]} and {seeds[1]}"
-        raise ControlFailed(f"{wrong}, so no difference could be seen: this check cannot fail", control)
+    if nan:
+        wrong = f"{what}: nothing but NaN on all inputs, so no difference could be seen: {', '.join(sorted(nan))}"
+        raise ControlFailed(f"{wrong}. Record a call whose results are numbers, with lower=False", control)
     if control.outcome != "different":
         raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
+
+
+def _are_copies(before: fx.GraphModule, after: fx.GraphModule) -> bool:
+    """Return whether two graphs have the same nodes in the same order, and hold equal tensors."""
+    described, held = [], []
+    for gm in (before, after):
+        lines: list[Any] = []
+        for name, part in gm.named_modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    lines.append((name, node.op, node.target, repr((node, node.args, node.kwargs))))
+            else:
+                lines.append((name, repr(part)))
+        described.append(lines)
+        held.append(dict(attributes_of(gm)))
+    return described[0] == described[1] and compare(*held).outcome != "different"
 
 
 def _require_equal(found: Bisection, description: str, what: str, before: fx.GraphModule) -> None:
@@ -188,9 +214,8 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     def run(called: Callable[..., Any]) -> dict[str, Tensor]:
         given = copies(leaves, keep_grad=True)
         with random_states_kept():
-            outputs = pytree.tree_leaves(called(*pytree.tree_unflatten(given, spec)))
+            found = named_outputs(called(*pytree.tree_unflatten(given, spec)))
             random_states = random_states_afterwards(random_state())
-        found = {f"output {n}": leaf for n, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
         for n, (leaf, before) in enumerate(zip(given, copies(leaves), strict=True)):
             if isinstance(leaf, Tensor) and compare([leaf], [before]).outcome == "different":
                 found[f"input {n}, which is written to"] = leaf

@@ -46,7 +46,7 @@ def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates)
     The random states of this process and the attributes of ``gm`` are afterwards what they were before.
     """
     gm.recompile()  # else a pass that has not done so would be judged by the code from before it
-    attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in _attributes_of(gm)}
+    attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in attributes_of(gm)}
     written: dict[str, Tensor] = {}
     with random_states_kept(), torch.no_grad():
         start.put_back()
@@ -59,13 +59,17 @@ def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates)
                     written[f"attribute {name}{AFTERWARDS}"] = tensor.detach().clone()
                     tensor.detach().copy_(before)
     state = inputs_afterwards(gm, inputs) | written | random_states_afterwards(random_states)
-    return GraphRun(named_outputs(gm, outputs), state)
+    return GraphRun(named_outputs(outputs, gm), state)
 
 
-def named_outputs(gm: fx.GraphModule, outputs: Any) -> dict[str, Tensor]:
-    """Results by the names in ``meta["gt_outputs"]``, or as ``output 0``, ``output 1``, ..."""
+def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, Tensor]:
+    """Return results by the names in ``meta["gt_outputs"]`` of a graph, or as ``output 0``, ``output 1``, ...
+
+    The last entry has the structure of the results in its name, and their number as its value: graphs that return
+    ``(a, (b,))`` and ``(a, b)`` have entries of different names.
+    """
     leaves = pytree.tree_leaves(outputs)
-    names: Sequence[str] = gm.graph.output_node().meta.get("gt_outputs") or ()
+    names: Sequence[str] = (gm and gm.graph.output_node().meta.get("gt_outputs")) or ()
     if len(names) != len(leaves):
         names = [f"output {at}" for at in range(len(leaves))]
     found: dict[str, Tensor] = {}
@@ -74,7 +78,25 @@ def named_outputs(gm: fx.GraphModule, outputs: Any) -> dict[str, Tensor]:
             leaf = torch.tensor(leaf)
         if isinstance(leaf, Tensor):
             found[name] = leaf
+    found[f"output structure {_structure(outputs)}"] = torch.tensor(len(leaves))
     return found
+
+
+def _structure(outputs: Any) -> str:
+    """Spell results with ``*`` for each tensor.
+
+    >>> _structure((torch.ones(1), [2, None], {"a": "text"}))
+    "(*, ['int', None], {'a': 'text'})"
+    """
+
+    def spell(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return "*"
+        if leaf is None or isinstance(leaf, str | torch.dtype | torch.device):
+            return leaf
+        return type(leaf).__name__
+
+    return str(pytree.tree_map(spell, outputs)).replace("'*'", "*")
 
 
 def input_names(gm: fx.GraphModule) -> list[str]:
@@ -102,7 +124,7 @@ def random_states_afterwards(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"random state of {name}{AFTERWARDS}": state for name, state in states.items()}
 
 
-def _attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
+def attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
     """Tensors of the module that a run may write to: parameters, buffers, and what a ``get_attr`` node reads."""
     found = dict(gm.named_parameters())
     found.update(gm.named_buffers())
@@ -146,19 +168,19 @@ def _has_storage(tensor: Tensor) -> bool:
     )
 
 
-def all_nan(outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether every element of every floating-point result is NaN: such a run cannot show a difference.
-
-    False if there is no such element.
-    """
-    found = False
-    for tensor in outputs.values():
-        if not _can_be_nan(tensor) or tensor.numel() == 0:
-            continue
-        if not bool(tensor.isnan().all()):
-            return False
-        found = True
+def only_nan(outputs: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the results whose every element is NaN: these cannot show a difference."""
+    found = []
+    for name, tensor in outputs.items():
+        if _can_be_nan(tensor) and tensor.numel() and bool(tensor.isnan().all()):
+            found.append(name)
     return found
+
+
+def all_nan(outputs: Mapping[str, Tensor]) -> bool:
+    """Return whether every element of every floating-point result is NaN; False if there is no such element."""
+    floating = [name for name, tensor in outputs.items() if _can_be_nan(tensor) and tensor.numel()]
+    return floating != [] and only_nan(outputs) == floating
 
 
 def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:

@@ -22,7 +22,7 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
 from pytest_gtrainer.numerics.determinism import GeneratorStates
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor, try_extremes
-from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, with_one_nan
+from pytest_gtrainer.numerics.graph_run import all_nan, only_nan, run_graph, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -153,7 +153,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
 
     Raises:
         BitwiseDifference: the graphs differ.
-        NothingButNan: every result is NaN on ordinary inputs.
+        NothingButNan: a result is NaN in every element on ordinary inputs.
         PassFileError: an input that is no tensor of known sizes.
     """
     __tracebackhide__ = True
@@ -162,34 +162,34 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     start = GeneratorStates.now()
     gm.recompile()  # passes leave that to the end of a pipeline
 
-    def run(each: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[str, torch.Tensor], bool]:
+    def run(each: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         found = run_graph(each, copy.deepcopy(given), start)
         # as the file names them, ``output layers.0.w``
         outputs = {
             name if name.startswith("output ") else f"output {name}": value for name, value in found.outputs.items()
         }
-        return outputs | found.state, all_nan(found.outputs)
+        return outputs | found.state, outputs
 
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
-        (mine, _), (expected, is_nan) = run(gm, changed), run(before, changed)
+        (mine, _), (expected, outputs) = run(gm, changed), run(before, changed)
         # no `assert_bitwise_equal`: the summary would name results that are not finite, and here they are meant
         verdict = compare(with_one_nan(mine), with_one_nan(expected))
         if verdict.outcome != "equal":
             raise BitwiseDifference(f"{what}, on {description}\n{verdict}", verdict)
-        return not is_nan
+        return not all_nan(outputs)
 
-    (mine, _), (expected, is_nan) = run(gm, inputs), run(before, inputs)
+    (mine, _), (expected, outputs) = run(gm, inputs), run(before, inputs)
     assert_bitwise_equal(mine, expected, what=what)
     silent = try_extremes(inputs, check)
-    if is_nan:
-        wrong = f"{what}: every result is NaN on normally distributed inputs, so no difference could be seen"
+    if nan := only_nan(outputs):
+        wrong = f"{what}: {', '.join(nan)}: nothing but NaN on normally distributed inputs, where no difference shows"
         raise NothingButNan(f"{wrong}: take a graph that gives numbers, or leave out `# values:`")
     return silent
 
 
 class NothingButNan(AssertionError):
-    """Two graphs are equal on ordinary inputs, and every result is NaN."""
+    """Two graphs are equal on ordinary inputs, and a result is nothing but NaN."""
 
 
 def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:

@@ -112,6 +112,36 @@ def test_what_cannot_fail_is_refused():
         assert_pass_bitwise(record.passes("Rescale", changed=True)[0], seeds=[0])
 
 
+def test_a_copy_of_a_graph_is_the_same_graph():
+    """P4: also with attributes and graphs inside; a copy that holds another value is not."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.randn(4)
+    called = graph.call_module("body", (x,))
+    graph.output((called, graph.get_attr("table")))
+    body = make_fx(lambda x: x.exp())(torch.randn(4))
+    gm = torch.fx.GraphModule({"body": body, "table": torch.ones(4)}, graph)
+    others = [copy.deepcopy(gm) for _ in range(3)]
+    with pytest.raises(SameGraph, match="the pass changed nothing"):
+        assert_pass_bitwise((gm, others[0]))
+    others[1].table.add_(1)
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise((gm, others[1]))
+    for node in others[2].body.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default):
+        node.target = torch.ops.aten.sin.default
+    others[2].body.recompile()
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise((gm, others[2]))
+
+
+def test_a_compiled_function_returns_the_structure_of_eager(monkeypatch):
+    """P4: numbers and containers of results, too."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: lambda x: [*real(function)(x)])
+    with pytest.raises(BitwiseDifference, match=r"output structure \(\*, \*\)"):
+        assert_compiled_bitwise(lambda x: (x.relu(), x.exp()), torch.ones(3))
+
+
 @pytest.mark.gt_world("fake", size=2)
 def test_a_fake_world_moves_no_data(gt_world):
     def function(x):

@@ -28,6 +28,10 @@ from pytest_gtrainer.testing.running import NothingButNan, assert_same_values
 
 
 def by_pass(before, after):
+    """With a node that nobody reads: two graphs without a difference are refused."""
+    read = next(iter(after.graph.nodes))
+    with after.graph.inserting_before(after.graph.output_node()):
+        after.graph.call_function(torch.ops.aten.detach.default, (read,))
     assert_pass_bitwise((before, after))
 
 
@@ -97,11 +101,11 @@ def test_where_every_result_is_nan_the_check_says_so():
     before, after = graphs_of(log_of_negative, log_of_negative)
     with pytest.raises(
         ControlFailed,
-        match=r"every output is NaN on inputs made from seeds 0 and 1, so no difference",
+        match=r"nothing but NaN on all inputs, so no difference could be seen: output 0",
     ):
         by_pass(before, after)
     with pytest.raises(
-        NothingButNan, match="every result is NaN on normally distributed inputs, so no difference"
+        NothingButNan, match="output 0: nothing but NaN on normally distributed inputs"
     ):
         by_values(before, after)
     inputs = [torch.randn(4, 4), torch.randn(3, 4)]
@@ -110,6 +114,71 @@ def test_where_every_result_is_nan_the_check_says_so():
         "no pass of 1 changes a bit (2 replays); every result is NaN on the inputs as they were given, so nothing "
         "could differ there"
     )
+
+
+def root(weight, rows):
+    return rows @ weight, (-rows.abs() - 1).sqrt()
+
+
+def logarithm(weight, rows):
+    return rows @ weight, (-rows.abs() - 1).log()
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_one_result_that_is_nothing_but_nan_is_named(last):
+    """V6: beside a result of numbers."""
+    before, after = graphs_of(root, logarithm)
+    if not last:
+        for gm in (before, after):
+            gm.graph.output_node().args = (tuple(reversed(gm.graph.output_node().args[0])),)
+    name = "output 1" if last else "output 0"
+    with pytest.raises(ControlFailed, match=f"so no difference could be seen: {name}"):
+        by_pass(before, after)
+    with pytest.raises(NothingButNan, match=f"{name}: nothing but NaN"):
+        by_values(before, after)
+    inputs = [torch.randn(4, 4), torch.randn(3, 4)]
+    stages = [Stage("", before), Stage("the pass", after)]
+    found = bisect_stages(stages, local_run(inputs))
+    assert found.nan == (f"0 {name}",)
+    assert str(found).endswith(f"; nothing but NaN, so nothing could differ: 0 {name}")
+
+
+def test_a_result_that_is_a_number_on_some_inputs_is_compared():
+    """Half of all normal numbers have no root."""
+
+    def one(weight, rows):
+        return rows @ weight, rows.sqrt()
+
+    def other(weight, rows):
+        return rows @ weight, rows.log()
+
+    with pytest.raises(BitwiseDifference, match="output 1"):
+        by_pass(*graphs_of(one, other))
+
+
+STRUCTURES = {
+    "nested": (lambda b: (b, (b,)), lambda b: (b, b)),
+    "keys": (lambda b: {"a": b}, lambda b: {"b": b}),
+    "list": (lambda b: [b, b], lambda b: (b, b)),
+    "None at the end": (lambda b: (b, None), lambda b: (b,)),
+    "empty": (lambda b: (b, ()), lambda b: (b,)),
+    "text": (lambda b: (b, "x"), lambda b: (b, "y")),
+    "number": (lambda b: (b, 2), lambda b: (b, 2.0)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_the_structure_of_results_is_compared(place, kind):
+    """V2"""
+    before, after = graphs_of(product, product)
+    for gm, structure in zip((before, after), STRUCTURES[kind], strict=True):
+        output = gm.graph.output_node()
+        output.args = (structure(output.all_input_nodes[0]),)
+        gm.recompile()
+    what = "first at output 1: dtype" if kind == "number" else "output structure"
+    with pytest.raises(BitwiseDifference, match=what):
+        place(before, after)
 
 
 def minus_itself(weight, rows):

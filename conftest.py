@@ -11,7 +11,9 @@ from pytest_gtrainer.devices import visible_gpus
 with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
     from hypothesis import HealthCheck, settings
 
-    os.environ.setdefault("GT_SAME_EXAMPLES", "1" if "CI" in os.environ else "")  # workers are told, too
+    os.environ.setdefault(
+        "GT_SAME_EXAMPLES", "1" if "CI" in os.environ else ""
+    )  # workers are told, too
     _calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("calm", derandomize=bool(os.environ["GT_SAME_EXAMPLES"]), **_calm)
     settings.load_profile("calm")
@@ -23,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor starts CUDA, and tests of the GPU do, in a process whose later tests may want to be deterministic.
 if visible_gpus():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """``--gt-device=cpu`` goes for the runs that tests start, too: one GPU in sight is too few for their ranks."""

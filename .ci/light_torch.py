@@ -67,10 +67,16 @@ def environment(version: str, folder: Path) -> None:
     # pip does not judge what torch requires: it is installed
     required = re.findall(r"^Requires-Dist: ([^;\n]+)$", _metadata(kept).read_text(), re.MULTILINE)
     install(python, *required)
-    done = subprocess.run([python, "-W", "ignore", "-c", WORKS.format(version=version)], capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", WORKS.format(version=version)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         told = done.stderr or f"Python ended with status {done.returncode}"
-        raise Refused(f"torch {version} in {kept} does not work; remove that folder and try again:\n{told}")
+        raise Refused(
+            f"torch {version} in {kept} does not work; remove that folder and try again:\n{told}"
+        )
 
 
 def _unpack(version: str, python: Path, kept: Path) -> None:
@@ -116,7 +122,9 @@ def stub(site: Path) -> None:
     _require_tools()
     linked = [output("readelf", "-dVW", library) for library in libraries]
     needed = {name for text in linked for name in re.findall(r"\(NEEDED\).*\[(.+)\]", text)}
-    missing = sorted(name for name in needed if CUDA_LIBRARY.match(name) and not (folder / name).exists())
+    missing = sorted(
+        name for name in needed if CUDA_LIBRARY.match(name) and not (folder / name).exists()
+    )
     metadata = _metadata(site)
     lines = metadata.read_text().splitlines(keepends=True)
     metadata.write_text("".join(line for line in lines if not CUDA_REQUIREMENT.match(line)))
@@ -125,7 +133,9 @@ def stub(site: Path) -> None:
     versions = {version: file for text in linked for file, version in _versions(text)}
     functions = _functions(libraries)
     for name in missing:
-        theirs = {version: names for version, names in functions.items() if versions.get(version) == name}
+        theirs = {
+            version: names for version, names in functions.items() if versions.get(version) == name
+        }
         _compile(folder / name, theirs, functions.get("", []))
 
 
@@ -160,7 +170,11 @@ def _functions(libraries: list[Path]) -> dict[str, list[str]]:
                 needed.setdefault(version.lstrip("@"), set()).add(name)
             else:
                 defined.add(name)
-    needed[""] = {name for name in needed.get("", ()) if name not in defined and not name.startswith(("_", "Py"))}
+    needed[""] = {
+        name
+        for name in needed.get("", ())
+        if name not in defined and not name.startswith(("_", "Py"))
+    }
     return {version: sorted(names) for version, names in needed.items()}
 
 
@@ -169,20 +183,29 @@ def _compile(library: Path, versioned: dict[str, list[str]], others: list[str]) 
     names = sorted({name for group in (*versioned.values(), others) for name in group})
     source = "long stub(void) { return 35; }\n"
     source += "".join(f'long {name}(void) __attribute__((alias("stub")));\n' for name in names)
-    script = "".join(f"{version} {{ global: {'; '.join(own)}; }};\n" for version, own in versioned.items())
+    script = "".join(
+        f"{version} {{ global: {'; '.join(own)}; }};\n" for version, own in versioned.items()
+    )
     with tempfile.TemporaryDirectory() as work:
-        versions, command = Path(work, "versions"), ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
+        versions, command = (
+            Path(work, "versions"),
+            ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"],
+        )
         if script:
             versions.write_text(script)
             command.append(f"-Wl,--version-script={versions}")
-        subprocess.run([*command, "-x", "c", "-", "-o", library], input=source, text=True, check=True)
+        subprocess.run(
+            [*command, "-x", "c", "-", "-o", library], input=source, text=True, check=True
+        )
 
 
 def _require_tools() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
-        raise Refused(f"{', '.join(missing)} not found, which make stubs of CUDA's libraries: install {packages}")
+        raise Refused(
+            f"{', '.join(missing)} not found, which make stubs of CUDA's libraries: install {packages}"
+        )
 
 
 def _metadata(site: Path) -> Path:

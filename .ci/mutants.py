@@ -50,13 +50,21 @@ PASS = "graph_pass"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 TESTS = {
     "passes": ["tests/passes"],
-    "tracing": ["tests/tracing", "tests/models", "tests/passes/test_stages.py", "tests/parity/test_pipeline.py"],
+    "tracing": [
+        "tests/tracing",
+        "tests/models",
+        "tests/passes/test_stages.py",
+        "tests/parity/test_pipeline.py",
+    ],
     "references": [
         "tests/references",
         "tests/parity",
         "tests/passes/chunking/test_mixing.py",
         # both sides in one process, where mutmut sees what they call
-        *(f"tests/worlds/simulated/test_{name}.py" for name in ("parity_failures", "paths", "replicas", "same_graph")),
+        *(
+            f"tests/worlds/simulated/test_{name}.py"
+            for name in ("parity_failures", "paths", "replicas", "same_graph")
+        ),
     ],
     "worlds/simulated": ["tests/worlds/simulated"],
     "graphtext": [
@@ -75,7 +83,11 @@ TESTS = {
         ),
     ],
     "graph": ["tests/passes", "tests/graphtext"],
-    "numerics": ["tests/numerics", "tests/report/test_sweep_table.py", "tests/report/test_verdicts.py"],
+    "numerics": [
+        "tests/numerics",
+        "tests/report/test_sweep_table.py",
+        "tests/report/test_verdicts.py",
+    ],
 }
 """What is mutated, and the tests whose task it is to see that."""
 EXAMPLES = "tests/test_examples_in_docstrings.py"
@@ -135,9 +147,22 @@ use_git_change_detection = false
 also_copy = {copied}
 """
 # By exit codes of pytest and mutmut: 2, 4 and 255 are tests that cannot be collected. With any other a mutant hung.
-OUTCOMES = {**dict.fromkeys((1, 2, 3, 4, 255), "killed"), 0: "survived", 33: "no test", None: "not run"}
+OUTCOMES = {
+    **dict.fromkeys((1, 2, 3, 4, 255), "killed"),
+    0: "survived",
+    33: "no test",
+    None: "not run",
+}
 # deselected: a control is told by the line that calls it, and every call goes through a function of mutmut
-OPTIONS = ["-p", "no:xdist", "-m", "not long and not second_tier", "--gt-gpus=8", "-k", "not told_to_who_judges_all"]
+OPTIONS = [
+    "-p",
+    "no:xdist",
+    "-m",
+    "not long and not second_tier",
+    "--gt-gpus=8",
+    "-k",
+    "not told_to_who_judges_all",
+]
 
 
 @dataclass
@@ -162,9 +187,13 @@ class Package:
     def prepare(self) -> None:
         """A copy of the working tree, mutated by mutmut, with its record of which test calls what."""
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         names = [name for name in listed if (ROOT / name).is_file()]
-        state = hashlib.sha256(b"".join(b"%s %s" % (name.encode(), (ROOT / name).read_bytes()) for name in names))
+        state = hashlib.sha256(
+            b"".join(b"%s %s" % (name.encode(), (ROOT / name).read_bytes()) for name in names)
+        )
         mark = self.copy / "prepared"
         if mark.exists() and mark.read_text() == state.hexdigest():
             return
@@ -178,13 +207,23 @@ class Package:
         (self.copy / EXAMPLES).write_text(EXAMPLES_TEXT.format(package=dotted))
         with (self.copy / "conftest.py").open("a") as file:
             file.write(STACKS)
-        copied = sorted(path.name for path in self.copy.iterdir() if path.name not in ("pytest_gtrainer", "tests"))
+        copied = sorted(
+            path.name
+            for path in self.copy.iterdir()
+            if path.name not in ("pytest_gtrainer", "tests")
+        )
         tests, options, copied = map(json.dumps, (self.tests, OPTIONS, copied))
         with (self.copy / "pyproject.toml").open("a") as file:
-            file.write(CONFIGURATION.format(package=self.name, tests=tests, options=options, copied=copied))
-        (self.copy / "mutants").mkdir()  # before Python starts, or it forgets this entry of its path
+            file.write(
+                CONFIGURATION.format(package=self.name, tests=tests, options=options, copied=copied)
+            )
+        (
+            self.copy / "mutants"
+        ).mkdir()  # before Python starts, or it forgets this entry of its path
         # mutmut has no command that only prepares: a name that fits no mutant ends it right after that
-        done = self._python("-m", "mutmut", "run", "--max-children", "2", "nothing is called so", folder=self.copy)
+        done = self._python(
+            "-m", "mutmut", "run", "--max-children", "2", "nothing is called so", folder=self.copy
+        )
         if "nothing matches" not in done.stdout + done.stderr:
             print(self._alone("").stdout)  # mutmut does not tell which test failed
             sys.exit(f"mutmut could not prepare {self.name}, see {self._log(done)}")
@@ -192,7 +231,9 @@ class Package:
 
     def run(self, names: list[str], children: int) -> None:
         """Try these mutants."""
-        done = self._python("-m", "mutmut", "run", "--max-children", str(children), *names, folder=self.copy)
+        done = self._python(
+            "-m", "mutmut", "run", "--max-children", str(children), *names, folder=self.copy
+        )
         if "Failed to run clean test" in done.stdout:
             log = self._log(self._alone(""))
             sys.exit(f"a test of {self.name} fails without a mutant, maybe now and then: see {log}")
@@ -200,7 +241,9 @@ class Package:
         self.outcomes = {name: OUTCOMES.get(results[name], "hung") for name in sorted(names)}
         if "not run" in self.outcomes.values():
             sys.exit(f"mutmut could not run the mutants of {self.name}, see {self._log(done)}")
-        alive = [name for name, outcome in self.outcomes.items() if outcome in ("survived", "no test")]
+        alive = [
+            name for name, outcome in self.outcomes.items() if outcome in ("survived", "no test")
+        ]
         with ThreadPoolExecutor(children) as pool:
             for name, done in zip(alive, pool.map(self._alone, alive), strict=True):
                 if done.returncode != 0:
@@ -208,7 +251,11 @@ class Package:
 
     def _alone(self, mutant: str) -> subprocess.CompletedProcess[str]:
         """A new process with the tests that call it, or with all where mutmut knows of none."""
-        shown = self._python("-m", "mutmut", "tests-for-mutant", mutant, folder=self.copy).stdout if mutant else ""
+        shown = (
+            self._python("-m", "mutmut", "tests-for-mutant", mutant, folder=self.copy).stdout
+            if mutant
+            else ""
+        )
         tests = [line for line in shown.splitlines() if "::" in line] or self.tests
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *OPTIONS, *tests]
         return self._python(*command, folder=self.copy / "mutants", MUTANT_UNDER_TEST=mutant)
@@ -225,11 +272,15 @@ class Package:
             found |= json.loads(path.read_text())["exit_code_by_key"]
         return found
 
-    def _python(self, *arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    def _python(
+        self, *arguments: str, folder: Path, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         path = f"{self.copy / 'mutants'}:{TOOL}"
         environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
         command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, check=False
+        )
 
     def _log(self, done: subprocess.CompletedProcess[str]) -> Path:
         log = self.copy / "mutmut.log"
@@ -241,8 +292,12 @@ def undecorated(source: str) -> str:
     """The same module with ``f = graph_pass(f)`` behind ``f``: mutmut passes over functions that are decorated."""
     lines = source.splitlines()
     for node in reversed(ast.parse(source).body):
-        if isinstance(node, ast.FunctionDef) and [ast.unparse(each) for each in node.decorator_list] == [PASS]:
-            lines.insert(node.end_lineno or 0, f"\n\n{node.name} = {PASS}({node.name})  # type: ignore")
+        if isinstance(node, ast.FunctionDef) and [
+            ast.unparse(each) for each in node.decorator_list
+        ] == [PASS]:
+            lines.insert(
+                node.end_lineno or 0, f"\n\n{node.name} = {PASS}({node.name})  # type: ignore"
+            )
             del lines[node.decorator_list[0].lineno - 1]
     return "\n".join(lines) + "\n"
 
@@ -283,8 +338,13 @@ def judge(package: Package, known: dict[tuple[str, str], str]) -> None:
         if outcome in ("killed", "hung"):
             continue
         difference, function = package.difference(mutant), function_of(mutant)
-        removed, changed = ([line[1:].strip() for line in difference.splitlines() if line[0] == sign] for sign in "-+")
-        reason = next((known[function, line] for line in [*changed, "*"] if (function, line) in known), None)
+        removed, changed = (
+            [line[1:].strip() for line in difference.splitlines() if line[0] == sign]
+            for sign in "-+"
+        )
+        reason = next(
+            (known[function, line] for line in [*changed, "*"] if (function, line) in known), None
+        )
         if len({_GUARD.sub(")", "".join(lines)) for lines in (removed, changed)}) == 1:
             reason = "whether zip looks at the lengths, which are equal"
         if only_rewords("\n".join(removed), "\n".join(changed)):
@@ -294,7 +354,10 @@ def judge(package: Package, known: dict[tuple[str, str], str]) -> None:
             print(f"\n{mutant}: equivalent, {reason}")
         else:
             package.outcomes[mutant] = "survived"
-            print(f"\n{mutant}: {outcome.replace('no test', 'no test calls it')}\n{difference}", flush=True)
+            print(
+                f"\n{mutant}: {outcome.replace('no test', 'no test calls it')}\n{difference}",
+                flush=True,
+            )
 
 
 def table(packages: list[Package]) -> str:
@@ -306,7 +369,12 @@ def table(packages: list[Package]) -> str:
         for mutant in package.mutants:
             module = re.split(r"\.x[_ǁ]", function_of(mutant))[0]
             told = ends.setdefault(module, Counter())
-            told.update(["mutants", *(["tried", package.outcomes[mutant]] if mutant in package.outcomes else [])])
+            told.update(
+                [
+                    "mutants",
+                    *(["tried", package.outcomes[mutant]] if mutant in package.outcomes else []),
+                ]
+            )
     together = sum(ends.values(), Counter())
     ends = {module: told for module, told in ends.items() if told["tried"]} | {"together": together}
     for name, told in ends.items():
@@ -317,10 +385,14 @@ def table(packages: list[Package]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("packages", nargs="*", help=f"of {', '.join(TESTS)}; all of them unless told")
+    parser.add_argument(
+        "packages", nargs="*", help=f"of {', '.join(TESTS)}; all of them unless told"
+    )
     parser.add_argument("--sample", type=int, default=200, help="how many mutants in all (200)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws others (0)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="try those of these names, which may hold *")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="try those of these names, which may hold *"
+    )
     parser.add_argument("--children", type=int, default=2, help="how many are tried at a time (2)")
     options = parser.parse_args()
     for name in options.packages:
@@ -336,10 +408,16 @@ def main() -> None:
     for package in packages:
         names = package.mutants
         if options.only:
-            drawn = [name for name in names if any(fnmatch.fnmatchcase(name, wanted) for wanted in options.only)]
+            drawn = [
+                name
+                for name in names
+                if any(fnmatch.fnmatchcase(name, wanted) for wanted in options.only)
+            ]
         else:
             share = max(round(options.sample * len(names) / whole), 1)
-            drawn = random.Random(f"{options.seed} {package.name}").sample(names, min(share, len(names)))
+            drawn = random.Random(f"{options.seed} {package.name}").sample(
+                names, min(share, len(names))
+            )
         if drawn:
             print(f"{package.name}: {len(drawn)} of {len(names)} mutants ...", flush=True)
             package.run(drawn, options.children)
@@ -349,7 +427,9 @@ def main() -> None:
         parser.error(f"no mutant is named {' or '.join(options.only)}")
     seconds = time.monotonic() - prepared
     print(f"\n{table(packages)}\n")
-    print(f"{prepared - began:.0f} s to prepare, then {seconds:.0f} s: {seconds / len(outcomes):.1f} s a mutant")
+    print(
+        f"{prepared - began:.0f} s to prepare, then {seconds:.0f} s: {seconds / len(outcomes):.1f} s a mutant"
+    )
     sys.exit(1 if "survived" in outcomes else 0)
 
 

@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 def model_of(layers: int) -> torch.nn.Module:
     with torch.device("meta"):
-        return deepseek_v3.DeepSeekV3(replace(deepseek_v3.FLAVORS["debug"], n_layers=layers, n_dense_layers=0))
+        return deepseek_v3.DeepSeekV3(
+            replace(deepseek_v3.FLAVORS["debug"], n_layers=layers, n_dense_layers=0)
+        )
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
@@ -53,7 +55,9 @@ def _rewrite(traced: TracedStep) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs=2, default=[8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -62,13 +66,18 @@ def main() -> int:
         for layers, runs in found.items():
             runs.append(once(layers))
     medians = {
-        layers: [statistics.median(column) for column in zip(*runs, strict=True)] for layers, runs in found.items()
+        layers: [statistics.median(column) for column in zip(*runs, strict=True)]
+        for layers, runs in found.items()
     }
     for layers, (tracing, rewriting, nodes) in medians.items():
-        print(f"{layers:3} layers, {nodes:.0f} nodes: two traces {tracing:.2f} s, rewriting {rewriting:.2f} s")
+        print(
+            f"{layers:3} layers, {nodes:.0f} nodes: two traces {tracing:.2f} s, rewriting {rewriting:.2f} s"
+        )
     few, many = (medians[layers] for layers in options.layers)
     growth, share = many[1] / few[1], many[1] / many[0]
-    print(f"rewriting grows {growth:.2f} times (at most {GROWTH}); {share:.2f} of the traces (at most {SHARE:.2f})")
+    print(
+        f"rewriting grows {growth:.2f} times (at most {GROWTH}); {share:.2f} of the traces (at most {SHARE:.2f})"
+    )
     return 0 if growth <= GROWTH and share < SHARE else 1
 
 

@@ -49,7 +49,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "cross_entropy": (lambda x: F.cross_entropy(x, LABELS), [X]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, W, w, b), [X, W, W]),
     "rms_norm": (lambda x, w: F.rms_norm(x, W, w, 1e-6), [X, W]),
-    "batch_norm, training": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [IMAGE, CHANNELS, CHANNELS]),
+    "batch_norm, training": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        [IMAGE, CHANNELS, CHANNELS],
+    ),
     "batch_norm, inference": (
         lambda x, m, v, w, b: F.batch_norm(x, m, v.abs(), w, b, False),
         [IMAGE, CHANNELS, CHANNELS, CHANNELS, CHANNELS],
@@ -68,17 +71,28 @@ def outcome(function: Callable[..., Any], inputs: list[Tensor]) -> str:
     try:
         return assert_compiled_bitwise(function, *inputs).outcome
     except BitwiseDifference as difference:
-        return "decomposition" if "decomposition" in str(difference).splitlines()[0] else "code generation"
+        return (
+            "decomposition"
+            if "decomposition" in str(difference).splitlines()[0]
+            else "code generation"
+        )
 
 
 def main() -> int:
-    print(f"torch {re.sub(r'[+].*', '', torch.__version__)}, CPU\n\n| operator | fp32 | bf16 |\n|---|---|---|")
+    print(
+        f"torch {re.sub(r'[+].*', '', torch.__version__)}, CPU\n\n| operator | fp32 | bf16 |\n|---|---|---|"
+    )
     for name in sys.argv[1:] or OPERATORS:
         function, shapes = OPERATORS[name]
         told = []
         for dtype in (torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(0)
-            told.append(outcome(function, [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]))
+            told.append(
+                outcome(
+                    function,
+                    [torch.randn(shape, generator=generator).to(dtype) for shape in shapes],
+                )
+            )
         print(f"| {name} | {' | '.join(told)} |", flush=True)
     return 0
 

@@ -28,7 +28,9 @@ def model_of(gib: float, dtype: torch.dtype) -> nn.Module:
     model = nn.Module()
     for layer in range(32):
         values = torch.arange(rows * 1024, dtype=torch.int32).to(torch.int16).view(dtype)
-        model.register_parameter(f"w{layer}", nn.Parameter(values.reshape(rows, 1024), requires_grad=False))
+        model.register_parameter(
+            f"w{layer}", nn.Parameter(values.reshape(rows, 1024), requires_grad=False)
+        )
     return model
 
 
@@ -48,7 +50,9 @@ def sha256(model: nn.Module) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -61,7 +65,10 @@ def main() -> int:
     }
     half = model_of(options.gib, torch.float16)
     contestants["sha256 of tobytes"] = lambda: sha256(half)
-    sizes = {name: options.gib * (2 if name in ("read both", "compare equal") else 1) for name in contestants}
+    sizes = {
+        name: options.gib * (2 if name in ("read both", "compare equal") else 1)
+        for name in contestants
+    }
     torch.set_num_threads(1)
     return 0 if report(measure(contestants, options.rounds, time.process_time), sizes, GOALS) else 1
 

@@ -23,7 +23,9 @@ LIMIT = 3.0
 _OPERATORS = ("mul", "add", "sub", "div", "maximum")
 
 
-def graph(nodes: int, seed: int = 0, operators: tuple[str, ...] = _OPERATORS, layers: bool = True) -> list[str]:
+def graph(
+    nodes: int, seed: int = 0, operators: tuple[str, ...] = _OPERATORS, layers: bool = True
+) -> list[str]:
     """The lines of a graph: collectives and compute, in 100 layers or in one module only."""
     draw = random.Random(seed)
     lines = ["# gtrainer graph v2", "fsdp = group(range(0, 8))", "if I:", "  I[0]: f32[8]"]
@@ -46,10 +48,16 @@ def graph(nodes: int, seed: int = 0, operators: tuple[str, ...] = _OPERATORS, la
         for step in range(per_layer):
             operator = draw.choice(operators)
             name = f"v{step if layers else total}"
-            lines.append(f"    {name}: {kind} = aten.{operator}.Tensor({last}, {gathered}, alpha={draw.randrange(9)})")
+            lines.append(
+                f"    {name}: {kind} = aten.{operator}.Tensor({last}, {gathered}, alpha={draw.randrange(9)})"
+            )
             last, total = name, total + 1
         last = f"layers[i-1].mlp.{last}" if layers else last
-    return [*lines, "if out:", f"  loss = fwd.{last.replace('layers[i-1]', 'layers[99]') if layers else f'mlp.{last}'}"]
+    return [
+        *lines,
+        "if out:",
+        f"  loss = fwd.{last.replace('layers[i-1]', 'layers[99]') if layers else f'mlp.{last}'}",
+    ]
 
 
 def inserted(lines: list[str]) -> list[str]:
@@ -65,7 +73,10 @@ def _shifted(line: str) -> str:
 
 def changed(lines: list[str], every: int) -> list[str]:
     """Another operator in each ``every``-th line."""
-    return [line.replace("aten.", "prims.") if number % every == 0 else line for number, line in enumerate(lines)]
+    return [
+        line.replace("aten.", "prims.") if number % every == 0 else line
+        for number, line in enumerate(lines)
+    ]
 
 
 def rescheduled(lines: list[str]) -> list[str]:
@@ -112,7 +123,9 @@ def _seconds(old: str, new: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=40_000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -36,8 +36,16 @@ from pytest_gtrainer.worlds.spec import make_spec
 
 RENDER, PARSE = "render", "parse, without recompile"
 PRINT, COPY = "print_readable", "copy.deepcopy"
-CHECKS = SAME, OTHER_HEADER, UNFOLDED = "check, same text", "check, other header", "check, golden not folded"
-GOALS = [Goal(RENDER, PRINT, 0.9), Goal(PARSE, COPY, 1.4), *(Goal(check, RENDER, 1.5) for check in CHECKS)]
+CHECKS = SAME, OTHER_HEADER, UNFOLDED = (
+    "check, same text",
+    "check, other header",
+    "check, golden not folded",
+)
+GOALS = [
+    Goal(RENDER, PRINT, 0.9),
+    Goal(PARSE, COPY, 1.4),
+    *(Goal(check, RENDER, 1.5) for check in CHECKS),
+]
 """0.3, 0.7 and 1.2 once, with caches and fast paths: a graph of 10,000 nodes is rendered in 0.2 s without, which nobody
 notices."""
 OURS = (RENDER, PARSE, *CHECKS)
@@ -48,19 +56,28 @@ Contestant = Callable[[], object]
 def rewritten(n_layers: int) -> fx.GraphModule:
     """The joint graph, bucketed and reordered."""
     with fake_world(make_spec("fake", size=8)) as world:
-        return apply_graph_passes(traced(n_layers, world), None, construct_default_graph_passes(n_layers=n_layers))
+        return apply_graph_passes(
+            traced(n_layers, world), None, construct_default_graph_passes(n_layers=n_layers)
+        )
 
 
 def contestants(gm: fx.GraphModule, folder: Path) -> Mapping[str, Contestant]:
     """Everyone, working on one graph; goldens go to ``folder``."""
     text = render(gm, header=_HEADER)
-    goldens = {SAME: text, OTHER_HEADER: text.replace("# torch: 2", "# torch: 1"), UNFOLDED: not_folded(text)}
+    goldens = {
+        SAME: text,
+        OTHER_HEADER: text.replace("# torch: 2", "# torch: 1"),
+        UNFOLDED: not_folded(text),
+    }
     return {
         RENDER: lambda: render(gm),
         PRINT: lambda: gm.print_readable(print_output=False),
         PARSE: lambda: parser_of(text),
         COPY: lambda: copy.deepcopy(gm),
-        **{name: check_of(gm, folder / f"{place}.fxgraph", folder, goldens[name]) for place, name in enumerate(CHECKS)},
+        **{
+            name: check_of(gm, folder / f"{place}.fxgraph", folder, goldens[name])
+            for place, name in enumerate(CHECKS)
+        },
     }
 
 
@@ -85,7 +102,9 @@ def not_folded(text: str) -> str:
     section = None
     for line in unfold(text):
         if line.section != section and line.section:
-            lines.append(f"if {line.section}:" if "[" not in line.section else f"for i in {line.section}:")
+            lines.append(
+                f"if {line.section}:" if "[" not in line.section else f"for i in {line.section}:"
+            )
         indent = "  " * bool(line.section)
         lines += [f"{indent}with {line.heading}:"] * bool(line.heading)
         lines.append(indent + "  " * bool(line.heading) + line.text)
@@ -94,7 +113,9 @@ def not_folded(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -107,7 +128,9 @@ def main() -> int:
                 times.append(measure(everyone, options.rounds))
         sizes.append(len(gm.graph.nodes))
         print(f"-- {n_layers} layers, {sizes[-1]} nodes, {len(render(gm).splitlines())} lines")
-        met = report(times[-1], None, GOALS)  # the deepest one counts: a small graph is mostly caches and files
+        met = report(
+            times[-1], None, GOALS
+        )  # the deepest one counts: a small graph is mostly caches and files
     return 0 if grows_linearly(sizes, times) and met else 1
 
 
@@ -116,7 +139,11 @@ def grows_linearly(sizes: list[int], times: list[dict[str, float]]) -> bool:
     met = True
     for name in times[0] if len(sizes) > 1 else ():
         slope = exponent(sizes, [found[name] for found in times])
-        verdict = "" if name not in OURS else f", at most {MAX_EXPONENT}: {'MISSED' if slope > MAX_EXPONENT else 'met'}"
+        verdict = (
+            ""
+            if name not in OURS
+            else f", at most {MAX_EXPONENT}: {'MISSED' if slope > MAX_EXPONENT else 'met'}"
+        )
         met &= name not in OURS or slope <= MAX_EXPONENT
         print(f"{name:<28} exponent {slope:.2f}{verdict}")
     return met

@@ -25,7 +25,9 @@ LIMIT = 2.0
 
 
 def contestants(dim: int, tokens: int) -> dict[str, Callable[[], object]]:
-    config = replace(llama3.FLAVORS["debug"], dim=dim, ffn_dim=3 * dim, vocab_size=2048, max_seq_len=tokens)
+    config = replace(
+        llama3.FLAVORS["debug"], dim=dim, ffn_dim=3 * dim, vocab_size=2048, max_seq_len=tokens
+    )
     model = llama3.Llama3(config)
     model.init_weights(seed=0)
     ids = torch.arange(2 * tokens).reshape(2, tokens) % config.vocab_size
@@ -52,7 +54,9 @@ def contestants(dim: int, tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -63,8 +67,10 @@ def main() -> int:
     for side in ("eager", "graph"):
         step, on_top = times[side], times[f"{side}, captured"] - times[side]
         met &= on_top <= LIMIT * step
-        print(f"{side}: {1000 * step:.0f} ms a step, {1000 * on_top:.0f} ms on top of it, {on_top / step:.2f} x, "
-              f"at most {LIMIT:g}: {'met' if on_top <= LIMIT * step else 'MISSED'}")  # fmt: skip
+        print(
+            f"{side}: {1000 * step:.0f} ms a step, {1000 * on_top:.0f} ms on top of it, {on_top / step:.2f} x, "
+            f"at most {LIMIT:g}: {'met' if on_top <= LIMIT * step else 'MISSED'}"
+        )
     return 0 if met else 1
 
 

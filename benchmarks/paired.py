@@ -22,7 +22,9 @@ class Goal:
 
 
 def measure(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
     """Median seconds of each, by default of CPU; everyone runs once a round, and a first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -34,7 +36,9 @@ def measure(
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def report(times: Mapping[str, float], gibibytes: Mapping[str, float] | None, goals: list[Goal]) -> bool:
+def report(
+    times: Mapping[str, float], gibibytes: Mapping[str, float] | None, goals: list[Goal]
+) -> bool:
     """Print times, throughput if it is one of memory, and goals; whether every goal is met."""
     for name, seconds in times.items():
         throughput = f" {gibibytes[name] / seconds:8.2f} GiB/s" if gibibytes else ""

@@ -44,7 +44,11 @@ from pytest_gtrainer.passes.graph_pass import REWRITE
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, make_spec
 
-OURS, THEIRS, RECOMPILE = "joint bucketing, recompiled", "torch, forward only, recompiled", "recompile"
+OURS, THEIRS, RECOMPILE = (
+    "joint bucketing, recompiled",
+    "torch, forward only, recompiled",
+    "recompile",
+)
 GOALS = [Goal(OURS, THEIRS, 1 / 5), Goal(OURS, RECOMPILE, 1.5)]
 MAX_EXPONENT = 1.1
 
@@ -95,7 +99,9 @@ def _compiled(gm: fx.GraphModule) -> fx.GraphModule:
         return fx.GraphModule(gm, gm.graph)
 
 
-def measure(contestants: Mapping[str, Contestant], gm: fx.GraphModule, rounds: int) -> dict[str, float]:
+def measure(
+    contestants: Mapping[str, Contestant], gm: fx.GraphModule, rounds: int
+) -> dict[str, float]:
     """Median CPU seconds on a fresh copy each; everyone runs once a round, and a first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds + 1):
@@ -138,7 +144,11 @@ def report(sizes: list[int], times: list[dict[str, float]]) -> bool:
         slope = exponent(sizes, seconds) if len(sizes) > 1 else float("nan")
         judged = name in ours
         met &= not judged or not slope > MAX_EXPONENT
-        word = "" if not judged else f"at most {MAX_EXPONENT}: {'MISSED' if slope > MAX_EXPONENT else 'met'}"
+        word = (
+            ""
+            if not judged
+            else f"at most {MAX_EXPONENT}: {'MISSED' if slope > MAX_EXPONENT else 'met'}"
+        )
         print(f"{name:<52} {row}   exponent {slope:5.2f} {word}")
     for goal in GOALS:
         ratio = times[-1][goal.ours] / times[-1][goal.yardstick]
@@ -149,7 +159,9 @@ def report(sizes: list[int], times: list[dict[str, float]]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -116,7 +116,16 @@ def pytest_run(folder: Path, source: str, size: int) -> dict[str, list[float]]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     environ = {**os.environ, "BENCH_TIMES": str(folder / "times"), "BENCH_RANKS": str(size)}
     environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    command = [sys.executable, "-m", "pytest", "-q", "--gt-device=cpu", f"--gt-gpus={size}", "-p", "no:randomly"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--gt-device=cpu",
+        f"--gt-gpus={size}",
+        "-p",
+        "no:randomly",
+    ]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
@@ -135,7 +144,10 @@ def in_turns(size: int, rounds: int, each: int) -> bool:
         theirs, their_all_reduce, bare = (
             statistics.median(_numbers(folder / f"{what}.{size}")) for what in written
         )
-    empty, all_reduce = statistics.median(taken["test_empty"]), statistics.median(taken["test_all_reduce"])
+    empty, all_reduce = (
+        statistics.median(taken["test_empty"]),
+        statistics.median(taken["test_all_reduce"]),
+    )
     print(f"--- {size} ranks, median of {rounds * each}")
     times = {
         "plain test, no ranks": statistics.median(taken["test_plain"]),
@@ -167,13 +179,19 @@ def cpu_of(run: Callable[[], object]) -> float:
 def cpu_of_twenty(size: int) -> bool:
     def theirs() -> None:
         command = [sys.executable, "-m", "benchmarks.torch_harness", "spawned"]
-        subprocess.run(command, check=True, env={**os.environ, "BENCH_RANKS": str(size)}, capture_output=True)
+        subprocess.run(
+            command, check=True, env={**os.environ, "BENCH_RANKS": str(size)}, capture_output=True
+        )
 
     def ours() -> None:
         with tempfile.TemporaryDirectory() as name:
             pytest_run(Path(name), TWENTY.format(size=size), size)
 
-    start_up = cpu_of(lambda: subprocess.run([sys.executable, "-c", "import benchmarks.torch_harness"], check=True))
+    start_up = cpu_of(
+        lambda: subprocess.run(
+            [sys.executable, "-c", "import benchmarks.torch_harness"], check=True
+        )
+    )
     one = statistics.median(cpu_of(theirs) for _ in range(3)) - start_up
     print(f"--- CPU time of 20 tests on {size} ranks, median of 3")
     twenty = statistics.median(cpu_of(ours) for _ in range(3))
@@ -190,18 +208,27 @@ def cold_start(rounds: int) -> bool:
         with tempfile.TemporaryDirectory() as name:
             starts.append(pytest_run(Path(name), TWENTY.format(size=8), 8)["test_empty"][0])
     print(f"--- cold start of 8 ranks, median of {rounds}")
-    times = {"first test": statistics.median(starts), "an import + 1.5 s": statistics.median(imports) + 1.5}
+    times = {
+        "first test": statistics.median(starts),
+        "an import + 1.5 s": statistics.median(imports) + 1.5,
+    }
     return report(times, None, [Goal("first test", "an import + 1.5 s", 1)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--each", type=int, default=40, help="tests of a kind in a round")
     parser.add_argument("--skip", choices=("turns", "cpu", "cold"), nargs="+", default=[])
     options = parser.parse_args()
-    met = [in_turns(size, options.rounds, options.each) for size in options.sizes if "turns" not in options.skip]
+    met = [
+        in_turns(size, options.rounds, options.each)
+        for size in options.sizes
+        if "turns" not in options.skip
+    ]
     met += [cpu_of_twenty(size) for size in (2,) if "cpu" not in options.skip]
     met += [cold_start(3)] if "cold" not in options.skip else []
     return 0 if all(met) else 1

@@ -29,13 +29,17 @@ def write(path: Path, gib: float, spool: Path) -> None:
     for layer in range(_LAYERS):
         elements = int(gib * 2**30 / _LAYERS / 6)
         values = torch.arange(elements, dtype=torch.int32)
-        record.add(0, 0, "weight", f"layers.{layer}.weight", values.to(torch.int16).view(torch.bfloat16))
+        record.add(
+            0, 0, "weight", f"layers.{layer}.weight", values.to(torch.int16).view(torch.bfloat16)
+        )
         record.add(0, 0, "optimizer", f"layers.{layer}.weight.exp_avg", values.view(torch.float32))
     record.save(path)
 
 
 def read(*paths: Path) -> int:
-    return sum(int(_words(tensor).sum()) for path in paths for _, tensor in Record.load(path).items())
+    return sum(
+        int(_words(tensor).sum()) for path in paths for _, tensor in Record.load(path).items()
+    )
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +58,9 @@ def _private_mebibytes() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=1.0, help="size of each record")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where the files are written")
@@ -65,7 +71,9 @@ def main() -> int:
         for path in paths:
             write(path, options.gib, Path(folder))
         before = _private_mebibytes()
-        times = measure({"read both": lambda: read(*paths), "compare": lambda: compared(*paths)}, options.rounds)
+        times = measure(
+            {"read both": lambda: read(*paths), "compare": lambda: compared(*paths)}, options.rounds
+        )
         print(f"memory that is not of files: {before} MiB before, {_private_mebibytes()} MiB after")
     return 0 if report(times, dict.fromkeys(times, 2 * options.gib), GOALS) else 1
 

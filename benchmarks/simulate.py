@@ -84,14 +84,20 @@ def steps_of(parts: Iterable[WeightDigests]) -> dict[int, str]:
     steps: dict[int, list[str]] = {}
     for (step, rank), digested in sorted(place for part in parts for place in part.ranks.items()):
         steps.setdefault(step, []).append(f"{rank} {digested}")
-    return {step: hashlib.sha256("\n".join(lines).encode()).hexdigest() for step, lines in steps.items()}
+    return {
+        step: hashlib.sha256("\n".join(lines).encode()).hexdigest() for step, lines in steps.items()
+    }
 
 
 def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
     """Llama 3 of two layers whose every dimension the ranks that share a replica divide."""
-    sharing = mesh.size() // (mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1)
+    sharing = mesh.size() // (
+        mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1
+    )
     width, vocabulary = max(64, sharing), max(256, sharing)
-    sizes = llama3.Llama3Config(width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width, vocab_size=vocabulary)
+    sizes = llama3.Llama3Config(
+        width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width, vocab_size=vocabulary
+    )
     parallel = Parallelism({"sequence": True} if "tp" in (mesh.mesh_dim_names or ()) else None)
 
     def model() -> nn.Module:
@@ -123,13 +129,19 @@ def train(side: str, ranks: int, nodes: int, steps: int, tp: int = 1, replicate:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256])
     options.add_argument("--steps", type=int, default=25)
     options.add_argument("--nodes-of", type=int, default=8, help="ranks a node")
     options.add_argument("--tp", type=int, default=1, help="ranks that share a model")
-    options.add_argument("--replicate", type=int, default=1, help="replicas, each sharded over the other ranks")
-    options.add_argument("--sides", nargs="+", choices=["graph", "eager"], default=["graph", "eager"])
+    options.add_argument(
+        "--replicate", type=int, default=1, help="replicas, each sharded over the other ranks"
+    )
+    options.add_argument(
+        "--sides", nargs="+", choices=["graph", "eager"], default=["graph", "eager"]
+    )
     chosen = options.parse_args()
     good = True
     for ranks in chosen.ranks:
@@ -138,7 +150,9 @@ def main() -> int:
     return 0 if good else 1
 
 
-def compare_sides(sides: Sequence[str], ranks: int, nodes: int, steps: int, tp: int, replicate: int) -> bool:
+def compare_sides(
+    sides: Sequence[str], ranks: int, nodes: int, steps: int, tp: int, replicate: int
+) -> bool:
     """Train the sides, print their table; whether all digests are equal and the limits kept."""
     runs = {}
     for side in sides:
@@ -151,7 +165,9 @@ def compare_sides(sides: Sequence[str], ranks: int, nodes: int, steps: int, tp: 
         digests = {side: run.digests[step] for side, run in runs.items()}
         same &= len(set(digests.values())) == 1
         told = "" if len(digests) == 1 else "equal" if same else "DIFFERENT"
-        print(f"  step {step:>2}  {'  '.join(f'{side} {digest}' for side, digest in digests.items())}  {told}".rstrip())
+        print(
+            f"  step {step:>2}  {'  '.join(f'{side} {digest}' for side, digest in digests.items())}  {told}".rstrip()
+        )
     kept = [_within(side, ranks, run, steps if tp == 1 else 0) for side, run in runs.items()]
     return same and all(kept)
 

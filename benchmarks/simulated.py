@@ -67,21 +67,35 @@ class Step:
         self.interpreter = Interpreter(graph, net)
         model = new_model(self.config)
         self.shards = [
-            PerRank(own.clone() for own in parameter.detach().chunk(self.ranks)) for parameter in model.parameters()
+            PerRank(own.clone() for own in parameter.detach().chunk(self.ranks))
+            for parameter in model.parameters()
         ]
         self.buffers = list(model.buffers())
 
     def inputs(self, step: int) -> list[Any]:
         batches = [self.config.batch(step, rank) for rank in range(self.ranks)]
-        return [*self.shards, *self.buffers, *(PerRank(values) for values in zip(*batches, strict=True))]
+        return [
+            *self.shards,
+            *self.buffers,
+            *(PerRank(values) for values in zip(*batches, strict=True)),
+        ]
 
     def interpret(self) -> None:
         self.interpreter.run(self.inputs(0))
 
     def in_local_tensor_mode(self) -> None:
         inputs = self.inputs(0)  # made outside: what is made inside is of all ranks already
-        with fake_world(make_spec("fake", size=self.ranks)), torch.no_grad(), LocalTensorMode(self.ranks):
-            self.gm(*(LocalTensor({rank: at(value, rank) for rank in range(self.ranks)}) for value in inputs))
+        with (
+            fake_world(make_spec("fake", size=self.ranks)),
+            torch.no_grad(),
+            LocalTensorMode(self.ranks),
+        ):
+            self.gm(
+                *(
+                    LocalTensor({rank: at(value, rank) for rank in range(self.ranks)})
+                    for value in inputs
+                )
+            )
 
     def train(self, steps: int) -> None:
         """Plain gradient descent."""
@@ -125,11 +139,16 @@ def interpreters(ranks: list[int], rounds: int) -> bool:
     for count, step in steps.items():
         contestants[f"interpreter, {count} ranks"] = step.interpret
         contestants[f"LocalTensorMode, {count} ranks"] = step.in_local_tensor_mode
-    goals = [Goal(f"interpreter, {count} ranks", f"LocalTensorMode, {count} ranks", 1 / 4) for count in ranks]
+    goals = [
+        Goal(f"interpreter, {count} ranks", f"LocalTensorMode, {count} ranks", 1 / 4)
+        for count in ranks
+    ]
     times = measure(contestants, rounds)
     for count, step in steps.items():
         for name in (f"interpreter, {count} ranks", f"LocalTensorMode, {count} ranks"):
-            print(f"{name}: {1e6 * times[name] / len(step.gm.graph.nodes) / count:.1f} us for each node and rank")
+            print(
+                f"{name}: {1e6 * times[name] / len(step.gm.graph.nodes) / count:.1f} us for each node and rank"
+            )
     return report(times, None, goals)
 
 
@@ -156,11 +175,15 @@ def training(ranks: int, steps: int) -> None:
     start = time.process_time()
     step.train(steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{ranks} ranks, {steps} steps: {time.process_time() - start:.1f} s of CPU, {peak:.2f} GiB at most")
+    print(
+        f"{ranks} ranks, {steps} steps: {time.process_time() - start:.1f} s of CPU, {peak:.2f} GiB at most"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0)

@@ -31,7 +31,9 @@ _WARM = 2
 
 def train(rank: int, size: int, steps: int, begins: list[float]) -> None:
     """Train, and note when each step begins on the first rank."""
-    config = llama3_training(init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)), "bf16_fp32")
+    config = llama3_training(
+        init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",)), "bf16_fp32"
+    )
 
     def batch(step: int, of_rank: int) -> Any:
         if rank == 0:
@@ -58,11 +60,15 @@ def among(size: int, steps: int) -> float:
 
 
 def _a_step(begins: list[float]) -> float:
-    return statistics.median(end - begin for begin, end in zip(begins[_WARM:], begins[_WARM + 1 :], strict=False))
+    return statistics.median(
+        end - begin for begin, end in zip(begins[_WARM:], begins[_WARM + 1 :], strict=False)
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
@@ -78,9 +84,13 @@ def main() -> int:
     for size in options.ranks:
         ratio = min(times[size]) / yardstick
         met &= ratio <= LIMIT
-        print(f"a step of one of {size:4d} ranks     {1000 * min(times[size]):7.1f} ms, {ratio:.2f} times as much, "
-              f"at most {LIMIT:g}: {'met' if ratio <= LIMIT else 'MISSED'}")  # fmt: skip
-    print(f"most memory of the process      {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024:7d} MB")
+        print(
+            f"a step of one of {size:4d} ranks     {1000 * min(times[size]):7.1f} ms, {ratio:.2f} times as much, "
+            f"at most {LIMIT:g}: {'met' if ratio <= LIMIT else 'MISSED'}"
+        )
+    print(
+        f"most memory of the process      {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024:7d} MB"
+    )
     return 0 if met else 1
 
 

@@ -68,7 +68,9 @@ def sharded(n_layers: int, world: World) -> tuple[nn.Module, Inputs]:
     config = replace(llama3.FLAVORS["debug"], n_layers=n_layers)
     with torch.device("meta"):
         model = llama3.Llama3(config)
-    data_parallel(model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    data_parallel(
+        model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    )
     return model, token_batches(config.vocab_size, "cpu")(0, 0)
 
 
@@ -83,7 +85,11 @@ def plain(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
     def joint(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(state.fqns)
         tensors = [rewrap(t, own) for t, own in zip(flat[:count], state.tensors, strict=True)]
-        wanted = [t.requires_grad_() for t, own in zip(tensors, state.tensors, strict=True) if own.requires_grad]
+        wanted = [
+            t.requires_grad_()
+            for t, own in zip(tensors, state.tensors, strict=True)
+            if own.requires_grad
+        ]
         with state.exchanged(tensors):
             loss = ce_step(model, *flat[count:])
             gradients = torch.autograd.grad(loss, wanted)
@@ -115,7 +121,11 @@ def measure(n_layers: int, rounds: int) -> tuple[int, dict[str, float]]:
 
 
 def print_profile(n_layers: int) -> None:
-    with fake_world(make_spec("fake", size=8)) as world, collection_frozen(), cProfile.Profile() as profile:
+    with (
+        fake_world(make_spec("fake", size=8)) as world,
+        collection_frozen(),
+        cProfile.Profile() as profile,
+    ):
         ours(*sharded(n_layers, world))
     pstats.Stats(profile).sort_stats("tottime").print_stats(12)
 
@@ -127,12 +137,18 @@ def report(sizes: list[int], times: list[dict[str, float]]) -> tuple[bool, bool]
     for name in TRACERS:
         seconds = [found[name] for found in times]
         slopes[name] = exponent(sizes, seconds) if len(sizes) > 1 else float("nan")
-        print(f"{name:<16} " + " ".join(f"{second:9.3f}" for second in seconds) + f"   exponent {slopes[name]:.2f}")
+        print(
+            f"{name:<16} "
+            + " ".join(f"{second:9.3f}" for second in seconds)
+            + f"   exponent {slopes[name]:.2f}"
+        )
     ratios = [found[OURS] / found[PLAIN] for found in times]
     fast, straight = statistics.median(ratios) <= MAX_RATIO, not slopes[OURS] > MAX_EXPONENT
     shown = " ".join(f"{ratio:9.3f}" for ratio in ratios)
     print(f"{'ratio':<16} {shown}   median at most {MAX_RATIO}: {'met' if fast else 'MISSED'}")
-    print(f"exponent of {OURS} {slopes[OURS]:.2f}, at most {MAX_EXPONENT}: {'met' if straight else 'MISSED'}")
+    print(
+        f"exponent of {OURS} {slopes[OURS]:.2f}, at most {MAX_EXPONENT}: {'met' if straight else 'MISSED'}"
+    )
     return fast, straight
 
 
@@ -143,18 +159,25 @@ def report_wide(layers: int = 126, ranks: int = 4096) -> bool:
         start = time.process_time()
         with torch.device("meta"):
             model = llama3.Llama3(config)
-        data_parallel(model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        data_parallel(
+            model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        )
         traced = trace_step(model, ce_step, token_batches(config.vocab_size, "cpu")(0, 0))
         passes = construct_default_graph_passes(n_layers=layers)
         rewritten = apply_graph_passes(traced.gm, traced.example_inputs, passes)
         text = graphtext.render(rewritten)
         seconds = time.process_time() - start
-    buckets = len({str(node.meta.get("fsdp_bucket")) for node in rewritten.graph.nodes}) // 2  # in both directions
+    buckets = (
+        len({str(node.meta.get("fsdp_bucket")) for node in rewritten.graph.nodes}) // 2
+    )  # in both directions
     assert buckets > layers, buckets
     assert text
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     met = gigabytes <= 4
-    print(f"{layers} layers on {ranks} ranks, {len(traced.gm.graph.nodes)} nodes, {buckets} buckets:", end=" ")
+    print(
+        f"{layers} layers on {ranks} ranks, {len(traced.gm.graph.nodes)} nodes, {buckets} buckets:",
+        end=" ",
+    )
     print(f"{seconds:.1f} CPU s, {gigabytes:.2f} GB; at most 4 GB: {'met' if met else 'MISSED'}")
     return met
 
@@ -183,13 +206,17 @@ def report_once(rounds: int, size: int = 8) -> bool:
         torch.multiprocessing.spawn(trace_in_turns, arguments, nprocs=size)
     everywhere, once = seconds.view(rounds + 1, 2, size)[1:].sum(2).median(0).values.tolist()
     met = once / everywhere <= 1 / 3
-    print(f"8 ranks trace Llama 3: {everywhere:.2f} CPU s on all, {once:.2f} by trace_once:", end=" ")
+    print(
+        f"8 ranks trace Llama 3: {everywhere:.2f} CPU s on all, {once:.2f} by trace_once:", end=" "
+    )
     print(f"{once / everywhere:.2f}, at most 0.33: {'met' if met else 'MISSED'}")
     return met
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--wide", action="store_true", help="126 layers on 4,096 ranks")

@@ -62,13 +62,19 @@ def tests_by_id() -> dict[str, list[str]]:
 
 def behaviours_page() -> str:
     named, section = tests_by_id(), ""
-    lines = ["# Behaviours and their tests", "",
-             "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them."]
+    lines = [
+        "# Behaviours and their tests",
+        "",
+        "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them.",
+    ]
     for name, (heading, text) in behaviours().items():
         if heading != section:
             section = heading
             lines += ["", f"## {heading}", "", "| | behaviour | tests |", "|---|---|---|"]
-        shown = "<br>".join(f"`{test}`" for test in dict.fromkeys(named.get(name, ()))) or "none by this id"
+        shown = (
+            "<br>".join(f"`{test}`" for test in dict.fromkeys(named.get(name, ())))
+            or "none by this id"
+        )
         lines.append(f"| {name} | {text.replace('|', chr(92) + '|')} | {shown} |")
     return "\n".join(lines) + "\n"
 
@@ -79,10 +85,20 @@ def options_page() -> str:
 
     rows = []
     for option in OPTIONS:
-        value = "" if option.is_flag else f" {option.metavar or '{' + ','.join(option.choices or ()) + '}'}"
-        rows.append(f"| `{option.flag}{value}` | `{option.ini}` | {option.help.replace('|', chr(92) + '|')} |")
+        value = (
+            ""
+            if option.is_flag
+            else f" {option.metavar or '{' + ','.join(option.choices or ()) + '}'}"
+        )
+        rows.append(
+            f"| `{option.flag}{value}` | `{option.ini}` | {option.help.replace('|', chr(92) + '|')} |"
+        )
     table = ["| option | ini setting | |", "|---|---|---|", *rows]
-    return (ROOT / "docs" / "options.md.in").read_text(encoding="utf-8").replace("{options}", "\n".join(table))
+    return (
+        (ROOT / "docs" / "options.md.in")
+        .read_text(encoding="utf-8")
+        .replace("{options}", "\n".join(table))
+    )
 
 
 PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
@@ -147,8 +163,11 @@ def from_elsewhere(text: str) -> list[str]:
     >>> from_elsewhere("a { background: url(https://a.org/b.png) }")
     ['url(https://a.org/b.png']
     """
-    return re.findall(r"<(?:script|link|img|iframe|source)[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\s\"'>]+[\"']?"
-                      r"|(?:url\(|@import )[\"']?(?:https?:)?//[^\s\"')]+", text)  # fmt: skip
+    return re.findall(
+        r"<(?:script|link|img|iframe|source)[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\s\"'>]+[\"']?"
+        r"|(?:url\(|@import )[\"']?(?:https?:)?//[^\s\"')]+",
+        text,
+    )
 
 
 def on_post_build(config: Any) -> None:
@@ -156,7 +175,9 @@ def on_post_build(config: Any) -> None:
     from mkdocs.exceptions import PluginError
 
     for path in sorted(Path(config.site_dir).rglob("*")):
-        if path.suffix in (".html", ".css") and (found := from_elsewhere(path.read_text(encoding="utf-8"))):
+        if path.suffix in (".html", ".css") and (
+            found := from_elsewhere(path.read_text(encoding="utf-8"))
+        ):
             raise PluginError(f"{path.name} loads from the network: {found[0]}")
 
 

@@ -50,7 +50,9 @@ class Drawing:
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{html.escape(words)}</text>')
 
-    def rect(self, x: float, y: float, w: float, h: float, kind: str = "box", hint: str = "", r: int = 5) -> None:
+    def rect(
+        self, x: float, y: float, w: float, h: float, kind: str = "box", hint: str = "", r: int = 5
+    ) -> None:
         told = f"<title>{html.escape(hint)}</title>" if hint else ""
         self.parts.append(
             f'<rect x="{x:.6g}" y="{y:g}" width="{w:.6g}" height="{h:g}" rx="{r}" class="{kind}">{told}</rect>'
@@ -128,13 +130,23 @@ def worlds() -> str:
         d.rank(257 + 42 * place, 90, str(place))
     d.arrow((257, 112), (383, 112))
     d.text(320, 145, "the test's process", "middle small dim")
-    world(225, 190, "simulated, size=4, nodes=2", ("all ranks, true values,", "sums in a ring's or tree's order"))
+    world(
+        225,
+        190,
+        "simulated, size=4, nodes=2",
+        ("all ranks, true values,", "sums in a ring's or tree's order"),
+    )
     for place in range(4):
         d.rect(440 + 50 * place, 50, 42, 80)
         d.rank(461 + 50 * place, 90, str(place))
     d.arrow((461, 142), (611, 142))
     d.text(536, 164, "gloo, NCCL", "middle small dim")
-    world(440, 192, "ranks, size=4", ("a process each, from a warm pool:", "a pytest session on every rank"))
+    world(
+        440,
+        192,
+        "ranks, size=4",
+        ("a process each, from a warm pool:", "a pytest session on every rank"),
+    )
     for node in range(2):
         d.rect(660 + 108 * node, 34, 100, 140, "soft")
         for place in range(2):
@@ -142,7 +154,12 @@ def worlds() -> str:
             d.rank(686 + 108 * node + 46 * place, 90, str(2 * node + place))
         d.text(710 + 108 * node, 166, f"machine {node}", "middle small dim")
     d.arrow((686, 142), (840, 142))
-    world(660, 208, "the same under torchrun", ("one machine or several;", "rank 0's process reports for all"))
+    world(
+        660,
+        208,
+        "the same under torchrun",
+        ("one machine or several;", "rank 0's process reports for all"),
+    )
     return d.svg()
 
 
@@ -165,7 +182,9 @@ def ring() -> str:
                 d.arrow((xs[place - 1] + 16, y), (x - 17, y))
         d.arrow((xs[7], y + 17), (xs[7], y + 29), (xs[0], y + 29), (xs[0], y + 18))
     d.text(
-        10, 190, "A bucket's bytes are dealt out to channels. What rank 0 keeps of it comes around each channel's ring:"
+        10,
+        190,
+        "A bucket's bytes are dealt out to channels. What rank 0 keeps of it comes around each channel's ring:",
     )
     for channel, ring in enumerate(rings):
         start = ring.index(0)
@@ -222,7 +241,12 @@ def buckets() -> str:
 
     from fixtures.models import llama3
     from fixtures.models.loss import ce_step
-    from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes, data_parallel, trace_step
+    from pytest_gtrainer import (
+        apply_graph_passes,
+        construct_default_graph_passes,
+        data_parallel,
+        trace_step,
+    )
     from pytest_gtrainer.worlds.fake import fake_world, make_mesh
     from pytest_gtrainer.worlds.spec import make_spec
 
@@ -245,9 +269,15 @@ def chunking() -> str:
     d = Drawing(880, 190, "An expert layer before chunking and in two chunks")
     whole = (("router", 0, 60), ("dispatch", 1, 150), ("experts", 0, 230), ("combine", 1, 150))
     halves = (
-        ("router 0", 0, 0, 54), ("dispatch 0", 1, 54, 90), ("router 1", 0, 54, 54), ("dispatch 1", 1, 144, 90),
-        ("experts 0", 0, 144, 118), ("experts 1", 0, 262, 118), ("combine 0", 1, 262, 90), ("combine 1", 1, 380, 90),
-    )  # fmt: skip
+        ("router 0", 0, 0, 54),
+        ("dispatch 0", 1, 54, 90),
+        ("router 1", 0, 54, 54),
+        ("dispatch 1", 1, 144, 90),
+        ("experts 0", 0, 144, 118),
+        ("experts 1", 0, 262, 118),
+        ("combine 0", 1, 262, 90),
+        ("combine 1", 1, 380, 90),
+    )
     at = 0.0
     for name, lane, w in whole:
         d.rect(110 + at, 28 + 26 * lane, w, 21, ("compute", "collective")[lane], r=2)
@@ -293,16 +323,31 @@ def terminal() -> str:
     ]
     environ = {**os.environ, "COLUMNS": "110"}
     run = subprocess.run(
-        command, cwd=ROOT / "examples" / "downstream", capture_output=True, text=True, env=environ, timeout=600
+        command,
+        cwd=ROOT / "examples" / "downstream",
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=600,
     )
     lines = run.stdout.splitlines()
     plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
     first = next(n for n, line in enumerate(plain) if "differs" in line and line.startswith("E"))
-    other = next(n for n, line in enumerate(plain) if "BitwiseDifference" in line and line.startswith("E"))
+    other = next(
+        n for n, line in enumerate(plain) if "BitwiseDifference" in line and line.startswith("E")
+    )
     last = next(n for n, line in enumerate(plain) if "gtrainer" in line and line.startswith("==="))
-    shown = [*lines[first : first + 5], "E   …", *lines[other : other + 6], "", *lines[last : last + 4]]
+    shown = [
+        *lines[first : first + 5],
+        "E   …",
+        *lines[other : other + 6],
+        "",
+        *lines[last : last + 4],
+    ]
     d = Drawing(
-        880, 46 + 17 * len(shown), "A failing run in a terminal: the golden's difference in words, and the first bit"
+        880,
+        46 + 17 * len(shown),
+        "A failing run in a terminal: the golden's difference in words, and the first bit",
     )
     d.text(14, 22, "$ pytest -q --tb=short --with-bug", "mono bold")
     for place, line in enumerate(shown):
@@ -313,13 +358,20 @@ def terminal() -> str:
                 kind = " ".join(_COLOURS.get(each, "") for each in code.split(";")).strip()
             if words:
                 spans.append(f'<tspan class="{kind}">{html.escape(words[:120])}</tspan>')
-        d.parts.append(f'<text x="14" y="{46 + 17 * place}" class="mono" xml:space="preserve">{"".join(spans)}</text>')
+        d.parts.append(
+            f'<text x="14" y="{46 + 17 * place}" class="mono" xml:space="preserve">{"".join(spans)}</text>'
+        )
     return d.svg()
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "flow": flow, "worlds": worlds, "ring": ring, "buckets": buckets, "chunking": chunking, "terminal": terminal,
-}  # fmt: skip
+    "flow": flow,
+    "worlds": worlds,
+    "ring": ring,
+    "buckets": buckets,
+    "chunking": chunking,
+    "terminal": terminal,
+}
 
 
 def changed_page() -> Path:
@@ -329,9 +381,26 @@ def changed_page() -> Path:
     folder.mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "report" / "changing.py", folder / "test_it.py")
     (folder / "pytest.ini").write_text("[pytest]\n")
-    for variant, options in (("then", ["--gt-create-goldens"]), ("now", ["--gt-report-against=then.html"])):
-        command = [sys.executable, "-m", "pytest", "-q", "--gt-device=cpu", f"--gt-report={variant}.html", *options]
-        subprocess.run(command, cwd=folder, env={**os.environ, "VARIANT": variant}, timeout=600, capture_output=True)
+    for variant, options in (
+        ("then", ["--gt-create-goldens"]),
+        ("now", ["--gt-report-against=then.html"]),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--gt-device=cpu",
+            f"--gt-report={variant}.html",
+            *options,
+        ]
+        subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "VARIANT": variant},
+            timeout=600,
+            capture_output=True,
+        )
     if not (folder / "now.html").is_file():  # where CI is set nothing writes goldens
         raise SystemExit("the runs wrote no page; is CI set?")
     return folder / "now.html"
@@ -367,7 +436,8 @@ def photograph(page: Path, height: int, target: Path) -> None:
     flags += ["--run-all-compositor-stages-before-draw", f"--window-size=1280,{height}"]
     source = page.as_uri() + "#t0"
     done = subprocess.run(
-        [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", source], capture_output=True
+        [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", source],
+        capture_output=True,
     )
     if done.returncode or not target.is_file():
         raise SystemExit(f"chromium took no picture: {done.stderr.decode()[-500:]}")

@@ -15,9 +15,16 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tracing.step": ("TracedStep", "trace_step"),
     "tracing.stage": ("TracedStage", "trace_stage"),
     "graph.bucket_plan": ("get_default_transformer_block_buckets",),
-    "passes.joint": tuple(f"{kind}transformer_block_bucketing_reordering_pass" for kind in ("joint_", "")),
-    "passes.collectives": ("AsyncTpDecision", "async_tp_decisions", "deduplicate_fsdp_unshard_chains_pass",
-                           "reassign_collective_pgs_pass", "reduce_scatter_before_all_reduce_pass"),
+    "passes.joint": tuple(
+        f"{kind}transformer_block_bucketing_reordering_pass" for kind in ("joint_", "")
+    ),
+    "passes.collectives": (
+        "AsyncTpDecision",
+        "async_tp_decisions",
+        "deduplicate_fsdp_unshard_chains_pass",
+        "reassign_collective_pgs_pass",
+        "reduce_scatter_before_all_reduce_pass",
+    ),
     "passes.canonicalize": ("canonicalize_graph_pass", "eliminate_dead_code_pass"),
     "passes.remat": ("tag_with_memory_policy_pass", "selective_activation_remat_pass"),
     "passes.chunking.config": ("ChunkConfig", "ChunkError", "ChunkWarning"),
@@ -38,11 +45,22 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "worlds.simulated": ("VacuousCheck",),
     "numerics.record": ("Record",),
     "numerics.digest": ("digest",),
-    "numerics.compare": ("BitwiseDifference", "ControlFailed", "compare", "assert_bitwise_equal",
-                         "assert_bitwise_different"),
+    "numerics.compare": (
+        "BitwiseDifference",
+        "ControlFailed",
+        "compare",
+        "assert_bitwise_equal",
+        "assert_bitwise_different",
+    ),
     "numerics.verdict": ("Verdict",),
-    "numerics.determinism": ("deterministic", "DebugConfig", "ActivationCheckpointConfig", "flex_attention_options",
-                             "mesh_seed", "balanced_loss"),
+    "numerics.determinism": (
+        "deterministic",
+        "DebugConfig",
+        "ActivationCheckpointConfig",
+        "flex_attention_options",
+        "mesh_seed",
+        "balanced_loss",
+    ),
     "numerics.sweep": ("Sweep", "Rule"),
     "numerics.run_to_run": ("assert_run_to_run",),
     "bisect": ("bisect_passes",),
@@ -60,7 +78,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "checks.checker": ("check_graph", "assert_graph"),
     "checks.subject": ("CheckError", "CheckFailure"),
     "golden.check": ("GoldenMismatch",),
-}  # fmt: skip
+}
 """By module, the public names that it holds."""
 
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

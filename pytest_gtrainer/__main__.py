@@ -9,15 +9,21 @@ import pytest_gtrainer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0 if all is in order, 1 if not, 2 for a command line that means nothing."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_gtrainer", description="pytest-gtrainer beside the tests.")
-    parser.add_argument("--version", action="version", version=f"pytest-gtrainer {pytest_gtrainer.__version__}")
+    parser = argparse.ArgumentParser(
+        prog="python -m pytest_gtrainer", description="pytest-gtrainer beside the tests."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"pytest-gtrainer {pytest_gtrainer.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor",
         help="what this installation can do: torch, pytest, devices, and every private name that we rely on",
         description="What this installation can do. Exit status: 0 if everything is in order, 1 if not.",
     )
-    doctor.add_argument("-v", "--verbose", action="store_true", help="list every name and every part")
+    doctor.add_argument(
+        "-v", "--verbose", action="store_true", help="list every name and every part"
+    )
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()

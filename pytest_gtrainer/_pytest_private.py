@@ -77,7 +77,11 @@ def use_fixture(item: pytest.Function, name: str) -> None:
     """Have a test use a fixture of function scope that it does not name, before all others of that scope."""
     if name not in item.fixturenames:
         known = item._fixtureinfo.name2fixturedefs
-        wider = [other for other in item.fixturenames if other in known and known[other][-1].scope != "function"]
+        wider = [
+            other
+            for other in item.fixturenames
+            if other in known and known[other][-1].scope != "function"
+        ]
         place = max((item.fixturenames.index(other) + 1 for other in wider), default=0)
         # a list of its own: that of pytest is shared by all parameters of the function
         item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
@@ -116,7 +120,9 @@ def captured_in_memory(config: pytest.Config) -> list[tuple[str, str]]:
         if hasattr(file, "getvalue"):  # with --capture=sys or tee-sys
             found.append((title, file.getvalue()))
     handler: Any = getattr(config.pluginmanager.getplugin("logging-plugin"), "report_handler", None)
-    if handler in logging.getLogger().handlers:  # only while a phase runs: afterwards it keeps the records
+    if (
+        handler in logging.getLogger().handlers
+    ):  # only while a phase runs: afterwards it keeps the records
         found.append(("Captured log", handler.stream.getvalue()))
     return [(title, text) for title, text in found if text.strip()]
 

@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 
 MOST_REPLAYS = 8  # of how many replays of a graph the inputs are kept
 
-Values = dict[Key, Tensor]  # by ``Key(0, rank, "", name)``; where a process has one rank only, that is 0
+Values = dict[
+    Key, Tensor
+]  # by ``Key(0, rank, "", name)``; where a process has one rank only, that is 0
 Run = Callable[[fx.GraphModule], Values]
 
 
@@ -64,7 +66,10 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
     """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they are."""
     if not inputs or not isinstance(inputs[0], nn.Module):
         return list(inputs)
-    return [local(tensor) for tensor in [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]]
+    return [
+        local(tensor)
+        for tensor in [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]
+    ]
 
 
 def local_run(flat: Sequence[Any]) -> Run:
@@ -78,9 +83,11 @@ def local_run(flat: Sequence[Any]) -> Run:
 
 
 def run_on_all(
-    ranked: Callable[[fx.GraphModule], RankGraph], net: Net, inputs: Sequence[Any],
+    ranked: Callable[[fx.GraphModule], RankGraph],
+    net: Net,
+    inputs: Sequence[Any],
     random: RankRandomStates | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net, random=random).run(inputs)``."""
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
@@ -95,7 +102,9 @@ def run_on_all(
         for rank in range(net.size):
             found = named_outputs(of_rank(output, rank), gm)
             found |= inputs_afterwards(gm, [of_rank(value, rank) for value in given])
-            found |= random_states_afterwards({"torch.cpu": of_rank(interpreter.random.states, rank)})
+            found |= random_states_afterwards(
+                {"torch.cpu": of_rank(interpreter.random.states, rank)}
+            )
             values |= _keyed(found, rank)
         return values
 
@@ -110,7 +119,9 @@ def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
         if isinstance(value, list):
             return type(value)(map(copied, value))
         if isinstance(value, Tensor) and id(value) not in made:
-            made[id(value)] = value.detach().clone().requires_grad_(keep_grad and value.requires_grad)
+            made[id(value)] = (
+                value.detach().clone().requires_grad_(keep_grad and value.requires_grad)
+            )
         return made.get(id(value), value)
 
     return [copied(value) for value in values]
@@ -122,7 +133,11 @@ def _keyed(values: Mapping[str, Tensor], rank: int = 0) -> Values:
 
 def _results_of(values: Values) -> dict[str, Tensor]:
     """The results of all ranks in this process, without the state that the graph leaves."""
-    return {f"{key.rank} {key.name}": value for key, value in values.items() if not key.name.endswith(AFTERWARDS)}
+    return {
+        f"{key.rank} {key.name}": value
+        for key, value in values.items()
+        if not key.name.endswith(AFTERWARDS)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +156,26 @@ class Bisection:
     total: int
     number: int = 0  # the pass's place among all, from 1
     name: str = ""  # the pass that changes a bit, with its options
-    verdict: Verdict | None = None  # how the results behind that pass differ from those before all passes, on this rank
-    node: Difference | None = None  # the first value that both graphs have and that differs here; else the first result
+    verdict: Verdict | None = (
+        None  # how the results behind that pass differ from those before all passes, on this rank
+    )
+    node: Difference | None = (
+        None  # the first value that both graphs have and that differs here; else the first result
+    )
     where: str = ""  # that node in words, with the rank where all ranks are in this process
-    made: tuple[str, ...] = ()  # the nodes that it is computed from and that the pass made, in words, in graph order
+    made: tuple[
+        str, ...
+    ] = ()  # the nodes that it is computed from and that the pass made, in words, in graph order
     replays: int = 0
-    inputs: str = ""  # the inputs on which it changes a bit, in words, if they are not those that were given
-    silent: tuple[str, ...] = ()  # inputs on which every result was NaN: there, no pass could be seen to change a bit
-    nan: tuple[str, ...] = ()  # results that are nothing but NaN on the given inputs, if others are numbers
+    inputs: str = (
+        ""  # the inputs on which it changes a bit, in words, if they are not those that were given
+    )
+    silent: tuple[
+        str, ...
+    ] = ()  # inputs on which every result was NaN: there, no pass could be seen to change a bit
+    nan: tuple[
+        str, ...
+    ] = ()  # results that are nothing but NaN on the given inputs, if others are numbers
 
     def __str__(self) -> str:
         if self.outcome == "equal":
@@ -159,7 +186,9 @@ class Bisection:
                 text += f"; nothing but NaN, so nothing could differ: {', '.join(self.nan)}"
             return text
         where = f", on {self.inputs}" if self.inputs else ""
-        lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays){where}"]
+        lines = [
+            f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays){where}"
+        ]
         is_state = self.where.endswith(AFTERWARDS)
         made = cut("the pass made" if is_state else "computed from what the pass made", self.made)
         what = "every result is equal, but not" if is_state else "first node whose value differs:"
@@ -174,9 +203,14 @@ class Bisection:
 
 
 def bisect_passes(
-    traced: TracedStep, passes: Iterable[BoundPass | Pass], inputs: Sequence[Any], *, world: World | None = None,
-    meshes: Sequence[DeviceMesh] = (), every: bool = False,
-) -> Bisection:  # fmt: skip
+    traced: TracedStep,
+    passes: Iterable[BoundPass | Pass],
+    inputs: Sequence[Any],
+    *,
+    world: World | None = None,
+    meshes: Sequence[DeviceMesh] = (),
+    every: bool = False,
+) -> Bisection:
     """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
 
     What a graph leaves counts as its results do: inputs, buffers, states of random generators. If no bit differs on
@@ -211,7 +245,9 @@ def bisect_passes(
         flat: list[Any] = [PerRank(values) for values in zip(*inputs, strict=True)]
         run_on = partial(run_on_all, lambda gm: RankGraph.of(gm, *meshes), net_of(world))
     elif dist.is_initialized() and dist.get_backend() == "fake":
-        raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
+        raise ValueError(
+            'a fake world moves no data, so no replay in it means anything: use gt_world("ranks")'
+        )
     else:
         flat, run_on = flat_inputs(inputs), local_run
     found = bisect_stages(stages, run_on(flat), every=every)
@@ -228,7 +264,11 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
 
 
 def bisect_extremes(
-    stages: Sequence[Stage], run_on: Callable[[Sequence[Any]], Run], inputs: Sequence[Any], *, every: bool = False
+    stages: Sequence[Stage],
+    run_on: Callable[[Sequence[Any]], Run],
+    inputs: Sequence[Any],
+    *,
+    every: bool = False,
 ) -> Bisection:
     """The same on copies of ``inputs`` with extreme values, until one shows a difference; all NaNs are equal."""
     different: list[Bisection] = []
@@ -282,7 +322,9 @@ class _PassSearch:
             guilty = next(filter(self.differs, range(1, last + 1)), 0)
         elif guilty := last if last and self.differs(last) else 0:
             # halving goes from the last pass down to the first: the equal prefixes are behind the different ones
-            guilty -= bisect_left(range(last - 1, 0, -1), True, key=lambda number: not self.differs(number))
+            guilty -= bisect_left(
+                range(last - 1, 0, -1), True, key=lambda number: not self.differs(number)
+            )
         if guilty:
             return self.found(guilty)
         equal = Bisection("equal", last, replays=self.replays)
@@ -301,7 +343,13 @@ class _PassSearch:
 
     def found(self, guilty: int) -> Bisection:
         """The pass of that number, with the node at which it changes a bit."""
-        found = Bisection("different", len(self._stages) - 1, guilty, self._stages[guilty].name, self.verdicts[guilty])
+        found = Bisection(
+            "different",
+            len(self._stages) - 1,
+            guilty,
+            self._stages[guilty].name,
+            self.verdicts[guilty],
+        )
         found = _with_node(found, self._stages[guilty - 1].gm, self._stages[guilty].gm, self._run)
         return replace(found, replays=self.replays + 2)
 
@@ -315,14 +363,19 @@ def on_any_rank(answer: bool) -> bool:
     return bool(votes.item())
 
 
-def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
+def _with_node(
+    found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run
+) -> Bisection:
     """The first node that both graphs have and whose value differs; if there is none, what gives the first result."""
     if not on_any_rank(_results_differ(found.verdict)):
         return _with_state(found, before, after)
     expected, actual = run(_exposed(before)), run(_exposed(after))
     old = {node.name for node in before.graph.nodes}
     kept = {node.name: node for node in after.graph.nodes if node.name in old}
-    new, several = set(after.graph.nodes).difference(kept.values()), len({key.rank for key in actual}) > 1
+    new, several = (
+        set(after.graph.nodes).difference(kept.values()),
+        len({key.rank for key in actual}) > 1,
+    )
     for key in sorted((key for key in actual if key.name in kept), key=lambda key: kept[key.name]):
         node = kept[key.name]
         try:
@@ -332,14 +385,23 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
         if difference is not None:
             where = _words(node) + f" on rank {key.rank}" * several
             return replace(found, node=difference, where=where, made=_made(node, new))
-    output, first = after.graph.output_node(), found.verdict.first if found.verdict is not None else None
+    output, first = (
+        after.graph.output_node(),
+        found.verdict.first if found.verdict is not None else None,
+    )
     if first is None:
         return replace(found, made=_made(output, new))
-    gives = dict(zip(output.meta.get("gt_outputs") or (), pytree.tree_leaves(output.args[0]), strict=False))
+    gives = dict(
+        zip(output.meta.get("gt_outputs") or (), pytree.tree_leaves(output.args[0]), strict=False)
+    )
     given = gives.get(first.key.name)
-    where = f"the result {first.key.name}" + (f" = {_words(given)}" if isinstance(given, fx.Node) else "")
+    where = f"the result {first.key.name}" + (
+        f" = {_words(given)}" if isinstance(given, fx.Node) else ""
+    )
     made = _made(given if isinstance(given, fx.Node) else output, new)
-    return replace(found, node=first, where=where + f" on rank {first.key.rank}" * several, made=made)
+    return replace(
+        found, node=first, where=where + f" on rank {first.key.rank}" * several, made=made
+    )
 
 
 def _differing_names(verdict: Verdict | None) -> list[str]:
@@ -410,9 +472,18 @@ class _Pipeline:
     def explained(self, step: int | None, expected: Tensors) -> str:
         wanted: Values = {}
         if isinstance(expected, Record) and step is not None and step < len(self.runs):
-            wanted, runs, where = _results(expected, step), self.runs[step : step + 1], f"bisection of step {step}"
-        elif isinstance(expected, dict) and "loss" in expected:  # as ``TracedStep.results`` names them
-            wanted = {Key(0, 0, "", name.removeprefix("gradient of ")): tensor for name, tensor in expected.items()}
+            wanted, runs, where = (
+                _results(expected, step),
+                self.runs[step : step + 1],
+                f"bisection of step {step}",
+            )
+        elif (
+            isinstance(expected, dict) and "loss" in expected
+        ):  # as ``TracedStep.results`` names them
+            wanted = {
+                Key(0, 0, "", name.removeprefix("gradient of ")): tensor
+                for name, tensor in expected.items()
+            }
             runs, where = self.runs, "bisection"
         for run in runs if wanted else ():
             towards = bisect_towards(self.stages, run, wanted)
@@ -445,7 +516,11 @@ def _only_state(run: Run, known: Values) -> Run:
 
     def state(gm: fx.GraphModule) -> Values:
         values = run(gm)
-        return {key: value for key, value in values.items() if key.name.endswith(AFTERWARDS) and key not in known}
+        return {
+            key: value
+            for key, value in values.items()
+            if key.name.endswith(AFTERWARDS) and key not in known
+        }
 
     return state
 

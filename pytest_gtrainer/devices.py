@@ -97,8 +97,14 @@ def _nvml_gpus() -> list[tuple[str, str]]:
             return []
         gpus = []
         for index in range(count.value):
-            device, uuid, kind = ctypes.c_void_p(), ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:  # what fails leaves its text empty
+            device, uuid, kind = (
+                ctypes.c_void_p(),
+                ctypes.create_string_buffer(96),
+                ctypes.create_string_buffer(96),
+            )
+            if (
+                nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
+            ):  # what fails leaves its text empty
                 nvml.nvmlDeviceGetUUID(device, uuid, len(uuid))
                 nvml.nvmlDeviceGetName(device, kind, len(kind))
             gpus.append((uuid.value.decode() or f"GPU-without-uuid-{index}", kind.value.decode()))
@@ -134,22 +140,36 @@ def _resolved(config: pytest.Config) -> Devices:
         # the ranks that torchrun has started, over all nodes; this node's GPUs say what they are on
         if promised is not None and promised > launch.size:
             wrong = f"--gt-gpus={promised}: torchrun has started {launch.size} ranks"
-            raise pytest.UsageError(f"{wrong}; promise at most {launch.size}, or have torchrun start more")
+            raise pytest.UsageError(
+                f"{wrong}; promise at most {launch.size}, or have torchrun start more"
+            )
         if gpus and len(gpus) < launch.local_size:
             wrong = f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible"
-            raise pytest.UsageError(f"{wrong}; start as many as there are GPUs, or use --gt-device=cpu")
-        return Devices("cuda" if gpus else "cpu", promised or launch.size, gpus, "torchrun has started")
+            raise pytest.UsageError(
+                f"{wrong}; start as many as there are GPUs, or use --gt-device=cpu"
+            )
+        return Devices(
+            "cuda" if gpus else "cpu", promised or launch.size, gpus, "torchrun has started"
+        )
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
     if promised is not None and promised > len(gpus):
         way_out = f"promise at most {len(gpus)}, or use --gt-device=cpu"
-        raise pytest.UsageError(f"--gt-gpus={promised}: only {len(gpus)} GPUs are visible; {way_out}")
+        raise pytest.UsageError(
+            f"--gt-gpus={promised}: only {len(gpus)} GPUs are visible; {way_out}"
+        )
     return Devices("cuda", promised or len(gpus), gpus[:promised])
 
 
 _OF_TORCHRUN = (
-    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _LAUNCH = pytest.StashKey["Launch | None"]()
 
 
@@ -172,7 +192,9 @@ def launch_in(environ: Mapping[str, str]) -> Launch | None:
     """The launch that the environment tells of, None without torchrun."""
     if not all(name in environ for name in _OF_TORCHRUN):
         return None
-    return Launch(*(int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    return Launch(
+        *(int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    )
 
 
 def launch_of(config: pytest.Config) -> Launch | None:
@@ -187,6 +209,8 @@ def check_launch(config: pytest.Config) -> None:
     launch = launch_of(config)
     if launch is not None and options.get(config, "one-rank"):
         raise pytest.UsageError("--gt-one-rank: torchrun has started ranks; run pytest without it")
-    if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
+    if launch is not None and (
+        config.getoption("tx", None) or config.getoption("numprocesses", None)
+    ):
         wrong = f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own"
         raise pytest.UsageError(f"{wrong}: leave out -n and --dist")

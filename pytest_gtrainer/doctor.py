@@ -140,16 +140,23 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
     """Return the page, and whether everything is in order; ``verbose`` lists every name."""
     lines = [*installation(), ""]
     in_order = True
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # torch warns when it is imported
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # torch warns when it is imported
         warnings.simplefilter("ignore")
         for topic in topics():
             missing = topic.missing()
             in_order = in_order and not missing
             count = f"{len(topic.names) - len(missing)} of {len(topic.names)}"
-            lines.append(f"{'in order' if not missing else 'out of order':<13}{topic.name:<16}{count:<10}{topic.title}")
+            lines.append(
+                f"{'in order' if not missing else 'out of order':<13}{topic.name:<16}{count:<10}{topic.title}"
+            )
             for name in topic.names:
                 if name in missing or verbose:
-                    lines.append(f"{'':13}{name.replace(':', '.')}: {'missing' if name in missing else 'present'}")
+                    lines.append(
+                        f"{'':13}{name.replace(':', '.')}: {'missing' if name in missing else 'present'}"
+                    )
         lines.append("")
         broken = parts_that_do_not_import()
     for reason, parts in broken.items():
@@ -170,7 +177,9 @@ def parts_that_do_not_import() -> dict[str, list[str]]:
     for part, home in sorted({**_HOME, **OTHER_PARTS}.items(), key=lambda item: item[0].lower()):
         try:
             importlib.import_module(f"pytest_gtrainer.{home}")
-        except Exception as error:  # a name that is read when a module is imported is an AttributeError
+        except (
+            Exception
+        ) as error:  # a name that is read when a module is imported is an AttributeError
             # Our own message ends with the advice to run the doctor.
             reason = str(error).partition("\n")[0].partition("; what still works")[0]
             reason = reason or type(error).__name__

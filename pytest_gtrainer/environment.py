@@ -44,8 +44,12 @@ def private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        whose = f"belongs to user {status.st_uid}" if status.st_uid != os.getuid() else "is no folder"
-        raise PermissionError(f"{folder}, where files of this user's runs would lie, {whose}: remove it")
+        whose = (
+            f"belongs to user {status.st_uid}" if status.st_uid != os.getuid() else "is no folder"
+        )
+        raise PermissionError(
+            f"{folder}, where files of this user's runs would lie, {whose}: remove it"
+        )
     folder.chmod(0o700)
     return folder
 

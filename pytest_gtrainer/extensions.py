@@ -35,10 +35,14 @@ def passes() -> dict[str, Callable[..., Any]]:
 
 def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld]:
     """The kinds of worlds that hooks give; pytest.UsageError for a name that was given twice, or is one of ``ours``."""
-    found: dict[str, EnterWorld] = together(config.hook.pytest_gtrainer_worlds(config=config), "world")
+    found: dict[str, EnterWorld] = together(
+        config.hook.pytest_gtrainer_worlds(config=config), "world"
+    )
     for name in ours:
         if name in found:
-            raise pytest.UsageError(f"pytest_gtrainer_worlds: {name!r} is a world of pytest-gtrainer: rename yours")
+            raise pytest.UsageError(
+                f"pytest_gtrainer_worlds: {name!r} is a world of pytest-gtrainer: rename yours"
+            )
     return found
 
 
@@ -48,7 +52,9 @@ def parametrise(metafunc: pytest.Metafunc) -> None:
         if fixture not in metafunc.fixturenames:
             continue
         config = metafunc.config
-        found = together(getattr(metafunc.definition.ihook, f"pytest_gtrainer_{hook}")(config=config), what)
+        found = together(
+            getattr(metafunc.definition.ihook, f"pytest_gtrainer_{hook}")(config=config), what
+        )
         if not found:
             raise pytest.UsageError(
                 f"{metafunc.definition.nodeid} takes {fixture}, and no hook pytest_gtrainer_{hook} gives a {what}"
@@ -66,23 +72,31 @@ def scrubbed(config: pytest.Config, text: str) -> str:
 
 def environment(config: pytest.Config) -> dict[str, str | int]:
     """What hooks add to the environment of numbers; pytest.UsageError for what is neither a text nor a whole number."""
-    found = together(config.hook.pytest_gtrainer_environment(config=config), "part of the environment")
+    found = together(
+        config.hook.pytest_gtrainer_environment(config=config), "part of the environment"
+    )
     for name, value in found.items():
         if type(value) not in (str, int):
-            raise pytest.UsageError(f"pytest_gtrainer_environment: {name} is a text or a whole number, not {value!r}")
+            raise pytest.UsageError(
+                f"pytest_gtrainer_environment: {name} is a text or a whole number, not {value!r}"
+            )
     return found
 
 
 def rank_starts(config: pytest.Config) -> None:
     """In a rank: its process group is up."""
     worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
-    config.hook.pytest_gtrainer_rank_setup(config=config, rank=worker["gt_rank"], device=worker["gt_device"])
+    config.hook.pytest_gtrainer_rank_setup(
+        config=config, rank=worker["gt_rank"], device=worker["gt_device"]
+    )
 
 
 def rank_ends(config: pytest.Config) -> None:
     """In a rank: its last test is over."""
     worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
-    config.hook.pytest_gtrainer_rank_teardown(config=config, rank=worker["gt_rank"], device=worker["gt_device"])
+    config.hook.pytest_gtrainer_rank_teardown(
+        config=config, rank=worker["gt_rank"], device=worker["gt_device"]
+    )
     # what coverage has measured in this rank: not at the process's exit, as then nobody waits for it
     coverage = sys.modules.get("coverage")
     if coverage is not None and (current := coverage.Coverage.current()) is not None:

@@ -46,7 +46,9 @@ def escaped(text: str) -> str:
     """
     if text.replace("\n", "").replace("\t", "").isprintable():  # most texts; in C
         return text
-    return "".join(c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def one_line(text: str) -> str:

@@ -52,7 +52,9 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
     spec = spec_of(request.node)
     shared = [world for other, world in request.config.stash.get(SHARED, []) if other == spec]
     with nullcontext(shared[0]) if shared else _world_of(spec, request) as world:
-        facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
+        facts.emit(
+            "world", world=world.kind, size=world.size, device=world.device, backend=world.backend
+        )
         if "gt_net" in request.fixturenames:
             world = replace(world, net=request.getfixturevalue("gt_net"))
         yield world

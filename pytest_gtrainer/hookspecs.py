@@ -95,6 +95,8 @@ def together(results: Iterable[Mapping[str, Any] | None], what: str) -> dict[str
     for result in results:
         for name, value in (result or {}).items():
             if name in found:
-                raise pytest.UsageError(f"two hooks give a {what} called {name!r}: rename one of them")
+                raise pytest.UsageError(
+                    f"two hooks give a {what} called {name!r}: rename one of them"
+                )
             found[name] = value
     return found

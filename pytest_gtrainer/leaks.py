@@ -38,7 +38,9 @@ class LeakGuard:
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
             return (yield)
         before = _read()
@@ -59,7 +61,10 @@ class LeakGuard:
 
     def blame(self, item: pytest.Item, leaked: Changes) -> None:
         """Say that the test has left these switches changed; fails it if that is asked for."""
-        shown = {name: ["unset" if each is None else each for each in both] for name, both in leaked.items()}
+        shown = {
+            name: ["unset" if each is None else each for each in both]
+            for name, both in leaked.items()
+        }
         what = "; ".join(f"{name} from {old} to {new}" for name, (old, new) in shown.items())
         facts.emit("leak", test=item.nodeid, what=what)
         message = (

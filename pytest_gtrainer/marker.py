@@ -24,7 +24,9 @@ def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
     if marker is None:
         return None
     if len(marker.args) > 1:
-        raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
+        raise SpecError(
+            f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}"
+        )
     fields = dict(marker.kwargs)
     callspec = getattr(item, "callspec", None)
     if callspec is not None and SIZE_PARAM in callspec.params:

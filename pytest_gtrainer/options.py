@@ -72,53 +72,144 @@ _SECONDS: dict[str, Any] = {"metavar": "SECONDS", "parse": _positive_seconds}
 _REACTION: dict[str, Any] = {"default": "warn", "choices": ("warn", "fail", "ignore")}
 
 OPTIONS: tuple[Option, ...] = (
-    Option("gpus", "number of devices the run may use (default: all visible GPUs, or 8 CPU slots without a GPU)",
-           metavar="N", parse=_COUNT),
-    Option("device", "device of the ranks; auto takes GPUs if there are any, cuda fails without one (default: auto)",
-           default="auto", choices=("auto", "cpu", "cuda")),
+    Option(
+        "gpus",
+        "number of devices the run may use (default: all visible GPUs, or 8 CPU slots without a GPU)",
+        metavar="N",
+        parse=_COUNT,
+    ),
+    Option(
+        "device",
+        "device of the ranks; auto takes GPUs if there are any, cuda fails without one (default: auto)",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+    ),
     Option("timeout", "time limit for one test on ranks (default: 300)", 300.0, **_SECONDS),
-    Option("one-rank", "run tests of one rank in pytest's own process, for the debugger of an IDE", is_flag=True),
-    Option("pdb-rank", "debug only rank N with breakpoint(), --pdb and --trace", metavar="N", parse=_RANK),
-    Option("lease-timeout", "time limit for waiting until other workers or runs release devices (default: 1800)",
-           1800.0, **_SECONDS),
-    Option("require",
-           "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU is missing",
-           choices=("ranks", "cuda")),
-    Option("update-goldens", "write goldens that are missing or differ, for tests that otherwise pass", is_flag=True),
-    Option("create-goldens", "write missing goldens; a golden that differs still fails its test", is_flag=True),
-    Option("prune-goldens", "delete goldens that no test checked, after a run of all tests", is_flag=True),
-    Option("unused-goldens", "what to do about goldens that no test checked in a run of all tests (default: warn)",
-           **_REACTION),
-    Option("goldens-in-ci", "allow the flags that write goldens when the variable CI is set", is_flag=True),
-    Option("artifacts", "save what failed tests obtained and the differences, one folder per test below DIR",
-           metavar="DIR"),
-    Option("report", "write an HTML report: the graph before and after each pass, layouts, schedules, digests",
-           metavar="FILE"),
-    Option("summary", "write a Markdown summary for a pull request or the page of a CI job", metavar="FILE"),
-    Option("report-against", "compare with an earlier --gt-report file and say what changed", metavar="FILE"),
-    Option("bisect",
-           "if a bitwise comparison of a replayed graph fails, find the pass that introduced the difference",
-           is_flag=True),
+    Option(
+        "one-rank",
+        "run tests of one rank in pytest's own process, for the debugger of an IDE",
+        is_flag=True,
+    ),
+    Option(
+        "pdb-rank",
+        "debug only rank N with breakpoint(), --pdb and --trace",
+        metavar="N",
+        parse=_RANK,
+    ),
+    Option(
+        "lease-timeout",
+        "time limit for waiting until other workers or runs release devices (default: 1800)",
+        1800.0,
+        **_SECONDS,
+    ),
+    Option(
+        "require",
+        "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU is missing",
+        choices=("ranks", "cuda"),
+    ),
+    Option(
+        "update-goldens",
+        "write goldens that are missing or differ, for tests that otherwise pass",
+        is_flag=True,
+    ),
+    Option(
+        "create-goldens",
+        "write missing goldens; a golden that differs still fails its test",
+        is_flag=True,
+    ),
+    Option(
+        "prune-goldens",
+        "delete goldens that no test checked, after a run of all tests",
+        is_flag=True,
+    ),
+    Option(
+        "unused-goldens",
+        "what to do about goldens that no test checked in a run of all tests (default: warn)",
+        **_REACTION,
+    ),
+    Option(
+        "goldens-in-ci",
+        "allow the flags that write goldens when the variable CI is set",
+        is_flag=True,
+    ),
+    Option(
+        "artifacts",
+        "save what failed tests obtained and the differences, one folder per test below DIR",
+        metavar="DIR",
+    ),
+    Option(
+        "report",
+        "write an HTML report: the graph before and after each pass, layouts, schedules, digests",
+        metavar="FILE",
+    ),
+    Option(
+        "summary",
+        "write a Markdown summary for a pull request or the page of a CI job",
+        metavar="FILE",
+    ),
+    Option(
+        "report-against",
+        "compare with an earlier --gt-report file and say what changed",
+        metavar="FILE",
+    ),
+    Option(
+        "bisect",
+        "if a bitwise comparison of a replayed graph fails, find the pass that introduced the difference",
+        is_flag=True,
+    ),
     Option("trace-log", "keep torch's structured trace log enabled during tests", is_flag=True),
-    Option("leaked-flags", "what to do about a test that leaves a global torch setting changed (default: warn)",
-           **_REACTION),
-    Option("leaked-resources",
-           "what to do about a test on ranks that leaves a process group or GPU memory (default: warn)", **_REACTION),
-    Option("pass",
-           "pass to test against the rules: pytest --pyargs pytest_gtrainer.conformance --gt-pass MODULE:NAME",
-           metavar="MODULE:NAME"),
-    Option("kind", "kind of the pass under --gt-pass, which selects the rules (default: any)",
-           choices=("any", "bucketing", "separate", "canonicalisation", "deduplication", "remat", "memory_policy",
-                    "reassignment", "ddp", "chunking")),
+    Option(
+        "leaked-flags",
+        "what to do about a test that leaves a global torch setting changed (default: warn)",
+        **_REACTION,
+    ),
+    Option(
+        "leaked-resources",
+        "what to do about a test on ranks that leaves a process group or GPU memory (default: warn)",
+        **_REACTION,
+    ),
+    Option(
+        "pass",
+        "pass to test against the rules: pytest --pyargs pytest_gtrainer.conformance --gt-pass MODULE:NAME",
+        metavar="MODULE:NAME",
+    ),
+    Option(
+        "kind",
+        "kind of the pass under --gt-pass, which selects the rules (default: any)",
+        choices=(
+            "any",
+            "bucketing",
+            "separate",
+            "canonicalisation",
+            "deduplication",
+            "remat",
+            "memory_policy",
+            "reassignment",
+            "ddp",
+            "chunking",
+        ),
+    ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
-    Option("conformance-against", "compare the conformance table with an earlier --gt-conformance file",
-           metavar="FILE"),
-    Option("fresh-ranks",
-           "start new rank processes for each test; with =on-failure, run a test that fails once more, on new ranks",
-           False, choices=("on-failure",), is_flag=True),
-    Option("preload", "modules that are imported once for all ranks, by the process that forks them", (),
-           metavar="MODULE[,MODULE]", parse=_modules),
-)  # fmt: skip
+    Option(
+        "conformance-against",
+        "compare the conformance table with an earlier --gt-conformance file",
+        metavar="FILE",
+    ),
+    Option(
+        "fresh-ranks",
+        "start new rank processes for each test; with =on-failure, run a test that fails once more, on new ranks",
+        False,
+        choices=("on-failure",),
+        is_flag=True,
+    ),
+    Option(
+        "preload",
+        "modules that are imported once for all ranks, by the process that forks them",
+        (),
+        metavar="MODULE[,MODULE]",
+        parse=_modules,
+    ),
+)
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 
@@ -132,10 +223,16 @@ def add(parser: pytest.Parser) -> None:
             for choice in option.choices or ():
                 # An option string of its own: with an optional value, a path behind the flag would be taken for it.
                 group.addoption(
-                    f"{option.flag}={choice}", dest=option.ini, action="store_const", const=choice, help=SUPPRESS
+                    f"{option.flag}={choice}",
+                    dest=option.ini,
+                    action="store_const",
+                    const=choice,
+                    help=SUPPRESS,
                 )
             kind: Any = "string" if option.choices else "bool"
-            parser.addini(option.ini, option.help, type=kind, default="false" if option.choices else False)
+            parser.addini(
+                option.ini, option.help, type=kind, default="false" if option.choices else False
+            )
         else:
             shown = "|".join(option.choices) if option.choices else option.metavar
             group.addoption(option.flag, default=None, metavar=shown, help=option.help)

@@ -16,7 +16,13 @@ from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.ranks.plugin import RanksPlugin, follow, is_rank
-from pytest_gtrainer.report.plugin import BisectPlugin, JUnitProperties, ReportPlugin, VerdictTables, witnessed
+from pytest_gtrainer.report.plugin import (
+    BisectPlugin,
+    JUnitProperties,
+    ReportPlugin,
+    VerdictTables,
+    witnessed,
+)
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 from pytest_gtrainer.worlds.spec import SpecError

@@ -27,7 +27,9 @@ def wrong_examples(module: ModuleType, home: ModuleType | None = None) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize("package", [pytest_gtrainer, fixtures], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [pytest_gtrainer, fixtures], ids=lambda package: package.__name__
+)
 def test_examples(package):
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = [package] + [importlib.import_module(module.name) for module in found]

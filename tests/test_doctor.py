@@ -95,7 +95,10 @@ def test_it_works_without_torch_and_without_pytest():
 def test_verbose_names_everything_that_is_relied_on():
     done = ask("-m", "pytest_gtrainer", "doctor", "--verbose", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("torch.compiler._patch_engine_backward", "torch.distributed.distributed_c10d._world"):
+    for name in (
+        "torch.compiler._patch_engine_backward",
+        "torch.distributed.distributed_c10d._world",
+    ):
         assert f"{name}: present" in done.stdout
 
 
@@ -115,7 +118,10 @@ def test_a_command_that_does_not_exist_is_refused_in_one_line():
 def test_the_documentation_shows_every_topic(topic: Topic):
     """Its output is quoted of a torch that this suite does not run on; only the topics are ours to compare."""
     lines = (ROOT / "docs" / "doctor.md").read_text().splitlines()
-    assert any(line[13:].startswith(f"{topic.name} ") and line.endswith(f"  {topic.title}") for line in lines)
+    assert any(
+        line[13:].startswith(f"{topic.name} ") and line.endswith(f"  {topic.title}")
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,8 +150,13 @@ def test_names_are_read_in_the_source(tmp_path: Path):
     topic = read_topic(file, ("torch",))
     assert (topic.name, topic.title) == ("topic", "A title")
     assert set(topic.names) == {
-        "torch", "torch.fx:Graph", "torch.fx:gone", "torch:newer", "torch.fx:Graph._len", "torch.fx:Graph._away",
+        "torch",
+        "torch.fx:Graph",
+        "torch.fx:gone",
+        "torch:newer",
+        "torch.fx:Graph._len",
+        "torch.fx:Graph._away",
         "torch.fx:_lost",
-    }  # fmt: skip
+    }
     assert topic.optional == {"torch:newer"}
     assert set(topic.missing()) == {"torch.fx:gone", "torch.fx:Graph._away", "torch.fx:_lost"}

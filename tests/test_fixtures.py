@@ -76,5 +76,14 @@ def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester
         """
     )
     told = pytester.runpytest_inprocess().stdout.str()
-    assert told.count("world move no data, so values behind a collective mean nothing here: use gt_world") == 2
-    assert told.count("process groups of a fake world move") == told.count("process groups of a simulated world") == 1
+    assert (
+        told.count(
+            "world move no data, so values behind a collective mean nothing here: use gt_world"
+        )
+        == 2
+    )
+    assert (
+        told.count("process groups of a fake world move")
+        == told.count("process groups of a simulated world")
+        == 1
+    )

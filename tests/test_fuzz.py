@@ -56,11 +56,41 @@ aten.relu( aten. _c10d. hop.cond( hop.none prims. method. torch. math. operator.
 """
 PIECES = [
     *WORDS_OF_TEXTS.split(),
-    "\n", "\n  ", "\n    ", "  ", "\t", "\r", "\r\n", "\x00", "\x0c", "\u202e", "\ufeff", "\u00e9", "\ud7ff",
-    "\U0001d41a", " if ", " else ", "if ", "for i in ", "with ", "while ", "def f():", "class C:", "s0 = size(4)\n",
-    " @ cuda", " @ meta", "# gtrainer graph v2", "# gtrainer graph v", "# view: full", "9" * 4300, "(" * 120, "[" * 120,
-    "-" * 200, "x." * 200, "1+" * 300,
-]  # fmt: skip
+    "\n",
+    "\n  ",
+    "\n    ",
+    "  ",
+    "\t",
+    "\r",
+    "\r\n",
+    "\x00",
+    "\x0c",
+    "\u202e",
+    "\ufeff",
+    "\u00e9",
+    "\ud7ff",
+    "\U0001d41a",
+    " if ",
+    " else ",
+    "if ",
+    "for i in ",
+    "with ",
+    "while ",
+    "def f():",
+    "class C:",
+    "s0 = size(4)\n",
+    " @ cuda",
+    " @ meta",
+    "# gtrainer graph v2",
+    "# gtrainer graph v",
+    "# view: full",
+    "9" * 4300,
+    "(" * 120,
+    "[" * 120,
+    "-" * 200,
+    "x." * 200,
+    "1+" * 300,
+]
 
 
 @st.composite
@@ -107,7 +137,10 @@ Tensor load nn __name__ float32.x dtype ops
 """
 DTYPES = st.sampled_from(NAMES_OF_DTYPES.split())
 FIELDS = ("world_size", "rank", "meta", "begins", "tensors")
-WORDS = st.one_of(st.sampled_from(["weight", "gradient", "loss", "w", "a.b", "module", "\ud800"]), st.text(max_size=4))
+WORDS = st.one_of(
+    st.sampled_from(["weight", "gradient", "loss", "w", "a.b", "module", "\ud800"]),
+    st.text(max_size=4),
+)
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, WORDS),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=3)),
@@ -129,7 +162,9 @@ EDITS = st.lists(
     max_size=4,
 )
 JSON = st.sampled_from([b"[" * 3000, b"{", b"NaN", b"-", b"1e999", b"null"])
-RAW = st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 40), st.binary(max_size=9) | JSON), max_size=4)
+RAW = st.lists(
+    st.tuples(st.integers(0, 1200), st.integers(0, 40), st.binary(max_size=9) | JSON), max_size=4
+)
 
 
 @st.composite
@@ -139,7 +174,10 @@ def damaged_records(draw):
     header = json.loads(index)
     for what, value in draw(EDITS):
         if what == "row":
-            header["tensors"] = [*(rows if isinstance(rows := header.get("tensors"), list) else []), value]
+            header["tensors"] = [
+                *(rows if isinstance(rows := header.get("tensors"), list) else []),
+                value,
+            ]
         elif what == "remove":
             header.pop(value, None)
         else:
@@ -213,7 +251,9 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("seconds", [5.0, pytest.param(SECONDS, marks=pytest.mark.long)], ids=["briefly", "long"])
+@pytest.mark.parametrize(
+    "seconds", [5.0, pytest.param(SECONDS, marks=pytest.mark.long)], ids=["briefly", "long"]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz(target, seconds, tmp_path):
     """For so many seconds of CPU time; each failure is told with its seed, and the next seed is tried."""

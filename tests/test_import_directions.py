@@ -106,8 +106,15 @@ IMPORTS = {name: imported_by(path.read_text()) - {name} for name, path in MODULE
 
 def names_pytest(source):
     """Whether a source imports pytest, inside functions too."""
-    names = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
+    }
     return not {"pytest", "_pytest"}.isdisjoint(name.partition(".")[0] for name in names)
 
 
@@ -146,7 +153,11 @@ def test_no_circles():
 
 def test_no_file_of_the_lower_half_names_pytest():
     """The second tier imports all of them, which takes seconds."""
-    assert not [name for name in MODULES if name.startswith(LOWER_HALF) and names_pytest(MODULES[name].read_text())]
+    assert not [
+        name
+        for name in MODULES
+        if name.startswith(LOWER_HALF) and names_pytest(MODULES[name].read_text())
+    ]
     assert names_pytest("def f():\n    from _pytest.config import Config")
 
 

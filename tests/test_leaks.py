@@ -56,11 +56,17 @@ def test_the_test_that_leaks_is_named_and_no_other(pytester: pytest.Pytester):
     result.assert_outcomes(passed=6)
     warnings = [line for line in result.outlines if "LeakedFlagWarning" in line]
     assert len(warnings) == 2
-    assert "::test_leaky changed torch.backends.cudnn.deterministic from False to True and did not put it back" in (
-        warnings[0]
+    assert (
+        "::test_leaky changed torch.backends.cudnn.deterministic from False to True and did not put it back"
+        in (warnings[0])
     )
-    assert "::test_puts_it_back changed torch.backends.cudnn.deterministic from True to False" in warnings[1]
-    result.stdout.fnmatch_lines(["leaked    1 *::test_leaky changed torch.backends.cudnn.deterministic *"])
+    assert (
+        "::test_puts_it_back changed torch.backends.cudnn.deterministic from True to False"
+        in warnings[1]
+    )
+    result.stdout.fnmatch_lines(
+        ["leaked    1 *::test_leaky changed torch.backends.cudnn.deterministic *"]
+    )
 
 
 def test_a_leak_can_fail_the_test(pytester: pytest.Pytester):
@@ -82,31 +88,61 @@ def test_an_environment_variable_counts(pytester: pytest.Pytester):
         def test_leaky(): os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     """)
     result = pytester.runpytest_inprocess()
-    result.stdout.fnmatch_lines(["*changed CUBLAS_WORKSPACE_CONFIG from :4096:8 to :16:8 and did not*"])
+    result.stdout.fnmatch_lines(
+        ["*changed CUBLAS_WORKSPACE_CONFIG from :4096:8 to :16:8 and did not*"]
+    )
 
 
 def test_the_page_of_ranks_lists_what_is_put_back_and_what_stays():
     """These, and nothing else."""
     page = " ".join((Path(__file__).parents[1] / "docs" / "ranks.md").read_text().split())
-    told = re.search(r"\*\*What is restored\*\* [^:]*: (.*?)\. \*\*What stays\*\* [^:]*: (.*?)\. [*A-Z]", page)
-    lists = [re.sub(r" \([^()]*(\([^()]*\)[^()]*)?\)", "", names).split(", ") for names in told.groups()]
+    told = re.search(
+        r"\*\*What is restored\*\* [^:]*: (.*?)\. \*\*What stays\*\* [^:]*: (.*?)\. [*A-Z]", page
+    )
+    lists = [
+        re.sub(r" \([^()]*(\([^()]*\)[^()]*)?\)", "", names).split(", ") for names in told.groups()
+    ]
     assert lists == [list(hygiene.kept()), list(hygiene.STAYS)]
 
 
 LEFT_BEHIND = {
     "autocast": ('torch.autocast("cpu").__enter__()', "autocast from ((False"),
-    "another dtype of autocast": ('torch.set_autocast_dtype("cpu", torch.float16)', "autocast from ((False"),
-    "a function mode": ("BaseTorchFunctionMode().__enter__()", "function modes from none to BaseTorchFunctionMode"),
-    "a dispatch mode": ("FakeTensorMode().__enter__()", "dispatch modes from none to FakeTensorMode"),
+    "another dtype of autocast": (
+        'torch.set_autocast_dtype("cpu", torch.float16)',
+        "autocast from ((False",
+    ),
+    "a function mode": (
+        "BaseTorchFunctionMode().__enter__()",
+        "function modes from none to BaseTorchFunctionMode",
+    ),
+    "a dispatch mode": (
+        "FakeTensorMode().__enter__()",
+        "dispatch modes from none to FakeTensorMode",
+    ),
     "two modes": (
         "FakeTensorMode().__enter__(); FlopCounterMode(display=False).__enter__()",
         "dispatch modes from none to FakeTensorMode, _FlopCounterMode",
     ),
-    "hooks of saved tensors": ("saved_tensors_hooks(str, str).__enter__()", "saved-tensor hooks from None to"),
-    "a hook of all forwards": ("module.register_module_forward_hook(print)", "global module hooks from 0 hooks to 1"),
-    "a hook of all backwards": ("module.register_module_full_backward_hook(print)", "global module hooks from 0 hooks"),
-    "a hook of all parameters": ("module.register_module_parameter_registration_hook(print)", "from 0 hooks to 1 hook"),
-    "the default device": ('torch.set_default_device("meta")', "the default device from cpu to meta"),
+    "hooks of saved tensors": (
+        "saved_tensors_hooks(str, str).__enter__()",
+        "saved-tensor hooks from None to",
+    ),
+    "a hook of all forwards": (
+        "module.register_module_forward_hook(print)",
+        "global module hooks from 0 hooks to 1",
+    ),
+    "a hook of all backwards": (
+        "module.register_module_full_backward_hook(print)",
+        "global module hooks from 0 hooks",
+    ),
+    "a hook of all parameters": (
+        "module.register_module_parameter_registration_hook(print)",
+        "from 0 hooks to 1 hook",
+    ),
+    "the default device": (
+        'torch.set_default_device("meta")',
+        "the default device from cpu to meta",
+    ),
 }
 
 NEXT = """
@@ -130,7 +166,9 @@ NEXT = """
 
 
 @pytest.mark.parametrize("what", LEFT_BEHIND)
-def test_a_mode_or_hook_that_is_left_behind_is_named_and_ended(pytester: pytest.Pytester, what: str):
+def test_a_mode_or_hook_that_is_left_behind_is_named_and_ended(
+    pytester: pytest.Pytester, what: str
+):
     """K3: the next test would have run under it."""
     leak, words = LEFT_BEHIND[what]
     pytester.makepyfile(NEXT.format(leak=leak))
@@ -141,7 +179,9 @@ def test_a_mode_or_hook_that_is_left_behind_is_named_and_ended(pytester: pytest.
     assert words in warning
 
 
-def test_modes_that_end_with_their_test_or_belong_to_a_wide_fixture_are_no_leak(pytester: pytest.Pytester):
+def test_modes_that_end_with_their_test_or_belong_to_a_wide_fixture_are_no_leak(
+    pytester: pytest.Pytester,
+):
     """The twin."""
     pytester.makepyfile("""
         import pytest, torch

@@ -50,13 +50,22 @@ def private_names(source: str) -> Iterator[str]:
                     yield f"line {node.lineno}: import of {path}"
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_of_self(node):
             text = ast.unparse(node.value)
-            if node.attr in own or node.attr in NAMED_TUPLES or text in STANDARD_LIBRARY or text.endswith("aten"):
+            if (
+                node.attr in own
+                or node.attr in NAMED_TUPLES
+                or text in STANDARD_LIBRARY
+                or text.endswith("aten")
+            ):
                 continue
             yield f"line {node.lineno}: {text}.{node.attr}"
 
 
 def is_of_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    )
 
 
 def test_private_names_of_torch_and_pytest_stand_in_their_files():
@@ -66,7 +75,9 @@ def test_private_names_of_torch_and_pytest_stand_in_their_files():
         if not any(file.is_relative_to(allowed) for allowed in ALLOWED)
         for found in private_names(file.read_text())
     ]
-    assert not offenders, "move these to a topic of _torch, or to _pytest_private.py:\n" + "\n".join(offenders)
+    assert not offenders, (
+        "move these to a topic of _torch, or to _pytest_private.py:\n" + "\n".join(offenders)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,13 +101,24 @@ def replaced_names(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             paths = imported_names(node)
-            hosts |= {bound: path for bound, path in paths if path.partition(".")[0] in ("torch", "pytest", "_pytest")}
+            hosts |= {
+                bound: path
+                for bound, path in paths
+                if path.partition(".")[0] in ("torch", "pytest", "_pytest")
+            }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             written = [target for target in node.targets if isinstance(target, ast.Attribute)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) > 2:
-            written = [ast.Attribute(node.args[0], ast.literal_eval(node.args[1]))
-                       if isinstance(node.args[1], ast.Constant) else ast.Attribute(node.args[0], "...")]  # fmt: skip
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("setattr")
+            and len(node.args) > 2
+        ):
+            written = [
+                ast.Attribute(node.args[0], ast.literal_eval(node.args[1]))
+                if isinstance(node.args[1], ast.Constant)
+                else ast.Attribute(node.args[0], "...")
+            ]
         else:
             continue
         for target in written:
@@ -111,7 +133,9 @@ REPLACED = {
     "_torch/passes.py": {"torch.distributed.is_nccl_available"},
     # in ranks alone
     "ranks/inside/debugger.py": {"torch.distributed.breakpoint"},
-    "ranks/inside/rank.py": {"torch.distributed.ProcessGroup...."},  # sends and receives are counted
+    "ranks/inside/rank.py": {
+        "torch.distributed.ProcessGroup...."
+    },  # sends and receives are counted
     # a setting, and the place that torch says may be replaced
     "_torch/process_groups.py": {"torch.distributed.c10d_logger._c10d_logger.disabled"},
     "_torch/fake_groups.py": {"torch.distributed.distributed_c10d._world"},
@@ -126,14 +150,20 @@ def test_nothing_else_of_torch_or_pytest_is_replaced():
         for name in replaced_names(file.read_text()):
             found.setdefault(str(file.relative_to(PACKAGE)), set()).add(name)
     counts = ".group_count", ".default_pg"  # of a world that is ours
-    found = {file: {name for name in names if not name.endswith(counts)} for file, names in found.items()}
+    found = {
+        file: {name for name in names if not name.endswith(counts)} for file, names in found.items()
+    }
     assert found == REPLACED
 
 
-@pytest.mark.parametrize("line", ["dist.barrier = 7", "setattr(dist, 'barrier', 7)", "p.setattr(dist, 'barrier', 7)"])
+@pytest.mark.parametrize(
+    "line", ["dist.barrier = 7", "setattr(dist, 'barrier', 7)", "p.setattr(dist, 'barrier', 7)"]
+)
 def test_the_reader_of_sources_finds_what_is_replaced(line: str):
     """The twin."""
-    assert list(replaced_names(f"import torch.distributed as dist\n{line}")) == ["torch.distributed.barrier"]
+    assert list(replaced_names(f"import torch.distributed as dist\n{line}")) == [
+        "torch.distributed.barrier"
+    ]
 
 
 def table_of(tree: ast.Module) -> tuple[ast.stmt | None, dict[str, tuple[str, ...]]]:
@@ -187,7 +217,9 @@ EXEMPT = {
 def test_a_topic_says_whose_attributes_it_uses_and_no_others(file: Path):
     unnamed, unused = drift(ast.parse(file.read_text()))
     unnamed -= EXEMPT.get(file.stem, set())
-    assert not unnamed, f"{file.name}: put these into ATTRIBUTES, by the class or module that has them"
+    assert not unnamed, (
+        f"{file.name}: put these into ATTRIBUTES, by the class or module that has them"
+    )
     assert not unused, f"{file.name}: ATTRIBUTES names what the file does not use"
 
 
@@ -202,10 +234,18 @@ def test_a_table_that_has_drifted_is_found():
 
 def test_the_package_of_topics_imports_none_of_them():
     probe = "import sys, pytest_gtrainer._torch; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True
+    ).stdout.split()
     assert "pytest_gtrainer._torch" in loaded
-    assert not [name for name in loaded if name == "torch" or name.startswith("pytest_gtrainer._torch.")]
+    assert not [
+        name for name in loaded if name == "torch" or name.startswith("pytest_gtrainer._torch.")
+    ]
 
 
 def test_what_is_private():
-    assert [is_private(name) for name in ("torch._C", "fx.Graph", "__name__")] == [True, False, False]
+    assert [is_private(name) for name in ("torch._C", "fx.Graph", "__name__")] == [
+        True,
+        False,
+        False,
+    ]

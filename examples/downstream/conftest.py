@@ -2,7 +2,9 @@
 
 
 def pytest_addoption(parser):
-    parser.addoption("--with-bug", action="store_true", help="let sum_and_divide_pass divide before it sums")
+    parser.addoption(
+        "--with-bug", action="store_true", help="let sum_and_divide_pass divide before it sums"
+    )
 
 
 def pytest_gtrainer_passes(config):

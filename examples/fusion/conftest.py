@@ -5,8 +5,12 @@ import torch
 
 
 def pytest_addoption(parser):
-    parser.addoption("--with-bug", action="store_true", help="let the fused kernel take ten times eps")
-    parser.addoption("--update-by-hand", action="store_true", help="write the texts of tests/test_by_hand.py")
+    parser.addoption(
+        "--with-bug", action="store_true", help="let the fused kernel take ten times eps"
+    )
+    parser.addoption(
+        "--update-by-hand", action="store_true", help="write the texts of tests/test_by_hand.py"
+    )
 
 
 @pytest.fixture(autouse=True)

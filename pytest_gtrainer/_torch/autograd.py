@@ -27,7 +27,12 @@ with private_names():
     from torch.utils._python_dispatch import TorchDispatchMode
 
 ATTRIBUTES = {
-    "torch._C:_FunctionBase": ("_sequence_nr", "register_prehook", "register_hook", "next_functions"),
+    "torch._C:_FunctionBase": (
+        "_sequence_nr",
+        "register_prehook",
+        "register_hook",
+        "next_functions",
+    ),
     "torch.autograd.graph": ("_engine_run_backward",),
     "torch.autograd": ("_engine_run_backward",),
     "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
@@ -44,18 +49,25 @@ class GuardedGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, owner: torch.Tensor, message: str) -> "GuardedGradient":
         """Return one that ``owner`` accepts as its gradient."""
-        kind: dict[str, Any] = {"dtype": getattr(owner, "grad_dtype", None) or owner.dtype, "device": owner.device}
+        kind: dict[str, Any] = {
+            "dtype": getattr(owner, "grad_dtype", None) or owner.dtype,
+            "device": owner.device,
+        }
         made = torch.Tensor._make_wrapper_subclass(cls, owner.shape, strides=owner.stride(), **kind)
         made.message = message
         return made
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Raise for whatever Python does with the gradient."""
         cls._raise(args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Raise for what autograd does with it: a backward adds to it."""
         cls._raise(args, kwargs)
 

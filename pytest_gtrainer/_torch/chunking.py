@@ -21,10 +21,14 @@ from pytest_gtrainer._torch.values import SYMBOLIC, pytree, value_like
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "var_to_range", "guards", "deferred_runtime_asserts",
+        "create_unbacked_symint",
+        "ignore_fresh_unbacked_symbols",
+        "var_to_range",
+        "guards",
+        "deferred_runtime_asserts",
         "simplify",
     ),
-}  # fmt: skip
+}
 
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
@@ -33,12 +37,20 @@ def is_engine_addition(node: fx.Node) -> bool:
     """Whether autograd's engine added two gradients of one tensor: older plus newer."""
     if node.target not in _ACCUMULATE or not node.meta.get("autograd_backward"):
         return False
-    if len(node.args) != 2 or node.kwargs or not all(isinstance(operand, fx.Node) for operand in node.args):
+    if (
+        len(node.args) != 2
+        or node.kwargs
+        or not all(isinstance(operand, fx.Node) for operand in node.args)
+    ):
         return False
     if node.meta.get("is_gradient_acc"):
         return True
     own = node.meta.get("seq_nr")
-    backward = [source.meta.get("seq_nr") for source in node.all_input_nodes if source.meta.get("autograd_backward")]
+    backward = [
+        source.meta.get("seq_nr")
+        for source in node.all_input_nodes
+        if source.meta.get("autograd_backward")
+    ]
     return own is not None and any(number is not None and number < own for number in backward)
 
 
@@ -85,7 +97,9 @@ def renamed_number(value: Any, renaming: Renaming) -> Any:
 
 def _renamed(value: Any, renaming: Renaming) -> Any:
     if torch.is_tensor(value) and _numbers_in(value):
-        extents = ([renamed_number(e, renaming) for e in told] for told in (value.shape, value.stride()))
+        extents = (
+            [renamed_number(e, renaming) for e in told] for told in (value.shape, value.stride())
+        )
         return value_like(value, *extents)
     return renamed_number(value, renaming)
 
@@ -102,7 +116,9 @@ def symbols_of(value: Any) -> list[sympy.Symbol]:
 
 def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
     """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is left."""
-    found = expression_of(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
+    found = expression_of(value).xreplace(
+        {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+    )
     if found.is_number or found in (sympy.true, sympy.false):
         return value.node.pytype(found)
     return symbolic(value.node.shape_env, found, value.node.pytype)
@@ -119,7 +135,13 @@ def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[
     for fact in (fact for facts in found.deferred_runtime_asserts.values() for fact in facts):
         if fact.expr.xreplace(table) == sympy.false:
             files = [frame for frame in fact.stack.summary() if os.path.isfile(frame.filename)]
-            theirs = [frame for frame in files if not frame.filename.startswith(os.path.dirname(torch.__file__))]
+            theirs = [
+                frame
+                for frame in files
+                if not frame.filename.startswith(os.path.dirname(torch.__file__))
+            ]
             stated = f", stated at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
             failed.append(f"{fact.expr}{stated}")
-    return failed + [str(guard.expr) for guard in found.guards if guard.expr.xreplace(table) == sympy.false]
+    return failed + [
+        str(guard.expr) for guard in found.guards if guard.expr.xreplace(table) == sympy.false
+    ]

@@ -88,7 +88,9 @@ def current_compile_id() -> str:
 
 def own_passes(setting: str) -> list[Any]:
     """The user's passes in a setting of Inductor, ``post_grad_custom_post_pass`` for one, as they hold now."""
-    return [*filter(callable, get_custom_graph_passes(getattr(inductor_config, setting, None)))]  # or it is a switch
+    return [
+        *filter(callable, get_custom_graph_passes(getattr(inductor_config, setting, None)))
+    ]  # or it is a switch
 
 
 @contextmanager
@@ -131,15 +133,25 @@ def fresh(*, caches: bool) -> Iterator[None]:
         stack.callback(counters.clear)
         stack.callback(torch._dynamo.reset)
         if not caches:
-            stack.enter_context(inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
-            stack.enter_context(functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False))
+            stack.enter_context(
+                inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+            )
+            stack.enter_context(
+                functorch_config.patch(
+                    enable_autograd_cache=False, enable_remote_autograd_cache=False
+                )
+            )
             pgo = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
             stack.enter_context(dynamo_config.patch(pgo))
         yield
 
 
 def with_kernels_of_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, is_inference: bool, given: Callable[[list[Any]], None]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    is_inference: bool,
+    given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
     """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears the inputs."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
@@ -156,5 +168,9 @@ def with_kernels_of_eager(
 def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:
     """Whether a compilation holds for these sizes, by symbol: they are in their ranges, and no guard is false."""
     env = number.node.shape_env
-    in_range = all(size in env.var_to_range[symbol] for symbol, size in sizes.items() if symbol in env.var_to_range)
+    in_range = all(
+        size in env.var_to_range[symbol]
+        for symbol, size in sizes.items()
+        if symbol in env.var_to_range
+    )
     return in_range and not any(guard.expr.xreplace(sizes) == False for guard in env.guards)  # noqa: E712

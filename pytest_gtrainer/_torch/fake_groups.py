@@ -52,6 +52,8 @@ def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterato
     finally:
         for group in list(c10d._world.pg_map):
             _unregister_process_group(group.group_name)
-        del ThreadLocalWorld._world.world  # its tables belong to the thread, and would be there again
+        del (
+            ThreadLocalWorld._world.world
+        )  # its tables belong to the thread, and would be there again
         c10d._world = outside
         forget_meshes()

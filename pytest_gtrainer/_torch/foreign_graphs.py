@@ -62,7 +62,9 @@ class Result(NamedTuple):
 
 def source_of(node: fx.Node) -> str | None:
     """The expression by which Dynamo found the input, None if it was not Dynamo."""
-    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node, "_dynamo_source", None) or getattr(
+        node.meta.get("grapharg"), "source", None
+    )
     name = getattr(source, "name", None)
     return str(name() if callable(name) else name) if name is not None else None
 
@@ -110,7 +112,9 @@ def described_output(told: Any) -> Result | None:
         case d.GradAOTOutput():
             return Result("gradient", of=of) if (of := _input(told.grad_of)) is not None else None
         case d.InputMutationAOTOutput():
-            return Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
+            return (
+                Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
+            )
         case d.SubclassGetAttrAOTOutput():
             if (base := described_output(told.base)) is None or told.attr == _LOCAL:
                 return base

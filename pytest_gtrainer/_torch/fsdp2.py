@@ -30,13 +30,25 @@ ATTRIBUTES = {
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_groups",),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params", "gradient_divide_factor", "force_sum_reduction_for_comms", "_all_gather_process_group",
-        "_reduce_scatter_process_group", "_all_reduce_process_group", "_is_hsdp", "_reduce_dtype",
+        "fsdp_params",
+        "gradient_divide_factor",
+        "force_sum_reduction_for_comms",
+        "_all_gather_process_group",
+        "_reduce_scatter_process_group",
+        "_all_reduce_process_group",
+        "_is_hsdp",
+        "_reduce_dtype",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
-}  # fmt: skip
+}
 
-__all__ = ["FSDP2Policy", "FSDPModule", "collect_grad_tensors", "fully_shard", "replace_grad_tensors"]
+__all__ = [
+    "FSDP2Policy",
+    "FSDPModule",
+    "collect_grad_tensors",
+    "fully_shard",
+    "replace_grad_tensors",
+]
 
 
 def is_block_mask(value: Any) -> bool:
@@ -54,8 +66,15 @@ def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
 
 def parameter_groups(model: torch.nn.Module) -> list[Any]:
     """FSDP2's parameter groups, each once, in module order."""
-    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
-    groups = {id(group): group for state in states for group in state._fsdp_param_groups if group is not None}
+    states = (
+        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    )
+    groups = {
+        id(group): group
+        for state in states
+        for group in state._fsdp_param_groups
+        if group is not None
+    }
     return list(groups.values())
 
 
@@ -89,7 +108,12 @@ def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, s
     """FSDP2's two reductions, such as "avg" or "premul_sum(0.25)": a reduce-scatter divides, an all-reduce is plain."""
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(
-        scatters, replicas, dtype, device_type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        scatters,
+        replicas,
+        dtype,
+        device_type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
     )
     scatter, reduce = (str(spell_reduction(op)) for op in ops)
     return scatter, reduce

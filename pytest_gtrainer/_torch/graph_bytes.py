@@ -53,10 +53,14 @@ def _fake_on_storage(
 
     ``attributes`` caches what a fake tensor of each device holds beside its sizes. All tensors of a mode share it.
     """
-    shown = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
+    shown = (
+        torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
+    )
     if device not in attributes:
         attributes[device] = dict(vars(FakeTensor(mode, shown, device)))
-    made = torch.Tensor._make_subclass(FakeTensor, shown, False, dispatch_device=True, device_for_backend_keys=device)
+    made = torch.Tensor._make_subclass(
+        FakeTensor, shown, False, dispatch_device=True, device_for_backend_keys=device
+    )
     torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(attributes[device])
     return made
@@ -73,7 +77,11 @@ class _Writer(GraphPickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, torch.device) and obj == self._device:
             return attrgetter("device"), (self._unpickle_state,)
-        if isinstance(obj, torch.Tensor) and not isinstance(obj, FakeTensor) and obj.device.index is not None:
+        if (
+            isinstance(obj, torch.Tensor)
+            and not isinstance(obj, FakeTensor)
+            and obj.device.index is not None
+        ):
             return torch.Tensor.to, (obj.detach().cpu(), obj.device)
         if not isinstance(obj, FakeTensor):
             return super().reducer_override(obj)
@@ -89,11 +97,15 @@ class _Reader(_UnpickleState):
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
-    def tensor(self, memory: tuple[int, Any], dtype: torch.dtype, device: torch.device, view: Any) -> FakeTensor:
+    def tensor(
+        self, memory: tuple[int, Any], dtype: torch.dtype, device: torch.device, view: Any
+    ) -> FakeTensor:
         number, nbytes = memory
         if number not in self._storages:
             self._storages[number] = _new_storage(nbytes)
-        return _fake_on_storage(self.fake_mode, self._storages[number], dtype, device, view, self._attributes)
+        return _fake_on_storage(
+            self.fake_mode, self._storages[number], dtype, device, view, self._attributes
+        )
 
 
 class _Nodes(_GraphUnpickler):
@@ -115,7 +127,11 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device
         writer = _Writer(stream, device)
         writer.dump(len(graphs))
         for gm in graphs:
-            names = (str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module"))
+            names = (
+                str(node.target)
+                for node in gm.graph.nodes
+                if node.op in ("get_attr", "call_module")
+            )
             held = {name: getattr(gm, name) for name in names}
             writer.dump((held, gm.meta, len(gm.graph.nodes)))
             for number, node in enumerate(gm.graph.nodes):
@@ -125,7 +141,9 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device
         return stream.getvalue()
 
 
-def graphs_of(data: bytes, mode: FakeTensorMode, device: torch.device) -> tuple[list[fx.GraphModule], Any]:
+def graphs_of(
+    data: bytes, mode: FakeTensorMode, device: torch.device
+) -> tuple[list[fx.GraphModule], Any]:
     """What ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another device of its own."""
     with io.BytesIO(data) as stream:
         reader, graphs = _Nodes(stream, mode, device), []

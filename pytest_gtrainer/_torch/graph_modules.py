@@ -36,7 +36,9 @@ def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) 
     return lazy_module(attributes, graph, like.meta, like.shape_env)
 
 
-def lazy_module(attributes: Any, graph: fx.Graph, meta: dict[str, Any], shape_env: Any) -> fx.GraphModule:
+def lazy_module(
+    attributes: Any, graph: fx.Graph, meta: dict[str, Any], shape_env: Any
+) -> fx.GraphModule:
     """A graph as a module without code until somebody asks; ``attributes`` are named, or a module that has them."""
     made: fx.GraphModule = _LazyGraphModule(attributes, graph)
     made.meta, made.shape_env = dict(meta), shape_env

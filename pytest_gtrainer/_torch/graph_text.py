@@ -56,16 +56,35 @@ ATTRIBUTES = {
     "torch.utils._sympy.symbol:SymT": ("UNBACKED_INT", "UNBACKED_FLOAT", "FLOAT", "SIZE"),
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
     "torch._higher_order_ops.triton_kernel_wrap:KernelSideTable": ("id_to_kernel", "constant_args"),
-    "torch.nn:Module": ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    "torch.nn:Module": (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_backward_pre_hooks",
+        "_backward_hooks",
+    ),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "backed_var_to_val", "simplify", "var_to_range", "var_to_sources", "symbol_guard_counter",
-        "unbacked_symint_counter", "unbacked_symfloat_counter", "create_symintnode", "create_symboolnode",
+        "backed_var_to_val",
+        "simplify",
+        "var_to_range",
+        "var_to_sources",
+        "symbol_guard_counter",
+        "unbacked_symint_counter",
+        "unbacked_symfloat_counter",
+        "create_symintnode",
+        "create_symboolnode",
         "create_symfloatnode",
     ),
-}  # fmt: skip
+}
 
-__all__ = ["FUNCTIONS_OF_DYNAMO", "PLAIN_FUNCTIONS", "SYMBOLIC", "ResolvedGroup", "functions", "resolve_group"]
+__all__ = [
+    "FUNCTIONS_OF_DYNAMO",
+    "PLAIN_FUNCTIONS",
+    "SYMBOLIC",
+    "ResolvedGroup",
+    "functions",
+    "resolve_group",
+]
 
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
@@ -84,11 +103,16 @@ class ResolvedGroup:
 
 
 FUNCTIONS_OF_DYNAMO = {
-    f"torch._C.{name}": getattr(torch._C, name) for name in ("_set_grad_enabled", "_log_api_usage_once")
+    f"torch._C.{name}": getattr(torch._C, name)
+    for name in ("_set_grad_enabled", "_log_api_usage_once")
 }
 """Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls."""
 
-PLAIN_FUNCTIONS = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
+PLAIN_FUNCTIONS = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch._C._nn": torch._C._nn,
+}
 """Where functions that Dynamo's graphs call live, by the module's name."""
 
 
@@ -102,7 +126,11 @@ def resolve_group(name: str) -> ResolvedGroup | None:
 
 def named_groups() -> dict[str, ResolvedGroup]:
     """This process's groups by name, in the order in which they were made."""
-    return {group.group_name: ResolvedGroup.of(group) for group in live_groups()} if dist.is_initialized() else {}
+    return (
+        {group.group_name: ResolvedGroup.of(group) for group in live_groups()}
+        if dist.is_initialized()
+        else {}
+    )
 
 
 def expression(value: Any) -> Any:
@@ -126,7 +154,9 @@ def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
     told = value.node.shape_env.simplify(value.node.expr)
     numbers = {symbol: given.get(str(symbol), hint(symbol, value)) for symbol in told.free_symbols}
     unknown = sorted(str(symbol) for symbol, number in numbers.items() if number is None)
-    return unknown or int(told.xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()}))
+    return unknown or int(
+        told.xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
+    )
 
 
 def operator_names() -> list[str]:
@@ -137,7 +167,9 @@ def operator_names() -> list[str]:
 def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
     """An operator of the dispatcher; None if it has none of that name."""
     try:
-        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{name}", "" if overload == "default" else overload)
+        torch._C._dispatch_find_schema_or_throw(
+            f"{namespace}::{name}", "" if overload == "default" else overload
+        )
     except RuntimeError:
         return None
     packet = getattr(getattr(torch.ops, namespace), name)
@@ -192,7 +224,10 @@ def backed_symbol(env: ShapeEnv, place: int, example: int | float) -> Any:
         symbol, known = make_symbol(SymT.FLOAT, place, real=True), sympy.Float(example)
         env.var_to_range[symbol] = ValueRanges(-sympy.oo, sympy.oo)
     else:
-        symbol, known = make_symbol(SymT.SIZE, place, positive=True, integer=True), sympy.Integer(example)
+        symbol, known = (
+            make_symbol(SymT.SIZE, place, positive=True, integer=True),
+            sympy.Integer(example),
+        )
         env.var_to_range[symbol] = ValueRanges(min(example, 2), int_oo)
     env.backed_var_to_val[symbol] = known
     env.var_to_sources[symbol] = []

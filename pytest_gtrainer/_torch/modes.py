@@ -58,7 +58,10 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def _autocast() -> tuple[Any, ...]:
-    states = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _AUTOCAST_DEVICES]
+    states = [
+        (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+        for each in _AUTOCAST_DEVICES
+    ]
     return (*states, torch.is_autocast_cache_enabled())
 
 
@@ -73,7 +76,9 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
 
 def _function_modes() -> tuple[Any, ...]:
     # The default device is a mode, too, but a setting of its own here.
-    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
+    return tuple(
+        mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)
+    )
 
 
 def _dispatch_modes() -> tuple[Any, ...]:

@@ -38,7 +38,11 @@ from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, faked
 
 with private_names():
     from torch.distributed import distributed_c10d
-    from torch.distributed.distributed_c10d import GroupName, _get_default_timeout, _new_process_group_helper
+    from torch.distributed.distributed_c10d import (
+        GroupName,
+        _get_default_timeout,
+        _new_process_group_helper,
+    )
 
 ATTRIBUTES = {
     "torch.distributed.distributed_c10d": ("_world",),
@@ -70,7 +74,11 @@ ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
 _several = getattr(_ops, "wait_tensors", None)
-WAITS = (WAIT, torch.ops.c10d_functional.wait_tensor.default, *([_several.default] if _several is not None else []))
+WAITS = (
+    WAIT,
+    torch.ops.c10d_functional.wait_tensor.default,
+    *([_several.default] if _several is not None else []),
+)
 """``wait_tensors``, of several tensors, is there from torch 2.15 on; the older namespace is what bucketing calls."""
 ALL_GATHER_OUT = _ops.all_gather_into_tensor_out.default
 PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"
@@ -94,7 +102,10 @@ def log_artefact(name: str, content: object) -> None:
     """Put an artefact, a text or JSON, into the log that ``TORCH_TRACE`` asks for."""
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string" if isinstance(content, str) else "json"},
+        metadata_fn=lambda: {
+            "name": name,
+            "encoding": "string" if isinstance(content, str) else "json",
+        },
         payload_fn=lambda: content,
         expect_trace_id=False,
     )
@@ -114,7 +125,9 @@ def sort_as_inductor(graph: fx.Graph) -> None:
     try:
         stable_topological_sort(graph)
     except AssertionError:
-        raise ValueError(f"the graph has a cycle behind a pass: {node.name} stands before its operand") from None
+        raise ValueError(
+            f"the graph has a cycle behind a pass: {node.name} stands before its operand"
+        ) from None
 
 
 def root_ranks(mesh: DeviceMesh) -> torch.Tensor:
@@ -127,7 +140,9 @@ def extra_group(name: str) -> str:
     Its members alone make it. They agree on the source's name, which is the prefix of the group's keys in the store;
     torch's own table finds it again while the world lives, and has forgotten it afterwards."""
     source, extra = group_named(name), name + EXTRA_GROUP
-    world = distributed_c10d._world  # looked up anew: a simulated world puts another one in its place
+    world = (
+        distributed_c10d._world
+    )  # looked up anew: a simulated world puts another one in its place
     if extra in world.pg_names.values():
         return extra
     ranks = dist.get_process_group_ranks(source)
@@ -139,9 +154,15 @@ def extra_group(name: str) -> str:
     backend = dist.Backend(dist.get_backend(source))
     timeout, about = _get_default_timeout(backend), f"{source.group_desc}_extra"
     group, _ = _new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, GroupName(extra),
-        timeout=timeout, group_desc=about,
-    )  # fmt: skip
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        store,
+        GroupName(extra),
+        timeout=timeout,
+        group_desc=about,
+    )
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return extra
 

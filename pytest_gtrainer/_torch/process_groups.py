@@ -65,7 +65,9 @@ def group_named(name: str) -> dist.ProcessGroup:
     try:
         return c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"process group {name!r} of the graph does not exist in this process: {error}") from None
+        raise ValueError(
+            f"process group {name!r} of the graph does not exist in this process: {error}"
+        ) from None
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
@@ -118,7 +120,11 @@ def plain_reduction(spelled: str, ranks: int) -> str:
         return spelled
     if factor == 1.0:
         return "sum"
-    return "avg" if factor is not None and factor * ranks == 1.0 and ranks & (ranks - 1) == 0 else spelled
+    return (
+        "avg"
+        if factor is not None and factor * ranks == 1.0 and ranks & (ranks - 1) == 0
+        else spelled
+    )
 
 
 def live_groups() -> list[dist.ProcessGroup]:
@@ -145,16 +151,23 @@ def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
     """Collectives in torch's recorder since a time in ns, by group; the last item says whether it is under way."""
     found: dict[str, list[list[Any]]] = {}
     incarnation: dict[str, int] = {}
-    for entry in pickle.loads(_dump_fr_trace()).get("entries", ()) if _dump_fr_trace is not None else ():
+    for entry in (
+        pickle.loads(_dump_fr_trace()).get("entries", ()) if _dump_fr_trace is not None else ()
+    ):
         name = entry["process_group"][0]
         if entry["time_created_ns"] < since or entry["is_p2p"]:
             continue
-        if entry["pg_id"] != incarnation.setdefault(name, entry["pg_id"]):  # destroyed, and another got its name
+        if entry["pg_id"] != incarnation.setdefault(
+            name, entry["pg_id"]
+        ):  # destroyed, and another got its name
             found[name], incarnation[name] = [], entry["pg_id"]
         number, op = entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]
         dtypes = {str(getattr(torch, each.lower(), each)) for each in entry["input_dtypes"]}
         shapes, place = entry["input_sizes"], _line_of_user(entry.get("frames", ()))
-        shape, elements = shapes[0] if len(shapes) == 1 else [len(shapes), "tensors"], sum(map(math.prod, shapes))
+        shape, elements = (
+            shapes[0] if len(shapes) == 1 else [len(shapes), "tensors"],
+            sum(map(math.prod, shapes)),
+        )
         said = [number, op, "/".join(sorted(dtypes)).replace("torch.", ""), shape, elements, place]
         found.setdefault(name, []).append([entry["time_created_ns"], *said, not entry["retired"]])
     return found
@@ -163,8 +176,14 @@ def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
 def _line_of_user(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost frame outside torch."""
     inside = os.path.dirname(torch.__file__) + os.sep
-    outside = (each for each in frames if each["filename"].endswith(".py") and not each["filename"].startswith(inside))
-    told = (f"{os.path.basename(each['filename'])}:{each['line']} in {each['name']}" for each in outside)
+    outside = (
+        each
+        for each in frames
+        if each["filename"].endswith(".py") and not each["filename"].startswith(inside)
+    )
+    told = (
+        f"{os.path.basename(each['filename'])}:{each['line']} in {each['name']}" for each in outside
+    )
     return next(told, "an unknown line")
 
 
@@ -191,11 +210,19 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
             # modules hold a hundred thousand objects, and every fake world ends here: tables are searched by `map`
             kind = type(value)
             is_table = kind in (list, set, tuple) or (kind is dict and name != "__builtins__")
-            held = (*value, *value.values()) if is_table and kind is dict else value if is_table else (value,)
+            held = (
+                (*value, *value.values())
+                if is_table and kind is dict
+                else value
+                if is_table
+                else (value,)
+            )
             if value is ended or gone.isdisjoint(map(id, held)):
                 continue
             if kind is dict:
-                for key in [key for key, each in value.items() if id(key) in gone or id(each) in gone]:
+                for key in [
+                    key for key, each in value.items() if id(key) in gone or id(each) in gone
+                ]:
                     del value[key]
             elif kind is list:
                 value[:] = [each for each in value if id(each) not in gone]
@@ -211,9 +238,21 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
 
 # torch names groups by numbers, which stand in many tables of these modules that have nothing to do with groups.
 _WITHOUT_GROUPS = {
-    *sys.stdlib_module_names, "_pytest", "hypothesis", "jinja2", "mpmath", "networkx", "numpy", "pluggy", "pygments",
-    "pytest", "pytest_gtrainer", "sympy", "torch", "xdist",
-}  # fmt: skip
+    *sys.stdlib_module_names,
+    "_pytest",
+    "hypothesis",
+    "jinja2",
+    "mpmath",
+    "networkx",
+    "numpy",
+    "pluggy",
+    "pygments",
+    "pytest",
+    "pytest_gtrainer",
+    "sympy",
+    "torch",
+    "xdist",
+}
 
 
 def tables_that_name(group: str) -> list[str]:
@@ -226,10 +265,16 @@ def tables_that_name(group: str) -> list[str]:
         home = getattr(module, "__name__", "")
         if not isinstance(module, ModuleType) or home.partition(".")[0] in _WITHOUT_GROUPS:
             continue
-        places = {f"{home}.{name}": value for name, value in list(vars(module).items()) if not name.startswith("__")}
+        places = {
+            f"{home}.{name}": value
+            for name, value in list(vars(module).items())
+            if not name.startswith("__")
+        }
         for name, value in list(places.items()):
             if isinstance(value, type) and value.__module__ == home:
-                inner = {inner: held for inner, held in vars(value).items() if not inner.startswith("__")}
+                inner = {
+                    inner: held for inner, held in vars(value).items() if not inner.startswith("__")
+                }
                 places.update({f"{name}.{inner}": held for inner, held in inner.items()})
         found += [place for place, value in places.items() if _holds_group(value, group, depth=4)]
     return found
@@ -241,7 +286,9 @@ def _holds_group(value: Any, group: str, depth: int) -> bool:
     if depth == 0:
         return False
     if type(value) is dict:
-        return any(_holds_group(each, group, depth - 1) for pair in list(value.items()) for each in pair)
+        return any(
+            _holds_group(each, group, depth - 1) for pair in list(value.items()) for each in pair
+        )
     if type(value) in (list, tuple, set, frozenset):
         return any(_holds_group(each, group, depth - 1) for each in list(value))
     # By its type alone: an object of the user may import, compute or raise when it is asked for more.
@@ -253,7 +300,10 @@ def _holds_group(value: Any, group: str, depth: int) -> bool:
         return group in getattr(value, "_dim_group_names", ())  # of a DeviceMesh
     if home in _WITHOUT_GROUPS or issubclass(kind, type | ModuleType):
         return False
-    return any(_holds_group(each, group, depth - 1) for each in list(getattr(value, "__dict__", {}).values()))
+    return any(
+        _holds_group(each, group, depth - 1)
+        for each in list(getattr(value, "__dict__", {}).values())
+    )
 
 
 def forget_meshes() -> None:
@@ -268,10 +318,14 @@ def forget_meshes() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
 
     forget()
-    if torch.cuda.is_initialized():  # backwards of a GPU run in a thread of their own, which outlives a test
+    if (
+        torch.cuda.is_initialized()
+    ):  # backwards of a GPU run in a thread of their own, which outlives a test
         leaf = torch.zeros(1, device="cuda", requires_grad=True)
         leaf.register_hook(forget)
-        with contextlib.suppress(RuntimeError):  # a test has left the GPU broken: the next one will say so
+        with contextlib.suppress(
+            RuntimeError
+        ):  # a test has left the GPU broken: the next one will say so
             leaf.sum().backward()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()

@@ -43,9 +43,11 @@ ATTRIBUTES = {
     "torch._C": ("_len_torch_dispatch_stack",),
     "torch._dynamo.eval_frame": ("_callback_from_stance",),
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": (
-        "_get_world", "default_pg", "group_count",
+        "_get_world",
+        "default_pg",
+        "group_count",
     ),
-}  # fmt: skip
+}
 
 BACKEND = "threaded"
 Work = dist._Work
@@ -63,7 +65,9 @@ class _Worlds(ThreadLocalWorld):
         if getattr(self._ranks, "is_rank", False):
             return super()._get_world()
         if threading.get_ident() not in self._outsiders:
-            self._refuse("a thread that a rank started uses torch.distributed: let the rank itself call it")
+            self._refuse(
+                "a thread that a rank started uses torch.distributed: let the rank itself call it"
+            )
         return self._outside
 
     def enter(self) -> None:
@@ -125,7 +129,11 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call ``refuse(what)`` whenever a thread traces (``make_fx``, export, AOT) or compiles."""
     from torch._dynamo import eval_frame
 
-    enter, callback_of, compile_ = ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile
+    enter, callback_of, compile_ = (
+        ProxyTorchDispatchMode.__enter__,
+        eval_frame._callback_from_stance,
+        torch.compile,
+    )
 
     def traced(mode: Any) -> Any:
         refuse("make_fx")
@@ -140,8 +148,16 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
         refuse("torch.compile")
         return compile_(*args, **kwargs)
 
-    ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = traced, called, compiled
+    ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = (
+        traced,
+        called,
+        compiled,
+    )
     try:
         yield
     finally:
-        ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = enter, callback_of, compile_
+        ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = (
+            enter,
+            callback_of,
+            compile_,
+        )

@@ -42,10 +42,12 @@ ATTRIBUTES = {
     "torch": ("_check",),
     "torch.fx.traceback": ("_set_autograd_backward",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "simplify",
+        "create_unbacked_symint",
+        "ignore_fresh_unbacked_symbols",
+        "simplify",
     ),
     "torch.distributed.device_mesh:DeviceMesh": ("_concatenate",),
-}  # fmt: skip
+}
 
 __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 

@@ -39,12 +39,21 @@ ATTRIBUTES = {
     "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
 }
 
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of which a trace may not know more than a symbol
+SYMBOLIC = (
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)  # numbers of which a trace may not know more than a symbol
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket",
-    "is_traceable_wrapper_subclass", "pytree",
-]  # fmt: skip
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+]
 
 
 def schema(operator: OpOverload) -> Any:
@@ -60,17 +69,26 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
     return FakeTensor(like.fake_mode, meta, like.device)
 
 
-def value_like(like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any] | None = None) -> torch.Tensor:
+def value_like(
+    like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any] | None = None
+) -> torch.Tensor:
     """A value of other extents for ``meta["val"]``, contiguous unless strides are given; made without dispatch."""
     if not isinstance(like, FakeTensor):
         return like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
     kind: dict[str, Any] = {"dtype": like.dtype, "device": "meta"}
-    return faked(torch.empty(shape, **kind) if stride is None else torch.empty_strided(shape, stride, **kind), like)
+    return faked(
+        torch.empty(shape, **kind)
+        if stride is None
+        else torch.empty_strided(shape, stride, **kind),
+        like,
+    )
 
 
 def is_composite(operator: OpOverload) -> bool:
     """Whether torch takes it apart into other operators: its schema then says where it may show an operand's memory."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    )
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -82,7 +100,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that have memory: of a wrapper subclass those that it holds, else itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor] if isinstance(tensor, torch.Tensor) else []  # a DTensor names its mesh, too
-    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
+    return [
+        part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))
+    ]
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

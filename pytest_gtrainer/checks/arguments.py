@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names, operator_overload
+from pytest_gtrainer._torch.graph_text import (
+    higher_order_operators,
+    operator_names,
+    operator_overload,
+)
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
 from pytest_gtrainer.graphtext.header import nearest
@@ -49,7 +53,9 @@ class OperatorPattern(Predicate):
         if _is_known(self.text, registered):
             return
         last = self.text.removesuffix(".default").rpartition(".")[2]
-        raise CheckError(f"no operator is called {self.text!r}{nearest(last, {path[1] for path in registered})}")
+        raise CheckError(
+            f"no operator is called {self.text!r}{nearest(last, {path[1] for path in registered})}"
+        )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if self.matches(node):
@@ -83,7 +89,10 @@ def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
     return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
 
 
-ANY, REST = "_", "..."  # whatever stands there; any number of arguments, and at the end of a call keywords, too
+ANY, REST = (
+    "_",
+    "...",
+)  # whatever stands there; any number of arguments, and at the end of a call keywords, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +203,19 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
             raise CheckError(f"{pattern}: {name}= is given {keywords.count(name)} times")
     if pattern.operator.text == OUTPUT:
         if keywords:
-            raise CheckError(f"{pattern}: the output has results in their order, and no argument {keywords[0]}=")
+            raise CheckError(
+                f"{pattern}: the output has results in their order, and no argument {keywords[0]}="
+            )
         return
     signatures = list(_signatures(pattern.operator.text))
     known = {name for each in signatures for name in each.names}
     is_open = not signatures  # of a higher-order operator, say, which has no signature
     # Graphs of Dynamo call functions and methods of Python, which take their arguments in other ways as well.
-    others = [node for node in subject.schedule if pattern.operator.matches(node) and not _is_overload(node)]
+    others = [
+        node
+        for node in subject.schedule
+        if pattern.operator.matches(node) and not _is_overload(node)
+    ]
     for node in others:
         known |= node.kwargs.keys()
         with contextlib.suppress(TypeError, ValueError):  # a method's name, a builtin function
@@ -213,7 +228,11 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
         raise CheckError(f"{pattern}: {pattern.operator.text} has no argument {unknown[0]}={hint}")
     if signatures and not others and not any(each.takes(pattern) for each in signatures):
         shown = " or ".join(each.text for each in signatures[:_MOST_SIGNATURES])
-        more = f" or {len(signatures) - _MOST_SIGNATURES} more" if len(signatures) > _MOST_SIGNATURES else ""
+        more = (
+            f" or {len(signatures) - _MOST_SIGNATURES} more"
+            if len(signatures) > _MOST_SIGNATURES
+            else ""
+        )
         raise CheckError(
             f"{pattern}: no node can have these arguments, because the operator is {shown}{more}; "
             "write `_` for an argument, or `...` at the end for all that follow"
@@ -233,7 +252,10 @@ def _signatures(text: str) -> Iterator[Signature]:
         space, _, name = registered.partition("::")
         word, _, overload = name.partition(".")
         path = [space, word, overload] if overload else [space, word]
-        if _fits(text, path, word) and (found := operator_overload(space, word, overload)) is not None:
+        if (
+            _fits(text, path, word)
+            and (found := operator_overload(space, word, overload)) is not None
+        ):
             yield Signature.of(found)
 
 
@@ -273,13 +295,18 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
 
 
 def _items_mismatch(
-    patterns: Sequence[Argument], values: Sequence[Any], subject: Subject, groups: frozenset[int | str] = frozenset()
+    patterns: Sequence[Argument],
+    values: Sequence[Any],
+    subject: Subject,
+    groups: frozenset[int | str] = frozenset(),
 ) -> str | None:
     """How a list differs; ``groups`` are the places in it that name a process group."""
     expected = len(patterns) - (REST in patterns)
     if len(values) < expected or (len(values) > expected and REST not in patterns):
         more = " or more" if REST in patterns else ""
-        return f"there are {len(values)}, expected {expected}{more}: ({', '.join(map(str, patterns))})"
+        return (
+            f"there are {len(values)}, expected {expected}{more}: ({', '.join(map(str, patterns))})"
+        )
     gap = patterns.index(REST) if REST in patterns else len(patterns)
     spread = [*patterns[:gap], *[ANY] * (len(values) - expected), *patterns[gap + 1 :]]
     for place, (pattern, value) in enumerate(zip(spread, values, strict=True)):
@@ -288,21 +315,31 @@ def _items_mismatch(
     return None
 
 
-def _mismatch(pattern: Argument, value: Any, subject: Subject, *, is_group: bool = False) -> str | None:
+def _mismatch(
+    pattern: Argument, value: Any, subject: Subject, *, is_group: bool = False
+) -> str | None:
     """How an argument differs from its pattern, in words; None if it does not."""
     if pattern == ANY:
         return None
     if is_group and isinstance(value, str) and (group := subject.groups.get(value)):
         if not isinstance(pattern, List):
-            return None if str(pattern) == group.symbol else f"it is the group {group}, expected {pattern}"
+            return (
+                None
+                if str(pattern) == group.symbol
+                else f"it is the group {group}, expected {pattern}"
+            )
         ranks = list(group.ranks or ())
-        return None if str(pattern) == str(ranks) else f"it is {group}, expected the ranks {pattern}"
+        return (
+            None if str(pattern) == str(ranks) else f"it is {group}, expected the ranks {pattern}"
+        )
     if isinstance(pattern, List):
         if not isinstance(value, list | tuple):
             return f"it is {_shown(value, subject)}, expected the list {pattern}"
         return _items_mismatch(pattern.items, value, subject)
     if not isinstance(value, fx.Node):
-        fits = str(pattern) == spell_literal(value)  # by spelling: True is not 1, and -0.0 is not 0.0
+        fits = str(pattern) == spell_literal(
+            value
+        )  # by spelling: True is not 1, and -0.0 is not 0.0
     elif isinstance(pattern, CallPattern):
         fits = value in subject.place and pattern.operator.matches(value)
         if fits and (found := call_mismatch(pattern, value, subject)):
@@ -317,13 +354,21 @@ def _is_named(pattern: Name, value: fx.Node, subject: Subject) -> bool:
         return subject.is_named(value, whole)
     if pattern.item is None:
         return subject.is_named(value, pattern.text)
-    return is_item(value) and value.args[1] == pattern.item and subject.is_named(value.args[0], pattern.text)
+    return (
+        is_item(value)
+        and value.args[1] == pattern.item
+        and subject.is_named(value.args[0], pattern.text)
+    )
 
 
 def _input_by_index(pattern: Name, subject: Subject) -> str | None:
     """``A[0]`` is the graph input without a name at position 0, unless A is a capture."""
     name = f"{pattern.text}.{pattern.item}"
-    is_input = pattern.item is not None and pattern.text not in subject.captures and subject.inputs_called(name)
+    is_input = (
+        pattern.item is not None
+        and pattern.text not in subject.captures
+        and subject.inputs_called(name)
+    )
     return name if is_input else None
 
 

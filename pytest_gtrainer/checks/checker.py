@@ -42,7 +42,11 @@ class Conditions(TypedDict, total=False):
 
 
 def check_graph(
-    gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None, names: Names | None = None
+    gm: AnyGraph,
+    *,
+    before: AnyGraph | None = None,
+    mesh: Mapping[str, int] | None = None,
+    names: Names | None = None,
 ) -> GraphChecker:
     """Return the checks of a graph as methods, for a ``with`` block::
 
@@ -60,9 +64,13 @@ def check_graph(
 
 
 def assert_graph(
-    gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None,
+    gm: AnyGraph,
+    checks: str,
+    *,
+    before: AnyGraph | None = None,
+    mesh: Mapping[str, int] | None = None,
     names: Names | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Check a graph by ``checks``, one in each line; ``before``, ``mesh`` and ``names`` are as in ``check_graph``::
 
         assert_graph(gm, '''
@@ -122,15 +130,21 @@ class GraphChecker:
         """The search begins again at the graph's first node; captures stay."""
         return self._run("start", "", {})
 
-    def _run(self, kind: str, node: str, conditions: Conditions, number: int | None = None) -> GraphChecker:
+    def _run(
+        self, kind: str, node: str, conditions: Conditions, number: int | None = None
+    ) -> GraphChecker:
         if not isinstance(node, str):
             raise CheckError(f"a node is described by a text, such as 'mm(_, _)', not by {node!r}")
         if kind == "count" and (type(number) is not int or number < 0):
             raise CheckError(f"how many nodes there are is a whole number, not {number!r}")
         if self._matcher is None:
-            raise CheckError("checks stand in a block, which ends them: `with check_graph(gm) as check:`")
+            raise CheckError(
+                "checks stand in a block, which ends them: `with check_graph(gm) as check:`"
+            )
         place, told = _place(), f"{kind} {node}" if number is None else f"{kind} {number} {node}"
-        text = ", ".join([told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())])
+        text = ", ".join(
+            [told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())]
+        )
         try:
             check = Check(kind, _pattern(node, conditions), text, place, number)
         except CheckError as error:
@@ -153,7 +167,9 @@ def _check_conditions(conditions: Conditions) -> None:
         if name == "bucket":
             fqns = [value] if isinstance(value, str) else value
             if not isinstance(fqns, Sequence) or not all(isinstance(fqn, str) for fqn in fqns):
-                raise CheckError(f"bucket= takes the name of a module, or a list of names, not {value!r}")
+                raise CheckError(
+                    f"bucket= takes the name of a module, or a list of names, not {value!r}"
+                )
         if name == "shape" and (isinstance(value, str) or not isinstance(value, Sequence)):
             raise CheckError(f"shape= takes a list of extents, not {value!r}")
 
@@ -214,22 +230,30 @@ class Matcher:
         self._last = check
         try:
             check.pattern.check(self._subject)
-            (self._waiting.append if check.kind == "never" else getattr(self, f"_{check.kind}"))(check)
+            (self._waiting.append if check.kind == "never" else getattr(self, f"_{check.kind}"))(
+                check
+            )
         except CheckError as error:
             raise CheckError(f"{check}\n{error}") from None
 
     def finish(self) -> None:
         """Judge every `never` that no match has ended; a CheckError if nothing was checked."""
         if self._last is None:
-            raise CheckError("there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`")
+            raise CheckError(
+                "there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`"
+            )
         if self._last.kind == "start":
-            raise CheckError(f"{self._last}\nnothing is checked after this `start`: remove it or add a check")
+            raise CheckError(
+                f"{self._last}\nnothing is checked after this `start`: remove it or add a check"
+            )
         self._end_waiting(len(self._schedule))
 
     def _end_waiting(self, end: int) -> None:
         """No node from behind the last match up to ``end`` may match a waiting `never`."""
         if self._waiting and self._at == len(self._schedule) - 1:
-            raise CheckError(f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail")
+            raise CheckError(
+                f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail"
+            )
         for check in self._waiting:
             for place in range(self._at + 1, end):
                 if self._matches(check, place):
@@ -254,25 +278,37 @@ class Matcher:
                 return self._arrive(check, place)
         stood = "no node matches; the search began at the graph's first node"
         if self._at >= 0:
-            stood = f"no node matches after the last match, which is\n{self._subject.line(self._at)}"
+            stood = (
+                f"no node matches after the last match, which is\n{self._subject.line(self._at)}"
+            )
         raise self._failure(check, stood, *self._nearest(check, self._at))
 
     def _next(self, check: Check) -> None:
         if self._waiting:
-            raise CheckError(f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail")
+            raise CheckError(
+                f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail"
+            )
         if (place := self._at + 1) == len(self._schedule):
             raise self._failure(check, "nothing follows the graph's output")
         if not self._matches(check, place):
             later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
-            told = [] if later is None else [f"a node that matches is at\n{self._subject.line(later)}"]
-            raise self._failure(check, f"the next node does not match\n{self._differing(check, place)}", *told)
+            told = (
+                [] if later is None else [f"a node that matches is at\n{self._subject.line(later)}"]
+            )
+            raise self._failure(
+                check, f"the next node does not match\n{self._differing(check, place)}", *told
+            )
         self._arrive(check, place)
 
     def _same(self, check: Check) -> None:
         if self._at < 0:
-            raise CheckError("`same` speaks of the last match, and there is none yet: begin with `then` or `next`")
+            raise CheckError(
+                "`same` speaks of the last match, and there is none yet: begin with `then` or `next`"
+            )
         if not self._matches(check, self._at):
-            raise self._failure(check, f"the last match is not such a node\n{self._differing(check, self._at)}")
+            raise self._failure(
+                check, f"the last match is not such a node\n{self._differing(check, self._at)}"
+            )
         self._arrive(check, self._at)
 
     def _count(self, check: Check) -> None:
@@ -289,8 +325,14 @@ class Matcher:
 
     def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
         subject, known = self._subject, self._subject.captures
-        words = dict.fromkeys(word for predicate in check.pattern.predicates for word in predicate.names())
-        used = [f"{word} is\n{subject.line(subject.place[known[word]])}" for word in words if word in known]
+        words = dict.fromkeys(
+            word for predicate in check.pattern.predicates for word in predicate.names()
+        )
+        used = [
+            f"{word} is\n{subject.line(subject.place[known[word]])}"
+            for word in words
+            if word in known
+        ]
         return CheckFailure("\n".join([str(check), *paragraphs, *used]))
 
     def _differing(self, check: Check, place: int) -> str:
@@ -301,10 +343,17 @@ class Matcher:
     def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
         """The node of that operator that differs least; of equals the first behind the search's beginning."""
         pattern, subject = check.pattern, self._subject
-        places = [p for p, node in enumerate(self._schedule) if pattern.has_operator(node) and p not in besides]
+        places = [
+            p
+            for p, node in enumerate(self._schedule)
+            if pattern.has_operator(node) and p not in besides
+        ]
         if not places:
             return [] if besides else ["no node of the graph has that operator"]
-        distances = [(len(pattern.differences(self._schedule[place], subject)), place <= at, place) for place in places]
+        distances = [
+            (len(pattern.differences(self._schedule[place], subject)), place <= at, place)
+            for place in places
+        ]
         distance, _, best = min(distances)
         if distance == 0:
             return [f"a node that matches is before that\n{subject.line(best)}"]

@@ -47,7 +47,9 @@ class InBucket(Predicate):
         owners, _, is_bucket = subject.scope(node)
         if not is_bucket:
             return f"it belongs to no bucket but to {_told(owners)}, expected {self}"
-        if not self.fqns or (len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))):
+        if not self.fqns or (
+            len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))
+        ):
             return None
         return f"its bucket is {_told(owners)}, expected {_told(self.fqns)}"
 
@@ -75,11 +77,17 @@ class InDirection(Predicate):
 
     def check(self, subject: Subject) -> None:
         if self.direction not in ("fwd", "bwd"):
-            raise CheckError(f"a direction is fwd or bwd, not {self.direction!r}{nearest_direction(self.direction)}")
+            raise CheckError(
+                f"a direction is fwd or bwd, not {self.direction!r}{nearest_direction(self.direction)}"
+            )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         found = subject.direction(node)
-        return None if found == self.direction else f"its direction is {found or 'none'}, expected {self.direction}"
+        return (
+            None
+            if found == self.direction
+            else f"its direction is {found or 'none'}, expected {self.direction}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +100,24 @@ class HasType(Predicate):
 
     def check(self, subject: Subject) -> None:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise CheckError(f"dtype= takes a dtype of torch, such as torch.bfloat16, not {self.dtype!r}")
+            raise CheckError(
+                f"dtype= takes a dtype of torch, such as torch.bfloat16, not {self.dtype!r}"
+            )
         for what, extents in (("shape", self.shape), ("strides", self.strides)):
             for extent in extents or ():
                 is_size = type(extent) is int and extent >= 0
                 if not is_size and extent is not None and extent is not ...:
-                    raise CheckError(f"an extent of a {what} is a whole number, `_` (None) or `...`, not {extent!r}")
+                    raise CheckError(
+                        f"an extent of a {what} is a whole number, `_` (None) or `...`, not {extent!r}"
+                    )
             if extents is not None and extents.count(...) > 1:
                 raise CheckError("a shape has one `...` at most")
         shape, strides = self.shape, self.strides
         is_exact = shape is not None and strides is not None and ... not in (*shape, *strides)
         if is_exact and len(shape or ()) != len(strides or ()):
-            raise CheckError(f"a shape of {len(shape or ())} dimensions has as many strides, not {len(strides or ())}")
+            raise CheckError(
+                f"a shape of {len(shape or ())} dimensions has as many strides, not {len(strides or ())}"
+            )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         value = node.meta.get("val")
@@ -112,7 +126,10 @@ class HasType(Predicate):
             return f"its value is {kind}, expected one tensor"
         if self.dtype is not None and value.dtype is not self.dtype:
             return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
-        layout = (("shape is", tuple(value.shape), self.shape), ("strides are", value.stride(), self.strides))
+        layout = (
+            ("shape is", tuple(value.shape), self.shape),
+            ("strides are", value.stride(), self.strides),
+        )
         for what, found, wanted in layout:
             if wanted is not None and not _extents_fit(found, wanted):
                 return f"its {what} {_extents(found)}, expected {_extents(wanted)}"
@@ -152,7 +169,9 @@ class UsedBy(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         users = list(users_of(node))
         captured = subject.captures.get(self.user.text)
-        fits = [user is captured if captured is not None else self.user.matches(user) for user in users]
+        fits = [
+            user is captured if captured is not None else self.user.matches(user) for user in users
+        ]
         if any(fits) and (all(fits) or not self.only):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
@@ -192,7 +211,9 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
         wanted = [*wanted[:gap], *[None] * (len(found) - len(wanted) + 1), *wanted[gap + 1 :]]
     if len(found) != len(wanted):
         return False
-    pairs = zip(found, wanted, strict=True)  # a symbolic extent fits `_` only: comparing it would add a guard
+    pairs = zip(
+        found, wanted, strict=True
+    )  # a symbolic extent fits `_` only: comparing it would add a guard
     return all(want is None or (type(extent) is int and extent == want) for extent, want in pairs)
 
 
@@ -230,7 +251,11 @@ class Pattern:
     def differences(self, node: fx.Node, subject: Subject) -> list[str]:
         """How a node differs, in words; of another operator that alone is told."""
         asked = self.predicates if self.has_operator(node) else self.predicates[:1]
-        return [words for predicate in asked if (words := predicate.difference(node, subject)) is not None]
+        return [
+            words
+            for predicate in asked
+            if (words := predicate.difference(node, subject)) is not None
+        ]
 
     def matches(self, node: fx.Node, subject: Subject) -> bool:
         return all(predicate.difference(node, subject) is None for predicate in self.predicates)
@@ -257,7 +282,9 @@ class Check:
         elif not self.pattern.predicates:
             raise CheckError(f"this `{self.kind}` says nothing of the node, so it checks nothing")
         if self.pattern.name and self.kind in ("never", "count"):
-            raise CheckError(f"`{self.kind}` finds no one node that could be called {self.pattern.name!r}")
+            raise CheckError(
+                f"`{self.kind}` finds no one node that could be called {self.pattern.name!r}"
+            )
 
     def __str__(self) -> str:
         return f"{self.place}: {self.text}"

@@ -49,9 +49,13 @@ class Subject:
     """A graph under check, and what has been captured from it."""
 
     def __init__(
-        self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None,
+        self,
+        gm: AnyGraph,
+        *,
+        before: AnyGraph | None = None,
+        mesh: Mapping[str, int] | None = None,
         names: Names | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Modules of the graph ``before`` a pass are known, too; ``mesh`` and ``names`` are as for a text."""
         gm = adopted(gm, names)
         self._gm, self._mesh = gm, mesh
@@ -61,8 +65,13 @@ class Subject:
         self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
-        all_scopes = [self._scopes, *([scopes_of(adopted(before, names).graph.nodes)] if before else [])]
-        self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
+        all_scopes = [
+            self._scopes,
+            *([scopes_of(adopted(before, names).graph.nodes)] if before else []),
+        ]
+        self._modules = {
+            fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners
+        }
         self._lines: list[str] = []
 
     def scope(self, node: fx.Node) -> Scope:
@@ -101,7 +110,10 @@ class Subject:
         words = [*self.captures, *(group.symbol for group in self.groups.values())]
         known = [*words, *(source.fqn for source in self._scopes.inputs.values())]
         told = f" (captures and groups are {', '.join(words)})" if words else ""
-        hint = nearest(name, known) or f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
+        hint = (
+            nearest(name, known)
+            or f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
+        )
         raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{hint}")
 
     def name_of(self, node: fx.Node) -> str:
@@ -116,13 +128,17 @@ class Subject:
         if captured or node.op == "output":
             return (captured or ["output"])[0] + item
         known = node in self.place
-        return f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
+        return (
+            f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
+        )
 
     def line(self, place: int) -> str:
         """A node of the schedule as a message shows it: its place and its line of graph text."""
         if not self._lines:
             told = lines_of(self._gm, mesh=self._mesh)
-            computed = [line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)]
+            computed = [
+                line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)
+            ]
             self._lines = [*map(str, computed), "output"]  # in the order of the schedule
         return f"{place:>6}  {self._lines[place]}"
 

@@ -18,7 +18,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from pytest_gtrainer.checks import predicates as must
-from pytest_gtrainer.checks.arguments import REST, Argument, CallPattern, List, Name, OperatorPattern
+from pytest_gtrainer.checks.arguments import (
+    REST,
+    Argument,
+    CallPattern,
+    List,
+    Name,
+    OperatorPattern,
+)
 from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
@@ -59,7 +66,9 @@ def tokens_of(text: str) -> list[Token]:
         kind, place = str(match.lastgroup), match.end()
         found.append(Token(kind, match[kind][1:-1] if kind == "string" else match[kind]))
     if place < len(text):
-        raise CheckError(f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check")
+        raise CheckError(
+            f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check"
+        )
     return [*found, END]
 
 
@@ -72,7 +81,9 @@ def parse_check(text: str, place: str) -> Check:
     try:
         reader = _Grammar(tokens_of(text))
         if (kind := reader.word("one of " + ", ".join(KINDS))) not in KINDS:
-            raise CheckError(f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}")
+            raise CheckError(
+                f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}"
+            )
         number = reader.whole_number("how many") if kind == "count" else None
         return Check(kind, reader.pattern(), text.strip(), place, number)
     except CheckError as error:
@@ -166,7 +177,9 @@ class _Grammar:
         if self._accept("bucket"):
             self._expect("(")
             found.append(must.InBucket(tuple(self._until(")", lambda: self.word("a module")))))
-        elif self._next.kind in ("word", "string") and (not found or self._next.text not in CLAUSES):
+        elif self._next.kind in ("word", "string") and (
+            not found or self._next.text not in CLAUSES
+        ):
             found.append(must.InModule(self._take().text))
         if not found:
             raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
@@ -234,7 +247,9 @@ class _Grammar:
         if self._accept("...") or self._accept("_"):
             return token.text
         if self._accept("[") or self._accept("("):
-            return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
+            return List(
+                _with_one_rest(self._until("]" if token.text == "[" else ")", self._argument))
+            )
         if (word := self.word("an argument")) in ("None", "True", "False"):
             return word
         if self._accept("["):

@@ -10,7 +10,14 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.bisect import Bisection, Stage, bisect_extremes, bisect_stages, copies, local_run
+from pytest_gtrainer.bisect import (
+    Bisection,
+    Stage,
+    bisect_extremes,
+    bisect_stages,
+    copies,
+    local_run,
+)
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import refuse_fake
@@ -60,11 +67,17 @@ def assert_pass_bitwise(
     """
     __tracebackhide__ = True
     before, after = (run.before, run.after) if isinstance(run, RecordedPass) else run
-    what = f"{run.name} on the {run.stage} graph {run.compiled.id}" if isinstance(run, RecordedPass) else "the pass"
+    what = (
+        f"{run.name} on the {run.stage} graph {run.compiled.id}"
+        if isinstance(run, RecordedPass)
+        else "the pass"
+    )
     if before is after or (not isinstance(run, RecordedPass) and _are_copies(before, after)):
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
-        raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
+        raise ValueError(
+            f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs"
+        )
     refuse_fake(before, what)
     recorded = _recorded(run) if isinstance(run, RecordedPass) else {}
     stages = [Stage("", before), Stage(what, after)]
@@ -81,14 +94,20 @@ def assert_pass_bitwise(
     found = bisect_extremes(stages, local_run, first)
     _require_equal(found, found.inputs or "inputs with extreme values", what, before)
     for each in found.silent:
-        facts.emit("idle", what=f"{what}: every output is NaN on {each}, so these inputs prove nothing")
+        facts.emit(
+            "idle", what=f"{what}: every output is NaN on {each}, so these inputs prove nothing"
+        )
     # The control comes last: one rank alone may fail it, and nothing behind it communicates.
     control = compare(of_seeds[0], of_seeds[1])
     if nan:
         wrong = f"{what}: nothing but NaN on all inputs, so no difference could be seen: {', '.join(sorted(nan))}"
-        raise ControlFailed(f"{wrong}. Record a call whose results are numbers, with lower=False", control)
+        raise ControlFailed(
+            f"{wrong}. Record a call whose results are numbers, with lower=False", control
+        )
     if control.outcome != "different":
-        raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
+        raise ControlFailed(
+            f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control
+        )
 
 
 def _are_copies(before: fx.GraphModule, after: fx.GraphModule) -> bool:
@@ -110,7 +129,12 @@ def _are_copies(before: fx.GraphModule, after: fx.GraphModule) -> bool:
 def _require_equal(found: Bisection, description: str, what: str, before: fx.GraphModule) -> None:
     __tracebackhide__ = True
     outcome = "equal" if found.verdict is None else found.verdict.outcome
-    facts.emit("verdict", outcome=outcome, tensors=len(before.graph.output_node().all_input_nodes), what=what)
+    facts.emit(
+        "verdict",
+        outcome=outcome,
+        tensors=len(before.graph.output_node().all_input_nodes),
+        what=what,
+    )
     if found.verdict is not None:
         changed = f"{what} changed the numbers, on {description}"
         raise BitwiseDifference(f"{changed}\n{found.verdict}\n{found}", found.verdict)
@@ -131,19 +155,29 @@ def _recorded(run: RecordedPass) -> dict[str, Any]:
     stage = "backward" if run.stage == "backward" else "forward"
     if (values := run.compiled.inputs.get(stage)) is None:
         return {}
-    return dict(zip(map(_name, getattr(run.compiled, stage).graph.find_nodes(op="placeholder")), values, strict=True))
+    return dict(
+        zip(
+            map(_name, getattr(run.compiled, stage).graph.find_nodes(op="placeholder")),
+            values,
+            strict=True,
+        )
+    )
 
 
 def _name(node: fx.Node) -> str:
     return str(node.meta.get("gt_input", {}).get("fqn", node.target))
 
 
-def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
+def _inputs(
+    gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int]
+) -> Iterator[tuple[str, list[Any]]]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     if recorded and all(_name(node) in recorded for node in placeholders):
         yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]
     values = [node.meta.get("val") for node in placeholders]
-    every = [n for v in values for n in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))]
+    every = [
+        n for v in values for n in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))
+    ]
     numbers = [number for number in every if isinstance(number, torch.SymInt)]  # the dynamic sizes
     changes = ((1, 0), (2, 0), (1, 1))  # the example, its double, one more
     for sizes in [_allowed(numbers, *change) for change in changes] if numbers else [{}]:
@@ -165,10 +199,14 @@ def _allowed(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes:
             return sizes
     shown = ", ".join(f"{symbol} = {times * size + more}" for symbol, size in examples.items())
     wrong = f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes after it"
-    raise ValueError(f"{wrong}: no other size than the example can be tried, so compile with dynamic=False")
+    raise ValueError(
+        f"{wrong}: no other size than the example can be tried, so compile with dynamic=False"
+    )
 
 
-def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int) -> list[Any]:
+def _generated(
+    placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int
+) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
 
     def number(value: Any) -> int:
@@ -179,7 +217,10 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
     for node in placeholders:
         value, known = node.meta.get("val"), recorded.get(_name(node))
         if isinstance(value, Tensor):
-            shape, strides = [number(extent) for extent in value.shape], [number(each) for each in value.stride()]
+            shape, strides = (
+                [number(extent) for extent in value.shape],
+                [number(each) for each in value.stride()],
+            )
             exact = value.dtype.is_floating_point or value.dtype.is_complex
             if not exact and isinstance(known, Tensor):
                 made.append(known)  # indices of the real call are in range
@@ -191,7 +232,9 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
             made.append(known)
         else:
             wrong = f"input {_name(node)} is of type {type(value).__name__}, for which no value can be made up"
-            raise ValueError(f"{wrong}: record with lower=False, which keeps the inputs of the first call")
+            raise ValueError(
+                f"{wrong}: record with lower=False, which keeps the inputs of the first call"
+            )
     return made
 
 
@@ -230,10 +273,19 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         for graph in record:
             refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
         verdict = compare(actual, expected)
-        facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what="compiled against eager")
+        facts.emit(
+            "verdict",
+            outcome=verdict.label,
+            tensors=verdict.compared,
+            what="compiled against eager",
+        )
         if verdict.outcome != "equal":
             first = record[0].stages.get("forward", record[0].dynamo)
-            operators = sorted({str(node.target) for node in first.graph.nodes if node.op == "call_function"})
+            operators = sorted(
+                {str(node.target) for node in first.graph.nodes if node.op == "call_function"}
+            )
             head = f"compiled against eager: {told} changed the numbers"
-            raise BitwiseDifference(f"{head}\n{verdict}\nin a graph of {', '.join(operators)}", verdict)
+            raise BitwiseDifference(
+                f"{head}\n{verdict}\nin a graph of {', '.join(operators)}", verdict
+            )
     return verdict

@@ -12,7 +12,12 @@ from pytest_gtrainer._torch.compiling import CustomGraphPass, Watching, current_
 from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound, returned
 
-SLOTS = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+SLOTS = (
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
 
 PACKAGE = Path(__file__).parents[1]
 _TOLD = ("gt_input", "custom", "autograd_backward", "val")
@@ -56,13 +61,18 @@ def inductor_options(
 class GraphTrainerPass(CustomGraphPass):
     """One pass with its options, as Inductor calls it: with a bare graph."""
 
-    def __init__(self, bound: BoundPass, dynamo: Mapping[str, fx.GraphModule], files: Sequence[str]) -> None:
+    def __init__(
+        self, bound: BoundPass, dynamo: Mapping[str, fx.GraphModule], files: Sequence[str]
+    ) -> None:
         self.bound, self.dynamo, self.sources = bound, dynamo, _hash_of(files)
         self.__name__ = bound.name
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
-        named = {node.name: node for node in adopted(gm, self.dynamo.get(current_compile_id())).graph.nodes}
+        named = {
+            node.name: node
+            for node in adopted(gm, self.dynamo.get(current_compile_id())).graph.nodes
+        }
         for node in graph.nodes:
             told = named[node.name].meta
             node.meta.update({key: told[key] for key in _TOLD if key in told})
@@ -76,7 +86,11 @@ class GraphTrainerPass(CustomGraphPass):
         file = getattr(sys.modules.get(self.bound.home.partition(":")[0]), "__file__", None)
         if file is None:
             return None
-        own = sorted(map(str, PACKAGE.rglob("*.py"))) if Path(file).is_relative_to(PACKAGE) else [file]
+        own = (
+            sorted(map(str, PACKAGE.rglob("*.py")))
+            if Path(file).is_relative_to(PACKAGE)
+            else [file]
+        )
         return str(self.bound), self.bound.home, _hash_of(own), self.sources
 
 
@@ -86,5 +100,7 @@ def _hash_of(files: Sequence[str]) -> str:
         try:
             digest.update(Path(file).read_bytes())
         except OSError as error:
-            raise ValueError(f"files={file!r}: {error.strerror}: give the source files of the passes") from None
+            raise ValueError(
+                f"files={file!r}: {error.strerror}: give the source files of the passes"
+            ) from None
     return digest.hexdigest()

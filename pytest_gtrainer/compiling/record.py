@@ -122,8 +122,14 @@ class CompiledGraph:
         A NotRecorded is raised if no code was generated.
         """
         if direction not in self.code:
-            why = "lower=False generates none: record with gt_compile(lower=True)" if not self.lower else "not compiled"
-            raise NotRecorded(f"compiled graph {self.id} has no generated code of its {direction}: {why}")
+            why = (
+                "lower=False generates none: record with gt_compile(lower=True)"
+                if not self.lower
+                else "not compiled"
+            )
+            raise NotRecorded(
+                f"compiled graph {self.id} has no generated code of its {direction}: {why}"
+            )
         code = self.code[direction]
         found = _LAUNCH.findall(code[code.rfind("def call") :])
         return [next(filter(None, names)).removesuffix(".default") for names in found]
@@ -168,7 +174,9 @@ class CompileRecord:
     def __getitem__(self, place: int) -> CompiledGraph:
         self._refuse_nothing()
         if not -len(self.graphs) <= place < len(self.graphs):
-            raise NotRecorded(f"there is no compiled graph {place}: {len(self.graphs)} were recorded")
+            raise NotRecorded(
+                f"there is no compiled graph {place}: {len(self.graphs)} were recorded"
+            )
         return self.graphs[place]
 
     def __len__(self) -> int:
@@ -209,10 +217,15 @@ class CompileRecord:
         """
         self._refuse_nothing()
         if late := next((graph for graph in self.graphs if graph.is_late), None):
-            raise NotRecorded(f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}")
+            raise NotRecorded(
+                f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}"
+            )
         every = [run for graph in self.graphs for run in graph.passes]
         if not (found := [run for run in every if name in (None, run.name, run.slot)]):
-            ran = ", ".join(sorted({run.name for run in every})) or "none: caches give what an earlier compile made"
+            ran = (
+                ", ".join(sorted({run.name for run in every}))
+                or "none: caches give what an earlier compile made"
+            )
             raise NotRecorded(f"no pass {name!r} ran; these did: {ran}")
         return [run for run in found if changed in (None, run.changed)]
 
@@ -229,10 +242,22 @@ class CompileRecord:
         places = []
         for run in runs:
             result = "changed" if run.changed else "nothing changed"
-            places.append(f"  {run.name} ({run.slot}) in {run.stage} of graph {run.compiled.id}, {result}")
-        asked = "" if changed is None else f" that {'changed' if changed else 'did not change'} the graph"
-        way_out = "choose one of record.passes(...), or say changed=True" if found else "the pass matched nothing"
-        raise NotRecorded("\n".join([f"{len(found)} runs of {name!r}{asked}, not 1: {way_out}", *places]))
+            places.append(
+                f"  {run.name} ({run.slot}) in {run.stage} of graph {run.compiled.id}, {result}"
+            )
+        asked = (
+            ""
+            if changed is None
+            else f" that {'changed' if changed else 'did not change'} the graph"
+        )
+        way_out = (
+            "choose one of record.passes(...), or say changed=True"
+            if found
+            else "the pass matched nothing"
+        )
+        raise NotRecorded(
+            "\n".join([f"{len(found)} runs of {name!r}{asked}, not 1: {way_out}", *places])
+        )
 
     def assert_no_graph_breaks(self) -> None:
         """Fail if Dynamo left the graph anywhere, with each place and reason.
@@ -257,10 +282,15 @@ class CompileRecord:
         self._refuse_faults()
         numbers = ((graphs, recompiles), (len(self.compiled), len(self.recompiled)))
         if numbers[0] != numbers[1]:
-            told = (f"{counted(n, 'graph')} and {counted(again, 'recompilation')}" for n, again in numbers)
+            told = (
+                f"{counted(n, 'graph')} and {counted(again, 'recompilation')}"
+                for n, again in numbers
+            )
             raise AssertionError(f"expected {', found '.join(told)}{self._story()}")
 
-    def assert_launch_order(self, *names: str, direction: str = "forward", place: int | None = None) -> None:
+    def assert_launch_order(
+        self, *names: str, direction: str = "forward", place: int | None = None
+    ) -> None:
         """Fail unless the generated code launches these in this order, others between them.
 
         Args:
@@ -279,11 +309,15 @@ class CompileRecord:
         at = 0
         for number, name in enumerate(names):
             told_as = ((launch, launch.rpartition(".")[2]) for launch in launches[at:])
-            found = next((at + i for i, told in enumerate(told_as) if fnmatch.filter(told, name)), None)
+            found = next(
+                (at + i for i, told in enumerate(told_as) if fnmatch.filter(told, name)), None
+            )
             if found is None:
                 behind = f" behind {names[number - 1]!r}" if number else ""
                 told = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
-                raise AssertionError(f"the {direction} does not launch {name!r}{behind}; it launches\n{told}")
+                raise AssertionError(
+                    f"the {direction} does not launch {name!r}{behind}; it launches\n{told}"
+                )
             at = found + 1
 
     def _refuse_nothing(self) -> None:
@@ -302,4 +336,6 @@ class CompileRecord:
         """What happened, each on a line of its own."""
         lines = [f"compiled {each}" for each in self.compiled]
         lines += [f"recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
-        return "".join(f"\n  {line}" for line in [*lines, *(f"graph break at {each}" for each in self.breaks)])
+        return "".join(
+            f"\n  {line}" for line in [*lines, *(f"graph break at {each}" for each in self.breaks)]
+        )

@@ -27,7 +27,9 @@ from pytest_gtrainer.graph.foreign import adopted
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
 _PLACE = re.compile(r'Graph break in user code at (\S+)|File "([^"]+)", line (\d+)')
-_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\((\w+)::(\w+)|unsupported operator: (\w+)\.(\w+)")
+_NO_FAKE_KERNEL = re.compile(
+    r"no fake impl registered for .*?\((\w+)::(\w+)|unsupported operator: (\w+)\.(\w+)"
+)
 
 
 @dataclass(slots=True)
@@ -87,13 +89,17 @@ class _Recorder(logging.Handler):
 
     def around(self, compile_fx: private.CompileFx) -> private.CompileFx:
         def recorded(
-            gm: fx.GraphModule, example_inputs: Sequence[Any],
+            gm: fx.GraphModule,
+            example_inputs: Sequence[Any],
             inner_compile: Callable[..., Any] = private.compile_fx_inner,
-            config_patches: dict[str, Any] | None = None, **rest: Any,
-        ) -> Any:  # fmt: skip
+            config_patches: dict[str, Any] | None = None,
+            **rest: Any,
+        ) -> Any:
             if (here := threading.current_thread()) is not self.thread:
                 said = f"thread {here.name!r} compiled, and this records what {self.thread.name!r} does"
-                self.record.faults.append(f"{said}: enter gt_compile in the thread that calls the compiled function")
+                self.record.faults.append(
+                    f"{said}: enter gt_compile in the thread that calls the compiled function"
+                )
             if here is not self.thread or self.works:  # with options it calls itself
                 return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
             now = private.current_compile_id()
@@ -104,7 +110,9 @@ class _Recorder(logging.Handler):
                 patches = private.with_first_joint_pass(
                     config_patches, private.Watching("gtrainer-joint-graph", self._joint_began)
                 )
-                made = compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
+                made = compile_fx(
+                    gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest
+                )
                 self.failed = None
                 return made
 
@@ -114,14 +122,19 @@ class _Recorder(logging.Handler):
         self.record.graphs.append(CompiledGraph(compile_id, len(self.record.graphs), self.lower))
         return self.record.graphs[-1]
 
-    def _inner(self, compiled: CompiledGraph, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    def _inner(
+        self, compiled: CompiledGraph, inner_compile: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             stage = "backward" if options.get("is_backward") else "forward"
             compiled.is_late |= not self.is_open
 
             def given(inputs: list[Any]) -> None:
                 if stage not in compiled.inputs and not compiled.is_late:
-                    copies = (each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+                    copies = (
+                        each.detach().clone() if isinstance(each, Tensor) else each
+                        for each in inputs
+                    )
                     compiled.inputs[stage] = list(copies)
 
             with self._working(compiled, stage, gm) if self.is_open else nullcontext() as work:
@@ -130,7 +143,9 @@ class _Recorder(logging.Handler):
                 if self.lower:
                     return inner_compile(gm, example_inputs, **options)
                 is_inference = bool(options.get("is_inference"))
-                return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference, given=given)
+                return private.with_kernels_of_eager(
+                    gm, example_inputs, is_inference=is_inference, given=given
+                )
 
         return inner
 
@@ -154,7 +169,9 @@ class _Recorder(logging.Handler):
             return
         try:
             self._heard(getattr(record, "metadata", None) or {}, getattr(record, "payload", None))
-        except Exception as error:  # a compile must not fail because it is watched: the end of the block tells it
+        except (
+            Exception
+        ) as error:  # a compile must not fail because it is watched: the end of the block tells it
             self.fault = self.fault or error
 
     def _heard(self, told: dict[str, Any], payload: Any) -> None:
@@ -164,7 +181,9 @@ class _Recorder(logging.Handler):
             event = json.loads(payload) if isinstance(payload, str) else payload
             if self.works and event["ph"] in ("B", "E"):
                 self._phase(event["name"], event["ph"] == "B")
-        elif private.COMPILED_GRAPH in told and self.failed and self.failed.id == compile_id:  # Dynamo begins again
+        elif (
+            private.COMPILED_GRAPH in told and self.failed and self.failed.id == compile_id
+        ):  # Dynamo begins again
             self.failed.stages.clear()
             self.failed.passes.clear()
         elif private.COMPILED_GRAPH in told:
@@ -180,7 +199,9 @@ class _Recorder(logging.Handler):
             self._break(str(payload))
         elif artefact == private.RECOMPILE:
             reasons = json.loads(payload) if str(payload).startswith("[") else [payload]
-            self.record.recompiled[compile_id] = [" ".join(str(each).splitlines()[0].split()) for each in reasons]
+            self.record.recompiled[compile_id] = [
+                " ".join(str(each).splitlines()[0].split()) for each in reasons
+            ]
         elif "cache_" in artefact:
             self.record.cache[artefact] = self.record.cache.get(artefact, 0) + 1
 
@@ -210,7 +231,11 @@ class _Recorder(logging.Handler):
         place = work.order[slot] = work.order.get(slot, -1) + 1
         if after is None or (slot == "joint_custom_pre_pass" and place == 0):  # ours
             return
-        title = slot if place >= len(own) else getattr(own[place], "__name__", type(own[place]).__name__)
+        title = (
+            slot
+            if place >= len(own)
+            else getattr(own[place], "__name__", type(own[place]).__name__)
+        )
         found = (title, slot, work.stage, before or after, after, work.compiled, end - begin)
         work.compiled.passes.append(RecordedPass(*found))
 
@@ -259,18 +284,26 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         RuntimeError: another recorder is open.
     """
     if not _open.acquire(blocking=False):
-        raise RuntimeError("gt_compile is open already: a compilation is recorded once; use the outer record")
+        raise RuntimeError(
+            "gt_compile is open already: a compilation is recorded once; use the outer record"
+        )
     record = CompileRecord()
     recorder = _Recorder(record, lower=lower)
     try:
-        with private.fresh(caches=caches), private.instead_of_compile_fx(recorder.around), private.heard_by(recorder):
+        with (
+            private.fresh(caches=caches),
+            private.instead_of_compile_fx(recorder.around),
+            private.heard_by(recorder),
+        ):
             yield record
     except Exception as error:
         if (said := _of_no_fake_kernel(str(error))) is not None:
             error.add_note(f"gt_compile: {said}")
         elif isinstance(error, private.Unsupported):
             said = "gt_compile: fullgraph=True ends at the first graph break"
-            error.add_note(f"{said}; without it record.breaks tells all of them, each with its reason and line")
+            error.add_note(
+                f"{said}; without it record.breaks tells all of them, each with its reason and line"
+            )
         raise
     finally:
         recorder.is_open = False

@@ -14,10 +14,28 @@ from pytest_gtrainer.conformance import rules as rules  # importing it registers
 from pytest_gtrainer.conformance.judging import Adapter
 
 __all__ = [
-    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "ddp", "deduplication", "memory_policy",
-    "reassignment", "remat", "separate",
-]  # fmt: skip
+    "Adapter",
+    "any_pass",
+    "bucketing",
+    "canonicalisation",
+    "chunking",
+    "ddp",
+    "deduplication",
+    "memory_policy",
+    "reassignment",
+    "remat",
+    "separate",
+]
 
-any_pass, bucketing, separate, canonicalisation, deduplication, remat, memory_policy, reassignment, ddp, chunking = (
-    partial(judging.test_of, kind) for kind in judging.KINDS
-)
+(
+    any_pass,
+    bucketing,
+    separate,
+    canonicalisation,
+    deduplication,
+    remat,
+    memory_policy,
+    reassignment,
+    ddp,
+    chunking,
+) = (partial(judging.test_of, kind) for kind in judging.KINDS)

@@ -32,12 +32,29 @@ GIVEN: dict[str, dict[str, Any]] = {
     "bucketing": {},
     "separate": {},
     "canonicalisation": {"given": "traced", "gathers_again": False},
-    "deduplication": {"given": "duplicates", "registered": LINEARS, "executed": ("w1", "w3", "w2", "w1")},
+    "deduplication": {
+        "given": "duplicates",
+        "registered": LINEARS,
+        "executed": ("w1", "w3", "w2", "w1"),
+    },
     "remat": {"given": "tagged", "gathers_again": False},
     "memory_policy": {"gathers_again": False},
     "reassignment": {},
-    "ddp": {"given": "ddp", "mesh": (("replicate", 4),), "reduced": None, "mixed": False, "gathers_again": False},
-    "chunking": {"given": "chunks", "batch": 8, "mesh": (), "reduced": None, "mixed": False, "gathers_again": False},
+    "ddp": {
+        "given": "ddp",
+        "mesh": (("replicate", 4),),
+        "reduced": None,
+        "mixed": False,
+        "gathers_again": False,
+    },
+    "chunking": {
+        "given": "chunks",
+        "batch": 8,
+        "mesh": (),
+        "reduced": None,
+        "mixed": False,
+        "gathers_again": False,
+    },
 }
 """What the graphs of a kind are like: such that a pass of this kind has something to do."""
 KINDS = tuple(GIVEN)
@@ -47,7 +64,9 @@ MERGING = ("bucketing", "separate")
 def as_given(kind: str, recipes: Iterable[Recipe]) -> list[Recipe]:
     """Recipes of graphs as a kind has them, each once: of ``separate`` the forward and the backward."""
     parts = ("forward", "backward") if kind == "separate" else ("",)
-    return list(dict.fromkeys(replace(each, **GIVEN[kind], part=part) for each in recipes for part in parts))
+    return list(
+        dict.fromkeys(replace(each, **GIVEN[kind], part=part) for each in recipes for part in parts)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +122,24 @@ class Adapter:
         if self.call is not None:
             result = self.call(gm, *given.values())
         else:
-            told = {name: value for name, value in given.items() if name in options_of(self.function)}
+            told = {
+                name: value for name, value in given.items() if name in options_of(self.function)
+            }
             inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
             result = as_pass(self.function)(gm, inputs, **{**told, **self.options})
         result = gm if result is None and self.in_place else result
         if not isinstance(result, fx.GraphModule):
             way_out = "; if it works in place, say in_place=True" if result is None else ""
-            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a GraphModule{way_out}")
+            raise TypeError(
+                f"{self.name} returned {type(result).__name__}, expected a GraphModule{way_out}"
+            )
         for node in result.graph.nodes:
-            if foreign := next((each for each in node.all_input_nodes if each.graph is not result.graph), None):
-                raise TypeError(f"{self.name} returned a graph whose {node} reads {foreign}, a node of another graph")
+            if foreign := next(
+                (each for each in node.all_input_nodes if each.graph is not result.graph), None
+            ):
+                raise TypeError(
+                    f"{self.name} returned a graph whose {node} reads {foreign}, a node of another graph"
+                )
         return result
 
 
@@ -124,7 +151,9 @@ def adapter_at(path: str, kind: str | None) -> Adapter:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    return replace(found if isinstance(found, Adapter) else Adapter(found, kind or "any"), path=path)
+    return replace(
+        found if isinstance(found, Adapter) else Adapter(found, kind or "any"), path=path
+    )
 
 
 def reason_for(rule: str, reasons: Mapping[str, str]) -> str | None:
@@ -169,7 +198,9 @@ def ended_within(seconds: float, what: str) -> Iterator[None]:
     def used_up(frame: FrameType | None) -> None:
         # The timer counts all threads of the process; those that torch computes with are none of the pass's time.
         if time.thread_time() - start >= seconds:
-            raise Hung(f"{what} did not end within {seconds:g} s of CPU time; it was at {_place(frame)}")
+            raise Hung(
+                f"{what} did not end within {seconds:g} s of CPU time; it was at {_place(frame)}"
+            )
 
     def waited(frame: FrameType | None) -> None:
         used = time.thread_time() - start
@@ -188,7 +219,9 @@ def _place(frame: FrameType | None) -> str:
 
 
 @contextmanager
-def _timer(which: int, number: int, seconds: float, expired: Callable[[FrameType | None], None]) -> Iterator[None]:
+def _timer(
+    which: int, number: int, seconds: float, expired: Callable[[FrameType | None], None]
+) -> Iterator[None]:
     """Call ``expired`` after ``seconds`` and then each second, as a pass may catch what it raises.
 
     A shorter timer of somebody else is left alone; a longer one goes on afterwards.
@@ -240,8 +273,12 @@ class Run:
             raise Raised(str(error)) from error
         except Exception as error:
             first = (str(error).strip() or "no message").partition("\n")[0]
-            is_crash = isinstance(error, CRASHES) or (isinstance(error, AssertionError) and not error.args)
-            raise (Raised if is_crash else Refused)(f"{name} raised {type(error).__name__}: {first}") from error
+            is_crash = isinstance(error, CRASHES) or (
+                isinstance(error, AssertionError) and not error.args
+            )
+            raise (Raised if is_crash else Refused)(
+                f"{name} raised {type(error).__name__}: {first}"
+            ) from error
 
     @property
     def is_refused(self) -> bool:
@@ -259,7 +296,9 @@ class Run:
     @property
     def merged(self) -> list[Payload]:
         """The payloads with several parameters; ``Nothing`` is raised if there are none."""
-        found = [payload for payload in bucket_layout(self.after).payloads if len(payload.slots) > 1]
+        found = [
+            payload for payload in bucket_layout(self.after).payloads if len(payload.slots) > 1
+        ]
         if not found:
             raise Nothing("it merges no collectives of parameters")
         return found
@@ -273,7 +312,9 @@ class Run:
         head = [f"# {rule.id}: {rule.says}"]
         head += [f"# world: fake {recipe.size}, rank 1", f"# mesh: {mesh}"] if recipe.mesh else []
         head += [f"# passes: {adapter.name}{plan}", "# values: same", ""]
-        path.write_text("\n".join(head) + render(graph_of(recipe), mesh=dict(recipe.mesh)), encoding="utf-8")
+        path.write_text(
+            "\n".join(head) + render(graph_of(recipe), mesh=dict(recipe.mesh)), encoding="utf-8"
+        )
         return f"The graph that it was given is kept as a pass file: {path}"
 
 
@@ -294,13 +335,20 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-IN_PLACE = tuple(kind for kind in KINDS if kind != "chunking")  # whose results have the values and names of before
+IN_PLACE = tuple(
+    kind for kind in KINDS if kind != "chunking"
+)  # whose results have the values and names of before
 
 
 def rule(
-    id: str, says: str, kinds: tuple[str, ...], *graphs: Recipe, world: World = FAKE, merging: bool = False,
+    id: str,
+    says: str,
+    kinds: tuple[str, ...],
+    *graphs: Recipe,
+    world: World = FAKE,
+    merging: bool = False,
     may_refuse: bool = False,
-) -> Callable[[Any], Any]:  # fmt: skip
+) -> Callable[[Any], Any]:
     """Register a judge."""
 
     def register(judge: Callable[[Run], None]) -> Callable[[Run], None]:
@@ -316,12 +364,17 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
 
     def tell(result: str, why: str = "", graph: object = "") -> None:
         of = {"pass": adapter.name, "rule": rule.id, "says": rule.says}
-        facts.emit("conformance", **of, result=result, why=why.strip().partition("\n")[0], graph=str(graph))
+        facts.emit(
+            "conformance", **of, result=result, why=why.strip().partition("\n")[0], graph=str(graph)
+        )
 
     if (reason := reason_for(rule.id, adapter.not_claimed)) is not None:
         tell("not claimed", reason)
         pytest.skip(f"not claimed: {reason}")
-    runs = [Run(adapter, recipe, request) for recipe in as_given(adapter.kind, rule.graphs or (Recipe(),))]
+    runs = [
+        Run(adapter, recipe, request)
+        for recipe in as_given(adapter.kind, rule.graphs or (Recipe(),))
+    ]
     silent = []
     for run in runs:
         try:
@@ -336,11 +389,17 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
             silent.append(f"{run.recipe}: {error}")
         except Exception as error:
             is_told = isinstance(error, AssertionError | Raised)
-            why = str(error) if is_told else f"the graph cannot be judged: {type(error).__name__}: {error}"
+            why = (
+                str(error)
+                if is_told
+                else f"the graph cannot be judged: {type(error).__name__}: {error}"
+            )
             tell("broken" if isinstance(error, AssertionError) else "error", why, run.recipe)
             kept = run.keep(rule) if rule.graphs else ""
             cause = error.__cause__ if is_told else error
-            raise AssertionError(f"{rule.id} ({rule.says}), on {run.recipe}:\n{why}\n{kept}") from cause
+            raise AssertionError(
+                f"{rule.id} ({rule.says}), on {run.recipe}:\n{why}\n{kept}"
+            ) from cause
     if len(silent) == len(runs):
         tell("proves nothing", silent[0].partition(": ")[2])
         if adapter.strict:

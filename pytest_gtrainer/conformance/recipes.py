@@ -21,7 +21,11 @@ from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.chunking.config import BATCH, SEQUENCE, ChunkConfig
 from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
-from pytest_gtrainer.passes.remat import RECOMPUTE, selective_activation_remat_pass, tag_with_memory_policy_pass
+from pytest_gtrainer.passes.remat import (
+    RECOMPUTE,
+    selective_activation_remat_pass,
+    tag_with_memory_policy_pass,
+)
 from pytest_gtrainer.passes.stages import cut_part
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, data_parallel
@@ -38,11 +42,15 @@ class Recipe:
 
     layers: int = 2  # blocks
     dim: int = 8  # the extent of every weight; 4 ranks shard 10 unevenly
-    registered: tuple[str, ...] = LINEARS  # a block's linear layers; where the next differs an order can be wrong
+    registered: tuple[str, ...] = (
+        LINEARS  # a block's linear layers; where the next differs an order can be wrong
+    )
     executed: tuple[str, ...] = ("w1", "w3", "w2")
     bias: tuple[str, ...] = ("w1",)  # those of them that have one
     tied: bool = False  # head and embedding share their weight
-    reduced: torch.dtype | None = torch.float32  # of gradients; parameters are gathered in bfloat16 unless it is None
+    reduced: torch.dtype | None = (
+        torch.float32
+    )  # of gradients; parameters are gathered in bfloat16 unless it is None
     mixed: bool = False  # norms are gathered in float32
     # the last dimension shards, one called "replicate" holds replicas, over one called "tp" activations are exchanged
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
@@ -54,8 +62,12 @@ class Recipe:
     sequence: int = 3  # tokens of a row
     given: str = "canonical"  # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
     chunks: int = 2
-    waits: str = ""  # for gathered parameters stand "late", before their first readers, or have an "alias"
-    updates: bool = False  # a shard is doubled before its second gather, or else before the backward
+    waits: str = (
+        ""  # for gathered parameters stand "late", before their first readers, or have an "alias"
+    )
+    updates: bool = (
+        False  # a shard is doubled before its second gather, or else before the backward
+    )
     traps: bool = False  # the graph is ``TRAPS``
     part: str = ""  # "forward" or "backward" of the joint graph, as a graph of its own
 
@@ -74,14 +86,22 @@ class Recipe:
         """A bucket a layer; what is tied is in one."""
         layers: list[Any] = [f"layers.{index}" for index in range(self.layers)]
         if self.moe:
-            layers = [part for fqn in layers for part in ([f"{fqn}.norm", f"{fqn}.moe.router"], [f"{fqn}.moe.experts"])]
+            layers = [
+                part
+                for fqn in layers
+                for part in ([f"{fqn}.norm", f"{fqn}.moe.router"], [f"{fqn}.moe.experts"])
+            ]
         if self.tied:
             return [["tok_embeddings", "norm", "lm_head"], *layers]
         return ["tok_embeddings", *layers, ["norm", "lm_head"]]
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy() if self.reduced is None else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
+        return (
+            MixedPrecisionPolicy()
+            if self.reduced is None
+            else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
+        )
 
     def tokens(self, step: int, coordinate: int) -> tuple[torch.Tensor]:
         """The inputs of a step: rows of tokens."""
@@ -108,7 +128,10 @@ class Recipe:
 
     def model(self, meshes: DeviceMesh | None) -> "Net":
         """The model on this rank of a mesh, not sharded."""
-        return Net(self, meshes[self.beside].get_group() if meshes and self.beside in dict(self.mesh) else None)
+        return Net(
+            self,
+            meshes[self.beside].get_group() if meshes and self.beside in dict(self.mesh) else None,
+        )
 
     def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
@@ -117,9 +140,14 @@ class Recipe:
         if self.part:
             return _cut(graph_of(replace(self, part="")), self.part), None
         if self.given in ("canonical", "tagged"):
-            return self._prepare(graph_of(replace(self, given="traced", gathers_again=False, updates=False))), None
+            return self._prepare(
+                graph_of(replace(self, given="traced", gathers_again=False, updates=False))
+            ), None
         model: nn.Module = self.model(meshes)
-        if meshes is not None and self.given not in ("chunks", "ddp"):  # the former are compared in one process
+        if meshes is not None and self.given not in (
+            "chunks",
+            "ddp",
+        ):  # the former are compared in one process
             names = tuple(name for name, _ in self.mesh if name != "tp")
             shards = meshes[names] if len(names) > 1 else meshes[names[0]]
             mode = "hybrid_shard" if "replicate" in names else "fully_shard"
@@ -129,7 +157,9 @@ class Recipe:
             model = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
         tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
         chunk = self.chunking if self.given == "chunks" else None
-        traced = trace_step(model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk)
+        traced = trace_step(
+            model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk
+        )
         if self.given == "traced":
             return traced.gm, None
         if self.given == "ddp" and meshes is not None:
@@ -177,16 +207,25 @@ if out:
 def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
     """One direction as a graph of its own, which takes what it reads of the other; its results have their names."""
     whole, results = gm.graph.output_node(), results_of(gm)
-    part_of = {node: int(direction(node) == BACKWARD) for node in gm.graph.nodes if node.op == "call_function"}
+    part_of = {
+        node: int(direction(node) == BACKWARD)
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    }
     cut = cut_part(gm, part_of, int(part == "backward"), results)
     names = {node.name: name for node, name in zip(results, whole.meta["gt_outputs"], strict=True)}
-    cut.gm.graph.output_node().meta = {**whole.meta, "gt_outputs": tuple(names.get(name, "") for name in cut.gives)}
+    cut.gm.graph.output_node().meta = {
+        **whole.meta,
+        "gt_outputs": tuple(names.get(name, "") for name in cut.gives),
+    }
     return cut.gm
 
 
 def _tag_blocks(gm: fx.GraphModule) -> None:
     """Of each block all but the last value is computed again."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_function" and direction(node) == FORWARD]
+    calls = [
+        node for node in gm.graph.nodes if node.op == "call_function" and direction(node) == FORWARD
+    ]
     inside = [node for node in calls if node_fqn(node).startswith("layers.")]
     last = {".".join(node_fqn(node).split(".")[:2]): node for node in inside}.values()
     for node in inside:
@@ -217,12 +256,20 @@ def _wait_otherwise(gm: fx.GraphModule, how: str) -> None:
         with gm.graph.inserting_after(wait):
             alias = gm.graph.call_function(torch.ops.aten.alias.default, (wait,))
         alias.meta = dict(wait.meta)
-        wait.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user is not alias)
+        wait.replace_all_uses_with(
+            alias, delete_user_cb=lambda user, alias=alias: user is not alias
+        )
 
 
 def _double_a_shard(gm: fx.GraphModule) -> None:
-    first, *second = [each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"]
-    behind = next(node for node in gm.graph.nodes if direction(node) == BACKWARD and node.op == "call_function")
+    first, *second = [
+        each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"
+    ]
+    behind = next(
+        node
+        for node in gm.graph.nodes
+        if direction(node) == BACKWARD and node.op == "call_function"
+    )
     if second:
         behind, *_ = *second[0].chain, second[0].launch
     shard = gm.graph.find_nodes(op="placeholder")[first.position]
@@ -237,7 +284,9 @@ class Experts(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         for name in recipe.registered:
-            self.register_parameter(name, nn.Parameter(torch.randn(recipe.batch, recipe.dim, recipe.dim) / recipe.dim))
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(recipe.batch, recipe.dim, recipe.dim) / recipe.dim)
+            )
         self._executed = recipe.executed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +329,9 @@ def _besides(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) 
         return _with_fresh_buffers(h)
     if recipe.inside == "exchanges" and beside is not None:
         return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
-    if recipe.inside == "routes" and beside is not None:  # rows to other ranks, as expert parallelism does
+    if (
+        recipe.inside == "routes" and beside is not None
+    ):  # rows to other ranks, as expert parallelism does
         return functional_collectives.all_to_all_single_autograd(h.contiguous(), None, None, beside)
     return h
 
@@ -317,7 +368,10 @@ class Block(nn.Module):
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(recipe.dim)), nn.Parameter(torch.zeros(recipe.dim))
+        self.scale, self.shift = (
+            nn.Parameter(torch.ones(recipe.dim)),
+            nn.Parameter(torch.zeros(recipe.dim)),
+        )
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
@@ -364,7 +418,9 @@ def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float().logsumexp(-1).mean()
 
 
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
 """By default group and extents: one mesh, and so one set of groups."""
 _traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
 """By recipe, rank and backend: graph, twin, and the groups of the mesh's dimensions, of a world that may be gone."""
@@ -374,7 +430,9 @@ def mesh_of(recipe: Recipe) -> DeviceMesh:
     """Its mesh over all ranks of the default group: the same one at each call."""
     made, extents = _meshes.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
     if recipe.mesh not in made:
-        made[recipe.mesh] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+        made[recipe.mesh] = init_device_mesh(
+            "cpu", tuple(extents.values()), mesh_dim_names=tuple(extents)
+        )
     return made[recipe.mesh]
 
 
@@ -391,7 +449,10 @@ def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
     *graphs, named = _traced[key]
     gm, now = copy.deepcopy(graphs[twin]), dict(zip(named, names, strict=True))
     for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
-        node.meta = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in node.meta.items()}
+        node.meta = {
+            name: copy.copy(value) if isinstance(value, dict) else value
+            for name, value in node.meta.items()
+        }
         if launches(node.target):
             group = group_of(node)
             node.args = tuple(now[str(group)] if each == group else each for each in node.args)

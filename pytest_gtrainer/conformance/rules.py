@@ -47,7 +47,14 @@ from pytest_gtrainer.graph.collectives import (
 )
 from pytest_gtrainer.graph.layout import assert_same_layout, bucket_layout
 from pytest_gtrainer.graph.memory import peak_memory
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective, is_random, node_fqn
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    direction,
+    is_collective,
+    is_random,
+    node_fqn,
+)
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, packed
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
@@ -63,7 +70,9 @@ from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import WorldSpec
 
-ANY, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, POLICY, REASSIGNMENT, DDP, CHUNKING = ((kind,) for kind in KINDS)
+ANY, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, POLICY, REASSIGNMENT, DDP, CHUNKING = (
+    (kind,) for kind in KINDS
+)
 MERGING, AGAINST_MEMORY = (*JOINT, *SEPARATE), (*REMAT, *POLICY)
 DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
@@ -74,7 +83,18 @@ EXAMPLES, MOST_RUNS = 20, 30
 """Generated models a run, and how many there are with those that shrink what fails."""
 
 
-@rule("E6", "the result is topologically valid and lints", KINDS, DENSE, ODD, TIED, BESIDE, HYBRID, AGAIN, MIXED)
+@rule(
+    "E6",
+    "the result is topologically valid and lints",
+    KINDS,
+    DENSE,
+    ODD,
+    TIED,
+    BESIDE,
+    HYBRID,
+    AGAIN,
+    MIXED,
+)
 def is_valid(run: Run) -> None:
     try:
         lint(run.after.graph, run.adapter.name)
@@ -87,13 +107,19 @@ def is_idempotent(run: Run) -> None:
     once = render(run.after)
     twice = render(run.of(run.after))
     if twice != once:
-        raise AssertionError(f"the second run changes the graph\n{difference('graph', once, twice)}")
+        raise AssertionError(
+            f"the second run changes the graph\n{difference('graph', once, twice)}"
+        )
 
 
 @rule("D11", "a pass that cannot finish raises and leaves the graph as it was", KINDS)
 def leaves_what_it_refuses(run: Run) -> None:
     """Of a collective without a value, of random numbers, of options that do not fit the model."""
-    spoilt, random, wrong = graph_of(run.recipe), graph_of(replace(run.recipe, inside="drops")), dict[str, Any]()
+    spoilt, random, wrong = (
+        graph_of(run.recipe),
+        graph_of(replace(run.recipe, inside="drops")),
+        dict[str, Any](),
+    )
     for launch in [node for node in spoilt.graph.nodes if launches(node.target)][-1:]:
         del launch.meta["val"]
     if run.adapter.kind == "chunking":
@@ -101,7 +127,11 @@ def leaves_what_it_refuses(run: Run) -> None:
     elif run.adapter.takes_plan:
         wrong = {"bucket_plan": [*run.recipe.plan, "no.such.module"]}
     could_fail = False
-    cases = {"a collective without a value": spoilt, "random numbers": random, "what does not fit": run.before}
+    cases = {
+        "a collective without a value": spoilt,
+        "random numbers": random,
+        "what does not fit": run.before,
+    }
     for what, gm in cases.items():
         told = wrong if gm is run.before else {}
         text = str(gm.graph)
@@ -110,8 +140,13 @@ def leaves_what_it_refuses(run: Run) -> None:
         except Raised:
             could_fail = True
             if (now := str(gm.graph)) != text:
-                line = next((line.strip() for line in now.splitlines() if line not in text), "nodes are gone")
-                raise AssertionError(f"it refused {what} and left the graph half rewritten: {line}") from None
+                line = next(
+                    (line.strip() for line in now.splitlines() if line not in text),
+                    "nodes are gone",
+                )
+                raise AssertionError(
+                    f"it refused {what} and left the graph half rewritten: {line}"
+                ) from None
         else:
             if told:
                 raise AssertionError(f"{told} does not fit the model, and was taken in silence")
@@ -119,20 +154,39 @@ def leaves_what_it_refuses(run: Run) -> None:
         raise Nothing("it refuses none of the graphs")
 
 
-@rule("D9", "every output has the bits of before, if reductions do not move", IN_PLACE, DENSE, ODD, TIED, HYBRID, AGAIN)
+@rule(
+    "D9",
+    "every output has the bits of before, if reductions do not move",
+    IN_PLACE,
+    DENSE,
+    ODD,
+    TIED,
+    HYBRID,
+    AGAIN,
+)
 def keeps_values(run: Run) -> None:
     """In a fake world an all-gather repeats the shard and a reduction leaves it, so payloads add alike."""
     try:
-        silent = assert_same_values(run.after, run.before, f"after {run.adapter.name} against before")
+        silent = assert_same_values(
+            run.after, run.before, f"after {run.adapter.name} against before"
+        )
     except NothingButNan as error:
         raise Nothing(str(error)) from None
     except (RuntimeError, TypeError, ValueError) as error:
         raise AssertionError(f"the result does not run: {type(error).__name__}: {error}") from None
     for each in silent:
-        facts.emit("idle", what=f"{run.adapter.name}: every result of {run.recipe} is NaN on {each}")
+        facts.emit(
+            "idle", what=f"{run.adapter.name}: every result of {run.recipe} is NaN on {each}"
+        )
 
 
-@rule("metadata", "what a pass leaves keeps module and direction; what it makes has a value", KINDS, DENSE, AGAIN)
+@rule(
+    "metadata",
+    "what a pass leaves keeps module and direction; what it makes has a value",
+    KINDS,
+    DENSE,
+    AGAIN,
+)
 def keeps_metadata(run: Run) -> None:
     given = graph_of(run.recipe)  # a pass that makes a new graph leaves no node of this one
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
@@ -152,7 +206,9 @@ def is_same_on_ranks(run: Run) -> None:
             there = render(replace(run).after, mesh=mesh)
         if there != here:
             told = difference("graph", here, there)
-            raise AssertionError(f"rank {rank} has another graph than rank {dist.get_rank()}\n{told}")
+            raise AssertionError(
+                f"rank {rank} has another graph than rank {dist.get_rank()}\n{told}"
+            )
 
 
 def tell_texts() -> None:
@@ -180,7 +236,9 @@ def is_same_elsewhere(run: Run) -> None:
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = "from pytest_gtrainer.conformance import rules; rules.tell_texts()"
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given, capture_output=True, env=environment, check=False
+    )
     if done.returncode:
         *_, last = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise AssertionError(f"it raises in another process: {last}")
@@ -212,10 +270,17 @@ def is_linear(run: Run) -> None:
     if render(after) == render(graph_of(larger.recipe)):
         raise Nothing("it changes nothing")
     if calls[1] > 5 * calls[0]:
-        raise AssertionError(f"{calls[0]} calls for 4 layers, {calls[1]} for 16: {calls[1] / calls[0]:.1f} times")
+        raise AssertionError(
+            f"{calls[0]} calls for 4 layers, {calls[1]} for 16: {calls[1] / calls[0]:.1f} times"
+        )
 
 
-@rule("cost", "16 layers cost at most 10 times the calls of one recompile of the graph", KINDS, Recipe(layers=16))
+@rule(
+    "cost",
+    "16 layers cost at most 10 times the calls of one recompile of the graph",
+    KINDS,
+    Recipe(layers=16),
+)
 def is_cheap(run: Run) -> None:
     _ = run.after  # what is made once
     mine, once = _calls(run.of, graph_of(run.recipe)), _calls(run.before.recompile)
@@ -223,7 +288,11 @@ def is_cheap(run: Run) -> None:
         raise AssertionError(f"{mine} calls, a recompile {once}: {mine / once:.1f} times")
 
 
-@rule("generated", "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one", IN_PLACE)
+@rule(
+    "generated",
+    "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one",
+    IN_PLACE,
+)
 def holds_on_generated(run: Run) -> None:
     """Orders, odd names, biases, ties, odd extents, dtypes, meshes, late and aliased waits, by hypothesis."""
     try:
@@ -238,7 +307,9 @@ def holds_on_generated(run: Run) -> None:
             dim=strategies.sampled_from((4, 6, 10)),
             registered=strategies.permutations(names).map(tuple),
             executed=strategies.permutations(names).map(tuple),
-            bias=strategies.sets(strategies.sampled_from(names)).map(lambda chosen: tuple(sorted(chosen))),
+            bias=strategies.sets(strategies.sampled_from(names)).map(
+                lambda chosen: tuple(sorted(chosen))
+            ),
             tied=strategies.booleans(),
             reduced=strategies.sampled_from((torch.float32, torch.bfloat16, None)),
             mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, BESIDE.mesh)),
@@ -257,7 +328,9 @@ def holds_on_generated(run: Run) -> None:
         database=None,
         derandomize=True,
         verbosity=Verbosity.quiet,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of a loaded machine, no fault of the pass
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow
+        ],  # of a loaded machine, no fault of the pass
     )
     @hypothesis.given(recipes, strategies.integers(0, len(as_given(kind, [DENSE])) - 1))
     def hold(recipe: Recipe, part: int) -> None:
@@ -284,14 +357,23 @@ def holds_on_generated(run: Run) -> None:
         raise Nothing("it changes nothing")
 
 
-@rule("D17", "every parameter's place in its payload can be read", (*MERGING, *DDP), *ORDERS[:4], BESIDE, AGAIN)
+@rule(
+    "D17",
+    "every parameter's place in its payload can be read",
+    (*MERGING, *DDP),
+    *ORDERS[:4],
+    BESIDE,
+    AGAIN,
+)
 def can_be_read(run: Run) -> None:
     def held(gm: fx.GraphModule) -> set[str]:
         return {
             f"{payload.collective} of {slot.parameter} in {way}, {slot.nbytes} bytes a rank"
             for payload in bucket_layout(gm).payloads
             for slot in payload.slots
-            for way in (payload.directions if payload.collective == "all_gather" else (BACKWARD,))  # or unmarked
+            for way in (
+                payload.directions if payload.collective == "all_gather" else (BACKWARD,)
+            )  # or unmarked
         }
 
     try:
@@ -305,15 +387,27 @@ def can_be_read(run: Run) -> None:
 
 
 @rule(
-    "D1", "one collective a bucket, direction, group, reduction and dtype", MERGING, DENSE, TIED, HYBRID, AGAIN, MIXED
+    "D1",
+    "one collective a bucket, direction, group, reduction and dtype",
+    MERGING,
+    DENSE,
+    TIED,
+    HYBRID,
+    AGAIN,
+    MIXED,
 )
 def merges_each_bucket(run: Run) -> None:
     plan, expected = Plan(run.recipe.plan), dict[Any, list[str]]()
-    for kind, members in (("all_gather", fsdp_all_gathers), ("reduce_scatter", fsdp_reduce_scatters)):
+    for kind, members in (
+        ("all_gather", fsdp_all_gathers),
+        ("reduce_scatter", fsdp_reduce_scatters),
+    ):
         for member in members(run.before):
             bucket = plan.bucket_of(member.parameter)
             label = bucket.label if bucket else "the root"
-            expected.setdefault((kind, member.direction, label, member.signature), []).append(member.parameter)
+            expected.setdefault((kind, member.direction, label, member.signature), []).append(
+                member.parameter
+            )
     if all(len(parameters) == 1 for parameters in expected.values()):
         raise Nothing("no bucket has two members")
     layout = bucket_layout(run.after)
@@ -331,7 +425,10 @@ def merges_each_bucket(run: Run) -> None:
 @rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", MERGING, *ORDERS)
 def packs_in_managed_order(run: Run) -> None:
     managed = run.before.graph.output_node().meta["gt_managed_order"]
-    members = (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before))  # a backward has the latter alone
+    members = (
+        *fsdp_all_gathers(run.before),
+        *fsdp_reduce_scatters(run.before),
+    )  # a backward has the latter alone
     executed = [member.parameter for member in members]
     could_fail = False
     for payload in run.merged:
@@ -362,7 +459,9 @@ def leaves_other_collectives(run: Run) -> None:
 
     def of_tp(gm: fx.GraphModule) -> Counter[str]:
         nodes = [node for node in gm.graph.nodes if is_collective(node) and group_of(node) == tp]
-        return Counter(f"{kind_of(node)} of {list(node.meta['val'].shape)} over tp" for node in nodes)
+        return Counter(
+            f"{kind_of(node)} of {list(node.meta['val'].shape)} over tp" for node in nodes
+        )
 
     before, after = map(of_tp, run.graphs)
     for told in (before - after) + (after - before):
@@ -372,7 +471,11 @@ def leaves_other_collectives(run: Run) -> None:
 @rule("D7", "members that differ in dtype are never merged", MERGING, MIXED)
 def keeps_dtypes_apart(run: Run) -> None:
     payloads = bucket_layout(run.before).payloads
-    dtypes = {(payload.collective, name): payload.dtype for payload in payloads for name in payload.parameters}
+    dtypes = {
+        (payload.collective, name): payload.dtype
+        for payload in payloads
+        for name in payload.parameters
+    }
     for payload in run.merged:
         for parameter in payload.parameters:
             if (was := dtypes[payload.collective, parameter]) is not payload.dtype:
@@ -390,24 +493,43 @@ def marks_its_nodes(run: Run) -> None:
             raise AssertionError(f'{node}, a {kind_of(node)}, has no meta["fsdp_bucket"]')
 
 
-@rule("D13", "operands have the strides of before", (*MERGING, *CANONICAL), DENSE, ODD, HYBRID, merging=True)
+@rule(
+    "D13",
+    "operands have the strides of before",
+    (*MERGING, *CANONICAL),
+    DENSE,
+    ODD,
+    HYBRID,
+    merging=True,
+)
 def keeps_strides(run: Run) -> None:
     """A strided view in the place of a contiguous tensor changes the bits of a later sum."""
 
     def operands(gm: fx.GraphModule) -> dict[str, list[tuple[int, ...]]]:
         nodes = [node for node in gm.graph.nodes if computes(node)]  # no collectives
-        values = {node.name: [each.meta.get("val") for each in node.all_input_nodes] for node in nodes}
-        return {name: [each.stride() for each in read if hasattr(each, "stride")] for name, read in values.items()}
+        values = {
+            node.name: [each.meta.get("val") for each in node.all_input_nodes] for node in nodes
+        }
+        return {
+            name: [each.stride() for each in read if hasattr(each, "stride")]
+            for name, read in values.items()
+        }
 
     before, after = map(operands, run.graphs)
     for name in [name for name, was in before.items() if after.get(name, was) != was]:
-        raise AssertionError(f"{name} reads operands of strides {after[name]}, before the pass {before[name]}")
+        raise AssertionError(
+            f"{name} reads operands of strides {after[name]}, before the pass {before[name]}"
+        )
 
 
 def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]]:
     """The collectives of a kind and direction that are not for activations: name, place of launch, place of wait."""
     place, sent = {node: at for at, node in enumerate(gm.graph.nodes)}, packed(gm)
-    found = [node for node in place if is_collective(node) and kind_of(node) == kind and direction(node) == way]
+    found = [
+        node
+        for node in place
+        if is_collective(node) and kind_of(node) == kind and direction(node) == way
+    ]
     if kind == "all_gather":
         found = [node for node in found if ACTIVATION not in sent.get(node, ())]
     return [(node.name, place[node], place[wait_of(node)]) for node in found]
@@ -418,16 +540,31 @@ _NEXT_FIRST = "the next all-gather of the forward is launched before this one is
 
 @rule("E1", _NEXT_FIRST, MERGING, DENSE, HYBRID, merging=True)
 def prefetches(run: Run) -> None:
-    for (name, _, wait), (later, launch, _) in itertools.pairwise(_spans(run.after, "all_gather", FORWARD)):
+    for (name, _, wait), (later, launch, _) in itertools.pairwise(
+        _spans(run.after, "all_gather", FORWARD)
+    ):
         if launch > wait:
-            raise AssertionError(f"{later} is launched behind the wait of {name}: the gather of a bucket hides nothing")
+            raise AssertionError(
+                f"{later} is launched behind the wait of {name}: the gather of a bucket hides nothing"
+            )
 
 
-@rule("E2", "a reduce-scatter is waited for behind the launch of the next one", MERGING, DENSE, HYBRID, merging=True)
+@rule(
+    "E2",
+    "a reduce-scatter is waited for behind the launch of the next one",
+    MERGING,
+    DENSE,
+    HYBRID,
+    merging=True,
+)
 def waits_late(run: Run) -> None:
-    for (name, _, wait), (later, launch, _) in itertools.pairwise(_spans(run.after, "reduce_scatter", BACKWARD)):
+    for (name, _, wait), (later, launch, _) in itertools.pairwise(
+        _spans(run.after, "reduce_scatter", BACKWARD)
+    ):
         if wait < launch:
-            raise AssertionError(f"{name} is waited for before {later} is launched: nothing runs beside it")
+            raise AssertionError(
+                f"{name} is waited for before {later} is launched: nothing runs beside it"
+            )
 
 
 @rule("E4", "only collective chains move", (*MERGING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
@@ -437,9 +574,15 @@ def moves_no_compute(run: Run) -> None:
         for member in (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before))
         for node in (member.launch, member.wait, *member.chain)
     }
-    before, after = ([node.name for node in gm.graph.nodes if node.name not in moving] for gm in run.graphs)
+    before, after = (
+        [node.name for node in gm.graph.nodes if node.name not in moving] for gm in run.graphs
+    )
     left, known = set(after), set(before)
-    stayed = zip((name for name in before if name in left), (name for name in after if name in known), strict=True)
+    stayed = zip(
+        (name for name in before if name in left),
+        (name for name in after if name in known),
+        strict=True,
+    )
     for was, now in stayed:
         if was != now:
             raise AssertionError(f"{now} runs where {was} ran: compute has moved")
@@ -449,7 +592,13 @@ SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhe
 """A kernel takes twice as long as a collective: one that is launched a kernel before its wait is hidden."""
 
 
-@rule("E8", "behind slow compute all but the first and the last collective are hidden", MERGING, DENSE, AGAIN)
+@rule(
+    "E8",
+    "behind slow compute all but the first and the last collective are hidden",
+    MERGING,
+    DENSE,
+    AGAIN,
+)
 def hides_collectives(run: Run) -> None:
     """As eager FSDP2 does: it waits for the first all-gather, and for the last reduce-scatter."""
     after = timeline(run.after, SLOW, mesh=dict(run.recipe.mesh))
@@ -461,8 +610,17 @@ def hides_collectives(run: Run) -> None:
 
 def _shared(gm: fx.GraphModule) -> list[str]:
     """Of each output what it shares memory with: inputs, and outputs before it."""
-    generator, placeholders = torch.Generator().manual_seed(0), gm.graph.find_nodes(op="placeholder")
-    known, told = [(f"input {at}", sample(node.meta["val"], generator, "")) for at, node in enumerate(placeholders)], []
+    generator, placeholders = (
+        torch.Generator().manual_seed(0),
+        gm.graph.find_nodes(op="placeholder"),
+    )
+    known, told = (
+        [
+            (f"input {at}", sample(node.meta["val"], generator, ""))
+            for at, node in enumerate(placeholders)
+        ],
+        [],
+    )
     gm.recompile()
     for at, value in enumerate(pytree.tree_leaves(gm(*(each for _, each in known)))):
         place = value.untyped_storage().data_ptr()
@@ -478,7 +636,9 @@ EXPERTS = Recipe(moe=True, sequence=8)
 FOUR_OF_EXPERTS = replace(FOUR, moe=True, sequence=8)
 
 
-@rule("aliases", "outputs keep strides and aliases; copies that matter stay", CANONICAL, DENSE, TRAP)
+@rule(
+    "aliases", "outputs keep strides and aliases; copies that matter stay", CANONICAL, DENSE, TRAP
+)
 def keeps_aliases(run: Run) -> None:
     keeps_values(run)
     for at, (was, now) in enumerate(zip(*map(_shared, run.graphs), strict=True)):
@@ -486,11 +646,18 @@ def keeps_aliases(run: Run) -> None:
             raise AssertionError(f"output {at} shared memory with {was}, and shares it with {now}")
 
 
-@rule("spelling", "views and transposes that change nothing do not show in the text", CANONICAL, NOISE)
+@rule(
+    "spelling", "views and transposes that change nothing do not show in the text", CANONICAL, NOISE
+)
 def has_one_spelling(run: Run) -> None:
-    plain, noisy = render(replace(run, recipe=replace(run.recipe, inside="")).after), render(run.after)
+    plain, noisy = (
+        render(replace(run, recipe=replace(run.recipe, inside="")).after),
+        render(run.after),
+    )
     if plain != noisy:
-        raise AssertionError(f"the same step in two spellings has two texts\n{difference('graph', plain, noisy)}")
+        raise AssertionError(
+            f"the same step in two spellings has two texts\n{difference('graph', plain, noisy)}"
+        )
 
 
 @rule(
@@ -503,7 +670,10 @@ def has_one_spelling(run: Run) -> None:
 )
 def gathers_once(run: Run) -> None:
     before, after = (
-        {each.launch.name: (each.parameter, each.direction, each.signature) for each in fsdp_all_gathers(gm)}
+        {
+            each.launch.name: (each.parameter, each.direction, each.signature)
+            for each in fsdp_all_gathers(gm)
+        }
         for gm in run.graphs
     )
     first = {key: name for name, key in reversed(before.items())}
@@ -518,8 +688,12 @@ def gathers_once(run: Run) -> None:
 _WRITTEN = "a write in between is seen: it is refused, or bits stay"
 _FRESH = "equal fresh buffers that are written to stay apart, and so do equal draws: bits stay, or it is refused"
 
-rule("written", _WRITTEN, (*DEDUPLICATION, *AGAINST_MEMORY), Recipe(updates=True), may_refuse=True)(keeps_values)
-rule("fresh", _FRESH, (*ANY, *DEDUPLICATION), Recipe(inside="buffers"), may_refuse=True)(keeps_values)
+rule("written", _WRITTEN, (*DEDUPLICATION, *AGAINST_MEMORY), Recipe(updates=True), may_refuse=True)(
+    keeps_values
+)
+rule("fresh", _FRESH, (*ANY, *DEDUPLICATION), Recipe(inside="buffers"), may_refuse=True)(
+    keeps_values
+)
 
 
 @rule(
@@ -536,7 +710,9 @@ def marks_what_it_recomputes(run: Run) -> None:
             if direction(node) != BACKWARD:
                 raise AssertionError(f"{node} is computed again and not marked as the backward's")
             if "_recomputed" not in node.name:
-                raise AssertionError(f"{node} is computed again in the backward and not named *_recomputed")
+                raise AssertionError(
+                    f"{node} is computed again in the backward and not named *_recomputed"
+                )
         if (custom := node.meta.get("custom")) is not None:
             if id(custom) in known and node.name not in names:
                 raise AssertionError(f'{node} shares its meta["custom"] with {known[id(custom)]}')
@@ -548,7 +724,9 @@ def draws_once(run: Run) -> None:
     """It may refuse the region, or save what was drawn."""
     drops = replace(run, recipe=replace(run.recipe, inside="drops"))
     try:
-        before, after = ([node.name for node in gm.graph.nodes if is_random(node)] for gm in drops.graphs)
+        before, after = (
+            [node.name for node in gm.graph.nodes if is_random(node)] for gm in drops.graphs
+        )
     except Refused:
         return
     for name in sorted(set(after) - set(before)):
@@ -559,7 +737,9 @@ def draws_once(run: Run) -> None:
 def needs_less_memory(run: Run) -> None:
     before, after = map(peak_memory, run.graphs)
     if after.peak >= before.peak:
-        raise AssertionError(f"the peak was {before.peak:,} bytes and is {after.peak:,}, at {after.where}")
+        raise AssertionError(
+            f"the peak was {before.peak:,} bytes and is {after.peak:,}, at {after.where}"
+        )
 
 
 def _groups(gm: fx.GraphModule) -> dict[str, str]:
@@ -567,8 +747,15 @@ def _groups(gm: fx.GraphModule) -> dict[str, str]:
     return {node.name: str(group_of(node)) for node in gm.graph.nodes if launches(node.target)}
 
 
-@rule("F1", "the all-gathers of parameters move to one other group of the same ranks; all else stays", REASSIGNMENT,
-      DENSE, HYBRID, BESIDE, Recipe(beside="fsdp"))  # fmt: skip
+@rule(
+    "F1",
+    "the all-gathers of parameters move to one other group of the same ranks; all else stays",
+    REASSIGNMENT,
+    DENSE,
+    HYBRID,
+    BESIDE,
+    Recipe(beside="fsdp"),
+)
 def moves_gathers(run: Run) -> None:
     members = {member.launch.name: member.parameter for member in fsdp_all_gathers(run.before)}
     before, after = map(_groups, run.graphs)
@@ -579,12 +766,18 @@ def moves_gathers(run: Run) -> None:
         now = after[name]
         if name not in members:
             if was != now:
-                raise AssertionError(f"{name} is no all-gather of a parameter and has moved from {was} to {now}")
+                raise AssertionError(
+                    f"{name} is no all-gather of a parameter and has moved from {was} to {now}"
+                )
             continue
         if now == was or group_ranks(now) != group_ranks(was):
-            raise AssertionError(f"the gather of {members[name]} is in {now}: expected another group of {was}'s ranks")
+            raise AssertionError(
+                f"the gather of {members[name]} is in {now}: expected another group of {was}'s ranks"
+            )
         if extras.setdefault(was, now) != now:
-            raise AssertionError(f"the all-gathers of {was} are in two groups, {extras[was]} and {now}")
+            raise AssertionError(
+                f"the all-gathers of {was} are in two groups, {extras[was]} and {now}"
+            )
 
 
 @rule("F4", "a new world has new groups", REASSIGNMENT, DENSE, HYBRID)
@@ -604,7 +797,9 @@ def forgets_groups(run: Run) -> None:
                 try:
                     ranks = group_ranks(group)
                 except (KeyError, ValueError):
-                    raise AssertionError(f"{name} is in {group}, a group of a world that is gone") from None
+                    raise AssertionError(
+                        f"{name} is in {group}, a group of a world that is gone"
+                    ) from None
                 if name in before and ranks != (expected := group_ranks(before[name])):
                     wrong = f"{name} is in {group}, which was a group of a world that is gone and now has other ranks"
                     raise AssertionError(f"{wrong}: {list(ranks)}, expected {list(expected)}")
@@ -612,7 +807,15 @@ def forgets_groups(run: Run) -> None:
         raise Nothing("the groups of the second world have other names than those of the first")
 
 
-@rule("G1", "gradients have the bits of eager chunking", CHUNKING, DENSE, FOUR, EXPERTS, FOUR_OF_EXPERTS)
+@rule(
+    "G1",
+    "gradients have the bits of eager chunking",
+    CHUNKING,
+    DENSE,
+    FOUR,
+    EXPERTS,
+    FOUR_OF_EXPERTS,
+)
 def has_bits_of_chunks(run: Run) -> None:
     """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked bits must differ."""
     mesh = mesh_of(run.recipe) if run.recipe.mesh else None
@@ -623,22 +826,42 @@ def has_bits_of_chunks(run: Run) -> None:
 
     def eager() -> dict[str, torch.Tensor]:
         loss = step(model, *tokens)
-        return dict(zip(("loss", *names), (loss.detach(), *torch.autograd.grad(loss, parameters)), strict=True))
+        return dict(
+            zip(
+                ("loss", *names),
+                (loss.detach(), *torch.autograd.grad(loss, parameters)),
+                strict=True,
+            )
+        )
 
     whole = eager()
     with eager_chunked(model, run.recipe.chunking):
         chunked = eager()
     if all(torch.equal(whole[name], chunked[name]) for name in chunked):
         raise Nothing("unchunked bits are those of chunks, too")
-    assert_bitwise_equal(dict(zip(chunked, values, strict=True)), chunked, what="chunked graph against eager chunking")
+    assert_bitwise_equal(
+        dict(zip(chunked, values, strict=True)),
+        chunked,
+        what="chunked graph against eager chunking",
+    )
 
 
-@rule("routes", "experts exchange once a chunk, with the bits of eager chunking", CHUNKING, EXPERTS, FOUR_OF_EXPERTS)
+@rule(
+    "routes",
+    "experts exchange once a chunk, with the bits of eager chunking",
+    CHUNKING,
+    EXPERTS,
+    FOUR_OF_EXPERTS,
+)
 def exchanges_by_chunk(run: Run) -> None:
     routed = replace(run, recipe=replace(run.recipe, inside="routes", mesh=(("tp", 4),)))
-    before, after = (len(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) for gm in routed.graphs)
+    before, after = (
+        len(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) for gm in routed.graphs
+    )
     if after != before * run.recipe.chunks or not before:
-        raise AssertionError(f"{before} all-to-alls became {after}: expected {run.recipe.chunks} for each")
+        raise AssertionError(
+            f"{before} all-to-alls became {after}: expected {run.recipe.chunks} for each"
+        )
     has_bits_of_chunks(routed)
 
 
@@ -659,9 +882,16 @@ def _refuses(run: Run, **wrong: Any) -> None:
     raise AssertionError(f"{made.recipe} was taken in silence")
 
 
-MIXING, EXCHANGING = partial(_refuses, inside="mixes"), partial(_refuses, inside="exchanges", mesh=(("tp", 4),))
-rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)(EXCHANGING)
-rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)(MIXING)
+MIXING, EXCHANGING = (
+    partial(_refuses, inside="mixes"),
+    partial(_refuses, inside="exchanges", mesh=(("tp", 4),)),
+)
+rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)(
+    EXCHANGING
+)
+rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)(
+    MIXING
+)
 
 
 _BITS = "on real ranks gradients and weights have eager fully_shard's bits"
@@ -670,7 +900,9 @@ _NODES = "on two simulated nodes, too, where the order of a payload shows"
 
 @rule("bits", _BITS, JOINT, world=("ranks", {"size": 3}))
 def has_eagers_bits(run: Run) -> None:
-    _trains_as_eager(replace(run, recipe=Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None)))
+    _trains_as_eager(
+        replace(run, recipe=Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None))
+    )
 
 
 @rule("nodes", _NODES, JOINT, world=("simulated", {"size": 4, "nodes": 2}))
@@ -683,6 +915,8 @@ def _trains_as_eager(run: Run) -> None:
     mine = BoundPass(run.adapter.name, (), lambda gm, example_inputs=None: run.of(gm), {})
     world = run.request.getfixturevalue("gt_world")
     try:
-        assert_parity(run.recipe.config, world, passes=[bind_options(canonicalize_graph_pass), mine])
+        assert_parity(
+            run.recipe.config, world, passes=[bind_options(canonicalize_graph_pass), mine]
+        )
     except VacuousCheck as error:
         raise Nothing(str(error)) from None

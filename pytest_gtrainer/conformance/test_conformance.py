@@ -14,7 +14,9 @@ def given(config: pytest.Config) -> Adapter:
     """The adapter that ``--gt-pass module:name`` names; a function is adapted by its signature, or a UsageError."""
     path, kind = options.get(config, "pass"), options.get(config, "kind")
     if path is None:
-        raise pytest.UsageError("pytest_gtrainer.conformance judges a pass: give --gt-pass=my_package.passes:my_pass")
+        raise pytest.UsageError(
+            "pytest_gtrainer.conformance judges a pass: give --gt-pass=my_package.passes:my_pass"
+        )
     if os.getcwd() not in sys.path:  # as ``python -m`` has it
         sys.path.insert(0, os.getcwd())
     try:

@@ -20,19 +20,27 @@ def folder(config: pytest.Config) -> Path | None:
     if (given := options.get(config, "artifacts")) is None:
         return None
     by_flag = config.getoption("--gt-artifacts") is not None
-    return Path(os.path.abspath((config.invocation_params.dir if by_flag else config.rootpath) / given))
+    return Path(
+        os.path.abspath((config.invocation_params.dir if by_flag else config.rootpath) / given)
+    )
 
 
 def check(config: pytest.Config) -> None:
     """Refuse, as a pytest.UsageError, a DIR that is a file, holds the tree, or lies among the goldens."""
     if (place := folder(config)) is None:
         return
-    if os.path.exists(place) and not os.path.isdir(place):  # False, where a Path raises, of a name that is too long
+    if os.path.exists(place) and not os.path.isdir(
+        place
+    ):  # False, where a Path raises, of a name that is too long
         raise pytest.UsageError(f"--gt-artifacts={place} is a file: give a folder")
     if config.rootpath.is_relative_to(place):
-        raise pytest.UsageError(f"--gt-artifacts={place} holds the root directory itself: give a folder of its own")
+        raise pytest.UsageError(
+            f"--gt-artifacts={place} holds the root directory itself: give a folder of its own"
+        )
     if place.is_relative_to(config.rootpath / FOLDER):
-        raise pytest.UsageError(f"--gt-artifacts={place} lies among the goldens: give a folder of its own")
+        raise pytest.UsageError(
+            f"--gt-artifacts={place} lies among the goldens: give a folder of its own"
+        )
 
 
 class ArtifactWarning(pytest.PytestWarning):
@@ -46,7 +54,10 @@ def save(item: pytest.Item, name: str, text: str) -> Path | None:
     path = _place_of(item, top) / safe(name, fold_case=False)
     try:
         store.write(path, top, text)
-    except (OSError, ValueError) as error:  # also of looking at the folder, before anything is written
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # also of looking at the folder, before anything is written
         raise store.GoldenFileError(f"{shown(path)} was not written: {_reason(error)}") from error
     return path
 
@@ -80,7 +91,9 @@ def _reason(error: OSError | ValueError) -> str:
 
 def _place_of(item: pytest.Item, top: Path) -> Path:
     rank = getattr(item.config, "workerinput", {}).get("gt_rank")
-    return top.joinpath(*stem_of_test(id_of(item)).parts[1:], *([] if rank is None else [f"rank{rank}"]))
+    return top.joinpath(
+        *stem_of_test(id_of(item)).parts[1:], *([] if rank is None else [f"rank{rank}"])
+    )
 
 
 def remove_empty_folders(top: Path) -> None:

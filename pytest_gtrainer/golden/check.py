@@ -37,12 +37,21 @@ class Golden:
         self._names: set[str] = set()
         nodeid = id_of(item)
         # the command is the one from the root, the same for everyone
-        self._made_by = {"test": nodeid, "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"])}
+        self._made_by = {
+            "test": nodeid,
+            "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"]),
+        }
 
     def check(
-        self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None, names: Any = None,
+        self,
+        value: Any,
+        name: str | None = None,
+        *,
+        view: str = WHOLE,
+        per: str | None = None,
+        names: Any = None,
         sizes: str = "both",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
         Args:
@@ -66,34 +75,51 @@ class Golden:
         """
         __tracebackhide__ = True
         if per not in (None, "torch"):
-            raise ValueError(f'per={per!r}: a golden is kept per="torch", or without it serves all versions')
+            raise ValueError(
+                f'per={per!r}: a golden is kept per="torch", or without it serves all versions'
+            )
         if _is_graph(value):
             from pytest_gtrainer.graph.foreign import adopted
 
             told, value = getattr(value, "gt_stage", None), adopted(value, names)
             name = name or told or value.meta.get("gt_stage")
         elif names is not None:
-            raise TypeError(f"names says what a graph's inputs are, and this golden is of {type(value).__name__}")
+            raise TypeError(
+                f"names says what a graph's inputs are, and this golden is of {type(value).__name__}"
+            )
         if (name or "") in self._names:
             which = f"named {name!r}" if name else "without a name"
-            raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
+            raise ValueError(
+                f"this test has checked a golden {which} already: give each check its own name"
+            )
         kind, text = self._text(value, view, sizes)
         if per is not None and kind == "numbers":
-            raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')
+            raise ValueError(
+                'per="torch" is not for numbers: their file has an entry for each environment anyway'
+            )
         minor = installed_minor() if per else None
         if per is not None and minor is None:
-            raise ValueError('per="torch" needs a version like 2.15, and that of the installed torch does not begin so')
+            raise ValueError(
+                'per="torch" needs a version like 2.15, and that of the installed torch does not begin so'
+            )
         path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
         if kind == "numbers" and (odd := values.not_finite(values.plain(value))):
             what = odd[0] if len(odd) == 1 else f"{odd[0]}, and {len(odd) - 1} more"
-            facts.emit("idle", what=f"{path}: {what}: other computations give that, too, so it proves nothing")
+            facts.emit(
+                "idle",
+                what=f"{path}: {what}: other computations give that, too, so it proves nothing",
+            )
         rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
         # what an artifact shows beside a partial view; where ranks agree, one of them is enough
-        wants_whole = view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
+        wants_whole = (
+            view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
+        )
         whole = self._graph_text(value, WHOLE, sizes) if wants_whole else ""
         claim = Claim(name or "", path.as_posix(), kind, text, whole)
-        failure = self._plugin.claim(self._item, claim, partial(self._unfaithful, value, view, sizes, claim))
+        failure = self._plugin.claim(
+            self._item, claim, partial(self._unfaithful, value, view, sizes, claim)
+        )
         if failure is not None:
             raise GoldenMismatch(facts.escaped(failure))
 
@@ -104,14 +130,19 @@ class Golden:
         from pytest_gtrainer.graphtext.parsing import unfaithful
 
         where = unfaithful(value, claim.text, mesh=self._mesh, sizes=sizes)
-        return where and f"{claim.path} was not written: it would be read back as another graph: {where}"
+        return (
+            where
+            and f"{claim.path} was not written: it would be read back as another graph: {where}"
+        )
 
     def _text(self, value: Any, view: str, sizes: str) -> tuple[str, str]:
         """The kind of a value, and its canonical text."""
         if _is_graph(value):
             return "graph", self._graph_text(value, view, sizes)
         if view != WHOLE:
-            raise TypeError(f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}")
+            raise TypeError(
+                f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}"
+            )
         if isinstance(value, str):
             return "text", normal(value)
         layouts = sys.modules.get("pytest_gtrainer.graph.layout")
@@ -153,7 +184,11 @@ class Golden:
 
 def _is_graph(value: Any) -> bool:
     torch = sys.modules.get("torch")  # who has a graph has imported it
-    graphs = () if torch is None else (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
+    graphs = (
+        ()
+        if torch is None
+        else (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
+    )
     return isinstance(value, graphs) or isinstance(getattr(value, "gm", None), graphs)
 
 

@@ -24,7 +24,9 @@ class Finding:
 
     outcome: Literal["equal", "different", "not judged"]
     reasons: str = ""
-    replaceable: bool = True  # may an update write the obtained text? not if the golden holds what would be lost
+    replaceable: bool = (
+        True  # may an update write the obtained text? not if the golden holds what would be lost
+    )
 
 
 EQUAL = Finding("equal")
@@ -36,9 +38,14 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
         if (found := difference(kind, golden, obtained, limit)) is None:
             return EQUAL
         # characters may look like others, or like nothing
-        pairs = zip_longest(*(header.body(text).split("\n") for text in (golden, obtained)), fillvalue="")
+        pairs = zip_longest(
+            *(header.body(text).split("\n") for text in (golden, obtained)), fillvalue=""
+        )
         odd = ((old, new) for old, new in pairs if old != new and not (old + new).isascii())
-        told = (f"in ASCII: {old!a} in the golden, {new!a} in what was obtained" for old, new in islice(odd, 3))
+        told = (
+            f"in ASCII: {old!a} in the golden, {new!a} in what was obtained"
+            for old, new in islice(odd, 3)
+        )
         return Finding("different", "\n".join([found, *told]))
     if damage := _damage(kind, golden):
         return Finding("different", damage, replaceable=False)
@@ -47,11 +54,17 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     except values.NumbersError as error:
         return Finding("different", f"the golden {error}", replaceable=False)
     (new,) = values.entries_of(obtained)
-    if (old := next((entry for entry in known if entry.environment == new.environment), None)) is None:
+    if (
+        old := next((entry for entry in known if entry.environment == new.environment), None)
+    ) is None:
         others = known[0] if len(known) == 1 else f"{len(known)} others"
-        return Finding("not judged", f"has no numbers for this environment ({new}), but for {others}")
+        return Finding(
+            "not judged", f"has no numbers for this environment ({new}), but for {others}"
+        )
     said = values.differences(old.values, new.values)
-    return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
+    return (
+        Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
+    )
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:
@@ -82,7 +95,9 @@ def _groups_that_differ(golden: str, obtained: str) -> str:
     return f"process groups of all ranks: the golden has {old or unsaid}, obtained {new or unsaid}"
 
 
-def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[GraphLine, ...], list[str]] | None:
+def _alike(
+    golden: str, obtained: str
+) -> tuple[tuple[GraphLine, ...], tuple[GraphLine, ...], list[str]] | None:
     """The lines of two graphs, in the words of the newer torch, and what to note of that; None if they are the same."""
     old, new = unfold(golden), unfold(obtained)
     if old == new:
@@ -96,7 +111,9 @@ def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[Gra
     if same_but_for(spellings, old, new):
         return None
     (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
-    named = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
+    named = ", ".join(
+        str(spelling) for spelling in spellings if spelling in in_golden | in_obtained
+    )
     told = f", and compared with the newer one's names: {named}" if named else ""
     return old, new, [*where, f"made with torch {made}, running {running}{told}"]
 
@@ -112,7 +129,14 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     texts = dict(zip(keys, map(facts.packed, sides), strict=True))
     told = words(*alike[:2]) if alike is not None else []
     changes = lines.changed_lines(*sides)
-    fact = {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
+    fact = {
+        "kind": "golden_difference",
+        "name": name,
+        "words": told,
+        "keys": keys,
+        "texts": texts,
+        "changes": changes,
+    }
     return [fact]
 
 

@@ -60,7 +60,10 @@ def prepare(early_config: pytest.Config) -> None:
     names = ("gt_update_goldens", "gt_create_goldens")
     asked = False
     with contextlib.suppress(ValueError, pytest.UsageError):  # told when all options are read
-        asked = any(getattr(early_config.known_args_namespace, name) or early_config.getini(name) for name in names)
+        asked = any(
+            getattr(early_config.known_args_namespace, name) or early_config.getini(name)
+            for name in names
+        )
     if asked or os.environ.get(ACCEPT_VARIABLE):
         ask_sessions()
 
@@ -77,7 +80,13 @@ def ask_sessions() -> None:
 
     @functools.wraps(original)
     def assert_expected_inline(
-        actual: str, expect: str, skip: int = 0, *, pos: Any = None, expect_filters: Any = None, **others: Any
+        actual: str,
+        expect: str,
+        skip: int = 0,
+        *,
+        pos: Any = None,
+        expect_filters: Any = None,
+        **others: Any,
     ) -> None:
         __tracebackhide__ = True
         if not _sessions or not _sessions[-1].accepts:
@@ -118,7 +127,9 @@ class InlinePlugin:
         self.config = config
         modes = modes_of(config)
         self._accepts_any = modes.updates or bool(os.environ.get(ACCEPT_VARIABLE))
-        self.accepts = self._accepts_any or modes.creates  # the latter only where nothing is expected yet
+        self.accepts = (
+            self._accepts_any or modes.creates
+        )  # the latter only where nothing is expected yet
         self._digests: dict[str, str] = {}
         self._running = False
         self._observed: list[Expectation] = []
@@ -148,7 +159,9 @@ class InlinePlugin:
         if obtained != expected and expected and not self._accepts_any:
             return False
         if obtained != expected and spell('""""""', obtained) is None:
-            pytest.fail("the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check")
+            pytest.fail(
+                "the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check"
+            )
         if file not in self._digests:
             self._digests[file] = digest_of(Path(file))
         path, root = (Path(os.path.realpath(each)) for each in (file, self.config.rootpath))
@@ -157,7 +170,9 @@ class InlinePlugin:
         return True
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
         """Send the expectations along; say how to accept one that has failed."""
         report = yield
         if self._observed:
@@ -174,11 +189,20 @@ class InlinePlugin:
         return report
 
     def judge_ranks(
-        self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]], report: pytest.TestReport
+        self,
+        item: pytest.Item,
+        claims: Mapping[int, list[dict[str, Any]]],
+        report: pytest.TestReport,
     ) -> str | None:
         """Why a test fails whose ranks have obtained different texts for one expectation."""
-        seen = [(f"rank {rank}", Expectation(**each)) for rank in sorted(claims) for each in claims[rank]]
-        return next(iter(disagreements(seen, "expect what all ranks have in common").values()), None)
+        seen = [
+            (f"rank {rank}", Expectation(**each))
+            for rank in sorted(claims)
+            for each in claims[rank]
+        ]
+        return next(
+            iter(disagreements(seen, "expect what all ranks have in common").values()), None
+        )
 
 
 def is_mismatch(error: BaseException) -> bool:
@@ -187,7 +211,10 @@ def is_mismatch(error: BaseException) -> bool:
     if library is None or not isinstance(error, AssertionError):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(code.co_name == "assert_expected_inline" and code.co_filename == library.__file__ for code in codes)
+    return any(
+        code.co_name == "assert_expected_inline" and code.co_filename == library.__file__
+        for code in codes
+    )
 
 
 def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
@@ -199,7 +226,10 @@ def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict
     for (file, line, expected), texts in first.items():
         if len(texts) > 1:
             problem = f"one inline expectation, but different texts, so none is accepted: {way_out}"
-            said = [f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}" for text, who in texts.items()]
+            said = [
+                f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}"
+                for text, who in texts.items()
+            ]
             found[file, line, expected] = "\n".join([f"{file}:{line}: {problem}", *said])
     return found
 
@@ -221,7 +251,10 @@ class AcceptancePlugin:
         self._tests: dict[tuple[str, int], list[pytest.TestReport]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        key = report.nodeid, id(getattr(report, "node", None))  # xdist: the worker, as two may run one test
+        key = (
+            report.nodeid,
+            id(getattr(report, "node", None)),
+        )  # xdist: the worker, as two may run one test
         if key not in self._tests or report.when == "setup":  # again: a plugin repeats the test
             self._tests[key] = []
         self._tests[key].append(report)
@@ -234,11 +267,22 @@ class AcceptancePlugin:
             self._accept()
 
     def _accept(self) -> None:
-        tests = [told for told in self._tests.values() if has_passed({(each.when, each.outcome) for each in told})]
-        sent = ((report, each) for told in tests for report in told for each in getattr(report, "gt_inline", ()))
+        tests = [
+            told
+            for told in self._tests.values()
+            if has_passed({(each.when, each.outcome) for each in told})
+        ]
+        sent = (
+            (report, each)
+            for told in tests
+            for report in told
+            for each in getattr(report, "gt_inline", ())
+        )
         passed = [(report, Expectation(**each)) for report, each in sent]
         edits: dict[str, dict[Expectation, pytest.TestReport]] = {}
-        problems = disagreements(((report.nodeid, each) for report, each in passed), "give each its own")
+        problems = disagreements(
+            ((report.nodeid, each) for report, each in passed), "give each its own"
+        )
         first: dict[Place, tuple[pytest.TestReport, Expectation]] = {}
         for report, each in passed:
             first.setdefault(each.place, (report, each))
@@ -251,7 +295,9 @@ class AcceptancePlugin:
             imported = {each.digest for _, each in passed if each.file == file}
             self._accept_in(file, edits[file], imported)
 
-    def _accept_in(self, file: str, edits: dict[Expectation, pytest.TestReport], imported: set[str]) -> None:
+    def _accept_in(
+        self, file: str, edits: dict[Expectation, pytest.TestReport], imported: set[str]
+    ) -> None:
         """Edit one file, of which the processes of the run have ``imported`` these states."""
         refused: dict[Expectation, str] = {}
 
@@ -268,16 +314,26 @@ class AcceptancePlugin:
                 raise EditError("lies outside of the root directory")
             store.rewrite(self.root / file, self.root, edited)
         except EditError as error:
-            self._fail(some_report, f"{file} {error}: none of its inline expectations is accepted, run again")
+            self._fail(
+                some_report,
+                f"{file} {error}: none of its inline expectations is accepted, run again",
+            )
         except store.GoldenFileError as error:
             self._fail(some_report, str(error))
         else:
             for edit, problem in refused.items():
-                self._fail(edits[edit], f"{file}:{edit.line}: the inline expectation is not accepted: {problem}")
-            late_facts: list[Fact] = self.config.pluginmanager.getplugin("gtrainer-goldens").late_facts
+                self._fail(
+                    edits[edit],
+                    f"{file}:{edit.line}: the inline expectation is not accepted: {problem}",
+                )
+            late_facts: list[Fact] = self.config.pluginmanager.getplugin(
+                "gtrainer-goldens"
+            ).late_facts
             for edit in edits.keys() - refused.keys():
                 outcome = "updated" if edit.expected else "created"
-                late_facts.append({"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"})
+                late_facts.append(
+                    {"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"}
+                )
 
     def _fail(self, told: pytest.TestReport, problem: str) -> None:
         """One more report of a test, as it has ended already."""
@@ -304,7 +360,9 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
         try:
             literal = find_literal(calls, edit.line, edit.expected)
             if literal in literals:
-                raise EditError("another expectation has the only literal there that reads as the old text")
+                raise EditError(
+                    "another expectation has the only literal there that reads as the old text"
+                )
             literals[literal] = edit
         except EditError as error:
             refused[edit] = str(error)
@@ -312,14 +370,24 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
     utf8 = text.encode()  # what the columns of a syntax tree count
     starts = [0, *(found.end() for found in _LINE_END.finditer(utf8))]
     line_end = _LINE_END.search(utf8)
-    for literal, edit in sorted(literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)):
+    for literal, edit in sorted(
+        literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)
+    ):
         start = starts[literal.lineno - 1] + literal.col_offset
         end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
-        if (spelled := spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)) is None:
-            refused[edit] = "the obtained text has characters that an inline expectation cannot hold"
+        if (
+            spelled := spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
+        ) is None:
+            refused[edit] = (
+                "the obtained text has characters that an inline expectation cannot hold"
+            )
             continue
         literal.value = edit.obtained
-        utf8 = utf8[:start] + spelled.encode().replace(b"\n", line_end[0] if line_end else b"\n") + utf8[end:]
+        utf8 = (
+            utf8[:start]
+            + spelled.encode().replace(b"\n", line_end[0] if line_end else b"\n")
+            + utf8[end:]
+        )
     try:
         is_as_meant = _dumped(ast.parse(utf8.decode())) == _dumped(tree)
     except SyntaxError:
@@ -346,13 +414,19 @@ def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Consta
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
         literals = [node for node in arguments if isinstance(node, ast.Constant)]
         # the type first: under -bb to compare bytes with a string is an error
-        literals = [node for node in literals if isinstance(node.value, str) and node.value == value]
+        literals = [
+            node for node in literals if isinstance(node.value, str) and node.value == value
+        ]
         if literals and call.lineno <= line <= (call.end_lineno or 0):
             found.append((call, max(literals, key=lambda node: (node.lineno, node.col_offset))))
     if not found:
-        raise EditError("there is no string literal that reads as the old expectation in the call there")
+        raise EditError(
+            "there is no string literal that reads as the old expectation in the call there"
+        )
     last = max(call.lineno for call, _ in found)
-    (outermost, literal), *others = ((call, literal) for call, literal in found if call.lineno == last)
+    (outermost, literal), *others = (
+        (call, literal) for call, literal in found if call.lineno == last
+    )
     inside = set(ast.walk(outermost))
     if any(call not in inside for call, _ in others):
         raise EditError("two calls there have the same expectation: put them on lines of their own")

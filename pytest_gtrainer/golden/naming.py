@@ -25,7 +25,9 @@ _RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
-def golden_path(nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None) -> PurePosixPath:
+def golden_path(
+    nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None
+) -> PurePosixPath:
     """The file of a check, below the root directory; ValueError if its name is what a version of ``torch`` is told by.
 
     >>> str(golden_path("tests/test_a.py::TestB::test_c[8-x]", None, "graph"))
@@ -34,7 +36,9 @@ def golden_path(nodeid: str, name: str | None, kind: str, torch: tuple[int, int]
     'golden/test_a/test_c@after@torch=2.15.fxgraph'
     """
     if name is not None and _OF_TORCH.fullmatch(f"@{name}{SUFFIXES[kind]}"):
-        raise ValueError(f"the name {name!r} is how goldens kept per version of torch are named: give per='torch'")
+        raise ValueError(
+            f"the name {name!r} is how goldens kept per version of torch are named: give per='torch'"
+        )
     stem = stem_of_test(nodeid)
     named = f"@{safe(name)}" if name is not None else ""
     version = "@torch={}.{}".format(*torch) if torch else ""
@@ -52,7 +56,11 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
     if (own := _OF_TORCH.fullmatch(path.name)) is None:
         return path
     found = filter(None, map(_OF_TORCH.fullmatch, there))
-    kin = [path.with_name(other[0]) for other in found if other.group("rest", "suffix") == own.group("rest", "suffix")]
+    kin = [
+        path.with_name(other[0])
+        for other in found
+        if other.group("rest", "suffix") == own.group("rest", "suffix")
+    ]
     older = [other for other in kin if (torch_of(other) or ()) <= (torch_of(path) or ())]
     return max(older, key=lambda other: torch_of(other) or (), default=path)
 
@@ -62,7 +70,9 @@ def stem_of_test(nodeid: str) -> PurePosixPath:
     file, _, test = nodeid.partition("::")
     function, bracket, parameters = test.partition("[")
     stem = safe(function.replace("::", "."), fold_case=False)
-    return place_of_tests(file) / (f"{stem}-{safe(parameters.removesuffix(']'))}" if bracket else stem)
+    return place_of_tests(file) / (
+        f"{stem}-{safe(parameters.removesuffix(']'))}" if bracket else stem
+    )
 
 
 def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
@@ -77,7 +87,9 @@ def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
 def place_of_tests(path: str, *, is_file: bool = True) -> PurePosixPath:
     """The folder of the goldens of a test file, or of all those below a folder of tests."""
     below = PurePosixPath(path).with_suffix("") if path and is_file else PurePosixPath(path)
-    return PurePosixPath(FOLDER, *(safe(part, fold_case=False) for part in below.parts if part not in ("..", "/")))
+    return PurePosixPath(
+        FOLDER, *(safe(part, fold_case=False) for part in below.parts if part not in ("..", "/"))
+    )
 
 
 def safe(text: str, *, fold_case: bool = True) -> str:
@@ -138,7 +150,9 @@ def showing_groups(claims: Mapping[int, Claim]) -> Claim:
     for symbol, groups in _partitions(claims):
         if groups and not is_implied(groups):
             shown.append(f"{symbol} = {spell_partition(groups)}")
-    return replace(first, text=with_field(first.text, "groups", "; ".join(shown))) if shown else first
+    return (
+        replace(first, text=with_field(first.text, "groups", "; ".join(shown))) if shown else first
+    )
 
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
@@ -150,17 +164,25 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
         names = {r: [claim.name for claim in claims[r]] for r in (first, rank)}
         if names[first] != names[rank]:
             shown = {r: [name or "its only golden" for name in names[r]] for r in names}
-            return f"ranks check other goldens: rank {first} {shown[first]}, rank {rank} {shown[rank]}", {}
+            return (
+                f"ranks check other goldens: rank {first} {shown[first]}, rank {rank} {shown[rank]}",
+                {},
+            )
         for mine, other in zip(claims[first], claims[rank], strict=True):
             if mine.common_text == other.common_text:
                 continue
             # not by `splitlines`: it also ends lines where texts may differ, at a form feed for one
             texts = (claim.common_text.removesuffix("\n").split("\n") for claim in (mine, other))
-            number, lines = next(pair for pair in enumerate(zip_longest(*texts), start=1) if pair[1][0] != pair[1][1])
+            number, lines = next(
+                pair for pair in enumerate(zip_longest(*texts), start=1) if pair[1][0] != pair[1][1]
+            )
             one, two = ("(ends here)" if line is None else line.strip() for line in lines)
             what = f"golden {mine.name!r}" if mine.name else "the golden"
             where = f"{what} differs between ranks, first on rank {rank} at line {number}"
-            return f"{where}:\n  rank {first}: {one}\n  rank {rank}: {two}", {first: mine, rank: other}
+            return f"{where}:\n  rank {first}: {one}\n  rank {rank}: {two}", {
+                first: mine,
+                rank: other,
+            }
     for nth, mine in enumerate(claims[first]):
         of_ranks = {rank: claims[rank][nth] for rank in claims}
         for symbol, groups in _partitions(of_ranks):

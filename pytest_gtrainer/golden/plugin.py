@@ -20,7 +20,14 @@ import pytest
 
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.golden import artifacts, naming, store, values
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, stem_of_golden, stem_of_test
+from pytest_gtrainer.golden.naming import (
+    FOLDER,
+    SUFFIXES,
+    Claim,
+    disagreement,
+    stem_of_golden,
+    stem_of_test,
+)
 from pytest_gtrainer.marker import id_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
@@ -35,12 +42,16 @@ class GoldenPlugin:
         self.config = config
         self.root = config.rootpath
         self.modes = modes_of(config)
-        self.late_facts: list[facts.Fact] = []  # that no report carries, as they were found after the last one
+        self.late_facts: list[
+            facts.Fact
+        ] = []  # that no report carries, as they were found after the last one
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: what its reports will carry
         self._running: str | None = None
-        self._pending: list[tuple[Claim, str]] = []  # to be written if the running test passes, and the outcome
+        self._pending: list[
+            tuple[Claim, str]
+        ] = []  # to be written if the running test passes, and the outcome
         self._claimed: set[str] = set()  # paths, by the running test
         self._outcomes: set[tuple[str | None, str]] = set()  # of the running test: phase, outcome
         self._commands: dict[str, None] = {}  # of failed tests, in order
@@ -76,7 +87,11 @@ class GoldenPlugin:
         try:
             golden = store.read(self.root / held.path, self.root)
         except store.GoldenFileError as error:
-            if self.modes.updates and isinstance(error, store.DamagedGolden) and claim.kind != "numbers":
+            if (
+                self.modes.updates
+                and isinstance(error, store.DamagedGolden)
+                and claim.kind != "numbers"
+            ):
                 return self._await(claim, "updated")
             return self._failed(item, claim, "different", str(error))
         if golden is None:
@@ -95,7 +110,9 @@ class GoldenPlugin:
             return [_fact(held, "equal")], None
         is_new, is_judged = held.path != claim.path, finding.outcome != "not judged"
         outcome = "created" if is_new or not is_judged else "updated"
-        if finding.replaceable and (self.modes.creates if outcome == "created" else self.modes.updates):
+        if finding.replaceable and (
+            self.modes.creates if outcome == "created" else self.modes.updates
+        ):
             return self._await(claim, outcome)
         if not is_judged:  # numbers of another environment
             try:
@@ -157,7 +174,9 @@ class GoldenPlugin:
 
             difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
             texts |= {"golden": golden, "difference": facts.escaped(difference) + "\n"}
-        saved = self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
+        saved = self._saved(
+            item, {_artifact(claim, what): text for what, text in texts.items() if text}
+        )
         command = self.accept_command(item)
         parts = [problem, *saved, f"to accept what was obtained:\n  {command}"]
         told = [_fact(claim, outcome), {"kind": "accept", "command": command}]
@@ -175,10 +194,16 @@ class GoldenPlugin:
             kept = [artifacts.save(item, name, text) for name, text in texts.items()]
         except store.GoldenFileError as error:
             return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
-        return ["\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])]
+        return [
+            "\n".join(
+                ["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)]
+            )
+        ]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
         """Send along what the test claims: from a rank whole, to be judged; else by path."""
         report = yield
         if not self._is_rank:
@@ -188,7 +213,10 @@ class GoldenPlugin:
         return report
 
     def judge_ranks(
-        self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]], report: pytest.TestReport
+        self,
+        item: pytest.Item,
+        claims: Mapping[int, list[dict[str, Any]]],
+        report: pytest.TestReport,
     ) -> str | None:
         """Judge what the ranks of a test have claimed; returns why the test fails. ``report`` gets the facts."""
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
@@ -204,7 +232,10 @@ class GoldenPlugin:
         if (conflict := disagreement(by_rank)) is not None:
             text, claimed = conflict
             told.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
-            texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}
+            texts = {
+                f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text
+                for rank, claim in claimed.items()
+            }
             return facts.escaped("\n\n".join([text, *self._saved(item, texts)]))
         failures = []
         for nth in range(len(by_rank[min(by_rank)])):
@@ -237,7 +268,9 @@ class GoldenPlugin:
             commands = [fact["command"] for fact in told if fact["kind"] == "accept"]
             commands += [report.gt_accept] if hasattr(report, "gt_accept") else []
             self._commands |= dict.fromkeys(commands)
-        self._unjudged |= {fact["name"]: fact["why"] for fact in told if fact["kind"] == "golden" and "why" in fact}
+        self._unjudged |= {
+            fact["name"]: fact["why"] for fact in told if fact["kind"] == "golden" and "why" in fact
+        }
         yield
 
     def _finish(self, teardown: pytest.TestReport) -> None:
@@ -246,7 +279,11 @@ class GoldenPlugin:
         problems = []
         for claim, outcome in pending if has_passed(self._outcomes) else ():
             # of a golden of numbers, those of other environments stay
-            merge = functools.partial(values.merged, obtained=claim.text) if claim.kind == "numbers" else None
+            merge = (
+                functools.partial(values.merged, obtained=claim.text)
+                if claim.kind == "numbers"
+                else None
+            )
             try:
                 store.write(self.root / claim.path, self.root, claim.text, merge)
             except store.GoldenFileError as error:
@@ -270,8 +307,13 @@ class GoldenPlugin:
             lines += ["to accept what a test obtained, when its difference is right:"]
             lines += [f"  {command}" for command in list(self._commands)[:_MOST_COMMANDS]]
         if len(self._commands) > _MOST_COMMANDS:
-            lines += [f"  … and {len(self._commands) - _MOST_COMMANDS} more: each failure ends in its command"]
-        lines += [f"not judged: {path} {why}" for path, why in list(self._unjudged.items())[:_MOST_COMMANDS]]
+            lines += [
+                f"  … and {len(self._commands) - _MOST_COMMANDS} more: each failure ends in its command"
+            ]
+        lines += [
+            f"not judged: {path} {why}"
+            for path, why in list(self._unjudged.items())[:_MOST_COMMANDS]
+        ]
         left = len(self._unjudged) - _MOST_COMMANDS
         return [*lines, f"… and {left} more not judged"] if left > 0 else lines
 
@@ -279,7 +321,9 @@ class GoldenPlugin:
         """What to type, here and now, to accept this test's goldens."""
         path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
-        shown = {f"--gt-{name}": self.config.getoption(f"--gt-{name}") for name in ("gpus", "device")}
+        shown = {
+            f"--gt-{name}": self.config.getoption(f"--gt-{name}") for name in ("gpus", "device")
+        }
         repeated = [f"{flag}={value}" for flag, value in shown.items() if value is not None]
         return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
 
@@ -322,7 +366,11 @@ class Modes:
     @property
     def flags(self) -> list[str]:
         """The flags that let this run write."""
-        asked = {UPDATE: self.updates, CREATE: self.creates and not self.updates, PRUNE: self.unused == "prune"}
+        asked = {
+            UPDATE: self.updates,
+            CREATE: self.creates and not self.updates,
+            PRUNE: self.unused == "prune",
+        }
         return [f"--gt-{name}" for name, is_asked in asked.items() if is_asked]
 
 
@@ -338,7 +386,9 @@ def modes_of(config: pytest.Config) -> Modes:
     unused: str = options.get(config, "unused-goldens")
     if options.get(config, PRUNE):
         if given(config, PRUNE) and given(config, "unused-goldens") and unused == "ignore":
-            raise pytest.UsageError("--gt-prune-goldens and --gt-unused-goldens=ignore exclude each other: give one")
+            raise pytest.UsageError(
+                "--gt-prune-goldens and --gt-unused-goldens=ignore exclude each other: give one"
+            )
         unused = "prune"
     return Modes(creates=create or update, updates=update, unused=unused)
 

@@ -24,7 +24,9 @@ from filelock import FileLock, Timeout
 from pytest_gtrainer.environment import private_folder
 from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
-LONGEST = 16 * 2**20  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
+LONGEST = (
+    16 * 2**20
+)  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
 _LOCK_SECONDS = 60.0
 _STALE_SECONDS = 60.0  # to write a golden takes milliseconds
 _TEMPORARY = re.compile(r"\.gt-[0-9a-f]{16}\.tmp")
@@ -49,7 +51,9 @@ def read(path: Path, root: Path) -> str | None:
     try:
         if size <= LONGEST:  # else it is refused unread
             # a pipe may have come since it was a file: it must not be waited for
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            with open(
+                path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+            ) as file:
                 raw = file.read(LONGEST + 1)
     except FileNotFoundError:
         return None
@@ -83,7 +87,9 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
             text = merge(golden)
         raw = text.encode("utf-8", errors="surrogatepass")
         if damage := _damage(raw, len(raw)):
-            raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
+            raise GoldenFileError(
+                f"{_shown(path, root)} was not written: the obtained text {damage}"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, raw)
 
@@ -99,7 +105,9 @@ def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
 def remove(path: Path, root: Path) -> None:
     """Remove a golden (of a link the link), and the folders that it leaves empty; else a GoldenFileError."""
     if not _is_inside(path.parent, root):
-        raise GoldenFileError(f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link")
+        raise GoldenFileError(
+            f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link"
+        )
     try:
         with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
             path.unlink(missing_ok=True)
@@ -117,7 +125,9 @@ def _status(path: Path, root: Path) -> os.stat_result | None:
         raise GoldenFileError(f"{shown} leads out of the tree by a link: replace it by a file")
     if path.is_relative_to(root / FOLDER) and not _is_inside(path, root / FOLDER):
         there = os.path.relpath(os.path.realpath(path), os.path.realpath(root))
-        raise GoldenFileError(f"{shown} leads to {there}, which is no golden, by a link: replace it by a file")
+        raise GoldenFileError(
+            f"{shown} leads to {there}, which is no golden, by a link: replace it by a file"
+        )
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -127,7 +137,9 @@ def _status(path: Path, root: Path) -> os.stat_result | None:
     if stat.S_ISDIR(status.st_mode):
         raise GoldenFileError(f"{shown} is a directory, expected a file: remove it")
     if not stat.S_ISREG(status.st_mode):
-        raise GoldenFileError(f"{shown} is a pipe, a socket or a device, expected a file: remove it")
+        raise GoldenFileError(
+            f"{shown} is a pipe, a socket or a device, expected a file: remove it"
+        )
     return status
 
 
@@ -195,7 +207,9 @@ def _replace(path: Path, content: bytes) -> None:
     _sweep(path.parent)
     temporary = path.with_name(f".gt-{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:  # not `tempfile`: it makes files that only their owner may read
+        with open(
+            temporary, "xb"
+        ) as file:  # not `tempfile`: it makes files that only their owner may read
             if path.exists():
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
@@ -218,7 +232,10 @@ def _sweep(folder: Path) -> None:
 def _lock_file(root: Path) -> str:
     """One a tree: in the tree it would be committed, in a folder of everybody's another user could put a link."""
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
-    return str(private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}") / f"golden-{key}.lock")
+    return str(
+        private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}")
+        / f"golden-{key}.lock"
+    )
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -26,12 +26,24 @@ from pytest_gtrainer import devices
 from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.golden import store, values
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, place_of_tests, safe, stem_of_golden, stem_of_test, torch_of
+from pytest_gtrainer.golden.naming import (
+    FOLDER,
+    SUFFIXES,
+    place_of_tests,
+    safe,
+    stem_of_golden,
+    stem_of_test,
+    torch_of,
+)
 from pytest_gtrainer.golden.plugin import PRUNE, GoldenPlugin, given, has_passed
 from pytest_gtrainer.marker import id_of
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
-_STOPPED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+_STOPPED = (
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.USAGE_ERROR,
+)
 _MOST_SHOWN = 8
 _ON_GPU = re.compile(r"""device\(["']cuda|@ cuda""")
 _GPU_WORD = re.compile(r"cuda|gpu|nccl", re.IGNORECASE)
@@ -60,8 +72,13 @@ class UnusedGoldens:
         self._workers_unowned: set[PurePosixPath] | None = None
         self.lines: list[str] = []  # what the run's summary says of them
         is_asked = given(config, PRUNE) and not hasattr(config, "workerinput")
-        if is_asked and (part := asks_for_a_part(config, store.goldens_below(self.root))) is not None:
-            raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
+        if (
+            is_asked
+            and (part := asks_for_a_part(config, store.goldens_below(self.root))) is not None
+        ):
+            raise pytest.UsageError(
+                f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}"
+            )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(
@@ -78,7 +95,9 @@ class UnusedGoldens:
             self._cut = "collection failed"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, object, object]:
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
         self._collection.add(items)
         result = yield
         self._collection.add(items)  # a plugin may add tests
@@ -105,7 +124,9 @@ class UnusedGoldens:
         if (output := getattr(self.config, "workeroutput", None)) is not None:
             output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
             return
-        lacking = {stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices}
+        lacking = {
+            stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices
+        }
         files = store.goldens_below(self.root) if lacking or self._mode != "ignore" else []
         if not files:
             return
@@ -113,20 +134,28 @@ class UnusedGoldens:
         # a project that never checks goldens may use the folder's name for something else
         are_texts = all(path.name.endswith(SUFFIXES["text"]) for path in files)
         are_ours = not are_texts or any(test.claims for test in self._tests.values())
-        ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
+        ended = {
+            nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)
+        }
         left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
         cut = cut or (f"{counted(len(left), 'test')} did not run" if left else None)
         part = asks_for_a_part(self.config, files) or cut
         if part is None:
             loose = self._loose(files) - unjudged
-            used = {os.path.realpath(self.root / path) for path in files if path not in loose}  # where links lead to
+            used = {
+                os.path.realpath(self.root / path) for path in files if path not in loose
+            }  # where links lead to
             has_gpu = devices.resolve(self.config).kind == "cuda"
             on_gpu = {path for path in loose if not has_gpu and needs_gpu(path, self.root)}
             unjudged |= on_gpu
             if self._mode != "ignore" and are_ours:
                 unused = {path: self.root / path for path in sorted(loose - on_gpu)}
-                gone = [name for name, at in unused.items() if at.is_symlink() or os.path.realpath(at) not in used]
+                gone = [
+                    name
+                    for name, at in unused.items()
+                    if at.is_symlink() or os.path.realpath(at) not in used
+                ]
                 self._tell(session, gone)
         elif self._mode in ("fail", "prune") and are_ours:
             self.lines.append(f"unused goldens were not looked for: {part}")
@@ -135,11 +164,19 @@ class UnusedGoldens:
     def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
         """Goldens without a test, and those of tests that passed without checking them; not those for another torch."""
         unowned = self._workers_unowned
-        found = set(self._collection.unowned(self.root)) if unowned is None else unowned & set(files)
+        found = (
+            set(self._collection.unowned(self.root)) if unowned is None else unowned & set(files)
+        )
         stems = by_stem(path for path in files if torch_of(path) in (None, installed_minor()))
         for nodeid, test in self._tests.items():
-            if test.claims is not None and has_passed(test.outcomes):  # so it has come to all of its checks
-                found |= {path for path in stems.get(stem_of_test(nodeid), ()) if str(path) not in test.claims}
+            if test.claims is not None and has_passed(
+                test.outcomes
+            ):  # so it has come to all of its checks
+                found |= {
+                    path
+                    for path in stems.get(stem_of_test(nodeid), ())
+                    if str(path) not in test.claims
+                }
         return found
 
     def _tell(self, session: pytest.Session, unused: list[PurePosixPath]) -> None:
@@ -161,7 +198,9 @@ class UnusedGoldens:
             self.lines.append(f"  … and {len(unused) - _MOST_SHOWN} more")
         if self._mode == "warn":
             return
-        self.lines.append("a run with unused goldens has failed, as --gt-unused-goldens=fail was given")
+        self.lines.append(
+            "a run with unused goldens has failed, as --gt-unused-goldens=fail was given"
+        )
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -175,9 +214,13 @@ class Collection:
     """What a process has collected, before anything was deselected."""
 
     stems: set[PurePosixPath] = field(default_factory=set)
-    empty_sets: set[PurePosixPath] = field(default_factory=set)  # stems of tests without any parameters here
+    empty_sets: set[PurePosixPath] = field(
+        default_factory=set
+    )  # stems of tests without any parameters here
     collected: set[PurePosixPath] = field(default_factory=set)  # places of files
-    uncertain: set[PurePosixPath] = field(default_factory=set)  # places of files that were skipped, or failed
+    uncertain: set[PurePosixPath] = field(
+        default_factory=set
+    )  # places of files that were skipped, or failed
 
     def add(self, items: Iterable[pytest.Item]) -> None:
         for item in items:
@@ -193,7 +236,11 @@ class Collection:
         found = []
         for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
-            kin = (test for test in self.empty_sets if test.parent == place and stem.name.startswith(f"{test.name}-"))
+            kin = (
+                test
+                for test in self.empty_sets
+                if test.parent == place and stem.name.startswith(f"{test.name}-")
+            )
             if stem in self.stems or any(kin) or place in self.uncertain:
                 continue
             if place in self.collected or not has_tests(place, root):
@@ -213,7 +260,9 @@ class Outcome:
         self.outcomes.add((report.when, report.outcome))
         if (told := getattr(report, "gt_claims", None)) is not None:
             self.claims = {*told}  # all so far
-        self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
+        self.lacks_devices |= any(
+            fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ())
+        )
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
@@ -225,11 +274,20 @@ def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> 
     root = config.rootpath
     starts = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     patterns: list[str] = config.getini("testpaths")
-    homes = [root / path for pattern in patterns for path in glob.iglob(pattern, root_dir=root, recursive=True)]
-    if all(any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]):
+    homes = [
+        root / path
+        for pattern in patterns
+        for path in glob.iglob(pattern, root_dir=root, recursive=True)
+    ]
+    if all(
+        any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]
+    ):
         return None
     inside = [start for start in starts if start.is_relative_to(root.resolve())]
-    places = [place_of_tests(s.relative_to(root.resolve()).as_posix(), is_file=s.is_file()) for s in inside]
+    places = [
+        place_of_tests(s.relative_to(root.resolve()).as_posix(), is_file=s.is_file())
+        for s in inside
+    ]
     if all(any(golden.is_relative_to(place) for place in places) for golden in goldens):
         return None
     return f"{' '.join(config.args)} does not hold all tests"
@@ -253,8 +311,14 @@ def has_test_file(place: PurePosixPath, root: Path) -> bool:
         except OSError:  # a file, or a folder that may not be read: it has no tests either
             return False
         if below:
-            return any(lies_in(entry, *below) for entry in entries if safe(entry.name, fold_case=False) == part)
-        return any(entry.is_file() and safe(entry.stem, fold_case=False) == part for entry in entries)
+            return any(
+                lies_in(entry, *below)
+                for entry in entries
+                if safe(entry.name, fold_case=False) == part
+            )
+        return any(
+            entry.is_file() and safe(entry.stem, fold_case=False) == part for entry in entries
+        )
 
     return lies_in(root, *place.relative_to(FOLDER).parts)
 

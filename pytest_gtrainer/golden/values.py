@@ -70,17 +70,30 @@ def plain(value: Any, place: str = "") -> Any:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(f"keys of numbers are str or int; not {key!r}")
             if keys[str(key)] is not key:
-                raise ValueError(f"two keys of numbers are spelled {str(key)!r}: give one another name")
-        return {name: plain(value[keys[name]], f"{place}[{name!r}]") for name in sorted(keys, key=_natural)}
+                raise ValueError(
+                    f"two keys of numbers are spelled {str(key)!r}: give one another name"
+                )
+        return {
+            name: plain(value[keys[name]], f"{place}[{name!r}]")
+            for name in sorted(keys, key=_natural)
+        }
     kind = type(value).__name__
     where = f" at {place}" if place else ""
-    way_out = ": give its digest, or item() of a single value" if kind in ("Tensor", "DTensor", "Parameter") else ""
-    raise TypeError(f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}{way_out}")
+    way_out = (
+        ": give its digest, or item() of a single value"
+        if kind in ("Tensor", "DTensor", "Parameter")
+        else ""
+    )
+    raise TypeError(
+        f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}{way_out}"
+    )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Orders layers.2 before layers.10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
 def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
@@ -119,12 +132,16 @@ def entries_of(text: str) -> list[Entry]:
                 other.environment == entry.environment and differences(other.values, entry.values)
                 for other in entries
             ):
-                raise NumbersError(f"has two entries with different values for one environment ({entry}): remove one")
+                raise NumbersError(
+                    f"has two entries with different values for one environment ({entry}): remove one"
+                )
             entries.append(entry)
     except (TypeError, KeyError, ValueError):
         entries = []
     if not entries:
-        raise NumbersError("has no list of entries with environment and values: restore or remake it")
+        raise NumbersError(
+            "has no list of entries with environment and values: restore or remake it"
+        )
     return entries
 
 
@@ -133,7 +150,9 @@ def _without_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise NumbersError(f"has the key {key!r} twice in one object: remove one, or restore it")
+            raise NumbersError(
+                f"has the key {key!r} twice in one object: remove one, or restore it"
+            )
         found[key] = value
     return found
 
@@ -141,7 +160,9 @@ def _without_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_unknown_keys(content: Mapping[str, Any], known: Collection[str]) -> None:
     for key in content:
         if key not in known:
-            raise NumbersError(f"has the unknown key {key!r}, which nothing compares: remove it, or restore the file")
+            raise NumbersError(
+                f"has the unknown key {key!r}, which nothing compares: remove it, or restore the file"
+            )
 
 
 def not_finite(value: Any) -> list[str]:
@@ -169,16 +190,24 @@ def maker(text: str) -> str | None:
 def merged(golden: str, obtained: str) -> str:
     """A golden with an obtained text's entry in place of those of its environment; a NumbersError if it is damaged."""
     (new,), old = entries_of(obtained), entries_of(golden)
-    fields = {name: value for name, value in json.loads(obtained).items() if name not in ("gtrainer", "entries")}
+    fields = {
+        name: value
+        for name, value in json.loads(obtained).items()
+        if name not in ("gtrainer", "entries")
+    }
     others = [entry for entry in old if entry.environment != new.environment]
-    place = next((index for index, entry in enumerate(old) if entry.environment == new.environment), len(old))
+    place = next(
+        (index for index, entry in enumerate(old) if entry.environment == new.environment), len(old)
+    )
     return text_of(fields, [*others[:place], new, *others[place:]])
 
 
 def devices(text: str) -> set[str]:
     """The kinds of devices, "cpu" or "cuda", of a golden's entries; none if it cannot be read."""
     try:
-        return {str(entry.environment.get("device", "cpu")).split(" ")[0] for entry in entries_of(text)}
+        return {
+            str(entry.environment.get("device", "cpu")).split(" ")[0] for entry in entries_of(text)
+        }
     except NumbersError:
         return set()
 
@@ -190,10 +219,20 @@ def differences(old: Any, new: Any) -> list[str]:
     for place in dict.fromkeys([*after, *before]):
         one, other = before.get(place), after.get(place)
         if one != other:
-            what = f"gained {other}" if one is None else f"lost {one}" if other is None else f"{one} became {other}"
+            what = (
+                f"gained {other}"
+                if one is None
+                else f"lost {one}"
+                if other is None
+                else f"{one} became {other}"
+            )
             said.append(f"{place or 'the value'}: {what}")
     left = len(said) - _MOST_WORDS
-    return said if left <= 0 else [*said[:_MOST_WORDS], f"… and {left} more of {len(before | after)} values"]
+    return (
+        said
+        if left <= 0
+        else [*said[:_MOST_WORDS], f"… and {left} more of {len(before | after)} values"]
+    )
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

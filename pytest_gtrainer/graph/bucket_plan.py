@@ -22,7 +22,11 @@ _ROUTED_EXPERTS = "moe.routed_experts"
 
 
 def get_default_transformer_block_buckets(
-    n_layers: int, *, chunked_loss_enabled: bool = False, moe_layers: Collection[int] = (), expert_fsdp_degree: int = 1
+    n_layers: int,
+    *,
+    chunked_loss_enabled: bool = False,
+    moe_layers: Collection[int] = (),
+    expert_fsdp_degree: int = 1,
 ) -> list[PlanEntry]:
     """Return the plan of torchtitan's models: the embedding, one bucket for each of ``n_layers`` blocks, norm and head.
 
@@ -53,7 +57,12 @@ def get_default_transformer_block_buckets(
 
 
 def expert_fsdp_degree(
-    *, mesh: Mapping[str, int] | None = None, dp_shard: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
+    *,
+    mesh: Mapping[str, int] | None = None,
+    dp_shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
 ) -> int:
     """Ranks a routed expert is sharded over (B4): those of ``efsdp``, else ``dp_shard * cp * tp // ep``; at least 1."""
     if ep < 1:
@@ -86,17 +95,24 @@ class Plan:
 
     def __init__(self, entries: BucketPlan) -> None:
         if isinstance(entries, str):
-            raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
+            raise PlanError(
+                f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]"
+            )
         fqns_of: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
             if not (fqns := tuple(entry) if isinstance(entry, list | tuple) else (entry,)):
                 raise PlanError(f"entry {index} of the bucket plan is empty")
             if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
-                raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
+                raise PlanError(
+                    f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs"
+                )
             fqns_of.append(fqns)
         layers = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
         pairs = zip(layers, fqns_of, strict=True)
-        roots = [(layer,) if layer is not None and layers.count(layer) == 1 else fqns for layer, fqns in pairs]
+        roots = [
+            (layer,) if layer is not None and layers.count(layer) == 1 else fqns
+            for layer, fqns in pairs
+        ]
         self.buckets = tuple(map(Bucket, fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
@@ -121,7 +137,9 @@ class Plan:
         """Raise PlanError for one of ``tied_parameters`` in several buckets; what no entry covers is in the root's."""
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
-            buckets = {bucket.label if bucket else "the root" for bucket in map(self.bucket_of, modules)}
+            buckets = {
+                bucket.label if bucket else "the root" for bucket in map(self.bucket_of, modules)
+            }
             if len(buckets) > 1:
                 raise PlanError(
                     f"Parameter {names[0]!r} is shared with {', '.join(map(repr, names[1:]))} in another bucket "
@@ -132,7 +150,11 @@ class Plan:
     def check_names(self, known: Iterable[str]) -> None:
         """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs (B5)."""
         paths = (fqn.split(".") for fqn in known)
-        prefixes = {LOSS, "", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))}
+        prefixes = {
+            LOSS,
+            "",
+            *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)),
+        }
         if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
             raise unknown_modules(missing, sorted(prefixes))
 
@@ -184,7 +206,14 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
     for fqn in parameter_fqns:
         child, dot, _ = fqn.removeprefix(below).partition(".")
         (children.setdefault(child, []) if dot else own).append(fqn)
-    return [*(fqn for child, fqns in children.items() for fqn in managed_order(fqns, f"{below}{child}.")), *own]
+    return [
+        *(
+            fqn
+            for child, fqns in children.items()
+            for fqn in managed_order(fqns, f"{below}{child}.")
+        ),
+        *own,
+    ]
 
 
 def managed_order_of(model: nn.Module) -> list[str]:
@@ -216,14 +245,22 @@ def sort_key(
     if not isinstance(order, str):
         fqns = list(order)
     elif order not in ORDERS:
-        raise ValueError(f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs")
+        raise ValueError(
+            f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs"
+        )
     else:
-        fqns = list(managed or managed_order(parameter_fqns)) if order == "managed" else list(parameter_fqns)
+        fqns = (
+            list(managed or managed_order(parameter_fqns))
+            if order == "managed"
+            else list(parameter_fqns)
+        )
     rank = {fqn: place for place, fqn in enumerate(fqns)}
 
     def key(bucket: Bucket, member: FsdpCollective) -> tuple[int, ...]:
         root = 0
-        if order == "managed":  # which of the bucket's roots holds the parameter; behind all of them if none does
+        if (
+            order == "managed"
+        ):  # which of the bucket's roots holds the parameter; behind all of them if none does
             holds = [not fqn or member.parameter.startswith(f"{fqn}.") for fqn in bucket.roots]
             root = [*holds, True].index(True)
         return (root, rank.get(member.parameter, len(rank)), graph_position(member))

@@ -11,15 +11,38 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_control_dependency
+from pytest_gtrainer._torch.passes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    is_control_dependency,
+)
 from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
 from pytest_gtrainer._torch.values import OpOverload, schema
-from pytest_gtrainer.graph.nodes import COMMUNICATING, argument_of, direction, is_wait, mutates, node_fqn, walked
+from pytest_gtrainer.graph.nodes import (
+    COMMUNICATING,
+    argument_of,
+    direction,
+    is_wait,
+    mutates,
+    node_fqn,
+    walked,
+)
 
-_STANDS_BESIDE = frozenset({
-    "wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group", "check_for_nan", "memset32_",
-    "stream_write_value32_", "_async_input_mm", "_rendezvous", "get_remote_tensors",
-})  # fmt: skip
+_STANDS_BESIDE = frozenset(
+    {
+        "wait_tensor",
+        "wait_tensors",
+        "_wrap_tensor_autograd",
+        "mesh_get_process_group",
+        "check_for_nan",
+        "memset32_",
+        "stream_write_value32_",
+        "_async_input_mm",
+        "_rendezvous",
+        "get_remote_tensors",
+    }
+)
 """Operators of communicating namespaces that start nothing: waits, look-ups, what prepares memory."""
 _KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
 _FUSED = "matmul"
@@ -37,7 +60,9 @@ class FsdpCollective:
 
     launch: fx.Node
     wait: fx.Node
-    chain: tuple[fx.Node, ...]  # in graph order, from the parameter to the gather, or from the reduction to the output
+    chain: tuple[
+        fx.Node, ...
+    ]  # in graph order, from the parameter to the gather, or from the reduction to the output
     parameter: str  # its FQN
     position: int  # its place among the graph's inputs (outputs)
 
@@ -56,7 +81,9 @@ class FsdpCollective:
         """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on fake tensors."""
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            raise PlanError(f'the collective of {self.parameter} lacks meta["val"]: trace on fake tensors')
+            raise PlanError(
+                f'the collective of {self.parameter} lacks meta["val"]: trace on fake tensors'
+            )
         return value
 
     @property
@@ -83,7 +110,9 @@ def launches(target: Any) -> bool:
     space, _, name = schema(target).name.partition("::")
     if space in COMMUNICATING:
         return name not in _STANDS_BESIDE
-    return space != "bucketing" and any(argument.name == "group_name" for argument in schema(target).arguments)
+    return space != "bucketing" and any(
+        argument.name == "group_name" for argument in schema(target).arguments
+    )
 
 
 def kind_of(launch: fx.Node) -> str:
@@ -91,7 +120,9 @@ def kind_of(launch: fx.Node) -> str:
     name = schema(launch.target).name.partition("::")[2]
     if (found := _KIND.search(name)) is None or _FUSED in name:
         return ""
-    return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(found[0], found[0])
+    return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(
+        found[0], found[0]
+    )
 
 
 def is_fused(launch: fx.Node) -> bool:
@@ -101,7 +132,9 @@ def is_fused(launch: fx.Node) -> bool:
 
 def group_of(launch: fx.Node) -> str | None:
     """Name of the process group that a collective communicates in; None where the graph names none."""
-    return name_of_group(argument_of(launch, "group_name", "process_group"), launch.graph.owning_module)
+    return name_of_group(
+        argument_of(launch, "group_name", "process_group"), launch.graph.owning_module
+    )
 
 
 def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
@@ -150,12 +183,17 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         found = _chain_to_input(launch)
         # buffers and user inputs may be gathered too; that is the model's business, not FSDP's
-        if found is None or found[0].meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter":
+        if (
+            found is None
+            or found[0].meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter"
+        ):
             continue
         source, chain = found
         parameter = input_name(source, positions[source], node_fqn(launch))
         if (wait := only_wait(launch)) is None:
-            raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
+            raise PlanError(
+                f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait"
+            )
         members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
 
@@ -179,7 +217,9 @@ def wait_of(launch: fx.Node) -> fx.Node:
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
 
-    def ends(node: fx.Node) -> bool:  # the result of a collective is no parameter, nor what was written to
+    def ends(
+        node: fx.Node,
+    ) -> bool:  # the result of a collective is no parameter, nor what was written to
         return is_wait(node) or mutates(node)
 
     above = walked(launch.all_input_nodes, lambda node: () if ends(node) else node.all_input_nodes)
@@ -192,7 +232,9 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
     output = gm.graph.output_node()
-    every = reversed(list(enumerate(results_of(gm))))  # of a result that is returned twice the first place
+    every = reversed(
+        list(enumerate(results_of(gm)))
+    )  # of a result that is returned twice the first place
     positions = {result: index for index, result in every if isinstance(result, fx.Node)}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):

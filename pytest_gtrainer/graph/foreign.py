@@ -17,11 +17,26 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import fx, nn
 
-from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
+from pytest_gtrainer._torch.foreign_graphs import (
+    ExportedProgram,
+    Input,
+    described_input,
+    described_output,
+    source_of,
+)
 from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
 from pytest_gtrainer.graph import joined, parts_of
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, leaves_of, node_fqn, short_name, walked
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    direction,
+    held,
+    is_view,
+    leaves_of,
+    node_fqn,
+    short_name,
+    walked,
+)
 
 
 class WithGraph(Protocol):  # a recorded pass, a traced step
@@ -47,7 +62,9 @@ _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
 _STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
 _KEYS = re.compile(r"list\(dict\.keys\(.*?\)\)\[(\d+)\]")  # a key that is no text, by its place
-_NO_NAMES = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__closure__", "cell_contents", "__dict__"})
+_NO_NAMES = frozenset(
+    {"_modules", "_parameters", "_buffers", "_orig_mod", "__closure__", "cell_contents", "__dict__"}
+)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -57,7 +74,9 @@ def path_of(source: str) -> tuple[str, tuple[str, ...]]:
     >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("L['d']['a.b'].size()[0]")
     (('self', ('layers', '0', 'up')), ('d', ('a.b', 'size', '0')))
     """
-    source = _KEYS.sub(r"\1", source.replace(".forward.run.__self__", ""))  # a module's own forward, in eager_chunked
+    source = _KEYS.sub(
+        r"\1", source.replace(".forward.run.__self__", "")
+    )  # a module's own forward, in eager_chunked
     if (root := _ROOT.search(source)) is None:
         return "", tuple(name for name in source.split(".") if name not in _NO_NAMES)
     steps = _STEP.findall(source[root.end() :])
@@ -99,7 +118,9 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         raise TypeError(f"{wrong}: give a GraphModule, an fx.Graph, or an ExportedProgram")
     elif names is None and not is_foreign(graph):
         return graph
-    keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
+    keeps_roots = (
+        len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
+    )
     made = _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
     if isinstance(names, nn.Module):
         _name_gradients(made.graph.output_node(), names)
@@ -112,9 +133,21 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
     leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
     if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
         return
-    pairs = [(leaf, of) for leaf, of in zip(leaves[first:], trained.values(), strict=True) if leaf is not None]
-    made = [(leaf, of) for leaf, of in pairs if isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD]
-    if pairs == made and made and all(getattr(_value_of(leaf), "shape", None) in _shapes_of(of) for leaf, of in made):
+    pairs = [
+        (leaf, of)
+        for leaf, of in zip(leaves[first:], trained.values(), strict=True)
+        if leaf is not None
+    ]
+    made = [
+        (leaf, of)
+        for leaf, of in pairs
+        if isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD
+    ]
+    if (
+        pairs == made
+        and made
+        and all(getattr(_value_of(leaf), "shape", None) in _shapes_of(of) for leaf, of in made)
+    ):
         names = (*(f"output_{place}" for place in range(first)), *trained)
         output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
 
@@ -128,7 +161,10 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
     """Inputs and results by the program's signature, and the backward behind the loss, if it has one."""
     signature = program.graph_signature
     kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
-    given = [(spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target) for spec in signature.input_specs]
+    given = [
+        (spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target)
+        for spec in signature.input_specs
+    ]
     told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
     made = _Adoption(program.graph_module, told).run()
     results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
@@ -148,13 +184,22 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
 def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
     """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them."""
     told = {"USER_OUTPUT": "output_{}", "LOSS_OUTPUT": "loss", "TOKEN": "token_{}"}
-    names = [told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}") for kind, _ in results]
-    return tuple(name.format(results[:n].count(results[n]), results[n][1]) for n, name in enumerate(names))
+    names = [
+        told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}")
+        for kind, _ in results
+    ]
+    return tuple(
+        name.format(results[:n].count(results[n]), results[n][1]) for n, name in enumerate(names)
+    )
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:
     """The variables that hold the models of a graph."""
-    sources = [source for node in gm.graph.find_nodes(op="placeholder") if (source := source_of(node)) is not None]
+    sources = [
+        source
+        for node in gm.graph.find_nodes(op="placeholder")
+        if (source := source_of(node)) is not None
+    ]
     paths = [_stack_path(node) for node in gm.graph.nodes if node.op != "placeholder"]
     paths += [source for source in sources if "._parameters[" in source or "._buffers[" in source]
     return {root for path in paths if (root := path_of(path)[0])}
@@ -168,7 +213,9 @@ def is_foreign(gm: fx.GraphModule) -> bool:
                 return False
             if source_of(node) is not None or "desc" in node.meta:
                 return True
-        if "example_value" in node.meta or (node.op != "placeholder" and path_of(_stack_path(node))[0]):
+        if "example_value" in node.meta or (
+            node.op != "placeholder" and path_of(_stack_path(node))[0]
+        ):
             return True
     return False
 
@@ -189,7 +236,9 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
         known = {str(node.target) for node in placeholders}
         if unknown := [name for name in names if name not in known]:
             listed = ", ".join(sorted(known))
-            raise ValueError(f"names has {unknown[0]!r}, which is no input of the graph; these are {listed}")
+            raise ValueError(
+                f"names has {unknown[0]!r}, which is no input of the graph; these are {listed}"
+            )
         return {name: GivenName("input", fqn) for name, fqn in names.items()}
     state = [
         *((GivenName("parameter", fqn), tensor) for fqn, tensor in names.named_parameters()),
@@ -199,7 +248,10 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
         raise ValueError(
             f"the model has {len(state)} parameters and buffers, the graph {len(placeholders)} inputs: give a mapping"
         )
-    given = {str(node.target): GivenName("input", str(n)) for n, node in enumerate(placeholders[len(state) :])}
+    given = {
+        str(node.target): GivenName("input", str(n))
+        for n, node in enumerate(placeholders[len(state) :])
+    }
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(_value_of(node), "shape", None)
         if shape not in (None, *_shapes_of(tensor)):
@@ -217,7 +269,9 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     for node in dynamo.graph.find_nodes(op="placeholder"):
         told = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
         source = source_of(node) if "gt_input" not in node.meta else None
-        found.append(named_source(source, _value_of(node), keeps_roots) if source else GivenName(**told))
+        found.append(
+            named_source(source, _value_of(node), keeps_roots) if source else GivenName(**told)
+        )
     return found
 
 
@@ -228,7 +282,13 @@ def _value_of(node: fx.Node) -> Any:
 class _Adoption:
     """One graph, or a body of it."""
 
-    def __init__(self, gm: fx.GraphModule, given: _Given, keeps_roots: bool = False, is_backward: bool = False) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        given: _Given,
+        keeps_roots: bool = False,
+        is_backward: bool = False,
+    ) -> None:
         self.gm, self.keeps_roots, self.is_backward = gm, keeps_roots, is_backward
         self.given = given if isinstance(given, Mapping) else {}
         self.dynamo = [] if isinstance(given, Mapping) else list(given)
@@ -263,12 +323,17 @@ class _Adoption:
                 calls.setdefault(str(holder.target), []).append((holder, call))
         made = {}
         for name, users in calls.items():
-            body, is_backward = held(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
+            body, is_backward = (
+                held(self.gm, name),
+                all(direction(call) == BACKWARD for _, call in users),
+            )
             given = _agreed([self._given_to(body, *user) for user in users])
             made[name] = _Adoption(body, given, self.keeps_roots, is_backward).run()
         return made
 
-    def _given_to(self, body: fx.GraphModule, holder: fx.Node, call: fx.Node) -> dict[str, GivenName]:
+    def _given_to(
+        self, body: fx.GraphModule, holder: fx.Node, call: fx.Node
+    ) -> dict[str, GivenName]:
         """What a call of a graph gives to its inputs: what stands behind the graphs that the call names."""
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
         name, given = short_name(call), leaves_of(call.args)
@@ -280,12 +345,16 @@ class _Adoption:
             given = leaves_of(groups)
         elif name.startswith("flex_attention") and len(call.args) > 1:
             scores, masks = (leaves_of(buffers) for buffers in call.args[-2:])
-            is_mask = any(isinstance(argument, tuple) and holder in argument for argument in call.args)
+            is_mask = any(
+                isinstance(argument, tuple) and holder in argument for argument in call.args
+            )
             given = masks if is_mask else scores
             own = [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
             own += [GivenName("input", "gradient")] * (len(inputs) - len(own) - len(given) == 1)
         else:
-            last = max((place for place, one in enumerate(given) if self._is_graph(one)), default=-1)
+            last = max(
+                (place for place, one in enumerate(given) if self._is_graph(one)), default=-1
+            )
             given = [one for one in given[last + 1 :] if not isinstance(one, str)]
         names = [*own, *map(_operand_name, given)]
         pairs = zip(inputs, names, strict=True) if len(names) == len(inputs) else ()
@@ -297,8 +366,13 @@ class _Adoption:
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
         meta = copied.meta
-        if isinstance(node.target, OpOverloadPacket) and len(overloads := node.target.overloads()) == 1:
-            copied.target = getattr(node.target, overloads[0])  # as Dynamo calls collectives and custom operators
+        if (
+            isinstance(node.target, OpOverloadPacket)
+            and len(overloads := node.target.overloads()) == 1
+        ):
+            copied.target = getattr(
+                node.target, overloads[0]
+            )  # as Dynamo calls collectives and custom operators
         if "val" not in meta and "example_value" in meta:
             meta["val"] = meta["example_value"]
         custom = meta.get("custom") or {}
@@ -310,10 +384,14 @@ class _Adoption:
                 meta.pop(stack, None)
         if node.op == "placeholder":
             self._name_input(node, copied)
-        elif self.is_backward or any(source in self.behind_tangents for source in node.all_input_nodes):
+        elif self.is_backward or any(
+            source in self.behind_tangents for source in node.all_input_nodes
+        ):
             self.behind_tangents.add(node)
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
-        elif is_view(node.target) and any(direction(source) == BACKWARD for source in copied.all_input_nodes):
+        elif is_view(node.target) and any(
+            direction(source) == BACKWARD for source in copied.all_input_nodes
+        ):
             meta["autograd_backward"] = True  # nor what takes local tensors of gradients
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
@@ -343,7 +421,9 @@ class _Adoption:
         """Names of results, if descriptors tell every one."""
         descriptors = output.meta.get("desc")
         leaves = output.args[0]
-        if "gt_outputs" in output.meta or not all(isinstance(each, list | tuple) for each in (descriptors, leaves)):
+        if "gt_outputs" in output.meta or not all(
+            isinstance(each, list | tuple) for each in (descriptors, leaves)
+        ):
             return
         told, parameters = list[str](), list[str]()
         place = 0  # gradients are in the order of the inputs
@@ -358,7 +438,9 @@ class _Adoption:
             if kind == "kept" and isinstance(leaf, fx.Node):
                 told.append(_saved_name(leaf))
             elif of is not None and (name := self._name_of(of)) is not None:
-                told.append(f"{'' if kind == 'gradient' else 'updated.'}{name.fqn}{described.suffix}")
+                told.append(
+                    f"{'' if kind == 'gradient' else 'updated.'}{name.fqn}{described.suffix}"
+                )
                 place = (of.index or 0) + 1 if kind == "gradient" else place
                 parameters += [name.fqn] if name.kind == "parameter" else []
             elif kind == "output":
@@ -419,19 +501,37 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
     """``layers.0.up.addmm_mat2``: the argument of an operator, in its module."""
     if user is None or user.op == "output":
         return "result" if user else "unused"
-    names = [argument.name for argument in schema(user.target).arguments] if isinstance(user.target, OpOverload) else []
+    names = (
+        [argument.name for argument in schema(user.target).arguments]
+        if isinstance(user.target, OpOverload)
+        else []
+    )
     given = [*zip_longest(names[: len(user.args)], user.args), *user.kwargs.items()]
-    at = next(name or at for at, (name, each) in enumerate(given) if any(leaf is value for leaf in leaves_of(each)))
+    at = next(
+        name or at
+        for at, (name, each) in enumerate(given)
+        if any(leaf is value for leaf in leaves_of(each))
+    )
     return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 
-_OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
+_OF_A_SCORE = (
+    "score",
+    "b",
+    "h",
+    "q_idx",
+    "kv_idx",
+)  # inputs of flex attention's functions; a mask has no score
 _CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
 """What loops give to their graphs, another value each time; behind it they give what stays."""
 
 
 def _operand_name(operand: Any) -> GivenName | None:
-    if not isinstance(operand, fx.Node) or "gt_argument" in operand.meta or operand.op == "get_attr":
+    if (
+        not isinstance(operand, fx.Node)
+        or "gt_argument" in operand.meta
+        or operand.op == "get_attr"
+    ):
         return None
     if (told := operand.meta.get("gt_input")) is not None:
         return GivenName(**told)

@@ -33,15 +33,35 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, bodies_of, direction, is_view, node_fqn, short_name, walked
-from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    bodies_of,
+    direction,
+    is_view,
+    node_fqn,
+    short_name,
+    walked,
+)
+from pytest_gtrainer.graph.packing import (
+    Arrival,
+    State,
+    Unread,
+    arrivals,
+    computes,
+    packed,
+    reduces,
+)
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 _SPLITS = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
 _OWN_COPIES = ("_to_copy", "convert_element_type", "index", "index_select", "gather", "take")
 """Casts, and rows that a model picks from a parameter, as those of chosen experts."""
-_MOST_LINES, _MOST_MOVED = 24, 3  # a failure names enough to see what happened, not every parameter of 126 layers
+_MOST_LINES, _MOST_MOVED = (
+    24,
+    3,
+)  # a failure names enough to see what happened, not every parameter of 126 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,9 @@ class Payload:
     ranks: tuple[int, ...]
     op: str  # the reduction's, "" for an all-gather
     slots: tuple[Slot, ...]
-    directions: tuple[str, ...] = ()  # in which a graph issues it; eager FSDP2 gathers one payload in both
+    directions: tuple[
+        str, ...
+    ] = ()  # in which a graph issues it; eager FSDP2 gathers one payload in both
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -72,7 +94,9 @@ class Payload:
     @property
     def label(self) -> str:
         """The bucket in a reader's words: its layer, or its outermost modules."""
-        return "+".join(dict.fromkeys(layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters))
+        return "+".join(
+            dict.fromkeys(layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +109,9 @@ class BucketLayout:
     """
 
     payloads: tuple[Payload, ...]
-    kept: tuple[str, ...] = field(default=(), compare=False)  # where values are read is no part of a layout
+    kept: tuple[str, ...] = field(
+        default=(), compare=False
+    )  # where values are read is no part of a layout
 
     def of(self, collective: str) -> tuple[Payload, ...]:
         """The payloads of one kind of collective."""
@@ -94,17 +120,25 @@ class BucketLayout:
     def __str__(self) -> str:
         lines = []
         for payload in self.payloads:
-            op, dtype = f" {payload.op}" if payload.op else "", str(payload.dtype).removeprefix("torch.")
+            op, dtype = (
+                f" {payload.op}" if payload.op else "",
+                str(payload.dtype).removeprefix("torch."),
+            )
             ranks = counted(len(payload.ranks), "rank")
             lines.append(f"{payload.label}: {payload.collective}{op} {dtype} over {ranks}")
-            lines += [f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}" for slot in payload.slots]
+            lines += [
+                f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}"
+                for slot in payload.slots
+            ]
         return "\n".join(lines)
 
 
 class LayoutDifference(AssertionError):
     """Two layouts differ; the message names bucket and parameters."""
 
-    __module__ = "pytest_gtrainer"  # the name that users import, and that fits into a line of a summary
+    __module__ = (
+        "pytest_gtrainer"  # the name that users import, and that fits into a line of a summary
+    )
 
 
 def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
@@ -135,7 +169,9 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
     merged: dict[tuple[Payload, int], list[str]] = {}
     repeated: Counter[Payload] = Counter()
     for payload in payloads:
-        merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(payload.directions)
+        merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(
+            payload.directions
+        )
         repeated[payload] += 1
     listed = (replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items())
     return BucketLayout(tuple(listed), tuple(kept))
@@ -150,35 +186,58 @@ class _Reader:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._output = gm.graph.output_node()
-        self._inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        self._inputs = {
+            node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        }
         self._outputs: dict[fx.Node, list[int]] = {}
         for index, result in enumerate(results_of(gm)):
             if isinstance(result, fx.Node):
                 self._outputs.setdefault(result, []).append(index)
         told = [node.meta["gt_input"] for node in self._inputs if "gt_input" in node.meta]
-        self._parameters: set[str] = set()  # of which gradients may be results, where these have names
-        if "gt_outputs" in (known := self._output.meta):  # a backward alone does not take all of them
+        self._parameters: set[str] = (
+            set()
+        )  # of which gradients may be results, where these have names
+        if "gt_outputs" in (
+            known := self._output.meta
+        ):  # a backward alone does not take all of them
             self._parameters = {each["fqn"] for each in told if each["kind"] == "parameter"}
-            self._parameters.update(known.get("gt_managed_order", ()), known.get("gt_parameters", ()))
+            self._parameters.update(
+                known.get("gt_managed_order", ()), known.get("gt_parameters", ())
+            )
 
     def payloads(self, node: fx.Node, sent: list[State]) -> Iterable[Payload]:
         """Of one collective; several where it is coalesced, none where it is of activations."""
-        kind, names = kind_of(node) if node.op == "call_function" else "", self._names_in(node, sent)
+        kind, names = (
+            kind_of(node) if node.op == "call_function" else "",
+            self._names_in(node, sent),
+        )
         is_read = kind and not hides(node)
         if kind == ALL_GATHER_NAME and is_read:
             for state in sent:
                 if isinstance(state, Unread) and names:
                     raise _unread(node, "gathers", names, state.node)
                 parts = state if isinstance(state, tuple) else ()
-                placed = zip(parts, itertools.accumulate((part.nbytes for part in parts), initial=0), strict=False)
-                slots = [Slot(self._name(part.source, node), at, part.nbytes) for part, at in placed if part.source]
+                placed = zip(
+                    parts,
+                    itertools.accumulate((part.nbytes for part in parts), initial=0),
+                    strict=False,
+                )
+                slots = [
+                    Slot(self._name(part.source, node), at, part.nbytes)
+                    for part, at in placed
+                    if part.source
+                ]
                 if slots:
                     yield self._payload(ALL_GATHER_NAME, node, tuple(slots))
         elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
             yield from self._reductions(kind, node)
         elif names:
             raise _unread(node, "moves", names, node)
-        elif reached := [name for arrival in arrivals(node, self._outputs) for name in self._gradients(arrival, node)]:
+        elif reached := [
+            name
+            for arrival in arrivals(node, self._outputs)
+            for name in self._gradients(arrival, node)
+        ]:
             raise _unread(node, "gives", reached, node)
 
     def refuse_nested(self, gm: fx.GraphModule) -> None:
@@ -188,9 +247,15 @@ class _Reader:
                 continue
             for body in bodies_of(gm, node).values():
                 launch = next(_parameter_collectives(body), None)
-                given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
+                given = [
+                    each
+                    for each in node.all_input_nodes
+                    if each in self._inputs and is_parameter(each)
+                ]
                 if launch is not None and (given or direction(node) == BACKWARD):
-                    names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]
+                    names = [self._name(each, node) for each in given] or [
+                        node_fqn(node) or "the root"
+                    ]
                     wrong = f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own"
                     advice = "a layout reads the collectives of the outer graph alone, so inline that graph first"
                     raise UnreadLayout(f"{wrong}, in which {launch.name} is: {advice}")
@@ -201,7 +266,9 @@ class _Reader:
             value = value[0]
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
             wait_of(node)
-        return Payload(kind, value.dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),))
+        return Payload(
+            kind, value.dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),)
+        )
 
     def _names_in(self, launch: fx.Node, sent: list[State]) -> list[str]:
         """The parameters that go in; of an unread value those above the node that lost their order."""
@@ -211,7 +278,9 @@ class _Reader:
                 found |= {part.source: None for part in state if part.source}
             elif isinstance(state, Unread):
                 above = walked([state.node], operator.attrgetter("all_input_nodes"))
-                found |= dict.fromkeys(sorted(one for one in above if one.op == "placeholder" and is_parameter(one)))
+                found |= dict.fromkeys(
+                    sorted(one for one in above if one.op == "placeholder" and is_parameter(one))
+                )
         return [self._name(node, launch) for node in found]
 
     def _name(self, source: fx.Node, launch: fx.Node) -> str:
@@ -229,10 +298,16 @@ class _Reader:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
                 found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
-            named = {at: [n for one in each for n in self._gradients(one, launch)] for at, each in found.items()}
+            named = {
+                at: [n for one in each for n in self._gradients(one, launch)]
+                for at, each in found.items()
+            }
             if any(named.values()):
                 for at, numel in [place for place, names in named.items() if not names]:
-                    lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
+                    lies_over = any(
+                        names and at <= low and low + n <= at + numel
+                        for (low, n), names in named.items()
+                    )
                     users = [one.used_by or result for one in found[at, numel]]
                     if (taking := [user for user in users if not reduces(user)]) or not lies_over:
                         others = [name for names in named.values() for name in names]
@@ -240,26 +315,38 @@ class _Reader:
                 named = {place: names for place, names in named.items() if names}
                 self._refuse_shared_places(launch, found, named)
                 width = result.meta["val"].element_size()
-                slots = [Slot(names[0], at * width, numel * width) for (at, numel), names in sorted(named.items())]
+                slots = [
+                    Slot(names[0], at * width, numel * width)
+                    for (at, numel), names in sorted(named.items())
+                ]
                 yield self._payload(kind, launch, tuple(slots))
             else:
                 for arrival in itertools.chain(*found.values()):
                     self._refuse_unknown(launch, arrival)
 
     def _refuse_shared_places(
-        self, launch: fx.Node, found: dict[tuple[int, int], list[Arrival]], named: dict[tuple[int, int], list[str]]
+        self,
+        launch: fx.Node,
+        found: dict[tuple[int, int], list[Arrival]],
+        named: dict[tuple[int, int], list[str]],
     ) -> None:
         """Gradients that seem to lie on each other: an operator on the way picks elements in an unknown way."""
         end, last = 0, ""
         for (at, numel), names in sorted(named.items()):
-            places = {one.piece.node: None for one in found[at, numel] if self._gradients(one, launch)}
+            places = {
+                one.piece.node: None for one in found[at, numel] if self._gradients(one, launch)
+            }
             if at < end or len(places) > 1:
-                raise _unread(launch, "gives", [*([last] if at < end else []), *names], next(iter(places)))
+                raise _unread(
+                    launch, "gives", [*([last] if at < end else []), *names], next(iter(places))
+                )
             end, last = at + numel, names[0]
 
     def _gradients(self, arrival: Arrival, launch: fx.Node) -> list[str]:
         """The names of the gradients among the outputs that a part of a result arrives at."""
-        names = [output_name(self._output, position, _module_of(launch)) for position in arrival.outputs]
+        names = [
+            output_name(self._output, position, _module_of(launch)) for position in arrival.outputs
+        ]
         if kind_of(launch) == REDUCE_SCATTER_NAME and not arrival.added:
             return names
         # an all-reduced loss, or what a chunk of activations is added to, is no gradient
@@ -270,7 +357,12 @@ class _Reader:
     def _refuse_unknown(self, launch: fx.Node, arrival: Arrival) -> None:
         """Where a result of the backward ends at an operator of which nobody knows what it does."""
         user = arrival.used_by
-        if user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator):
+        if (
+            user is None
+            or computes(user)
+            or launches(user.target)
+            or isinstance(user.target, HigherOrderOperator)
+        ):
             return
         if (chain := chain_to_output(user, self._output)) is not None:
             outputs = tuple(self._outputs.get([user, *chain][-1], ()))
@@ -325,7 +417,9 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
     yield from (slot.parameter for slot in payload.slots if slot.parameter in read)
 
 
-def _unpacked(node: fx.Node, begin: int, size: int, user: fx.Node) -> list[tuple[fx.Node, int, int]] | None:
+def _unpacked(
+    node: fx.Node, begin: int, size: int, user: fx.Node
+) -> list[tuple[fx.Node, int, int]] | None:
     """Return what ``user`` makes of elements of each rank's row, in the form of ``_read_in_backward``.
 
     None means that it makes new numbers of them. A copy of what lies one behind the other is the model's own, and so
@@ -349,7 +443,9 @@ def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
     """All-gathers of a body's own inputs, and its reduce-scatters."""
     for launch, sent in packed(body).items():
         parts = [part for state in sent if isinstance(state, tuple) for part in state]
-        gathers = kind_of(launch) == ALL_GATHER_NAME and any(part.source is not None for part in parts)
+        gathers = kind_of(launch) == ALL_GATHER_NAME and any(
+            part.source is not None for part in parts
+        )
         if gathers or kind_of(launch) == REDUCE_SCATTER_NAME:
             yield launch
 
@@ -363,12 +459,16 @@ def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     """Of the group in this process; of a graph parsed where there is none, as its text says."""
     if (name := group_of(launch)) is None:
         if (given := ranks_given(launch)) is None:
-            raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
+            raise UnreadLayout(
+                f"the collective {launch.name} ({launch.target}) names no process group"
+            )
         return given
     try:
         return group_ranks(name)
     except ValueError:
-        ranks: tuple[int, ...] | None = getattr(launch.graph.owning_module, "meta", {}).get("gt_groups", {}).get(name)
+        ranks: tuple[int, ...] | None = (
+            getattr(launch.graph.owning_module, "meta", {}).get("gt_groups", {}).get(name)
+        )
         if ranks is None:
             raise
         return ranks
@@ -381,9 +481,12 @@ def _module_of(launch: fx.Node) -> str:
 
 
 def assert_same_layout(
-    actual: BucketLayout | AnyGraph, expected: BucketLayout | AnyGraph, *, actual_is: str = "graph",
+    actual: BucketLayout | AnyGraph,
+    expected: BucketLayout | AnyGraph,
+    *,
+    actual_is: str = "graph",
     names: Names | None = None,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter at its byte offset.
 
     Collectives are paired by the parameters that they share. Their order and their directions are not compared. A
@@ -401,14 +504,17 @@ def assert_same_layout(
     """
     __tracebackhide__ = True
     actual, expected = (
-        each if isinstance(each, BucketLayout) else bucket_layout(each, names=names) for each in (actual, expected)
+        each if isinstance(each, BucketLayout) else bucket_layout(each, names=names)
+        for each in (actual, expected)
     )
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
             wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"
             raise ValueError(f"{wrong}: shard the model (data_parallel, fully_shard) first")
         if strange := {payload.collective for payload in layout.payloads} - {*KINDS}:
-            raise ValueError(f"the {which} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}")
+            raise ValueError(
+                f"the {which} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}"
+            )
     problems: list[str] = []
     unread: list[str] = []
     for kind in KINDS:
@@ -417,7 +523,9 @@ def assert_same_layout(
         for wanted in expected.of(kind):
             shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
             if not any(shared):
-                problems.append(f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}")
+                problems.append(
+                    f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}"
+                )
                 continue
             found = rest.pop(shared.index(max(shared)))
             problems += _compare_payloads(found, wanted)
@@ -425,15 +533,21 @@ def assert_same_layout(
                 once.append(wanted)
         article = "a" if kind == REDUCE_SCATTER_NAME else "an"
         for extra in rest:
-            whole = next((wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)), None)
+            whole = next(
+                (wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)), None
+            )
             if whole is not None and extra.directions == (BACKWARD,):
                 once.remove(whole)
                 problems += _compare_regathered(extra, whole, actual.kept)
                 left_out = [name for name in whole.parameters if name not in extra.parameters]
-                unread.append(f"bucket {whole.label!r}: no node of the backward reads {', '.join(left_out)}")
+                unread.append(
+                    f"bucket {whole.label!r}: no node of the backward reads {', '.join(left_out)}"
+                )
                 continue
             named = ", ".join(extra.parameters)
-            problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
+            problems.append(
+                f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected"
+            )
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
         left = len(problems) - _MOST_LINES
@@ -463,13 +577,26 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     for what in ("dtype", "ranks"):
         if (ours := getattr(actual, what)) != (theirs := getattr(wanted, what)):
             yield f"{where}: {what} is {ours}, expected {theirs}"
-    if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(wanted.op, len(wanted.ranks)):
+    if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(
+        wanted.op, len(wanted.ranks)
+    ):
         premultiplied = "premul_sum" in actual.op + wanted.op
-        why = " (premul_sum multiplies each rank's gradient before the sum, and rounds the product)" * premultiplied
+        why = (
+            " (premul_sum multiplies each rank's gradient before the sum, and rounds the product)"
+            * premultiplied
+        )
         yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
-    ours_at, theirs_at = ({slot.parameter: slot for slot in payload.slots} for payload in (actual, wanted))
-    yield from (f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at)
-    yield from (f"{where}: {parameter} does not belong here" for parameter in ours_at if parameter not in theirs_at)
+    ours_at, theirs_at = (
+        {slot.parameter: slot for slot in payload.slots} for payload in (actual, wanted)
+    )
+    yield from (
+        f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at
+    )
+    yield from (
+        f"{where}: {parameter} does not belong here"
+        for parameter in ours_at
+        if parameter not in theirs_at
+    )
     shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
     for ours, slot in [(ours, slot) for ours, slot in shared if ours.nbytes != slot.nbytes]:
         yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"

@@ -33,12 +33,21 @@ KEYS = (CHUNK_ID, REGION_FQN, ROLE, PRODUCER)
 SPLIT_BOUNDARY, BODY, MATERIALIZATION = "split_boundary", "body", "materialization"
 EAGER, GRAPH = "eager", "graph"
 
-COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
+COMMUNICATING = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d",
+    "c10d_functional",
+    "symm_mem",
+    "_dtensor",
+)
 _OF_TORCHS_BUCKET = "bucketing_custom_sources"
 """Key of ``meta`` that ``torch._inductor.fx_passes.bucketing`` sets on every node that it makes."""
 _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 _IN_PLACE = frozenset(
-    getattr(operator, name) for name in dir(operator) if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
+    getattr(operator, name)
+    for name in dir(operator)
+    if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
 )
 """``operator.iadd`` and its family."""
 _WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
@@ -58,7 +67,11 @@ def _direction_of_bucket(node: fx.Node) -> str:
     for neighbours in (operator.attrgetter("users"), operator.attrgetter("all_input_nodes")):
         bucket = walked([node], neighbours, lambda one: _OF_TORCHS_BUCKET in one.meta)
         around = {other for one in bucket for other in neighbours(one)} - bucket
-        marks = {direction(other) for other in around if other.op not in ("placeholder", "output", "get_attr")}
+        marks = {
+            direction(other)
+            for other in around
+            if other.op not in ("placeholder", "output", "get_attr")
+        }
         if marks:
             return BACKWARD if marks == {BACKWARD} else FORWARD
     return FORWARD
@@ -84,9 +97,13 @@ def refuse_fake(gm: fx.GraphModule, what: str) -> None:
     if not dist.is_initialized() or dist.get_backend() != "fake":
         return
     graph = getattr(getattr(gm, "__self__", gm), "graph", None)  # of an interpreter's run, too
-    found = "no graph to look into" if graph is None else next(filter(is_collective, graph.nodes), None)
+    found = (
+        "no graph to look into" if graph is None else next(filter(is_collective, graph.nodes), None)
+    )
     if found is not None:
-        wrong = f"{what} has {found}, and a fake world moves no data, so no run in it means anything"
+        wrong = (
+            f"{what} has {found}, and a fake world moves no data, so no run in it means anything"
+        )
         raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 
@@ -144,12 +161,17 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, fx.GraphModule
 def graphs_called(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return [*([module] if isinstance(module, fx.GraphModule) else []), *bodies_of(gm, node).values()]
+    return [
+        *([module] if isinstance(module, fx.GraphModule) else []),
+        *bodies_of(gm, node).values(),
+    ]
 
 
 def is_view(target: object) -> bool:
     """Whether an operator's result shares memory with its operand, to which it does not write."""
-    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
+    return isinstance(target, OpOverload) and (
+        target.is_view or target is torch.ops.aten._unsafe_view.default
+    )
 
 
 def mutates(node: fx.Node) -> bool:
@@ -161,7 +183,11 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that the node's operator writes to; ``x += 1`` of a number makes another one."""
     written: list[fx.Node] = []
     if not isinstance(node.target, OpOverload):
-        if node.op == "call_function" and node.target in _WRITING and isinstance(first := node.args[0], fx.Node):
+        if (
+            node.op == "call_function"
+            and node.target in _WRITING
+            and isinstance(first := node.args[0], fx.Node)
+        ):
             value = first.meta.get("val", first.meta.get("example_value"))
             if value is None or isinstance(value, torch.Tensor):
                 written.append(first)
@@ -199,7 +225,9 @@ def walked(
 def storage_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view, a part of one, a wait, or the result of an operator in place, shows."""
     while True:
-        if (is_view(node.target) or node.target is operator.getitem or is_wait(node)) and node.all_input_nodes:
+        if (
+            is_view(node.target) or node.target is operator.getitem or is_wait(node)
+        ) and node.all_input_nodes:
             node = node.all_input_nodes[0]
         elif returns_an_operand(node) and (written := written_operands(node)):
             node = written[0]
@@ -258,17 +286,35 @@ def told_by(custom: Mapping[Any, Any]) -> Told | None:
     """The annotation among a node's annotations, None if there is none that ``annotation`` made."""
     if ROLE not in custom:
         return None
-    told = Told(custom.get(REGION_FQN, ""), custom[ROLE], custom.get(PRODUCER, ""), custom.get(CHUNK_ID))
-    regular = told.fqn and told.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION) and told.producer in (EAGER, GRAPH)
+    told = Told(
+        custom.get(REGION_FQN, ""), custom[ROLE], custom.get(PRODUCER, ""), custom.get(CHUNK_ID)
+    )
+    regular = (
+        told.fqn
+        and told.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION)
+        and told.producer in (EAGER, GRAPH)
+    )
     return told if regular and (told.role == BODY) == (told.chunk_id is not None) else None
 
 
 DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint64: "u64", torch.uint32: "u32", torch.uint16: "u16", torch.uint8: "u8", torch.bool: "b8",
-    torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
-}  # fmt: skip
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint64: "u64",
+    torch.uint32: "u32",
+    torch.uint16: "u16",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex128: "c128",
+    torch.complex64: "c64",
+    torch.complex32: "c32",
+}
 """Dtypes with a short name; the others (``float8_e4m3fn``) have torch's."""
 
 

@@ -17,17 +17,45 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import COPY_IN, PRE_BUCKET_ALL_GATHER, dtypes_of_buckets, is_control_dependency
+from pytest_gtrainer._torch.passes import (
+    COPY_IN,
+    PRE_BUCKET_ALL_GATHER,
+    dtypes_of_buckets,
+    is_control_dependency,
+)
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import held, is_view, is_wait, short_name, walked, written_operands
 
 _aten = torch.ops.aten
-_KEEPS_ORDER = frozenset({
-    "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "squeeze", "unsqueeze", "alias", "detach", "clone",
-    "contiguous", "lift_fresh_copy", "_to_copy", "convert_element_type",
-})  # fmt: skip
-_TURNS = ("flip", "rev", "rot90", "shuffle", "roll", "take", "gather", "index")  # what they give has another order
+_KEEPS_ORDER = frozenset(
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "_reshape_alias",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "alias",
+        "detach",
+        "clone",
+        "contiguous",
+        "lift_fresh_copy",
+        "_to_copy",
+        "convert_element_type",
+    }
+)
+_TURNS = (
+    "flip",
+    "rev",
+    "rot90",
+    "shuffle",
+    "roll",
+    "take",
+    "gather",
+    "index",
+)  # what they give has another order
 _MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "where", "set_", *_TURNS)
 
 
@@ -61,7 +89,9 @@ class _Reader:
 
     def __init__(self) -> None:
         self._state: dict[fx.Node, State] = {}
-        self._of_rank: dict[fx.Node, tuple[Part, ...]] = {}  # of buffers for all ranks, the parts of this one
+        self._of_rank: dict[
+            fx.Node, tuple[Part, ...]
+        ] = {}  # of buffers for all ranks, the parts of this one
         self._inputs_are_told = False
 
     def step(self, node: fx.Node) -> list[State] | None:
@@ -75,14 +105,20 @@ class _Reader:
         elif node.op == "get_attr":
             value = held(node.graph.owning_module, str(node.target))
             # a parameter that the module holds; other constants are filling
-            state[node] = (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
+            state[node] = (
+                Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),
+            )
         elif late := [operand for operand in node.all_input_nodes if operand not in state]:
             raise ValueError(
                 f"the graph is not sorted: {node.name} uses {late[0].name} before it is defined, as torch's bucketing "
                 "leaves a graph; call torch._inductor.pattern_matcher.stable_topological_sort(gm.graph) first"
             )
         else:
-            sent = [state[operand] for operand in sent_operands(node)] if launches(node.target) else None
+            sent = (
+                [state[operand] for operand in sent_operands(node)]
+                if launches(node.target)
+                else None
+            )
             state[node] = result = self._result(node)
             for written in written_operands(node):
                 for alias in _aliases(written):
@@ -98,12 +134,18 @@ class _Reader:
         if isinstance(parts, tuple) and any(part.source for part in parts):
             return _scaled(parts, nbytes_of(node.meta.get("val"))) or Unread(node)
         if any(isinstance(operand, str) for operand in operands):
-            has_parameter = any(part.source for parts in operands if isinstance(parts, tuple) for part in parts)
-            return Unread(node) if has_parameter and _packs(node) else ACTIVATION  # a bucket of both is no activation
+            has_parameter = any(
+                part.source for parts in operands if isinstance(parts, tuple) for part in parts
+            )
+            return (
+                Unread(node) if has_parameter and _packs(node) else ACTIVATION
+            )  # a bucket of both is no activation
         if (joined := self._joined(node)) is not None:
             return joined
         unread = next((operand for operand in operands if isinstance(operand, Unread)), None)
-        sources = {part.source: None for parts in operands if isinstance(parts, tuple) for part in parts}
+        sources = {
+            part.source: None for parts in operands if isinstance(parts, tuple) for part in parts
+        }
         sources.pop(None, None)
         if unread is None and len(sources) <= 1:
             return (Part(next(iter(sources), None), nbytes_of(node.meta.get("val"))),)
@@ -119,9 +161,14 @@ class _Reader:
         target: Any = node.target
         args: Any = node.args
         if target is _aten.cat.default and _is_outermost(node, node, 1):
-            width = node.meta["val"].element_size()  # that of the widest dtype: the others are cast to it
+            width = node.meta[
+                "val"
+            ].element_size()  # that of the widest dtype: the others are cast to it
             values = [tensor.meta.get("val") for tensor in args[0]]
-            sizes = [nbytes_of(one) * width // getattr(one, "element_size", lambda: width)() for one in values]
+            sizes = [
+                nbytes_of(one) * width // getattr(one, "element_size", lambda: width)()
+                for one in values
+            ]
             return self._concatenated(args[0], sizes)
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
@@ -129,7 +176,10 @@ class _Reader:
         if name == PRE_BUCKET_ALL_GATHER:
             tensors: Any = args[0]
             widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]
-            sizes = [tensor.meta["val"].numel() * size for tensor, size in zip(tensors, widths, strict=True)]
+            sizes = [
+                tensor.meta["val"].numel() * size
+                for tensor, size in zip(tensors, widths, strict=True)
+            ]
         elif name == COPY_IN:
             tensors = args[0]
             sizes = [size * args[1].meta["val"].element_size() for size in args[2]]
@@ -177,7 +227,9 @@ def sent_operands(launch: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for place, argument in enumerate(schema(launch.target).arguments):
         if not argument.name.startswith("out"):
-            given = launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
+            given = (
+                launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
+            )
             fx.node.map_arg(given, found.append)
     return found
 
@@ -205,12 +257,18 @@ def _packs(node: fx.Node) -> bool:
     """Whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat tensors."""
     if node.target is _aten.cat.default:
         return getattr(node.meta.get("val"), "ndim", 0) == 1
-    return isinstance(node.target, OpOverload) and schema(node.target).name in (PRE_BUCKET_ALL_GATHER, COPY_IN)
+    return isinstance(node.target, OpOverload) and schema(node.target).name in (
+        PRE_BUCKET_ALL_GATHER,
+        COPY_IN,
+    )
 
 
 def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
     """Whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts one behind the other."""
-    value, dim = whole.meta.get("val"), node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+    value, dim = (
+        whole.meta.get("val"),
+        node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0),
+    )
     if not isinstance(value, torch.Tensor) or type(dim) is not int:
         return False
     return all(size == 1 for size in value.shape[: dim % value.ndim])
@@ -257,7 +315,9 @@ def scaled_operand(node: fx.Node) -> fx.Node | None:
     if not is_pointwise(node) or len(operands := node.all_input_nodes) < 2:
         return None
     first = max(operands, key=_numel)
-    is_scaled = _numel(first) == _numel(node) and all(_numel(one) <= 1 for one in operands if one is not first)
+    is_scaled = _numel(first) == _numel(node) and all(
+        _numel(one) <= 1 for one in operands if one is not first
+    )
     return first if is_scaled else None
 
 
@@ -295,10 +355,16 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
         if piece.node in outputs:
             found.append(Arrival(piece, tuple(outputs[piece.node]), added=added))
         for user in piece.node.users:
-            if user.op == "output" or (is_control_dependency(user) and piece.node not in user.args[2:]):
+            if user.op == "output" or (
+                is_control_dependency(user) and piece.node not in user.args[2:]
+            ):
                 continue
             below = _below(piece, user, begins)
-            joins = added or (len(user.all_input_nodes) > 1 and is_pointwise(user) and scaled_operand(user) is None)
+            joins = added or (
+                len(user.all_input_nodes) > 1
+                and is_pointwise(user)
+                and scaled_operand(user) is None
+            )
             todo += [(one, joins) for one in below or ()]
             if below is None:
                 found.append(Arrival(piece, (), user))
@@ -314,45 +380,73 @@ def _begins(user: fx.Node) -> dict[fx.Node, list[int]]:
     return found
 
 
-def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node, list[int]]]) -> list[Piece] | None:
+def _below(
+    piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node, list[int]]]
+) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
     node, name = piece.node, short_name(user)
     size = _numel(node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
-    if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(user, user.all_input_nodes[0], 2):
+    if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(
+        user, user.all_input_nodes[0], 2
+    ):
         at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
-        return [one for n, item in _items(user) for one in _cut(piece, item, at[n], at[n + 1] - at[n])]
+        return [
+            one for n, item in _items(user) for one in _cut(piece, item, at[n], at[n + 1] - at[n])
+        ]
     given: Any = user.args[0] if user.args else None
     value = user.meta.get("val")
-    both = isinstance(given, list | tuple) and isinstance(value, list | tuple) and len(given) == len(value)
+    both = (
+        isinstance(given, list | tuple)
+        and isinstance(value, list | tuple)
+        and len(given) == len(value)
+    )
     is_coalesced = both and launches(user.target)
     if is_coalesced or name.startswith("_foreach"):
         items = [item for n, item in _items(user) if given[n] is node]
         alike = [item for item in items if (is_coalesced and is_whole) or _numel(item) == size]
         return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
-    if user.target is getitem and isinstance(node.meta.get("val"), list | tuple):  # of a collective in place
+    if user.target is getitem and isinstance(
+        node.meta.get("val"), list | tuple
+    ):  # of a collective in place
         return [Piece(user, 0, piece.at, _numel(user))]
     begin = _begin(user) if name == "slice" else None
     # the only reader of a whole takes its padding off; beside others it is a member
-    alone = is_whole and all(other is user or other.op == "output" or reduces(other) for other in node.users)
+    alone = is_whole and all(
+        other is user or other.op == "output" or reduces(other) for other in node.users
+    )
     if begin or (begin == 0 and not alone):
         return _cut(piece, user, begin, _numel(user))
     if user.target is _aten.cat.default and _is_outermost(user, user, 1):
         return [Piece(user, piece.low + at, piece.at, piece.numel) for at in begins(user)[node]]
     is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
-    if len(_operands(user)) > 1 and (is_number or not is_pointwise(user) or not _numel(user) == size > 0):
+    if len(_operands(user)) > 1 and (
+        is_number or not is_pointwise(user) or not _numel(user) == size > 0
+    ):
         return None
     keeps = is_whole and not any(word in name for word in _TURNS)
-    keeps = keeps or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER or is_pointwise(user)
+    keeps = (
+        keeps
+        or is_wait(user)
+        or launches(user.target)
+        or name in _KEEPS_ORDER
+        or is_pointwise(user)
+    )
     if _numel(user) == size and keeps:
         return [Piece(user, piece.low, piece.at, piece.numel)]
     # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
-    is_known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
+    is_known = isinstance(user.target, OpOverload) and (
+        is_view(user.target) or launches(user.target)
+    )
     return [Piece(user, 0, piece.at, piece.numel)] if is_whole and is_known else None
 
 
 def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    return [(user.args[1] % len(node.meta["val"]), user) for user in node.users if user.target is getitem]
+    return [
+        (user.args[1] % len(node.meta["val"]), user)
+        for user in node.users
+        if user.target is getitem
+    ]
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> list[Piece]:

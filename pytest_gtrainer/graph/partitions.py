@@ -59,4 +59,6 @@ def spell_partition(groups: Mapping[int, Ranks]) -> str:
     >>> spell_partition({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})
     '[0, 1] [2, 3]'
     """
-    return " ".join(str(list(own)) for own in dict.fromkeys(own for _, own in sorted(groups.items())))
+    return " ".join(
+        str(list(own)) for own in dict.fromkeys(own for _, own in sorted(groups.items()))
+    )

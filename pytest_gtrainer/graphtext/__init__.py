@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.rendering import lines_of, render, render_layout
     from pytest_gtrainer.graphtext.spelling import constants
 
-__all__ = ["GraphLine", "TextError", "constants", "diff", "lines_of", "parse", "render", "render_layout", "unfold"]
+__all__ = [
+    "GraphLine",
+    "TextError",
+    "constants",
+    "diff",
+    "lines_of",
+    "parse",
+    "render",
+    "render_layout",
+    "unfold",
+]
 _HOME = {"constants": "spelling", "diff": "differences", "parse": "parsing"}
 _HOME |= dict.fromkeys(("lines_of", "render", "render_layout"), "rendering")
 

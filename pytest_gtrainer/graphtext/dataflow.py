@@ -23,7 +23,9 @@ HOLE, SYMBOL = "\0", "\1"  # stand in a template for a reference, and for the sy
 _DEFINITION = re.compile(r"(?P<name>\w+|module\..+?) = (?P<value>.*)")
 _BODY = "def "
 
-Origin = tuple[str, str]  # what stands before a name, and the name; of an input all of it, and nothing
+Origin = tuple[
+    str, str
+]  # what stands before a name, and the name; of an input all of it, and nothing
 
 
 class Template(NamedTuple):
@@ -47,7 +49,9 @@ class Statement(NamedTuple):
 _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _BUCKET = rf"bucket\((?:{_STRING}|[^()\"'])*\)"
 _NAME = r"[^\W\d]\w*"
-_CHAIN = rf"(?:{_BUCKET}|{_NAME})(?:\.{_BUCKET}|\.{_NAME}|\[(?:-?\d+|i(?: ?[+-] ?\d+)?|{_STRING})\])*"
+_CHAIN = (
+    rf"(?:{_BUCKET}|{_NAME})(?:\.{_BUCKET}|\.{_NAME}|\[(?:-?\d+|i(?: ?[+-] ?\d+)?|{_STRING})\])*"
+)
 _TOKEN = re.compile(
     rf"{_STRING}|\d[\w.]*|(?:True|False|None)\b|(?P<sym>sym\()|[^\W\d][\w.]*(?<!bucket)(?=[=(])"
     rf"|(?P<chain>{_CHAIN})|(?P<parenthesis>[()])"
@@ -55,8 +59,12 @@ _TOKEN = re.compile(
 _NAMED = re.compile(r"(?:(?P<origin>.+)\.)?(?P<name>\w+)(?:\[-?\d+\])*")
 _SYMBOL = re.compile(r"(?:.+\.)?[a-z]+\d+")
 _TAG = rf"\w+(?:\((?:{_STRING}|[^\"'])*?\))?"
-_STATEMENT = re.compile(rf"({_NAME}): (.*?)(?: \| ({_TAG}(?: \| {_TAG})*))? = ({_CHAIN})\((.*)\)", re.DOTALL)
-_PATH_OF_TAG = re.compile(rf"{_STRING}|(?P<tag>\b(?:{syntax.AT}|{syntax.CHUNK})\()(?P<path>{_CHAIN})")
+_STATEMENT = re.compile(
+    rf"({_NAME}): (.*?)(?: \| ({_TAG}(?: \| {_TAG})*))? = ({_CHAIN})\((.*)\)", re.DOTALL
+)
+_PATH_OF_TAG = re.compile(
+    rf"{_STRING}|(?P<tag>\b(?:{syntax.AT}|{syntax.CHUNK})\()(?P<path>{_CHAIN})"
+)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -118,7 +126,9 @@ class Value(NamedTuple):
     operator: str  # "" for an input
     type: str  # with a hole for each symbol
     arguments: str  # with a hole for each reference and symbol
-    operands: tuple[Operand, ...]  # what stands in the holes: symbols of the type, references, other symbols
+    operands: tuple[
+        Operand, ...
+    ]  # what stands in the holes: symbols of the type, references, other symbols
     sources: tuple[int, ...]  # the values among the operands, as often as they stand there
     tags: str  # as written, but for paths, which are absolute
     line: int  # its place among the lines
@@ -152,7 +162,9 @@ class Dataflow:
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)  # the lines of graphs inside the graph
+    bodies: dict[str, tuple[GraphLine, ...]] = field(
+        default_factory=dict
+    )  # the lines of graphs inside the graph
     others: list[GraphLine] = field(default_factory=list)  # lines of views, which are no statements
 
     @property
@@ -164,16 +176,24 @@ class Dataflow:
     def users(self) -> list[int]:
         """The places of values that name a definition."""
         every = enumerate(self.values)
-        return [place for place, value in every if any(isinstance(o, int) and o < 0 for o in value.operands)]
+        return [
+            place
+            for place, value in every
+            if any(isinstance(o, int) and o < 0 for o in value.operands)
+        ]
 
 
 def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
     """The values of a graph; what a reference does not find is taken as a literal."""
-    with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # an odd escape in a string is no news to anybody
         return _Resolver().read(tuple(lines))
 
 
-_Find = Callable[[str], Mapping[str, int]]  # the values that what stands before a name leads to, by their names
+_Find = Callable[
+    [str], Mapping[str, int]
+]  # the values that what stands before a name leads to, by their names
 
 
 class _Resolver:
@@ -219,11 +239,15 @@ class _Resolver:
         for first, *inner in bodies:
             name = first.text.removeprefix(_BODY).partition("(")[0]
             try:
-                self._made.bodies[name] = unfold(textwrap.dedent("\n".join(line.text for line in inner)), budget)
+                self._made.bodies[name] = unfold(
+                    textwrap.dedent("\n".join(line.text for line in inner)), budget
+                )
             except TextError:
                 self._made.bodies[name] = tuple(inner)
             self._made.definitions.append(Definition(name, "body", ""))
-        self._defined = {definition.name: ~place for place, definition in enumerate(self._made.definitions)}
+        self._defined = {
+            definition.name: ~place for place, definition in enumerate(self._made.definitions)
+        }
 
     def _heading(self, section: str, heading: str) -> tuple[SectionKey, Scope, _Find]:
         """What lines under one heading share."""
@@ -240,7 +264,9 @@ class _Resolver:
             try:
                 links = links_of(origin)
                 if syntax.is_input(links):
-                    return self._inputs[syntax.input_key_at(links, key.layer)]  # of one that comes later, too
+                    return self._inputs[
+                        syntax.input_key_at(links, key.layer)
+                    ]  # of one that comes later, too
                 return self._names[syntax.scope_at(links, here)]
             except UNREADABLE:
                 return {}
@@ -260,14 +286,20 @@ class _Resolver:
         scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
-    def _computed(self, number: int, parts: Statement, layer: Layer | None, scope: Scope, find: _Find) -> None:
+    def _computed(
+        self, number: int, parts: Statement, layer: Layer | None, scope: Scope, find: _Find
+    ) -> None:
         name, (kind, _, symbols), tags, operator, arguments = parts
         typed = [self._symbol(symbol, layer) for symbol in symbols]
         operands = (*typed, *self._operands(arguments, layer, find))
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        tags = _PATH_OF_TAG.sub(lambda tag: tag["tag"] + absolute(tag["path"], layer) if tag["tag"] else tag[0], tags)
+        tags = _PATH_OF_TAG.sub(
+            lambda tag: tag["tag"] + absolute(tag["path"], layer) if tag["tag"] else tag[0], tags
+        )
         self._names[scope][name] = len(self._made.values)
-        self._made.values.append(Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number))
+        self._made.values.append(
+            Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number)
+        )
 
     def _operands(self, told: Template, layer: Layer | None, find: _Find) -> list[Operand]:
         """What stands in the holes: values, definitions, literals; then symbols."""
@@ -297,4 +329,6 @@ class _Resolver:
         before = "" if name or not returned.startswith("from ") else "from "
         told = template(returned.removeprefix(before))
         operands = tuple(self._operands(told, layer, find))
-        self._made.results.append(Result(absolute(name, layer), before + told.text, operands, number))
+        self._made.results.append(
+            Result(absolute(name, layer), before + told.text, operands, number)
+        )

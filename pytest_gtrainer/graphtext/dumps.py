@@ -18,11 +18,28 @@ _TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?([a-z]*)[:\d]*")
 _NUMBER = re.compile(r"Sym\((.*)\)")
 _BACKED = re.compile(r"\b(?:s|zf)\d+\b")
 _OPERATORS: dict[type, str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
-    ast.Pow: "pow", ast.MatMult: "matmul", ast.USub: "neg", ast.Invert: "invert", ast.BitAnd: "and_",
-    ast.BitOr: "or_", ast.BitXor: "xor", ast.LShift: "lshift", ast.RShift: "rshift", ast.Eq: "eq", ast.NotEq: "ne",
-    ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
-}  # fmt: skip
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "truediv",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+    ast.USub: "neg",
+    ast.Invert: "invert",
+    ast.BitAnd: "and_",
+    ast.BitOr: "or_",
+    ast.BitXor: "xor",
+    ast.LShift: "lshift",
+    ast.RShift: "rshift",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+}
 _CONSTANTS = {str(value): word for word, value in TORCH_WORDS.items()}
 
 
@@ -35,7 +52,10 @@ def translated(tree: ast.Module) -> list[ast.stmt]:
     """The statements of graph text for a dump; a TextError if it holds several graphs, or an unreadable line."""
     first, *others = (node for node in tree.body if isinstance(node, ast.ClassDef))
     if others:
-        raise refuse(others[0], f"this holds several graphs, {first.name} and {others[0].name}: give the text of one")
+        raise refuse(
+            others[0],
+            f"this holds several graphs, {first.name} and {others[0].name}: give the text of one",
+        )
     types = _types_in_load_args(tree)
     statements = _Dump(first, types).statements
     symbols = sorted(set(_BACKED.findall(" ".join([*map(_told, ast.walk(tree)), *types]))))
@@ -56,8 +76,12 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
             told = [item.value for item in call.keywords if item.arg == "expr"]
             types.append(f"Sym({ast.literal_eval(told[0]) if told else ast.unparse(call.args[0])})")
         elif name == "reader.tensor":
-            sizes = "".join(f"[{ast.unparse(argument).strip('(,)')}]" for argument in call.args[1:3])
-            dtypes = [_CONSTANTS[ast.unparse(item.value)] for item in call.keywords if item.arg == "dtype"]
+            sizes = "".join(
+                f"[{ast.unparse(argument).strip('(,)')}]" for argument in call.args[1:3]
+            )
+            dtypes = [
+                _CONSTANTS[ast.unparse(item.value)] for item in call.keywords if item.arg == "dtype"
+            ]
             types.append((dtypes or ["f32"])[0] + sizes)
     return types
 
@@ -91,7 +115,9 @@ class _Dump(ast.NodeTransformer):
     """One class as sections: ``statements``."""
 
     def __init__(self, graph: ast.ClassDef, types: Sequence[str] = ()) -> None:
-        forward = next((node for node in graph.body if getattr(node, "name", "") == "forward"), None)
+        forward = next(
+            (node for node in graph.body if getattr(node, "name", "") == "forward"), None
+        )
         if not isinstance(forward, ast.FunctionDef):
             raise refuse(graph, f"{graph.name} has no forward, so it holds no graph's code")
         self.statements: list[ast.stmt]
@@ -101,12 +127,16 @@ class _Dump(ast.NodeTransformer):
         self._values: dict[str, ast.AnnAssign] = {}
         self._results: list[ast.stmt] = []
         head: list[ast.stmt] = []
-        has_lines = any("tree_flatten_spec" in ast.unparse(node) for node in forward.body)  # the inputs, of their own
+        has_lines = any(
+            "tree_flatten_spec" in ast.unparse(node) for node in forward.body
+        )  # the inputs, of their own
         arguments = [] if has_lines else forward.args.args[1:]
         told = [_told(argument) for argument in arguments]
         if not any(told) and types:
             if len(types) != len(arguments):
-                raise refuse(forward, f"there are {len(arguments)} inputs, and load_args tells {len(types)}")
+                raise refuse(
+                    forward, f"there are {len(arguments)} inputs, and load_args tells {len(types)}"
+                )
             told = list(types)
         for argument, kind in zip(arguments, told, strict=True):
             self._input(argument.arg, kind, argument)
@@ -119,19 +149,29 @@ class _Dump(ast.NodeTransformer):
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             head.append(made)
-        sections = (("A", self._inputs), ("fwd", list[ast.stmt](self._values.values())), ("out", self._results))
+        sections = (
+            ("A", self._inputs),
+            ("fwd", list[ast.stmt](self._values.values())),
+            ("out", self._results),
+        )
         made_of = (ast.If(ast.Name(name), lines, []) for name, lines in sections if lines)
-        self.statements = [ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)]
+        self.statements = [
+            ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)
+        ]
 
     def _input(self, name: str, told: str, at: ast.AST) -> None:
         self._names[name] = _expression(f"A.{name}")
-        self._inputs.append(_at(at, ast.AnnAssign(_expression(f"A.{name}"), _type(told, at), None, 0)))
+        self._inputs.append(
+            _at(at, ast.AnnAssign(_expression(f"A.{name}"), _type(told, at), None, 0))
+        )
 
     def _line(self, node: ast.stmt) -> None:
         """A line of the code, whose value is an input, another name for a value, or computed."""
         value, told = getattr(node, "value", None), _told(node)
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(node, ast.Assign) and (ast.unparse(value or node) == "None" or isinstance(target, ast.Tuple)):
+        if isinstance(node, ast.Assign) and (
+            ast.unparse(value or node) == "None" or isinstance(target, ast.Tuple)
+        ):
             return  # `mm = None`, where nobody reads it any more; or the inputs, which have lines of their own
         if not isinstance(target, ast.Name) or not isinstance(node, ast.Assign | ast.AnnAssign):
             raise refuse(node, f"expected a line of a graph's code, found `{shown(node)}`")
@@ -142,20 +182,33 @@ class _Dump(ast.NodeTransformer):
             self._names[name] = self.visit(value)
         elif isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
             if value.attr not in self._bodies and not told:
-                raise refuse(node, f"the dump does not hold `{shown(value)}`: render the graph itself")
+                raise refuse(
+                    node, f"the dump does not hold `{shown(value)}`: render the graph itself"
+                )
             body = ast.Name(f"{value.attr}_graph_0")  # of a constant a dump tells the type alone
             kept = ast.Call(ast.Name("const"), [_type(told, node), ast.Constant(None)], [])
             self._names[name] = body if value.attr in self._bodies else kept
         else:
             kind, source = _type(told, node), getattr(value, "value", None)
-            if told and isinstance(value, ast.Subscript) and isinstance(source, ast.Name) and source.id in self._values:
+            if (
+                told
+                and isinstance(value, ast.Subscript)
+                and isinstance(source, ast.Name)
+                and source.id in self._values
+            ):
                 self._tell_item(self._values[source.id], value.slice, kind)
-            self._values[name] = _at(node, ast.AnnAssign(ast.Name(name), kind, self._call(value), 1))
+            self._values[name] = _at(
+                node, ast.AnnAssign(ast.Name(name), kind, self._call(value), 1)
+            )
 
     def _tell_item(self, source: ast.AnnAssign, index: ast.expr, kind: ast.expr) -> None:
         """Of several outputs a dump tells the types of those that are read."""
         whole = source.annotation
-        if isinstance(index, ast.Constant) and type(index.value) is int and isinstance(whole, ast.Name | ast.Tuple):
+        if (
+            isinstance(index, ast.Constant)
+            and type(index.value) is int
+            and isinstance(whole, ast.Name | ast.Tuple)
+        ):
             known = whole.elts if isinstance(whole, ast.Tuple) else []
             items = [*known, *(ast.Name("_") for _ in range(index.value + 1 - len(known)))]
             items[index.value] = kind
@@ -179,7 +232,9 @@ class _Dump(ast.NodeTransformer):
         """What a line computes, as a call of an operator."""
         keywords: list[ast.keyword] = []
         match value:
-            case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]) if type(sign) in _OPERATORS:
+            case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]) if (
+                type(sign) in _OPERATORS
+            ):
                 name, given = f"operator.{_OPERATORS[type(sign)]}", [left, right]
             case ast.UnaryOp(sign, operand) if type(sign) in _OPERATORS:
                 name, given = f"operator.{_OPERATORS[type(sign)]}", [operand]
@@ -189,7 +244,11 @@ class _Dump(ast.NodeTransformer):
                 name = ast.unparse(function)
                 if name.partition(".")[0] in {*self._values, *self._names}:
                     name, given = f"method.{method}", [source, *given]
-                name = name.removeprefix("torch.ops.").replace("higher_order.", "hop.", 1).removesuffix(".default")
+                name = (
+                    name.removeprefix("torch.ops.")
+                    .replace("higher_order.", "hop.", 1)
+                    .removesuffix(".default")
+                )
             case _:
                 raise refuse(value, f"expected a call of an operator, found `{shown(value)}`")
         named = [ast.keyword(each.arg, self.visit(each.value)) for each in keywords]

@@ -50,7 +50,11 @@ def _number(node: ast.AST, meanings: Sequence[str]) -> int:
         return -inner[1] % _PRIME
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](inner[0], inner[2]) % _PRIME
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Max", "Min"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Max", "Min")
+    ):
         inner[1:] = sorted(inner[1:])
     beside = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
     return hash((type(node), repr(beside), *inner))
@@ -84,26 +88,49 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
 
     values: list[int] = []
     for scope, _, operator, kind, arguments, operands, *_ in graph.values:
-        what = f"{operator}\n{kind}\n{arguments}" if operator else f"{scope.space}.{scope.owners[0]}\n{kind}"
+        what = (
+            f"{operator}\n{kind}\n{arguments}"
+            if operator
+            else f"{scope.space}.{scope.owners[0]}\n{kind}"
+        )
         values.append(_mixed(what, operands, values, definitions, numbers))
-    named = ((name, _mixed(what, operands, values, definitions, numbers)) for name, what, operands, _ in graph.results)
+    named = (
+        (name, _mixed(what, operands, values, definitions, numbers))
+        for name, what, operands, _ in graph.results
+    )
     results = [numbers.of(each) for each in named]
 
     # groups of one mesh dimension and the same ranks have equal digests: who shares one is told by its users
-    groups = {~place: definitions[place] for place, each in enumerate(graph.definitions) if each.kind == "group"}
+    groups = {
+        ~place: definitions[place]
+        for place, each in enumerate(graph.definitions)
+        if each.kind == "group"
+    }
     alike = Counter(groups.values())
-    twins: dict[Operand, list[int]] = {operand: [] for operand, digest in groups.items() if alike[digest] > 1}
+    twins: dict[Operand, list[int]] = {
+        operand: [] for operand, digest in groups.items() if alike[digest] > 1
+    }
     for user in graph.users if twins else ():
         for operand in graph.values[user].operands:
             if operand in twins:
                 twins[operand].append(values[user])
 
     parts = [
-        *sorted(str(d) for d in graph.definitions if d.kind in ("convention", "module") and d.name != "owners"),
+        *sorted(
+            str(d)
+            for d in graph.definitions
+            if d.kind in ("convention", "module") and d.name != "owners"
+        ),
         # a called module names its body in a definition, so no operand leads to it
-        *sorted(digest for digest, d in zip(definitions, graph.definitions, strict=True) if d.kind == "body"),
+        *sorted(
+            digest
+            for digest, d in zip(definitions, graph.definitions, strict=True)
+            if d.kind == "body"
+        ),
         *[values[place] for place in graph.inputs],
-        *sorted(digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input),
+        *sorted(
+            digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input
+        ),
         *results,
         *sorted(numbers.of(sorted(users)) for users in twins.values()),
         *map(str, graph.others),
@@ -112,7 +139,11 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
 
 
 def _mixed(
-    what: str, operands: Sequence[Operand], digests: Sequence[int], definitions: Sequence[int], numbers: Numbers
+    what: str,
+    operands: Sequence[Operand],
+    digests: Sequence[int],
+    definitions: Sequence[int],
+    numbers: Numbers,
 ) -> int:
     """The digest of a statement whose operands have digests."""
     parts: list[Any] = []
@@ -124,39 +155,154 @@ def _mixed(
             parts.append(operand)
         else:
             source, number = operand
-            symbols.append((str(digests[source]) if source < len(digests) else "new") + f".{number}")
+            symbols.append(
+                (str(digests[source]) if source < len(digests) else "new") + f".{number}"
+            )
     spelled, start = [], 0  # without regard to the numbers of symbols
     for part in what.split("\n"):
         meanings = symbols[start : start + part.count(SYMBOL)]
-        spelled.append(canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings]))
+        spelled.append(
+            canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings])
+        )
         start += len(meanings)
     return numbers.of(["\n".join(spelled), *parts])
 
 
-_RANDOM = frozenset({
-    "_fused_dropout", "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "alpha_dropout_", "bernoulli",
-    "bernoulli_", "binomial", "cauchy", "cauchy_", "dropout", "dropout_", "exponential", "exponential_",
-    "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_", "geometric",
-    "geometric_", "inductor_randint", "inductor_random", "inductor_seed", "inductor_seeds", "log_normal",
-    "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "normal_functional", "philox_rand",
-    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_",
-    "randperm", "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional",
-    "run_and_save_rng_state", "run_with_rng_state", "uniform", "uniform_"
-})  # fmt: skip
+_RANDOM = frozenset(
+    {
+        "_fused_dropout",
+        "_sample_dirichlet",
+        "_standard_gamma",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy",
+        "cauchy_",
+        "dropout",
+        "dropout_",
+        "exponential",
+        "exponential_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "geometric",
+        "geometric_",
+        "inductor_randint",
+        "inductor_random",
+        "inductor_seed",
+        "inductor_seeds",
+        "log_normal",
+        "log_normal_",
+        "multinomial",
+        "native_dropout",
+        "normal",
+        "normal_",
+        "normal_functional",
+        "philox_rand",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "random",
+        "random_",
+        "randperm",
+        "rrelu",
+        "rrelu_",
+        "rrelu_with_noise",
+        "rrelu_with_noise_",
+        "rrelu_with_noise_functional",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "uniform",
+        "uniform_",
+    }
+)
 _OUT = f"out={HOLE}"
 _FRACTION = re.compile(r"\d\.\d+(e-\d+)?")
-_VIEWS = frozenset({
-    "_conj", "_grad_sum_to_size", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint", "alias", "as_strided",
-    "broadcast_to", "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "imag",
-    "lift_fresh", "mH", "mT", "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive",
-    "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "select", "set", "slice", "split",
-    "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten",
-    "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit", "wait_tensor"
-})  # fmt: skip
-_PYTHON_IN_PLACE = frozenset({
-    "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",
-    "itruediv", "ixor", "setitem"
-})  # fmt: skip
+_VIEWS = frozenset(
+    {
+        "_conj",
+        "_grad_sum_to_size",
+        "_neg_view",
+        "_reshape_alias",
+        "_unsafe_view",
+        "adjoint",
+        "alias",
+        "as_strided",
+        "broadcast_to",
+        "chunk",
+        "conj",
+        "detach",
+        "diagonal",
+        "dsplit",
+        "expand",
+        "expand_as",
+        "flatten",
+        "hsplit",
+        "imag",
+        "lift_fresh",
+        "mH",
+        "mT",
+        "matrix_H",
+        "moveaxis",
+        "movedim",
+        "narrow",
+        "numpy_T",
+        "permute",
+        "positive",
+        "ravel",
+        "real",
+        "reshape",
+        "reshape_as",
+        "resolve_conj",
+        "resolve_neg",
+        "select",
+        "set",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "tensor_split",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "view_as_complex",
+        "view_as_real",
+        "vsplit",
+        "wait_tensor",
+    }
+)
+_PYTHON_IN_PLACE = frozenset(
+    {
+        "iadd",
+        "iand",
+        "ifloordiv",
+        "ilshift",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "irshift",
+        "isub",
+        "itruediv",
+        "ixor",
+        "setitem",
+    }
+)
 
 
 def bare_name(operator: str) -> str:
@@ -170,7 +316,9 @@ def draws_numbers(value: Value) -> bool:
     name = bare_name(value.operator)
     if name.startswith("_scaled_dot_product"):
         arguments = value.arguments.split(", ")
-        return any(0 < float(argument) <= 1 for argument in arguments if _FRACTION.fullmatch(argument))
+        return any(
+            0 < float(argument) <= 1 for argument in arguments if _FRACTION.fullmatch(argument)
+        )
     return name in _RANDOM
 
 
@@ -181,10 +329,14 @@ def written(value: Value) -> list[int]:
         target = value.operands[value.type.count(SYMBOL) + value.arguments.count(HOLE, 0, place)]
         return [target] if isinstance(target, int) and target >= 0 else []
     is_python = value.operator.startswith("operator.")
-    if not (name in _PYTHON_IN_PLACE if is_python else name.endswith("_") and not name.endswith("__")):
+    if not (
+        name in _PYTHON_IN_PLACE if is_python else name.endswith("_") and not name.endswith("__")
+    ):
         return []
     # of several lists we do not know which are written
-    return list(value.sources if value.arguments.startswith("[") and not is_python else value.sources[:1])
+    return list(
+        value.sources if value.arguments.startswith("[") and not is_python else value.sources[:1]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +344,9 @@ class Effects:
     """In the order of the schedule: who draws, and what happens to each storage that is changed."""
 
     draws: list[int]
-    histories: dict[int, list[tuple[int | None, list[int]]]]  # by a value of the storage: changes, readers before each
+    histories: dict[
+        int, list[tuple[int | None, list[int]]]
+    ]  # by a value of the storage: changes, readers before each
 
 
 def effects(graph: Dataflow) -> Effects:
@@ -215,4 +369,6 @@ def effects(graph: Dataflow) -> Effects:
                 readers[storage].append(place)
     for storage, rest in readers.items():
         histories[storage].append((None, rest))
-    return Effects([place for place, value in enumerate(graph.values) if draws_numbers(value)], histories)
+    return Effects(
+        [place for place, value in enumerate(graph.values) if draws_numbers(value)], histories
+    )

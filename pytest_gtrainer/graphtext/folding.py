@@ -61,15 +61,21 @@ class LayerRun:
 def fold(sections: Sequence[Section]) -> list[str]:
     """The text of the sections."""
     runs = list(_runs_of(sections))
-    models: dict[tuple[str, str, int], LayerRun] = {}  # at each place the run of most layers: others are told by it
+    models: dict[
+        tuple[str, str, int], LayerRun
+    ] = {}  # at each place the run of most layers: others are told by it
     for run in runs:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
-            models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, len(r.section.lines)))
+            models[run.place] = max(
+                models.get(run.place, run), run, key=lambda r: (r.count, len(r.section.lines))
+            )
     text: list[str] = []
     for run in runs:
         model, size = models.get(run.place, run), len(run.section.lines)
         edits = None if model is run else _difference(model.section.lines, run.section.lines)
-        if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):  # not much shorter
+        if (
+            edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT)
+        ):  # not much shorter
             text += [run.heading, *_body(run.section.lines)]
             continue
         visit = f", visit={model.visit}" if model.visit > 1 else ""
@@ -91,10 +97,18 @@ def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
         space, layer = section.key
         for other, visit in zip(sections[place + 1 :], visits[place + 1 :], strict=True):
             found = other.key.layer
-            if layer is None or found is None or visit != visits[place] or other.lines != section.lines:
+            if (
+                layer is None
+                or found is None
+                or visit != visits[place]
+                or other.lines != section.lines
+            ):
                 break
             step = step or found.number - layer.number
-            if abs(step) != 1 or other.key != (space, Layer(layer.container, layer.number + step * count)):
+            if abs(step) != 1 or other.key != (
+                space,
+                Layer(layer.container, layer.number + step * count),
+            ):
                 break
             count += 1
         yield LayerRun(section, count, step if count > 1 else 0, visits[place])
@@ -125,7 +139,9 @@ def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | Non
         return None
     places = {name: place for place, name in enumerate(old)}
     common = [name for name in new if name in places]
-    kept = {common[place] for place in rising([places[name] for name in common])}  # most names in one order
+    kept = {
+        common[place] for place in rising([places[name] for name in common])
+    }  # most names in one order
     text = [f"{INDENT}drop({name})" for name in old if name not in kept]
     text += _body(line for name, line in new.items() if name in kept and line != old[name])
     anchor = ""
@@ -193,24 +209,34 @@ def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]
     return tuple(unfolded)
 
 
-def expand(blocks: Sequence[TextBlock], budget: LineBudget) -> list[tuple[TextBlock, Sequence[Line]]]:
+def expand(
+    blocks: Sequence[TextBlock], budget: LineBudget
+) -> list[tuple[TextBlock, Sequence[Line]]]:
     """Give every block the lines of each of its layers, edits applied; a TextError if an edit names nothing.
 
     The budget pays for lines that edits add; those that stand in the text have been counted by its reader.
     """
-    models: dict[str, Sequence[Line]] = {}  # what `like` may name: sections printed in full, by key and visit
+    models: dict[
+        str, Sequence[Line]
+    ] = {}  # what `like` may name: sections printed in full, by key and visit
     visits: Counter[str] = Counter()
     for block in blocks:
         visits.update(block.keys)
         if block.model is None:
-            models |= {f"{key}, visit={visits[key]}" if visits[key] > 1 else key: block.lines for key in block.keys}
+            models |= {
+                f"{key}, visit={visits[key]}" if visits[key] > 1 else key: block.lines
+                for key in block.keys
+            }
     expanded: list[tuple[TextBlock, Sequence[Line]]] = []
     for block in blocks:
         lines: Sequence[Line] = block.lines
         if block.model is not None:
             if block.model not in models:
                 hint = nearest(block.model, models)
-                raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
+                raise TextError(
+                    f"like({block.model}): no section of that name is told in full{hint}",
+                    block.number,
+                )
             lines = tuple(_edited(models[block.model], block))
             budget.spend(block, max(len(lines) - len(block.lines), 0))
         expanded.append((block, lines))
@@ -234,7 +260,9 @@ def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
             lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
         elif not head:
             raise TextError("expected a section (`if fwd:`), found an indented line", number)
-        elif lines and lines[0].text.startswith("def "):  # a graph inside the graph: as it stands there
+        elif lines and lines[0].text.startswith(
+            "def "
+        ):  # a graph inside the graph: as it stands there
             lines.append(Line("", raw))
         elif raw.startswith(_UNDER_A_MODULE):
             lines.append(Line(heading, raw[len(_UNDER_A_MODULE) :]))
@@ -258,7 +286,9 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
         return (f"{found['path']}[{first}]",)
     layers = range(first, int(found["stop"] or -1), -1 if found["down"] else 1)
     if not 0 < len(layers) <= MOST_LAYERS:
-        raise TextError(f"expected 1 to {MOST_LAYERS} layers in a heading, found {len(layers)}", number, column)
+        raise TextError(
+            f"expected 1 to {MOST_LAYERS} layers in a heading, found {len(layers)}", number, column
+        )
     return tuple([f"{found['path']}[{index}]" for index in layers])
 
 

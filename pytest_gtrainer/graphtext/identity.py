@@ -47,9 +47,13 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module holds: its tables of parameters and hooks, and ``training``."""
 _BY_NAME = frozenset({"torch", "numpy", "sympy", *sys.stdlib_module_names, "__future__"})
 _FUNCTIONS = (
-    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType,
-    types.MethodDescriptorType, types.WrapperDescriptorType,
-)  # fmt: skip
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 _OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 
@@ -100,7 +104,11 @@ def is_known_by_name(value: Any) -> bool:
         return True
     owner = getattr(value, "__self__", None)
     if isinstance(value, types.BuiltinFunctionType):
-        in_module = owner is None or isinstance(owner, types.ModuleType) or type(owner).__name__ == "PyCapsule"
+        in_module = (
+            owner is None
+            or isinstance(owner, types.ModuleType)
+            or type(owner).__name__ == "PyCapsule"
+        )
         return in_module or (isinstance(owner, type) and is_known_by_name(owner))
     home, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if owner is not None or home is None or path is None or home.partition(".")[0] not in _BY_NAME:
@@ -118,7 +126,11 @@ def kernel_description(kernel: Any) -> str:
     """Return the description of a Triton kernel: its name, code, and the settings that autotuning chooses from."""
     parts = []
     while not isinstance(kernel, types.FunctionType) and hasattr(kernel, "fn"):
-        settings = {name: vars(kernel)[name] for name in ("configs", "values", "kwargs") if name in vars(kernel)}
+        settings = {
+            name: vars(kernel)[name]
+            for name in ("configs", "values", "kwargs")
+            if name in vars(kernel)
+        }
         parts.append(f"{type(kernel).__name__}({description(settings)})")
         kernel = kernel.fn
     return " of ".join([*parts, description(kernel)])
@@ -144,7 +156,9 @@ class _Describer:
         if id(value) in self._open:
             return f"up({len(self._open) - self._open.index(id(value))})"
         if len(self._open) > _DEEPEST:
-            raise CannotShow(f"what {name_of(value)} belongs to is nested more than {_DEEPEST} deep")
+            raise CannotShow(
+                f"what {name_of(value)} belongs to is nested more than {_DEEPEST} deep"
+            )
         self._open.append(id(value))
         try:
             return self._new(value)
@@ -155,7 +169,9 @@ class _Describer:
         """``Dropout(inplace=False, p=0.1)``: as Python would write the call, named values sorted."""
         words = [f"{key}={self.of(named[key])}" for key in sorted(named) if is_word(key)]
         odd = {key: named[key] for key in sorted(named) if not is_word(key)}
-        return f"{name}({', '.join([*positional, *words, *([f'**{self.of(odd)}'] if odd else [])])})"
+        return (
+            f"{name}({', '.join([*positional, *words, *([f'**{self.of(odd)}'] if odd else [])])})"
+        )
 
     def _new(self, value: Any) -> str:
         if isinstance(value, enum.Enum):
@@ -174,7 +190,10 @@ class _Describer:
             ((nn.Parameter,), functools.partial(_tensor, shows_content=False)),
             ((torch.Tensor,), _tensor),
             ((list, tuple, set, frozenset, dict, types.MappingProxyType), self._container),
-            ((functools.partial,), lambda one: f"partial({self.of((one.func, one.args, one.keywords))})"),
+            (
+                (functools.partial,),
+                lambda one: f"partial({self.of((one.func, one.args, one.keywords))})",
+            ),
             ((weakref.ReferenceType,), lambda one: f"ref({self.of(one())})"),
             ((types.ModuleType,), lambda one: str(one.__name__)),
             ((OpOverloadPacket, sympy.Basic, *SYMBOLIC), str),
@@ -187,14 +206,24 @@ class _Describer:
     def _container(self, value: Any) -> str:
         kind = type(value)
         if isinstance(value, dict | types.MappingProxyType):
-            inner = "{" + ", ".join(f"{self.of(key)}: {self.of(item)}" for key, item in value.items()) + "}"
+            inner = (
+                "{"
+                + ", ".join(f"{self.of(key)}: {self.of(item)}" for key, item in value.items())
+                + "}"
+            )
         elif isinstance(value, set | frozenset):
             inner = "{" + ", ".join(sorted(map(self.of, value))) + "}"
         else:
             items = [self.of(item) for item in value]
             comma = "," if len(items) == 1 else ""
-            inner = f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)}{comma})"
-        is_plain = kind in (dict, list, tuple, set) or kind.__module__.startswith("torch.fx.immutable")
+            inner = (
+                f"[{', '.join(items)}]"
+                if isinstance(value, list)
+                else f"({', '.join(items)}{comma})"
+            )
+        is_plain = kind in (dict, list, tuple, set) or kind.__module__.startswith(
+            "torch.fx.immutable"
+        )
         if is_plain:
             return inner
         return self._call(self._class(kind), inner, **_state_of(value))
@@ -262,12 +291,16 @@ class _Describer:
             if type(value).__name__ == "constexpr":  # of Triton
                 value = value.value
             is_code = isinstance(value, types.FunctionType | type)
-            if _is_plain(value) or (is_code and (value.__module__ or "").partition(".")[0] == package):
+            if _is_plain(value) or (
+                is_code and (value.__module__ or "").partition(".")[0] == package
+            ):
                 yield f"{name}={self.of(value)}"
 
     def _module(self, value: nn.Module) -> str:
         if isinstance(value, torch.jit.ScriptModule):
-            raise CannotShow(f"{type(value).__name__} is compiled by TorchScript, whose code no text shows")
+            raise CannotShow(
+                f"{type(value).__name__} is compiled by TorchScript, whose code no text shows"
+            )
         if isinstance(getattr(value, "graph", None), fx.Graph):
             raise CannotShow(f"{type(value).__name__} is a graph that another object holds")
         is_torchs = is_known_by_name(type(value))
@@ -291,15 +324,22 @@ class _Describer:
         try:
             text = repr(value)
         except Exception as error:
-            raise CannotShow(f"the `repr` of {qualified_name(kind)} raises {type(error).__name__}") from error
+            raise CannotShow(
+                f"the `repr` of {qualified_name(kind)} raises {type(error).__name__}"
+            ) from error
         if " at 0x" in text:
-            raise CannotShow(f"{qualified_name(kind)} has no state that Python sees, and its `repr` is an address")
+            raise CannotShow(
+                f"{qualified_name(kind)} has no state that Python sees, and its `repr` is an address"
+            )
         return self._call(self._class(kind), repr(text))
 
 
 def _is_of_python(kind: type) -> bool:
     """Return whether ``class`` statements made a class and its bases, so that attributes are all that objects hold."""
-    return all(isinstance(vars(base).get("__module__"), str) and base.__flags__ & _HEAP for base in kind.__mro__[:-1])
+    return all(
+        isinstance(vars(base).get("__module__"), str) and base.__flags__ & _HEAP
+        for base in kind.__mro__[:-1]
+    )
 
 
 def _state_of(value: Any) -> dict[str, Any]:
@@ -353,8 +393,19 @@ def code_of(code: types.CodeType) -> str:
             return ast.unparse(node)
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         return "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
-    constants = [code_of(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
-    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_flags))
+    constants = [
+        code_of(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts
+    ]
+    return repr(
+        (
+            code.co_code.hex(),
+            constants,
+            code.co_names,
+            code.co_varnames,
+            code.co_freevars,
+            code.co_flags,
+        )
+    )
 
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -385,7 +436,13 @@ def _is_source_of(node: _Function, code: types.CodeType) -> bool:
     body: ast.expr = node.body
     begin, end = (body.lineno, body.col_offset), (body.end_lineno or 0, body.end_col_offset or 0)
     for line, last_line, column, last_column in code.co_positions():
-        if line is None or last_line is None or column is None or last_column is None or column == last_column == 0:
+        if (
+            line is None
+            or last_line is None
+            or column is None
+            or last_column is None
+            or column == last_column == 0
+        ):
             continue  # what the compiler adds
         if (line, column) < begin or (last_line, last_column) > end:
             return False

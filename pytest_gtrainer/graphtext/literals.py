@@ -22,17 +22,24 @@ PLAIN = (type(None), bool, int, float, str, complex)
 SPELLINGS: dict[type, Callable[[Any], str]] = {
     **dict.fromkeys((*PLAIN, range), repr),
     torch.dtype: spell_dtype,
-    **dict.fromkeys((torch.layout, torch.memory_format), lambda value: str(value).removeprefix("torch.")),
+    **dict.fromkeys(
+        (torch.layout, torch.memory_format), lambda value: str(value).removeprefix("torch.")
+    ),
     torch.device: lambda value: f'device("{value.type}")',
 }
 """How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
-TORCH_WORDS = {SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)}
+TORCH_WORDS = {
+    SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)
+}
 DTYPE_OF = {word: value for word, value in TORCH_WORDS.items() if isinstance(value, torch.dtype)}
 CONSTANTS: dict[str, object] = {
     **TORCH_WORDS,
-    "inf": float("inf"), "nan": float("nan"), "infj": complex(0, float("inf")), "nanj": complex(0, float("nan")),
-}  # fmt: skip
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "infj": complex(0, float("inf")),
+    "nanj": complex(0, float("nan")),
+}
 """What a bare word that is no value of the graph stands for."""
 
 
@@ -47,7 +54,11 @@ def tensor_content(value: torch.Tensor) -> str:
     """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
     if isinstance(value, FakeTensor) or value.is_meta:
         return "None"
-    if value.numel() <= _SMALL and value.dtype in DTYPES and not is_traceable_wrapper_subclass(value):
+    if (
+        value.numel() <= _SMALL
+        and value.dtype in DTYPES
+        and not is_traceable_wrapper_subclass(value)
+    ):
         rows = math.prod(extent for extent in value.shape if extent)
         return "[]" if value.numel() == 0 and rows > _SMALL else repr(value.tolist())
     return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])

@@ -13,7 +13,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pytest_gtrainer._torch.graph_text import append_node, backed_symbol, functions, symbolic, unbacked_symbol
+from pytest_gtrainer._torch.graph_text import (
+    append_node,
+    backed_symbol,
+    functions,
+    symbolic,
+    unbacked_symbol,
+)
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.graphtext import syntax
@@ -26,21 +32,50 @@ from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refus
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 _FUNCTIONS: dict[str, Any] = {
     **{name: getattr(functions, name) for name in functions.__all__ if name[0].isupper()},
-    "Max": functions.Max, "Min": functions.Min, "Eq": sympy.Eq, "Ne": sympy.Ne, "Abs": sympy.Abs,
-    "ceiling": sympy.ceiling, "floor": sympy.floor, "And": sympy.And, "Or": sympy.Or, "Not": sympy.Not,
-}  # fmt: skip
+    "Max": functions.Max,
+    "Min": functions.Min,
+    "Eq": sympy.Eq,
+    "Ne": sympy.Ne,
+    "Abs": sympy.Abs,
+    "ceiling": sympy.ceiling,
+    "floor": sympy.floor,
+    "And": sympy.And,
+    "Or": sympy.Or,
+    "Not": sympy.Not,
+}
 _OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: functions.FloorDiv, ast.Mod: functions.Mod, ast.Pow: operator.pow,
-    ast.BitAnd: sympy.And, ast.BitOr: sympy.Or, ast.USub: operator.neg, ast.Invert: sympy.Not,
-    ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: functions.FloorDiv,
+    ast.Mod: functions.Mod,
+    ast.Pow: operator.pow,
+    ast.BitAnd: sympy.And,
+    ast.BitOr: sympy.Or,
+    ast.USub: operator.neg,
+    ast.Invert: sympy.Not,
+    ast.Lt: sympy.Lt,
+    ast.LtE: sympy.Le,
+    ast.Gt: sympy.Gt,
+    ast.GtE: sympy.Ge,
+}
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 _LARGEST = 2**62
 _QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-_NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")  # Python reads `+5` and `-infinity`, too, which nothing writes
-_GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
-_HIGHEST = 64  # the highest power: numbers are evaluated at once, and one such line could take forever
+_NUMBER = re.compile(
+    r"-?(inf|nan|\d)(?!inity)"
+)  # Python reads `+5` and `-infinity`, too, which nothing writes
+_GROWING = (
+    operator.pow,
+    functions.FloatPow,
+    functions.PowByNatural,
+    functions.LShift,
+    functions.RShift,
+)
+_HIGHEST = (
+    64  # the highest power: numbers are evaluated at once, and one such line could take forever
+)
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
 _ANY_SIZE = 61  # the example of a symbol whose text tells none
 _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
@@ -69,7 +104,9 @@ class Sizes:
 
     def define(self, name: str, example: int | float | None) -> None:
         place = len(self._backed)
-        self._backed[name] = backed_symbol(self._env, place, _ANY_SIZE + place if example is None else example)
+        self._backed[name] = backed_symbol(
+            self._env, place, _ANY_SIZE + place if example is None else example
+        )
 
     def number(self, node: ast.expr, place: LinePlace, kind: type = int) -> Any:
         """A size: a number, or a symbolic one."""
@@ -81,7 +118,11 @@ class Sizes:
             return node.value
         if kind is float and isinstance(node, ast.Name) and node.id in ("inf", "nan"):
             return float(node.id)
-        if kind is float and isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant | ast.Name):
+        if (
+            kind is float
+            and isinstance(node, ast.UnaryOp)
+            and isinstance(node.operand, ast.Constant | ast.Name)
+        ):
             return -self.number(node.operand, place, kind)
         value = self._expression(node, place)
         try:
@@ -98,7 +139,9 @@ class Sizes:
         expression = self._expression(node, place)
         if expression.is_Relational or expression.is_Boolean:
             return self.number(node, place, bool)
-        return self.number(node, place, int if expression.is_integer or expression.is_rational else float)
+        return self.number(
+            node, place, int if expression.is_integer or expression.is_rational else float
+        )
 
     def _expression(self, node: ast.expr, place: LinePlace) -> Any:
         parts: Sequence[ast.expr] = ()
@@ -117,14 +160,20 @@ class Sizes:
             case ast.Call(ast.Name(name), parts):
                 function = _FUNCTIONS.get(name)
         if function is None:
-            raise refuse(node, f"expected a size like `4`, `s0` or `2*u0 + 1`, found `{shown(node)}`")
+            raise refuse(
+                node, f"expected a size like `4`, `s0` or `2*u0 + 1`, found `{shown(node)}`"
+            )
         values = [self._expression(part, place) for part in parts]
         if function in _GROWING and not self._is_moderate(values):
-            raise refuse(node, f"expected a power of a symbol, at most {_HIGHEST}, found `{shown(node)}`")
+            raise refuse(
+                node, f"expected a power of a symbol, at most {_HIGHEST}, found `{shown(node)}`"
+            )
         try:
             return function(*values)
         except (TypeError, ValueError, ZeroDivisionError, AssertionError) as error:
-            raise refuse(node, f"`{shown(node)}` is no size: {error or type(error).__name__}") from None
+            raise refuse(
+                node, f"`{shown(node)}` is no size: {error or type(error).__name__}"
+            ) from None
 
     def _is_moderate(self, values: Sequence[Any]) -> bool:
         """Whether a power is quick to evaluate, with the examples of its symbols too."""
@@ -142,7 +191,9 @@ class Sizes:
             return self._backed[name]
         if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
-        owner = split_layer(syntax.path_at(path, place.layer))[0] if path else None  # a layer's own is `L.u0`
+        owner = (
+            split_layer(syntax.path_at(path, place.layer))[0] if path else None
+        )  # a layer's own is `L.u0`
         if (owner, name) not in self._unbacked:
             self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
@@ -167,27 +218,44 @@ class Sizes:
         dtype, shape, strides = self._layout(node, place)
         try:
             if all(type(number) is int for number in shape + strides):
-                return FakeTensor(self.mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+                return FakeTensor(
+                    self.mode,
+                    torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
+                    device,
+                )
             with self.mode:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            AttributeError,
+            AssertionError,
+        ) as error:
             reason = str(error).partition("\n")[0]
             raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
         except KeyError as error:  # torch's, of the table in which it looks for bounds
-            raise refuse(node, f"there is no tensor `{shown(node)}`: the bounds of {error} are not known") from None
+            raise refuse(
+                node, f"there is no tensor `{shown(node)}`: the bounds of {error} are not known"
+            ) from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
         whole, steps = node, None
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             steps, node = _elements(node.slice), node.value
         if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
-            raise refuse(whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`")
+            raise refuse(
+                whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`"
+            )
         if (dtype := DTYPE_OF.get(node.value.id)) is None:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
         shape = tuple([self.number(extent, place) for extent in _elements(node.slice)])
         if steps is None:  # row by row
             extents = [max(extent, 1) if type(extent) is int else extent for extent in shape[:0:-1]]
-            strides = list(itertools.accumulate(extents, lambda step, extent: extent * step, initial=1))
+            strides = list(
+                itertools.accumulate(extents, lambda step, extent: extent * step, initial=1)
+            )
             return dtype, shape, tuple(strides[::-1][: len(shape)])
         if len(steps) != len(shape):
             raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
@@ -217,7 +285,9 @@ def device_named(name: str, node: ast.expr) -> torch.device:
 class Operands:
     """The values that a graph has so far, and how a text names them."""
 
-    def __init__(self, graph: fx.Graph, sizes: Sizes, given: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+    def __init__(
+        self, graph: fx.Graph, sizes: Sizes, given: Mapping[str, Any], allow: tuple[str, ...]
+    ) -> None:
         self._graph, self._sizes, self._given, self._allow = graph, sizes, given, allow
         self.names: dict[str, Any] = {}  # definitions and bodies
         self.attributes: dict[str, Any] = {}
@@ -234,7 +304,9 @@ class Operands:
     def add(self, scope: Scope, name: str, node: fx.Node, at: ast.expr) -> None:
         values = self._values.setdefault(scope, {})
         if name in values:
-            raise refuse(at, f"`{name}` is defined twice in this module: values are named once, `{name}_1`")
+            raise refuse(
+                at, f"`{name}` is defined twice in this module: values are named once, `{name}_1`"
+            )
         values[name] = node
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
@@ -248,14 +320,22 @@ class Operands:
                 return tuple([self.operand(item, place) for item in items])
             case ast.List(items):
                 return [self.operand(item, place) for item in items]
-            case ast.Dict(keys, values) if all(isinstance(k, ast.Constant) or integer(k) is not None for k in keys):
+            case ast.Dict(keys, values) if all(
+                isinstance(k, ast.Constant) or integer(k) is not None for k in keys
+            ):
                 told = [ast.literal_eval(key) for key in keys if key is not None]
-                return dict(zip(told, [self.operand(value, place) for value in values], strict=True))
+                return dict(
+                    zip(told, [self.operand(value, place) for value in values], strict=True)
+                )
             case ast.Call():
                 return self._called(node, place)
         spelled = ast.unparse(node).replace(" ", "")
         if _NUMBER.match(spelled):
-            for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
+            for kind in (
+                int,
+                float,
+                complex,
+            ):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
                 with contextlib.suppress(ValueError):
                     return kind(spelled)
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
@@ -266,7 +346,9 @@ class Operands:
         if not name:
             if (key := syntax.input_key_at(head, place.layer)) not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
-                raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
+                raise refuse(
+                    node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}"
+                )
             return self._inputs[key]
         if not head and name in self.names:
             found = self.names[name]
@@ -291,8 +373,12 @@ class Operands:
         if scope in self._values:
             hint = nearest(name, self._values[scope])
             raise refuse(node, f"no `{name}` before this line in {scope.space} of `{where}`{hint}")
-        hint = nearest(where, [", ".join(known.owners) for known in self._values if known.space == scope.space])
-        raise refuse(node, f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{hint}")
+        hint = nearest(
+            where, [", ".join(known.owners) for known in self._values if known.space == scope.space]
+        )
+        raise refuse(
+            node, f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{hint}"
+        )
 
     def _item(self, source: Any, item: int, at: ast.expr) -> fx.Node:
         """One of several outputs, or a row of a tensor, as a graph of Python takes it."""
@@ -310,7 +396,9 @@ class Operands:
                 known = value.select(0, item)
             except (IndexError, RuntimeError) as error:
                 raise refuse(at, f"`{shown(at)}`: {error}") from None
-        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (source, item), {})
+        taken = append_node(
+            self._graph, "getitem", "call_function", operator.getitem, (source, item), {}
+        )
         taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
         if known is not None:
             taken.meta["val"] = known
@@ -319,13 +407,19 @@ class Operands:
 
     def _called(self, node: ast.Call, place: LinePlace) -> Any:
         match node:
-            case ast.Call(ast.Name("const"), [ast.Constant(told)] | [ast.Constant(), ast.Constant(told)], []):
+            case ast.Call(
+                ast.Name("const"), [ast.Constant(told)] | [ast.Constant(), ast.Constant(told)], []
+            ):
                 return self._by_digest(str(told), node)  # `const("Enum", "digest")`
             case ast.Call(ast.Name("const"), [kind, *content], []) if len(content) < 2:
-                key = ast.unparse(node)  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
+                key = ast.unparse(
+                    node
+                )  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
                 if is_quantised(kind):
                     return self._getter(key, lambda: self._quantised(kind, content, node))
-                return self._getter(key, lambda: self._tensor(self._sizes.value(kind, place), content, node))
+                return self._getter(
+                    key, lambda: self._tensor(self._sizes.value(kind, place), content, node)
+                )
             case ast.Call(ast.Name("slice" | "range" as name), [_, *more], []) if len(more) < 3:
                 ends = [self.operand(end, place) for end in node.args]
                 try:
@@ -333,12 +427,18 @@ class Operands:
                 except (TypeError, ValueError) as error:
                     raise refuse(node, f"`{shown(node)}`: {error}") from None
             case ast.Call(ast.Name("namedtuple"), [ast.Constant(str(name))], _):
-                raise refuse(node, f"no text holds the class of the named tuple `{name}`: write a tuple, `(x, y)`")
+                raise refuse(
+                    node,
+                    f"no text holds the class of the named tuple `{name}`: write a tuple, `(x, y)`",
+                )
             case ast.Call(ast.Name("sym"), [size]):
                 return self._sizes.operand(size, place)
             case ast.Call(ast.Name("device"), [ast.Constant(name)]):
                 return device_named(str(name), node)
-        raise refuse(node, f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own")
+        raise refuse(
+            node,
+            f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own",
+        )
 
     def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
         """The ``get_attr`` of a body or constant, one for all its uses."""
@@ -368,7 +468,9 @@ class Operands:
         return given
 
     def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> Any:
-        told = content[0].value if len(content) == 1 and isinstance(content[0], ast.Constant) else ...
+        told = (
+            content[0].value if len(content) == 1 and isinstance(content[0], ast.Constant) else ...
+        )
         if isinstance(told, str) and (like is None or isinstance(like, torch.Tensor)):
             return _as_told(self._by_digest(told, node), like, node)
         if not isinstance(like, torch.Tensor) or len(content) != 1:
@@ -391,20 +493,34 @@ class Operands:
 def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The values with strides and device of ``like``; what is expanded is stored once."""
     shape, strides = like.shape, like.stride()
-    stored = [1 if stride == 0 and extent else extent for extent, stride in zip(shape, strides, strict=True)]
+    stored = [
+        1 if stride == 0 and extent else extent
+        for extent, stride in zip(shape, strides, strict=True)
+    ]
     for dim, extent in enumerate(stored):
         values = values.narrow(dim, 0, extent)
-    return torch.empty_strided(stored, strides, dtype=values.dtype).copy_(values).to(like.device).expand(shape)
+    return (
+        torch.empty_strided(stored, strides, dtype=values.dtype)
+        .copy_(values)
+        .to(like.device)
+        .expand(shape)
+    )
 
 
 def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
     """A constant by its digest, which is of its bytes: equal bytes of other types have one digest."""
     if like is None or not isinstance(given, torch.Tensor):
         return given
-    ours, theirs = [(t.dtype, t.shape, t.device.type, t.layout is torch.strided and t.stride()) for t in (given, like)]
+    ours, theirs = [
+        (t.dtype, t.shape, t.device.type, t.layout is torch.strided and t.stride())
+        for t in (given, like)
+    ]
     if ours == theirs:
         return given
     flat = bytes_of(given)
     if flat.numel() != like.numel() * like.element_size():
-        raise refuse(node, f"the constant given is {given.dtype} {list(given.shape)}, not `{shown(node.args[0])}`")
+        raise refuse(
+            node,
+            f"the constant given is {given.dtype} {list(given.shape)}, not `{shown(node.args[0])}`",
+        )
     return _laid_out(flat.view(like.dtype).reshape(like.shape), like)

@@ -32,7 +32,9 @@ class Operator:
 
     text: str  # its full spelling
     short: str  # what its values are named after
-    group_arguments: frozenset[int | str] = frozenset()  # positions and names of those that name process groups
+    group_arguments: frozenset[int | str] = (
+        frozenset()
+    )  # positions and names of those that name process groups
     floats: bool = False  # it communicates, or packs for it: its lines stand among other layers'
     launches: bool = False  # it starts a collective, a send or a receive
 
@@ -56,7 +58,9 @@ def function_of(target: Callable[..., Any]) -> Operator:
         places = [place for place, argument in names if argument in ("group_name", "process_group")]
         text = ".".join(word(part) for part in (namespace, name, told.overload_name) if part)
         groups: frozenset[int | str] = frozenset([*places, "group_name"] if places else ())
-        return Operator(text, name, groups, floats=namespace in _FLOATING, launches=launches(target))
+        return Operator(
+            text, name, groups, floats=namespace in _FLOATING, launches=launches(target)
+        )
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
     home = target.__module__ if hasattr(target, "__module__") else ""
@@ -77,33 +81,93 @@ def word(text: str) -> str:
     return likeness if likeness.isidentifier() else f"_{likeness}"
 
 
-NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd", "bucketing", "fsdp"})
+NAMESPACES = frozenset(
+    {"aten", "prims", "_c10d_functional", "_c10d_functional_autograd", "bucketing", "fsdp"}
+)
 """Namespaces whose operators compute and communicate, and do nothing else."""
 
 FORBIDDEN = frozenset({"aten.from_file"})  # operators of these namespaces that touch files
 
-HIGHER_ORDER = frozenset({
-    "cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "flex_attention_backward",
-    "invoke_subgraph", "wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint",
-    "auto_functionalized", "auto_functionalized_v2", "with_effects", "run_and_save_rng_state",
-    "run_with_rng_state", "graphsafe_run_with_rng_state", "out_dtype", "autograd_function_apply",
-})  # fmt: skip
+HIGHER_ORDER = frozenset(
+    {
+        "cond",
+        "while_loop",
+        "scan",
+        "associative_scan",
+        "map_impl",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "wrap_with_set_grad_enabled",
+        "wrap_with_autocast",
+        "tag_activation_checkpoint",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "with_effects",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "graphsafe_run_with_rng_state",
+        "out_dtype",
+        "autograd_function_apply",
+    }
+)
 """Higher-order operators that run nothing but the bodies and operators which they are given."""
 
 _OPERATOR = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "getitem", "eq", "ne", "lt",
-    "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert", "lshift", "rshift", "matmul", "is_", "is_not",
-    "iadd", "isub", "imul", "itruediv",
-)  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "neg",
+    "pos",
+    "abs",
+    "getitem",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+    "xor",
+    "not_",
+    "invert",
+    "lshift",
+    "rshift",
+    "matmul",
+    "is_",
+    "is_not",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATOR},
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "sqrt", "trunc")},
-    **{f"torch.{name}": getattr(torch, name) for name in (
-        "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check", "tensor"
-    )},
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in (
+            "sym_int",
+            "sym_float",
+            "sym_max",
+            "sym_min",
+            "sym_not",
+            "sym_ite",
+            "sym_sum",
+            "_check",
+            "tensor",
+        )
+    },
     **graph_text.FUNCTIONS_OF_DYNAMO,
-    "builtins.max": max, "builtins.min": min, "builtins.round": round,
-}  # fmt: skip
+    "builtins.max": max,
+    "builtins.min": min,
+    "builtins.round": round,
+}
 """Plain functions that a text may call."""
 
 
@@ -123,9 +187,13 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     if space == "hop":
         known = {word(key): found for key, found in graph_text.higher_order_operators().items()}
         if rest not in known:
-            raise UnknownOperator(f"torch has no higher-order operator `{rest}`{nearest(rest, known)}")
+            raise UnknownOperator(
+                f"torch has no higher-order operator `{rest}`{nearest(rest, known)}"
+            )
         if rest not in HIGHER_ORDER:
-            raise UnknownOperator(f"hop.{rest} may run code that the graph does not show: no text may call it")
+            raise UnknownOperator(
+                f"hop.{rest} may run code that the graph does not show: no text may call it"
+            )
         return known[rest]
     if not rest:
         raise UnknownOperator(
@@ -134,10 +202,14 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     if space == "torch" and (found := _torch_function(name)) is not None:
         return found
     if space in ("operator", "math", "torch", "builtins"):
-        raise UnknownOperator(f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}")
+        raise UnknownOperator(
+            f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}"
+        )
     if space not in NAMESPACES.union(allow):
         advice = f"if its operators are safe to run, give allow=[{space!r}]"
-        raise UnknownOperator(f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: {advice}")
+        raise UnknownOperator(
+            f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: {advice}"
+        )
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
@@ -155,10 +227,27 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     return found if callable(found) and function_of(found).text == name else None
 
 
-_METHODS = frozenset({
-    "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "element_size", "float", "half", "int", "long",
-    "ndimension", "nelement", "short", "redistribute", "to_local",
-})  # fmt: skip
+_METHODS = frozenset(
+    {
+        "bfloat16",
+        "bool",
+        "byte",
+        "char",
+        "cpu",
+        "cuda",
+        "double",
+        "element_size",
+        "float",
+        "half",
+        "int",
+        "long",
+        "ndimension",
+        "nelement",
+        "short",
+        "redistribute",
+        "to_local",
+    }
+)
 """Methods of a tensor, or of a DTensor, that only call operators of other names."""
 
 
@@ -169,12 +258,19 @@ def is_method(name: str) -> bool:
 
 def is_operator(name: str) -> bool:
     """Whether ``aten`` has an operator of that name."""
-    return any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in graph_text.operator_names())
+    return any(
+        found == f"aten::{name}" or found.startswith(f"aten::{name}.")
+        for found in graph_text.operator_names()
+    )
 
 
 def _alternatives(space: str, packet: str) -> str:
     """The overloads of a known operator, or the operator that looks most like an unknown one."""
-    names = [name.partition("::")[2] for name in graph_text.operator_names() if name.startswith(f"{space}::")]
+    names = [
+        name.partition("::")[2]
+        for name in graph_text.operator_names()
+        if name.startswith(f"{space}::")
+    ]
     if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
         return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
     return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
@@ -216,7 +312,9 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
 
 def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
     """The groups that a graph's collectives name, in order of first use."""
-    told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
+    told: Mapping[str, tuple[int, ...] | None] = gm.meta.get(
+        "gt_groups", {}
+    )  # what the text said that it came from
     groups: dict[str, Group] = {}
     taken: set[str] = set()
     for node in gm.graph.nodes:
@@ -253,13 +351,17 @@ def refuse_untold(gm: fx.GraphModule) -> None:
                 )
 
 
-def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]) -> dict[str, str]:
+def names_of_groups(
+    told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]
+) -> dict[str, str]:
     """For each symbol of a text a group of its ranks in this process, best one of that name; else the symbol itself."""
     names = {symbol: given[symbol] for symbol in told if symbol in given}
     for any_name in (False, True):
         for symbol, ranks in told.items():
             for name, group in graph_text.named_groups().items() if symbol not in names else ():
-                is_named = any_name or group.description == _MESH + symbol or symbol == _role(group, {})
+                is_named = (
+                    any_name or group.description == _MESH + symbol or symbol == _role(group, {})
+                )
                 if is_named and group.ranks == ranks and name not in names.values():
                     names[symbol] = name
                     break
@@ -273,10 +375,14 @@ def groups_of_ranks(
     groups: dict[tuple[int, ...], Group] = {}
     taken = set(known.values())
     for ranks in dict.fromkeys(needed):
-        if (symbol := known.get(ranks)) is None:  # as the mesh that made a group of these ranks called it, else any
+        if (
+            symbol := known.get(ranks)
+        ) is None:  # as the mesh that made a group of these ranks called it, else any
             alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
             found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
-            symbol = _unused(_role(found[0] if found else graph_text.ResolvedGroup(ranks, ""), mesh), taken)
+            symbol = _unused(
+                _role(found[0] if found else graph_text.ResolvedGroup(ranks, ""), mesh), taken
+            )
         groups[ranks] = Group(symbol, ranks)
     return groups
 
@@ -293,10 +399,16 @@ def _role(found: graph_text.ResolvedGroup | None, mesh: Mapping[str, int]) -> st
     if (dimension := mesh_dimension(found.ranks, mesh)) is not None:
         return word(dimension)
     unsaid = {"default_pg": "world", "undefined": "group"}
-    return unsaid.get(found.description, found.description if found.description.isidentifier() else "group")
+    return unsaid.get(
+        found.description, found.description if found.description.isidentifier() else "group"
+    )
 
 
 def _unused(symbol: str, taken: set[str]) -> str:
-    name = next(n for count in itertools.count(1) if (n := f"{symbol}_{count}" if count > 1 else symbol) not in taken)
+    name = next(
+        n
+        for count in itertools.count(1)
+        if (n := f"{symbol}_{count}" if count > 1 else symbol) not in taken
+    )
     taken.add(name)
     return name

@@ -20,16 +20,36 @@ from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
 from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
-from pytest_gtrainer.graphtext.folding import MOST_ADDED, LineBudget, TextBlock, expand, section_names
+from pytest_gtrainer.graphtext.folding import (
+    MOST_ADDED,
+    LineBudget,
+    TextBlock,
+    expand,
+    section_names,
+)
 from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
-from pytest_gtrainer.graphtext.operators import UnknownOperator, function_of, is_method, names_of_groups, operator_named
+from pytest_gtrainer.graphtext.operators import (
+    UnknownOperator,
+    function_of,
+    is_method,
+    names_of_groups,
+    operator_named,
+)
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.spelling import constants as constants_of
 from pytest_gtrainer.graphtext.spelling import spell_module
-from pytest_gtrainer.graphtext.syntax import COMPUTED_SPACES, LinePlace, chain, integer, path_at, refuse, shown
+from pytest_gtrainer.graphtext.syntax import (
+    COMPUTED_SPACES,
+    LinePlace,
+    chain,
+    integer,
+    path_at,
+    refuse,
+    shown,
+)
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
@@ -38,9 +58,12 @@ _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
 def parse(
-    text: str, *, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
+    text: str,
+    *,
+    constants: Mapping[str, Any] | None = None,
+    groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> fx.GraphModule:  # fmt: skip
+) -> fx.GraphModule:
     """The graph of a text, with the metadata that passes read.
 
     Args:
@@ -57,32 +80,50 @@ def parse(
     inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
     is_told = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
-    if is_dump(text) and not is_told and mode is not None:  # its file tells the types of inputs alone
+    if (
+        is_dump(text) and not is_told and mode is not None
+    ):  # its file tells the types of inputs alone
         try:
             FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
         except Exception as error:
-            raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
+            raise TextError(
+                f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1
+            ) from error
     return gm
 
 
 def parser_of(
-    text: str, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
+    text: str,
+    constants: Mapping[str, Any] | None = None,
+    groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> "_Parser":  # fmt: skip
+) -> "_Parser":
     """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:
-        raise TextError(f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1)
+        raise TextError(
+            f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1
+        )
     if version is not None and version != header.VERSION:
-        advice = f"remake it with `{fields['remake']}`" if "remake" in fields else "render the graph again"
+        advice = (
+            f"remake it with `{fields['remake']}`"
+            if "remake" in fields
+            else "render the graph again"
+        )
         if version > header.VERSION:
             advice = "it was made by a newer pytest-gtrainer, so upgrade"
-        raise TextError(f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1)
+        raise TextError(
+            f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1
+        )
     try:
-        with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # an odd escape in a string is no news to anybody
             tree = ast.parse(text)
     except SyntaxError as error:
-        raise TextError(f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0) from None
+        raise TextError(
+            f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0
+        ) from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
@@ -105,14 +146,24 @@ def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
     space, *path = chain(where.value if isinstance(where, ast.Subscript) else where)
     if not names[0] or space.value not in _SPACES or bool(path) == isinstance(node, ast.If):
         found = shown(where)
-        expected = f"one of {', '.join(_SPACES)}" if isinstance(node, ast.If) else "`for i in fwd.layers[0:8]:`"
+        expected = (
+            f"one of {', '.join(_SPACES)}"
+            if isinstance(node, ast.If)
+            else "`for i in fwd.layers[0:8]:`"
+        )
         raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
         raise refuse(where, "a section's own path is not relative")
     if not path:
         return {names[0]: SectionKey(names[0], None)}
-    container, numbers = syntax.static_path(path), [int(name[name.rindex("[") + 1 : -1]) for name in names]
-    return {name: SectionKey(str(space.value), Layer(container, n)) for name, n in zip(names, numbers, strict=True)}
+    container, numbers = (
+        syntax.static_path(path),
+        [int(name[name.rindex("[") + 1 : -1]) for name in names],
+    )
+    return {
+        name: SectionKey(str(space.value), Layer(container, n))
+        for name, n in zip(names, numbers, strict=True)
+    }
 
 
 def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Iterator[Line]:
@@ -129,10 +180,14 @@ def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Ite
                 name = ast.unparse(target)
             case ast.Assign([target]):
                 name = ast.unparse(target) + " ="
-            case ast.Expr(ast.Yield() | ast.YieldFrom() | ast.Call(ast.Name("like" | "drop" | "after"))):
+            case ast.Expr(
+                ast.Yield() | ast.YieldFrom() | ast.Call(ast.Name("like" | "drop" | "after"))
+            ):
                 name = ast.unparse(node)
             case _:
-                raise refuse(node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`")
+                raise refuse(
+                    node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`"
+                )
         yield Line(heading, name, (node, scope))
 
 
@@ -148,9 +203,13 @@ class _Parser:
     """Makes one graph; a body has a parser of its own. All of a text is read and counted before anything is made."""
 
     def __init__(
-        self, statements: Sequence[ast.stmt], sizes: Sizes, given: Mapping[str, Any], allow: tuple[str, ...],
+        self,
+        statements: Sequence[ast.stmt],
+        sizes: Sizes,
+        given: Mapping[str, Any],
+        allow: tuple[str, ...],
         limits: _Limits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph = fx.Graph()
         self.groups: dict[str, tuple[int, ...] | None] = {}
         self._sizes, self._given, self._allow, self._limits = sizes, given, allow, limits
@@ -165,7 +224,8 @@ class _Parser:
         self._keys: dict[str, SectionKey] = {}  # by what ``like(...)`` calls them
         self._modules: dict[str, ast.Assign] = {}  # definitions of called modules, by path
         self._bodies = {
-            body.name: _Parser(body.body, sizes.body(), given, allow, limits) for body in self._read(statements)
+            body.name: _Parser(body.body, sizes.body(), given, allow, limits)
+            for body in self._read(statements)
         }
         self._sections = expand(self._blocks, limits.lines)
 
@@ -186,7 +246,10 @@ class _Parser:
     def module(self) -> fx.GraphModule:
         try:
             gm = fx.GraphModule(self.operands.attributes, self.graph)
-        except (SyntaxError, AttributeError) as error:  # of a constant that is given and has no `repr` in Python
+        except (
+            SyntaxError,
+            AttributeError,
+        ) as error:  # of a constant that is given and has no `repr` in Python
             raise TextError(f"torch.fx cannot write the code of this graph: {error}", 1) from error
         gm.meta["gt_groups"] = self.groups
         return gm
@@ -199,16 +262,24 @@ class _Parser:
             match node:
                 case ast.FunctionDef(name):
                     if node.decorator_list or node.returns or ast.unparse(node.args):
-                        raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {name}():`")
+                        raise refuse(
+                            node,
+                            f"a body takes its inputs in a section `if A:`: expected `def {name}():`",
+                        )
                     if name in bodies or not _BODY_NAME.fullmatch(name):
-                        raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{name}`")
+                        raise refuse(
+                            node,
+                            f"a body's name is its own and ends like `cond_graph_0`, found `{name}`",
+                        )
                     bodies[name] = node
                 case ast.Assign([ast.Name(name)]):
                     if name in defined:
                         raise refuse(node, f"`{name}` is defined twice")
                     defined.add(name)
                     self._define(name, node.value)
-                case ast.Assign([ast.Attribute() | ast.Subscript() as target]) if chain(target)[0].value == "module":
+                case ast.Assign([ast.Attribute() | ast.Subscript() as target]) if (
+                    chain(target)[0].value == "module"
+                ):
                     path = path_at(chain(target)[1:], None)
                     if path in self._modules:
                         raise refuse(node, f"the module `{path}` is defined twice")
@@ -221,7 +292,11 @@ class _Parser:
                     self._blocks.append(block)
                 case _:
                     expected = "a section (`if fwd:`, `for i in fwd.layers[0]:`)"
-                    expected = "a definition like `fsdp = group([0, 4])`" if isinstance(node, ast.Assign) else expected
+                    expected = (
+                        "a definition like `fsdp = group([0, 4])`"
+                        if isinstance(node, ast.Assign)
+                        else expected
+                    )
                     raise refuse(node, f"expected {expected}, found `{shown(node)}`")
         return list(bodies.values())
 
@@ -233,23 +308,37 @@ class _Parser:
             case ast.Call(ast.Name("size"), [], []):
                 self._sizes.define(name, None)
             case ast.Call(ast.Name("size"), [argument]):
-                example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
+                example = (
+                    argument.value if isinstance(argument, ast.Constant) else integer(argument)
+                )
                 if not isinstance(example, int | float) or isinstance(example, bool):
-                    raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
+                    raise refuse(
+                        argument,
+                        f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`",
+                    )
                 self._sizes.define(name, example)
             case ast.Call(ast.Name("device")) if name == "default":
                 self._sizes.device = self.operands.operand(node, nowhere)
-            case ast.Name(word) if (name, word) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
+            case ast.Name(word) if (name, word) in (
+                ("owners", "inferred"),
+                ("returns", "list"),
+                ("returns", "value"),
+            ):
                 self._settings[name] = word
             case _ if name == "structure":
                 self._settings[name] = ast.unparse(node)
             case ast.List(items) if name == "managed":
                 for item in items:
                     if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
-                        raise refuse(item, f"expected a list of parameter names, found `{shown(item)}`")
+                        raise refuse(
+                            item, f"expected a list of parameter names, found `{shown(item)}`"
+                        )
                 self._settings[name] = tuple(ast.literal_eval(node))
             case _:
-                raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
+                raise refuse(
+                    node,
+                    f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`",
+                )
 
     def _group(self, node: ast.expr, ranks: Any) -> tuple[int, ...] | None:
         """The ranks of a group, ``range(0, 8)``, ``[0, 4]`` or None."""
@@ -258,8 +347,13 @@ class _Parser:
         if isinstance(ranks, range | list) and ranks[self._limits.ranks :]:
             said = f"the groups of a text have at most {_MOST_RANKS} ranks together"
             raise refuse(node, f"{said}, and with `{shown(node)}` they have more")
-        if not isinstance(ranks, range | list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
-            raise refuse(node, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`")
+        if not isinstance(ranks, range | list) or not all(
+            type(rank) is int and rank >= 0 for rank in ranks
+        ):
+            raise refuse(
+                node,
+                f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`",
+            )
         self._limits.ranks -= len(ranks)
         return tuple(ranks)
 
@@ -270,17 +364,30 @@ class _Parser:
                 self._result(node, place)
             case ast.AnnAssign() if key.space not in COMPUTED_SPACES:
                 self._input(node, place)
-            case ast.AnnAssign(ast.Name(name), kind, ast.Call() as call) if key.space in COMPUTED_SPACES:
-                place.scope = syntax.scope_at(syntax.links_of("_") if heading is None else chain(heading), place)
-                self.operands.add(place.scope, name, self._computed(name, kind, call, place), node.target)
+            case ast.AnnAssign(ast.Name(name), kind, ast.Call() as call) if (
+                key.space in COMPUTED_SPACES
+            ):
+                place.scope = syntax.scope_at(
+                    syntax.links_of("_") if heading is None else chain(heading), place
+                )
+                self.operands.add(
+                    place.scope, name, self._computed(name, kind, call, place), node.target
+                )
             case _:
                 raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
 
     def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
         links, space = chain(node.target), place.space
         has_default = node.value is not None and space in ("A", "I")
-        if (node.value is not None and not has_default) or len(links) < 2 or links[0].value != space:
-            raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
+        if (
+            (node.value is not None and not has_default)
+            or len(links) < 2
+            or links[0].value != space
+        ):
+            raise refuse(
+                node,
+                f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`",
+            )
         _, fqn, _ = key = syntax.input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
         default = () if node.value is None else (self.operands.operand(node.value, place),)
@@ -324,9 +431,10 @@ class _Parser:
         elif links[-1].kind == "word" and len(links) > 1:
             if word not in self._given:
                 raise refuse(
-                    node, f"no text holds the function `{shown(node)}`: give constants=graphtext.constants(gm) of the "
-                    f"graph that was rendered, or {{{word!r}: function}}"
-                )  # fmt: skip
+                    node,
+                    f"no text holds the function `{shown(node)}`: give constants=graphtext.constants(gm) of the "
+                    f"graph that was rendered, or {{{word!r}: function}}",
+                )
             found = "call_function", self._given[word]
         elif first == "method" and len(links) == 2:
             if not is_method(word):
@@ -344,18 +452,23 @@ class _Parser:
         """Add the module that a line calls: a body of the text, or one that was given and is what the text says."""
         definition = self._modules.get(path)
         said = None if definition is None else definition.value
-        if isinstance(said, ast.Name) and isinstance(body := self.operands.names.get(said.id), fx.GraphModule):
+        if isinstance(said, ast.Name) and isinstance(
+            body := self.operands.names.get(said.id), fx.GraphModule
+        ):
             self.operands.attributes.setdefault(path, body)
             return path
         if path not in self._given:
-            raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
+            raise refuse(
+                node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}"
+            )
         if said is not None and isinstance(given := self._given[path], nn.Module):
             found = ast.unparse(ast.parse(spell_module(given), mode="eval"))
             if found != ast.unparse(said):
                 raise refuse(
-                    said, f"the module given for `{path}` is another one than the text's: expected "
-                    f"`{ast.unparse(said)}`, found `{found}`"
-                )  # fmt: skip
+                    said,
+                    f"the module given for `{path}` is another one than the text's: expected "
+                    f"`{ast.unparse(said)}`, found `{found}`",
+                )
         self.operands.attributes.setdefault(path, self._given[path])
         return path
 
@@ -371,8 +484,13 @@ class _Parser:
                 raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
 
     def _finish(self) -> None:
-        by_convention = {"list": self._results, "value": self._results[0] if self._results else None}
-        results: Any = by_convention.get(self._settings.get("returns", "tuple"), tuple(self._results))
+        by_convention = {
+            "list": self._results,
+            "value": self._results[0] if self._results else None,
+        }
+        results: Any = by_convention.get(
+            self._settings.get("returns", "tuple"), tuple(self._results)
+        )
         results = self._whole[0] if self._whole else results
         output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
@@ -390,7 +508,9 @@ def unfaithful(
     if (namespaces := _namespaces(gm)) is None:
         return None
     try:
-        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes)
+        reread = render(
+            parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes
+        )
     except TextError as error:
         return f"{error}\n  text:  {_shown(text.splitlines()[error.line - 1])}"
     told, again = header.body(text).splitlines(), header.body(reread).splitlines()
@@ -413,7 +533,9 @@ def _namespaces(gm: fx.GraphModule) -> set[str] | None:
     namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
     methods = {str(node.target) for node in calls if node.op == "call_method"}
     try:
-        are_known = all(operator_named(function_of(target).text, namespaces) is target for target in targets)
+        are_known = all(
+            operator_named(function_of(target).text, namespaces) is target for target in targets
+        )
     except UnknownOperator:
         return None
     return namespaces if are_known and all(map(is_method, methods)) else None

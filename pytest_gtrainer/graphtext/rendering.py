@@ -39,13 +39,20 @@ from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller, spell_str
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
-_Drawn = tuple[list[str], list[Section]]  # definitions at the head, then sections, before they are folded
+_Drawn = tuple[
+    list[str], list[Section]
+]  # definitions at the head, then sections, before they are folded
 
 
 def render(
-    gm: AnyGraph, view: str = "full", *, names: Names | None = None, header: Mapping[str, str] | None = None,
-    mesh: Mapping[str, int] | None = None, sizes: str = "both",
-) -> str:  # fmt: skip
+    gm: AnyGraph,
+    view: str = "full",
+    *,
+    names: Names | None = None,
+    header: Mapping[str, str] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    sizes: str = "both",
+) -> str:
     """Return the canonical text of a graph.
 
     Args:
@@ -64,27 +71,40 @@ def render(
         ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names`` that do not fit.
     """
     if sizes not in SIZES:
-        raise ValueError(f"sizes={sizes!r}: dynamic sizes are written as {', '.join(map(repr, SIZES))}")
+        raise ValueError(
+            f"sizes={sizes!r}: dynamic sizes are written as {', '.join(map(repr, SIZES))}"
+        )
     drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
     return _written({**({} if view == "full" else {"view": view}), **(header or {})}, *drawn)
 
 
 def render_layout(
-    layout: BucketLayout, *, header: Mapping[str, str] | None = None, mesh: Mapping[str, int] | None = None
+    layout: BucketLayout,
+    *,
+    header: Mapping[str, str] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> str:
     """The text of a layout, of a graph or of an eager model; ``header`` and ``mesh`` as for ``render``."""
     return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
 def lines_of(
-    gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None, names: Names | None = None
+    gm: AnyGraph,
+    view: str = "full",
+    *,
+    mesh: Mapping[str, int] | None = None,
+    names: Names | None = None,
 ) -> tuple[GraphLine, ...]:
     """The lines of the graph's text, unfolded: what two graphs are compared by."""
     preamble, sections = _draw(adopted(gm, names), view, mesh or {})
-    return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
+    return unfold("\n".join(preamble)) + tuple(
+        line for section in sections for line in section.unfolded()
+    )
 
 
-def _written(header: Mapping[str, str], preamble: Sequence[str], sections: Sequence[Section]) -> str:
+def _written(
+    header: Mapping[str, str], preamble: Sequence[str], sections: Sequence[Section]
+) -> str:
     return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
 
 
@@ -94,14 +114,24 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
     if view == "schedule":
         return schedule_view.draw(gm, mesh)
     if view == "layout":
-        known = {group.ranks: group.symbol for group in reversed(groups_of(gm, mesh).values()) if group.ranks}
+        known = {
+            group.ranks: group.symbol
+            for group in reversed(groups_of(gm, mesh).values())
+            if group.ranks
+        }
         return _layout(bucket_layout(gm), mesh, known)
     raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
-    tensors = (node.meta.get("val") for node in gm.graph.nodes if node.op != "get_attr" and not is_item(node))
-    device = next((value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu")
+    tensors = (
+        node.meta.get("val")
+        for node in gm.graph.nodes
+        if node.op != "get_attr" and not is_item(node)
+    )
+    device = next(
+        (value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu"
+    )
     bodies, bodies_text = _bodies(gm, mesh, backed)
     speller = Speller(gm, mesh, backed, device, bodies)
     scopes, output = speller.scopes, gm.graph.output_node()
@@ -112,7 +142,9 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     if not isinstance(output.args[0], tuple):
         settings.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
     structure = output.meta.get("gt_structure")
-    if structure is None and "gt_outputs" not in output.meta:  # names say the structure of a traced step
+    if (
+        structure is None and "gt_outputs" not in output.meta
+    ):  # names say the structure of a traced step
         structure = result_structure(gm.graph)
     if structure is not None and (spelled := spell_structure(structure)) is not None:
         settings.append(f"structure = {spelled}")
@@ -120,7 +152,11 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
         settings.append(f"managed = {list(managed)}")
-    sections = [*_input_sections(speller), *_schedule_sections(speller), *_output_sections(output, speller)]
+    sections = [
+        *_input_sections(speller),
+        *_schedule_sections(speller),
+        *_output_sections(output, speller),
+    ]
     definitions = [str(group) for group in speller.groups.values()]
     definitions += [] if is_body else backed.definitions()
     definitions += [f'default = device("{device}")'] if device != "cpu" else []
@@ -129,13 +165,17 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     return definitions + settings + modules + bodies_text, sections
 
 
-def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[str, str], list[str]]:
+def _bodies(
+    gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed
+) -> tuple[dict[str, str], list[str]]:
     """Graphs inside the graph by their attributes, and their text, as they are used; equal ones have one name."""
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes:
         called = {str(operand.target): body for operand, body in bodies_of(gm, user).items()}
-        if user.op == "call_module" and isinstance(module := held(gm, str(user.target)), fx.GraphModule):
+        if user.op == "call_module" and isinstance(
+            module := held(gm, str(user.target)), fx.GraphModule
+        ):
             called[str(user.target)] = module
         for path, body in called.items():
             if path in names:
@@ -144,7 +184,11 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
             names[path] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
-    return names, [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
+    return names, [
+        line
+        for content, name in by_content.items()
+        for line in [f"def {name}():", *content.splitlines()]
+    ]
 
 
 def _input_sections(speller: Speller) -> Iterable[Section]:
@@ -169,8 +213,16 @@ def _schedule_sections(speller: Speller) -> Iterable[Section]:
         for scope, members in itertools.groupby(computed[here], scopes.of.__getitem__):
             heading = speller.enter_scope(scope)
             for node in members:
-                told = [speller.type_of(node.meta.get("val")), *tags_of(node, node in scopes.unowned, speller.module)]
-                lines.append(Line(heading, f"{speller.names[node][1]}: {' | '.join(told)} = {speller.call(node)}"))
+                told = [
+                    speller.type_of(node.meta.get("val")),
+                    *tags_of(node, node in scopes.unowned, speller.module),
+                ]
+                lines.append(
+                    Line(
+                        heading,
+                        f"{speller.names[node][1]}: {' | '.join(told)} = {speller.call(node)}",
+                    )
+                )
         yield Section(key, tuple(lines))
 
 
@@ -189,23 +241,34 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     for fqn, leaf in zip(told, leaves, strict=True):
         known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
         neighbour = layers[-1] if layers else None  # a constant stands with it
-        layers.append(split_layer(fqn)[0] if fqn is not None else known.layer if known else neighbour)
+        layers.append(
+            split_layer(fqn)[0] if fqn is not None else known.layer if known else neighbour
+        )
     for key, here in stretches([SectionKey("out", layer) for layer in layers]):
         speller.enter_section(key)
         lines = []
         for fqn, leaf in zip(told[here], leaves[here], strict=True):
             value = speller.argument(leaf)
-            lines.append(Line("", f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}"))
+            lines.append(
+                Line(
+                    "",
+                    f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}",
+                )
+            )
         yield Section(key, tuple(lines))
 
 
-def _layout(layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]) -> _Drawn:
+def _layout(
+    layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
+) -> _Drawn:
     """A layout; ``known`` are symbols of groups by their ranks."""
     groups = groups_of_ranks([payload.ranks for payload in layout.payloads], mesh, known)
     placed = []
     for payload in layout.payloads:
         layers = {split_layer(fqn)[0] for fqn in payload.parameters}
-        placed.append((SectionKey(payload.collective, layers.pop() if len(layers) == 1 else None), payload))
+        placed.append(
+            (SectionKey(payload.collective, layers.pop() if len(layers) == 1 else None), payload)
+        )
     kinds = {key.space: place for place, (key, _) in reversed(list(enumerate(placed)))}
     placed.sort(key=lambda pair: kinds[pair[0].space])
     sections = []

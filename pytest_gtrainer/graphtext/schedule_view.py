@@ -31,9 +31,14 @@ from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
 from pytest_gtrainer.graphtext.sections import Line, Scope, Section, common_parent, section_keys
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 
-_GUARDS = frozenset({
-    "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size"
-})  # fmt: skip
+_GUARDS = frozenset(
+    {
+        "_assert_scalar",
+        "_assert_tensor_metadata",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+    }
+)
 _SYNCS = frozenset({"_local_scalar_dense", "item"})
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _HEAVY = re.compile(r"mm$|attention|convolution")
@@ -56,7 +61,9 @@ def is_free(node: fx.Node) -> bool:
 
 def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[fx.Node, fx.Node]:
     """The launch or wait that a node is shown as a part of."""
-    from_inputs: set[fx.Node] = set()  # nothing but graph inputs has gone into these, and no collective
+    from_inputs: set[fx.Node] = (
+        set()
+    )  # nothing but graph inputs has gone into these, and no collective
     for node in nodes:
         operands = operands_of(node)
         known = all(operand in from_inputs or operand.op == "placeholder" for operand in operands)
@@ -66,14 +73,21 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
     def same_bucket(node: fx.Node, event: fx.Node) -> bool:
         return scopes[node].is_bucket and scopes[node] == scopes[event]
 
-    before = _serving(reversed(nodes), is_launch, users_of, lambda n, event: n in from_inputs or same_bucket(n, event))
+    before = _serving(
+        reversed(nodes),
+        is_launch,
+        users_of,
+        lambda n, event: n in from_inputs or same_bucket(n, event),
+    )
     return before | _serving(nodes, is_wait, operands_of, same_bucket)
 
 
 def _serving(
-    nodes: Iterable[fx.Node], is_event: Callable[[fx.Node], bool], neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    nodes: Iterable[fx.Node],
+    is_event: Callable[[fx.Node], bool],
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
-) -> dict[fx.Node, fx.Node]:  # fmt: skip
+) -> dict[fx.Node, fx.Node]:
     """The one event that a node's neighbours are or serve, with nothing but such nodes and free ones between them."""
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()
@@ -105,8 +119,12 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """What a collective moves: its result, or its operands where these are known to be larger; if fused, nothing."""
     if is_fused(launch):
         return []
-    sides = [[node.meta.get("val") for node in nodes] for nodes in (sent_operands(launch), [launch])]
-    sent, received = ([leaf for leaf in pytree.tree_leaves(s) if isinstance(leaf, torch.Tensor)] for s in sides)
+    sides = [
+        [node.meta.get("val") for node in nodes] for nodes in (sent_operands(launch), [launch])
+    ]
+    sent, received = (
+        [leaf for leaf in pytree.tree_leaves(s) if isinstance(leaf, torch.Tensor)] for s in sides
+    )
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
 
@@ -114,14 +132,20 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
 def communicates(gm: fx.GraphModule) -> bool:
     """Whether a graph, or one inside it, launches a collective."""
     computed = filter(is_computed, gm.graph.nodes)
-    return any(is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed)
+    return any(
+        is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed
+    )
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-_NOTHING = "schedule = []"  # what a schedule without any operator says, so that its text is not empty
+_NOTHING = (
+    "schedule = []"  # what a schedule without any operator says, so that its text is not empty
+)
 
 
-def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:
+def draw(
+    gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None
+) -> tuple[list[str], list[Section]]:
     """Groups, symbols (unless there is an ``outer`` graph) and graphs inside that communicate; then the sections."""
     backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
@@ -133,9 +157,15 @@ def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = Non
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
             calls.setdefault(node, []).append(name)
-    text = [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
+    text = [
+        line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]
+    ]
     sections = list(_Schedule(speller, calls).sections())
-    preamble = [*map(str, speller.groups.values()), *(backed.definitions() if outer is None else ()), *text]
+    preamble = [
+        *map(str, speller.groups.values()),
+        *(backed.definitions() if outer is None else ()),
+        *text,
+    ]
     return preamble if preamble or sections or outer else [_NOTHING], sections
 
 
@@ -146,15 +176,26 @@ class _Schedule:
         self._speller, self._calls = speller, calls
         self._nodes, self._scopes = speller.scopes.computed, speller.scopes.of
         self._serves = packing(self._nodes, self._scopes)
-        served = ((operand, event) for node, event in self._serves.items() for operand in node.all_input_nodes)
-        packed = {(operand, event) for operand, event in served if self._serves.get(_source(operand)) is not event}
+        served = (
+            (operand, event)
+            for node, event in self._serves.items()
+            for operand in node.all_input_nodes
+        )
+        packed = {
+            (operand, event)
+            for operand, event in served
+            if self._serves.get(_source(operand)) is not event
+        }
         self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
 
     def sections(self) -> Iterable[Section]:
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
         operators = [operator_of(node) for node in shown]
-        floats = [scope.floats or op.floats or op.launches for op, scope in zip(operators, scopes, strict=True)]
+        floats = [
+            scope.floats or op.floats or op.launches
+            for op, scope in zip(operators, scopes, strict=True)
+        ]
         keys = section_keys([scope.key for scope in scopes], floats)
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
             self._speller.enter_section(key)
@@ -168,7 +209,9 @@ class _Schedule:
         if is_launch(node) or node in self._calls:
             return node
         scope = self._scopes[node]
-        return scope.space, scope.owners if scope.is_bucket else scope.layer or scope.owners[0].partition(".")[0]
+        return scope.space, scope.owners if scope.is_bucket else scope.layer or scope.owners[
+            0
+        ].partition(".")[0]
 
     def _line(self, nodes: Sequence[fx.Node]) -> str:
         first = nodes[0]
@@ -181,8 +224,14 @@ class _Schedule:
             return f"call({self._module(scopes)}, {operator_of(first).short}, {', '.join(self._calls[first])})"
         # the operators with their numbers: waits for the device, then products, then others
         counts = Counter(operator_of(node).short for node in nodes)
-        kinds = sorted(counts, key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]))
-        told = [f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short) for short in kinds[:_MOST_KINDS]]
+        kinds = sorted(
+            counts,
+            key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]),
+        )
+        told = [
+            f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short)
+            for short in kinds[:_MOST_KINDS]
+        ]
         told += ["..."] * (len(kinds) > _MOST_KINDS)
         return f"compute({self._module(scopes)}, {', '.join(told)}, ops={len(nodes)})"
 
@@ -214,5 +263,9 @@ class _Schedule:
 
     def _module(self, scopes: Sequence[Scope]) -> str:
         first = scopes[0]
-        owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
+        owners = (
+            first.owners
+            if first.is_bucket
+            else (common_parent([scope.owners[0] for scope in scopes]),)
+        )
         return self._speller.heading(Scope(owners, first.space, first.is_bucket))

@@ -27,8 +27,24 @@ from pytest_gtrainer.graph import nodes as marks
 from pytest_gtrainer.graph import parts_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import operator_of
-from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, split_layer
-from pytest_gtrainer.graphtext.syntax import AT, CHUNK, InputKey, LinePlace, chain, path_at, refuse, shown
+from pytest_gtrainer.graphtext.sections import (
+    NOWHERE,
+    RESERVED,
+    Scope,
+    common_parent,
+    is_word,
+    split_layer,
+)
+from pytest_gtrainer.graphtext.syntax import (
+    AT,
+    CHUNK,
+    InputKey,
+    LinePlace,
+    chain,
+    path_at,
+    refuse,
+    shown,
+)
 
 UNOWNED, MISMARKED = "unowned", "mismarked"
 TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
@@ -43,7 +59,9 @@ class Scopes:
     """Where the nodes of a graph belong."""
 
     of: dict[fx.Node, Scope] = field(default_factory=dict)  # of all nodes that have a value
-    computed: list[fx.Node] = field(default_factory=list)  # with a line of their own in the schedule, in order
+    computed: list[fx.Node] = field(
+        default_factory=list
+    )  # with a line of their own in the schedule, in order
     inputs: dict[fx.Node, InputKey] = field(default_factory=dict)  # their names
     unowned: set[fx.Node] = field(default_factory=set)  # computed nodes without a module
 
@@ -53,7 +71,11 @@ def is_item(node: fx.Node) -> bool:
     if node.target is not operator.getitem or node.op != "call_function":
         return False
     source, place = node.args
-    return type(place) is int and isinstance(source, fx.Node) and source.op not in ("placeholder", "get_attr")
+    return (
+        type(place) is int
+        and isinstance(source, fx.Node)
+        and source.op not in ("placeholder", "get_attr")
+    )
 
 
 def is_computed(node: fx.Node) -> bool:
@@ -77,7 +99,9 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
         elif node.op in _CALLS:
             found.computed.append(node)
             if bucket := node.meta.get("fsdp_bucket"):
-                found.of[node] = Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
+                found.of[node] = Scope(
+                    tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True
+                )
                 continue
             if not (fqn := marks.node_fqn(node)) and (fqn := _inferred(node, found.of)):
                 found.unowned.add(node)
@@ -103,7 +127,11 @@ def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
         return common
-    layers = [f"{scope.layer.container}.{scope.layer.number}" for scope in known if scope.layer is not None]
+    layers = [
+        f"{scope.layer.container}.{scope.layer.number}"
+        for scope in known
+        if scope.layer is not None
+    ]
     return layers[-1] if layers else common
 
 
@@ -148,7 +176,11 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
 
 def _annotations(custom: dict[Any, Any]) -> list[str]:
     """Annotations that a text can hold; other values are left out."""
-    told = {key: custom[key] for key in custom if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])}
+    told = {
+        key: custom[key]
+        for key in custom
+        if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])
+    }
     words = sorted(key for key in told if isinstance(key, str) and is_word(key))
     odd = {key: value for key, value in sorted(told.items(), key=str) if key not in words}
     spelled = [f"{key}={told[key]!r}" for key in words] + ([f"**{odd!r}"] if odd else [])
@@ -159,7 +191,9 @@ def _is_literal(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_literal, value)))
 
 
-def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
+def write_tags(
+    meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool
+) -> None:
     """Write what a line's tags and scope say into the metadata of its node; what is no tag is a TextError."""
     mismarked, own_fqn = False, ""
     told: dict[str, Any] = {}
@@ -181,7 +215,10 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
             case ast.Name(kind) if kind != "custom":
                 raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
             case _:
-                raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
+                raise refuse(
+                    node,
+                    f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`",
+                )
     scope = place.scope
     if (scope.space == "bwd") != mismarked:
         meta["autograd_backward"] = True
@@ -193,13 +230,20 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
         meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
 
 
-def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
+def _chunk(
+    node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace
+) -> dict[str, Any]:
     """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
-    words: list[Any] = [w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more]
+    words: list[Any] = [
+        w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more
+    ]
     boundaries = (marks.SPLIT_BOUNDARY, marks.MATERIALIZATION)
     known = words and (type(words[0]) is int or words[0] in boundaries)
     if not known or words[1:] not in ([], [marks.EAGER]):
-        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
+        raise refuse(
+            node,
+            f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`",
+        )
     at, producer = words[0], marks.EAGER if words[1:] else marks.GRAPH
     role, chunk = (marks.BODY, at) if isinstance(at, int) else (at, None)
     return marks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
@@ -209,7 +253,11 @@ class _Numbers(ast.NodeTransformer):
     """The numbers that Python has no literal for."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
+        return (
+            ast.copy_location(ast.Constant(float(node.id)), node)
+            if node.id in ("inf", "nan")
+            else node
+        )
 
 
 def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
@@ -221,6 +269,8 @@ def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
         except (ValueError, TypeError):
             raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
         if item.arg is None and not isinstance(value, dict):
-            raise refuse(item.value, f"expected a table like `**{{2: 3}}`, found `{shown(item.value)}`")
+            raise refuse(
+                item.value, f"expected a table like `**{{2: 3}}`, found `{shown(item.value)}`"
+            )
         values |= value if item.arg is None else {item.arg: value}
     return values

@@ -53,11 +53,16 @@ def spell(fqn: str) -> str:
     if not fqn:
         return "_"
     first, *rest = parts_of(fqn)
-    return (first if is_word(first) and first not in RESERVED else f"_[{_quoted(name_of(first))}]") + _tail(rest)
+    return (
+        first if is_word(first) and first not in RESERVED else f"_[{_quoted(name_of(first))}]"
+    ) + _tail(rest)
 
 
 def _tail(parts: list[str]) -> str:
-    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(name_of(p))}]" for p in parts)
+    return "".join(
+        f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(name_of(p))}]"
+        for p in parts
+    )
 
 
 def is_word(part: str) -> bool:
@@ -68,7 +73,11 @@ def is_word(part: str) -> bool:
 
 def _quoted(part: str) -> str:
     escaped = part.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
+    return (
+        '"'
+        + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+        + '"'
+    )
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -87,13 +96,19 @@ def spell_from(fqn: str, here: Layer | None) -> str:
 @functools.lru_cache(maxsize=1 << 16)
 def spell_input(space: str, fqn: str, here: Layer | None) -> str:
     """A graph input as seen from a layer."""
-    return space + _tail(parts_of(fqn)) if _is_index(fqn.partition(".")[0]) else f"{space}.{spell_from(fqn, here)}"
+    return (
+        space + _tail(parts_of(fqn))
+        if _is_index(fqn.partition(".")[0])
+        else f"{space}.{spell_from(fqn, here)}"
+    )
 
 
 def common_parent(fqns: list[str]) -> str:
     """The longest path that all of them begin with."""
     levels = zip(*(parts_of(fqn) for fqn in fqns))  # noqa: B905 - the shortest path ends it
-    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
+    return ".".join(
+        names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)
+    )
 
 
 _REACH = 4  # at most so many stretches of other layers lie inside one
@@ -144,7 +159,9 @@ class Line(NamedTuple):
 
     heading: str
     text: str
-    source: Any = None  # its syntax tree where ``syntax`` has read it; ``text`` is then only its name
+    source: Any = (
+        None  # its syntax tree where ``syntax`` has read it; ``text`` is then only its name
+    )
 
     @property
     def name(self) -> str:

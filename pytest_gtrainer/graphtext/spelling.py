@@ -21,7 +21,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 
-from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_kernel_call, is_unbacked, kernel_of
+from pytest_gtrainer._torch.graph_text import (
+    SYMBOLIC,
+    expression,
+    hint,
+    is_kernel_call,
+    is_unbacked,
+    kernel_of,
+)
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import spell_dtype
@@ -58,7 +65,10 @@ def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
             elif node.op == "call_module":
                 held.append(module.get_submodule(str(node.target)))
             elif node.op == "call_function":
-                held += [*_kernel_of(node), *([] if is_known_by_name(node.target) else [node.target])]
+                held += [
+                    *_kernel_of(node),
+                    *([] if is_known_by_name(node.target) else [node.target]),
+                ]
             for value in held:
                 if not isinstance(value, _SPELLED_WHOLE) and spell_literal(value) is None:
                     yield node, value
@@ -125,7 +135,9 @@ class Backed:
     """The backed symbols of a graph and its bodies, what is known of their values, and which of ``SIZES`` is told."""
 
     sizes: str = "both"
-    _known: dict[sympy.Symbol, tuple[str, Any]] = field(default_factory=dict)  # its name and its hint
+    _known: dict[sympy.Symbol, tuple[str, Any]] = field(
+        default_factory=dict
+    )  # its name and its hint
     _counts: Counter[str] = field(default_factory=Counter)
 
     def name(self, symbol: sympy.Symbol, value: Any) -> str:
@@ -137,7 +149,10 @@ class Backed:
 
     def definitions(self) -> list[str]:
         """``s0 = size(16)`` for each."""
-        return [f"{name} = size({known if self.sizes == 'both' else ''})" for name, known in self._known.values()]
+        return [
+            f"{name} = size({known if self.sizes == 'both' else ''})"
+            for name, known in self._known.values()
+        ]
 
 
 def _kind(symbol: sympy.Symbol) -> str:
@@ -146,21 +161,33 @@ def _kind(symbol: sympy.Symbol) -> str:
 
 
 _NUMBERS = {
-    torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
-}  # fmt: skip
+    torch.SymInt: "int",
+    torch.SymFloat: "float",
+    torch.SymBool: "bool",
+    bool: "bool",
+    int: "int",
+    float: "float",
+}
 
 
 class Speller:
     """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
 
     def __init__(
-        self, gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, device: str = "cpu",
-        bodies: Mapping[str, str] | None = None, most_owners: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        gm: fx.GraphModule,
+        mesh: Mapping[str, int],
+        backed: Backed,
+        device: str = "cpu",
+        bodies: Mapping[str, str] | None = None,
+        most_owners: int | None = None,
+    ) -> None:
         self._gm, self._backed, self._device, self._bodies = gm, backed, device, bodies or {}
         self._most_owners = most_owners
         self.scopes, self.groups = scopes_of(gm.graph.nodes), groups_of(gm, mesh)
-        self.names = names_of(self.scopes, [*(group.symbol for group in self.groups.values()), *self._bodies.values()])
+        self.names = names_of(
+            self.scopes, [*(group.symbol for group in self.groups.values()), *self._bodies.values()]
+        )
         self._key = SectionKey("fwd", None)
         self._scope: Scope | None = None
         self._owner: dict[sympy.Symbol, tuple[Layer | None, str]] = {}
@@ -289,7 +316,9 @@ class Speller:
             expression = told.xreplace({one: sympy.sympify(hint(one, value)) for one in backed})
         free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
         renamed = {  # with the assumptions that decide how an expression is printed
-            symbol: sympy.Symbol(self._symbol(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real)
+            symbol: sympy.Symbol(
+                self._symbol(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real
+            )
             for symbol in free
         }
         is_example = expression.is_Float and told is not expression
@@ -305,7 +334,11 @@ class Speller:
             self._owner[symbol] = (here, f"{kind}{self._counts[here, kind]}")
             self._counts[here, kind] += 1
         layer, name = self._owner[symbol]
-        return name if layer is None else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
+        return (
+            name
+            if layer is None
+            else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
+        )
 
 
 def spell_object(value: Any) -> str:
@@ -327,7 +360,9 @@ def spell_module(module: nn.Module) -> str:
 def spell_kernel(kernel: Any) -> str:
     """A Triton kernel: ``const('kernels.add', '0123456789ab')``."""
     try:
-        digest = hashlib.sha256(kernel_description(kernel).encode(errors="backslashreplace")).hexdigest()[:12]
+        digest = hashlib.sha256(
+            kernel_description(kernel).encode(errors="backslashreplace")
+        ).hexdigest()[:12]
     except CannotShow:
         return f"const({name_of(function_under(kernel))!r})"
     return "None" if kernel is None else f"const({name_of(function_under(kernel))!r}, {digest!r})"
@@ -359,7 +394,9 @@ def _structure_below(structure: Any, numbers: Iterator[int]) -> str:
         return "{" + ", ".join(f"{spell_key(key)}: {item}" for key, item in pairs) + "}"
     if structure.type in (list, tuple):
         return _sequence(structure.type(items), str)
-    return f"{name_of(structure.type)}({', '.join([repr(_spell_context(structure.context)), *items])})"
+    return (
+        f"{name_of(structure.type)}({', '.join([repr(_spell_context(structure.context)), *items])})"
+    )
 
 
 def _spell_context(context: Any) -> str:
@@ -396,4 +433,6 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
 
 def _sequence(items: Sequence[Any], spell: Callable[[Any], str]) -> str:
     told = ", ".join([spell(item) for item in items])
-    return f"[{told}]" if isinstance(items, list) else f"({told},)" if len(items) == 1 else f"({told})"
+    return (
+        f"[{told}]" if isinstance(items, list) else f"({told},)" if len(items) == 1 else f"({told})"
+    )

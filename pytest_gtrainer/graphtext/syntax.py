@@ -80,11 +80,16 @@ def _index(node: ast.Subscript) -> Link:
             return Link("word", word, node)
         case ast.Name("i"):
             return Link("index", 0, node, relative=True)
-        case ast.BinOp(ast.Name("i"), ast.Add() | ast.Sub() as sign, right) if (away := integer(right)) is not None:
+        case ast.BinOp(ast.Name("i"), ast.Add() | ast.Sub() as sign, right) if (
+            away := integer(right)
+        ) is not None:
             return Link("index", away if isinstance(sign, ast.Add) else -away, node, relative=True)
         case place if (number := integer(place)) is not None:
             return Link("index", number, node)
-    raise refuse(node.slice, f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(node.slice)}]`')
+    raise refuse(
+        node.slice,
+        f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(node.slice)}]`',
+    )
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -121,11 +126,15 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
     else:
         place, distance = links.index(link), int(link.value)  # type: ignore[arg-type]
         if not place:
-            raise refuse(link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`")
+            raise refuse(
+                link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`"
+            )
         head, rest = static_path(links[:place]), links[place + 1 :]
     tail = f".{static_path(rest)}" if rest else ""
     if here is None:
-        raise refuse(link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none")
+        raise refuse(
+            link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none"
+        )
     if here.number + distance < 0:
         raise refuse(link.node, f"layer {here.number + distance} of `{head}` does not exist")
     return f"{head or here.container}.{here.number + distance}{tail}"
@@ -140,8 +149,12 @@ def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
         return Scope((path_at(links, place.layer),), space)
     roots = links[1].value if len(links) == 2 else None
     if not isinstance(roots, tuple) or not roots:
-        raise refuse(links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`")
-    return Scope(tuple([path_at(chain(root), place.layer) for root in roots]), space, is_bucket=True)
+        raise refuse(
+            links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`"
+        )
+    return Scope(
+        tuple([path_at(chain(root), place.layer) for root in roots]), space, is_bucket=True
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -193,9 +206,16 @@ class InputKey(NamedTuple):
 def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
     """The key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
     if not is_input(links):
-        raise refuse(links[-1].node, f"expected an input like `P.L.w`, found `{shown(links[-1].node)}`")
+        raise refuse(
+            links[-1].node, f"expected an input like `P.L.w`, found `{shown(links[-1].node)}`"
+        )
     space, links, repeat = str(links[0].value), links[1:], 0
     last = links[-1]
-    if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
+    if (
+        last.kind == "word"
+        and str(last.value)[:1] == "#"
+        and str(last.value)[1:].isdecimal()
+        and len(links) > 1
+    ):
         links, repeat = links[:-1], int(str(last.value)[1:])
     return InputKey(space, path_at(links, here), repeat)

@@ -56,12 +56,16 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
     return tuple(spelling for spelling in SPELLINGS if min(known) < spelling.since <= max(known))
 
 
-def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]) -> bool:
+def same_but_for(
+    spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]
+) -> bool:
     """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
     return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 
 
-def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
+def respelled(
+    lines: Sequence[GraphLine], spellings: Iterable[Spelling]
+) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
     """The lines in the words of the newer torch, for people to read, and the spellings that these lines needed."""
     made, used = list(lines), set()
     graph = dataflow(lines)
@@ -76,7 +80,10 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
     source = graph.values[value.sources[0]].operator if value.sources else ""
-    return next((each for each in spellings if value.operator == each.before and each.of in ("", source)), None)
+    return next(
+        (each for each in spellings if value.operator == each.before and each.of in ("", source)),
+        None,
+    )
 
 
 def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:
@@ -84,7 +91,9 @@ def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[
     graph, values = dataflow(lines), []
     for value in graph.values:
         spelling = _spelling_of(value, graph, spellings)
-        values.append(value._replace(name="", operator=spelling.after if spelling else value.operator))
+        values.append(
+            value._replace(name="", operator=spelling.after if spelling else value.operator)
+        )
     places = [(section, heading) for section, heading, _ in lines]
     bodies = [(name, _content(body, spellings)) for name, body in graph.bodies.items()]
     return [places, values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]

@@ -46,10 +46,14 @@ def held(tensor: Tensor) -> Tensor:
     if kind == "FakeTensor" or tensor.is_meta:
         raise NoBytes(f"a {'fake' if kind == 'FakeTensor' else 'meta'} tensor holds no values")
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise NoBytes(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first")
+        raise NoBytes(
+            f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first"
+        )
     if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
-    if tensor.numel() and not tensor.untyped_storage().nbytes():  # to read it would be a segmentation fault
+    if (
+        tensor.numel() and not tensor.untyped_storage().nbytes()
+    ):  # to read it would be a segmentation fault
         raise NoBytes("its memory was freed, as FSDP does with parameters that it has resharded")
     return tensor
 
@@ -183,7 +187,9 @@ def value(element: Tensor) -> str:
     return format(item, f".{_DIGITS.get(element.dtype, _FEW_DIGITS)}g")
 
 
-_MAGNITUDE = torch.float8_e8m0fnu  # a power of two without a sign: its bits count its numbers as they are
+_MAGNITUDE = (
+    torch.float8_e8m0fnu
+)  # a power of two without a sign: its bits count its numbers as they are
 _PACKED = torch.float4_e2m1fn_x2  # two numbers a byte, none of them NaN or infinite
 
 

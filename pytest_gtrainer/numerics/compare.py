@@ -44,7 +44,9 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
         for side, record in (("actual", actual), ("expected", expected)):
             if record.missing:
                 steps, ranks = (sorted(set(places)) for places in zip(*record.missing, strict=True))
-                doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
+                doubts.append(
+                    f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}"
+                )
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
     sides = entries(actual), entries(expected)
@@ -52,7 +54,9 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     if verdict.outcome == "equal":
         proves_nothing = [words for words in (_shared(*sides), _not_a_proof(sides[1])) if words]
         if proves_nothing:
-            return replace(verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing))
+            return replace(
+                verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing)
+            )
     return verdict
 
 
@@ -97,7 +101,10 @@ def _some(noun: str, numbers: Sequence[int]) -> str:
 
 
 def compare_entries(
-    actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor], doubts: Sequence[str] = (), faults: Sequence[str] = ()
+    actual: Mapping[Key, Tensor],
+    expected: Mapping[Key, Tensor],
+    doubts: Sequence[str] = (),
+    faults: Sequence[str] = (),
 ) -> Verdict:
     """Compare tensors by key; a fault, or a bit, makes them different, a doubt or a missing name at most unverified."""
     common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
@@ -183,10 +190,14 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     a, b = bits.held(actual), bits.held(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: dict[Kind, list[object]] = {
-        "dtype": [a.dtype, b.dtype], "shape": [list(a.shape), list(b.shape)], "stride": [a.stride(), b.stride()]
-    }  # fmt: skip
+        "dtype": [a.dtype, b.dtype],
+        "shape": [list(a.shape), list(b.shape)],
+        "stride": [a.stride(), b.stride()],
+    }
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
-        layouts["placements"] = [f"{side.placements} of {list(side.shape)}" for side in (actual, expected)]
+        layouts["placements"] = [
+            f"{side.placements} of {list(side.shape)}" for side in (actual, expected)
+        ]
     for kind, (ours, theirs) in layouts.items():
         if ours != theirs:
             return Difference(key, kind, str(ours), str(theirs), layout, numel)
@@ -198,9 +209,18 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     x, y = (bits.element_at(side, flat) for side in (a, b))
     place = tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape)))
     return Difference(
-        key, "bits", actual=bits.value(x), expected=bits.value(y), layout=layout, numel=numel, element=place,
-        actual_bits=bits.pattern(x), expected_bits=bits.pattern(y), ulp=bits.ulp_distance(x, y), elements=elements,
-    )  # fmt: skip
+        key,
+        "bits",
+        actual=bits.value(x),
+        expected=bits.value(y),
+        layout=layout,
+        numel=numel,
+        element=place,
+        actual_bits=bits.pattern(x),
+        expected_bits=bits.pattern(y),
+        ulp=bits.ulp_distance(x, y),
+        elements=elements,
+    )
 
 
 class VerdictError(AssertionError):
@@ -242,8 +262,12 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     verdict, explanations = judged(actual, expected, what)
     if verdict.outcome != "equal":
         told = [what, starts_differ(actual, expected), str(verdict), *explanations]
-        if not (verdict.compared or verdict.only_actual or verdict.only_expected or verdict.differences):
-            told.append("give what holds tensors: a record of a run, a module, a tensor, or a mapping or list of some")
+        if not (
+            verdict.compared or verdict.only_actual or verdict.only_expected or verdict.differences
+        ):
+            told.append(
+                "give what holds tensors: a record of a run, a module, a tensor, or a mapping or list of some"
+            )
         raise BitwiseDifference("\n".join(filter(None, told)), verdict)
     return verdict
 
@@ -253,7 +277,11 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
     if not isinstance(actual, Record) or not isinstance(expected, Record):
         return ""
     both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
-    if not (ranks := [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]):
+    if not (
+        ranks := [
+            int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]
+        ]
+    ):
         return ""
     return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
 
@@ -263,13 +291,24 @@ def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list
     ``--gt-bisect``, which pass it was."""
     verdict, explanations = compare(actual, expected), list[str]()
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
-    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
+    facts.tell(
+        "comparison",
+        actual=actual,
+        expected=expected,
+        verdict=verdict,
+        what=what,
+        must_differ=False,
+    )
     facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
     return verdict, explanations
 
 
 def assert_bitwise_different(
-    actual: Tensors, expected: Tensors, *, what: str = "", on: Literal["any rank", "every rank"] = "any rank"
+    actual: Tensors,
+    expected: Tensors,
+    *,
+    what: str = "",
+    on: Literal["any rank", "every rank"] = "any rank",
 ) -> Verdict:
     """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
 
@@ -297,7 +336,9 @@ def assert_bitwise_different(
     elif verdict.outcome == "unverified":
         complaint = "the control run is unverified: it says nothing about this check"
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
-        complaint = "the control run must differ in bits alone: here the two sides are not comparable"
+        complaint = (
+            "the control run must differ in bits alone: here the two sides are not comparable"
+        )
     outcome = "different as required" if complaint is None else f"{verdict.outcome}, control failed"
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
         caller = sys._getframe(1)
@@ -306,7 +347,9 @@ def assert_bitwise_different(
         if verdict.outcome == "equal":
             outcome, complaint = "equal on this rank, judged over all", None
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
-    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
+    facts.tell(
+        "comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True
+    )
     if complaint is not None:
         raise ControlFailed("\n".join(filter(None, [what, complaint, str(verdict)])), verdict)
     return verdict

@@ -93,11 +93,18 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
     "sglang_tree": {"NCCL_ALGO": "allreduce:tree"},
     # vLLM batch_invariant.override_envs_for_invariance: trees, one channel, one protocol.
     "vllm_batch_invariant": {
-        "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_P2P_NET_DISABLE": "1",
-        "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple", "NCCL_ALGO": "allreduce:tree",
-        "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
+        "NCCL_LAUNCH_MODE": "GROUP",
+        "NCCL_COLLNET_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_P2P_NET_DISABLE": "1",
+        "NCCL_MIN_NCHANNELS": "1",
+        "NCCL_MAX_NCHANNELS": "1",
+        "NCCL_PROTO": "Simple",
+        "NCCL_ALGO": "allreduce:tree",
+        "NCCL_NTHREADS": "1",
+        "NCCL_SOCKET_NTHREADS": "1",
     },
-}  # fmt: skip
+}
 """Environment variables by the name of the preset; ``as_found`` sets nothing."""
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -132,7 +139,9 @@ class Settings:
         """The values in effect now, one a line, with what they were before where that is something else."""
         lines = [f"{'seed':<72} {torch.initial_seed()}"]
         for name, value in knobs.values().items():
-            now, before = ("unset" if v is None else v for v in (value, self._before.get(name, value)))
+            now, before = (
+                "unset" if v is None else v for v in (value, self._before.get(name, value))
+            )
             lines.append(f"{name:<72} {now}{'' if before == now else f'  (was {before})'}")
         return "\n".join(lines)
 
@@ -184,8 +193,12 @@ def call_under(config: DebugConfig, nccl: str, function: Callable[..., Any], *ar
 def _set_nccl(stack: ExitStack, preset: str) -> None:
     """NCCL reads its variables when a communicator is made; afterwards it is too late."""
     if preset not in NCCL_PRESETS:
-        raise ValueError(f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}")
-    differing = {name: value for name, value in NCCL_PRESETS[preset].items() if os.environ.get(name) != value}
+        raise ValueError(
+            f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}"
+        )
+    differing = {
+        name: value for name, value in NCCL_PRESETS[preset].items() if os.environ.get(name) != value
+    }
     if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
         raise DeterminismError(
@@ -197,7 +210,9 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
 
 
 def _nccl_is_up() -> bool:
-    return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    return (
+        dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    )
 
 
 @contextmanager
@@ -277,7 +292,9 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
     """
     names = mesh.mesh_dim_names or ()
     if unknown := [name for name in distinct if name not in names]:
-        raise ValueError(f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}")
+        raise ValueError(
+            f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}"
+        )
     if (coordinates := mesh.get_coordinate()) is None:
         raise ValueError(f"this rank is not on {mesh}")
     place = 0
@@ -287,9 +304,12 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
 
 
 def balanced_loss(
-    loss_sum: torch.Tensor, tokens: torch.Tensor | int, group: dist.ProcessGroup | None = None, *,
+    loss_sum: torch.Tensor,
+    tokens: torch.Tensor | int,
+    group: dist.ProcessGroup | None = None,
+    *,
     gradients: Literal["avg", "sum"] = "avg",
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return this rank's share of the mean over the tokens of all ranks; every rank of the group must call it.
 
     With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their average is. One
@@ -309,7 +329,9 @@ def balanced_loss(
     from pytest_gtrainer._torch.passes import functional_collectives
 
     if loss_sum.numel() != 1:
-        raise ValueError(f"loss_sum is the sum over this rank's tokens, a scalar; not {list(loss_sum.shape)}")
+        raise ValueError(
+            f"loss_sum is the sum over this rank's tokens, a scalar; not {list(loss_sum.shape)}"
+        )
     if gradients not in ("avg", "sum"):
         raise ValueError(f"gradients are reduced by 'avg' or 'sum'; not {gradients!r}")
     group = group if group is not None else dist.group.WORLD

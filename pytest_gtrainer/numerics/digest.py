@@ -36,7 +36,9 @@ def mix128(view: Tensor) -> bytes:
     words = view.view(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=view.device)
     sums = [_mixed(words ^ _mixed(positions * constant)).sum() for constant in _POSITION]
-    return b"".join(int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist())
+    return b"".join(
+        int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist()
+    )
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -75,7 +77,9 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown digest algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
     if scope not in ("local", "global"):
-        raise ValueError(f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)")
+        raise ValueError(
+            f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)"
+        )
     hasher = ALGORITHMS[algorithm][0]()
     if isinstance(value, Record):
         hasher.update(_framed("record", value.world_size, value.rank))
@@ -94,7 +98,10 @@ def _leaves(tensor: Tensor, algorithm: str) -> Iterator[Any]:
         host = view.cpu()  # kept alive by this frame while its memory is read
         yield memory(host)
     else:
-        yield from (ALGORITHMS[algorithm][1](part if on_device else part.cpu()) for part in view.split(_LEAF))
+        yield from (
+            ALGORITHMS[algorithm][1](part if on_device else part.cpu())
+            for part in view.split(_LEAF)
+        )
 
 
 def _framed(*parts: object) -> bytes:

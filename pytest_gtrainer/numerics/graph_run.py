@@ -203,6 +203,11 @@ def _can_be_nan(tensor: Tensor) -> bool:
 
 
 CAN_BE_EXTREME = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+)
 """Dtypes whose NaNs are looked for, and whose inputs get extreme values. Not float8 and below: torch has no isnan."""

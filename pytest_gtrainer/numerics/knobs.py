@@ -60,7 +60,9 @@ class Knob:
             return f"cannot be read: {str(error).splitlines()[0]}"
 
 
-_ROWS = csv.DictReader(resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8").splitlines())
+_ROWS = csv.DictReader(
+    resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8").splitlines()
+)
 KNOBS = tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in _ROWS)
 """The table, in the order in which it is reported."""
 
@@ -72,5 +74,9 @@ def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
 
 def flags(home: str) -> dict[str, bool]:
     """The attributes of a module that ``deterministic`` sets to True or False."""
-    own = (knob for knob in KNOBS if knob.path.startswith(f"{home}:") and knob.setting in ("True", "False"))
+    own = (
+        knob
+        for knob in KNOBS
+        if knob.path.startswith(f"{home}:") and knob.setting in ("True", "False")
+    )
     return {knob.path.partition(":")[2]: knob.setting == "True" for knob in own}

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
+from pytest_gtrainer._torch.autograd import (
+    TorchDispatchMode,
+    in_backward,
+    last_made_node,
+    watching_backward,
+)
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn, spell_dtype
@@ -44,7 +49,9 @@ def _where(fqn: str, towards: str, operator: str) -> str:
     'aten.mm.default in the backward of layers.0.wq'
     """
     pass_ = "backward" if towards == BACKWARD else "forward"
-    return f"{operator} in the {pass_} of {fqn}" if fqn else f"{operator} in the {pass_}, of no module"
+    return (
+        f"{operator} in the {pass_} of {fqn}" if fqn else f"{operator} in the {pass_}, of no module"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +106,17 @@ class OperatorCapture:
 
 
 @contextmanager
-def capture_operators(model: nn.Module, *, keep: OperatorPlace | None = None) -> Iterator[OperatorCapture]:
+def capture_operators(
+    model: nn.Module, *, keep: OperatorPlace | None = None
+) -> Iterator[OperatorCapture]:
     """Record every operator of an eager run in the block, by FQN in ``model`` (else "loss"); ``keep`` its outputs."""
     capture = OperatorCapture(keep)
     mode = _EagerMode(capture)
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, fqn=fqn: mode.modules.append(fqn), prepend=True)
+            enter = module.register_forward_pre_hook(
+                lambda *_, fqn=fqn: mode.modules.append(fqn), prepend=True
+            )
             stack.callback(enter.remove)
             stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -149,7 +160,9 @@ def computes(operator: OpOverload) -> bool:
     if operator.namespace not in _COMPUTING or operator.is_view:
         return False
     name = schema(operator).name.partition("::")[2]
-    return not name.startswith(("empty", "new_empty", "detach", "alias", "resize", "set_", "_local_scalar", "lift"))
+    return not name.startswith(
+        ("empty", "new_empty", "detach", "alias", "resize", "set_", "_local_scalar", "lift")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,22 +186,36 @@ class OperatorVerdict:
         lines = [f"{self.outcome}: {len(self.differing)} of {counted(self.compared, 'operator')}"]
         if self.differing:
             actual, expected = self.differing[0]
-            lines += [f"  first at {expected.place}", f"    actual   {actual.layout} {' '.join(actual.digests)}",
-                      f"    expected {expected.layout} {' '.join(expected.digests)}"]  # fmt: skip
+            lines += [
+                f"  first at {expected.place}",
+                f"    actual   {actual.layout} {' '.join(actual.digests)}",
+                f"    expected {expected.layout} {' '.join(expected.digests)}",
+            ]
             lines += cut("then at", [str(other.place) for _, other in self.differing[1:]])
-        lines += cut("not aligned", [f"{what}: {mine} times in actual, {theirs} in expected"
-                                      for what, mine, theirs in self.unaligned])  # fmt: skip
+        lines += cut(
+            "not aligned",
+            [
+                f"{what}: {mine} times in actual, {theirs} in expected"
+                for what, mine, theirs in self.unaligned
+            ],
+        )
         return "\n".join(lines)
 
 
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
     """Align the calls of ``actual`` and ``expected`` by place; the verdict lists those whose outputs differ."""
-    mine, theirs = (Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected))
+    mine, theirs = (
+        Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected)
+    )
     groups = list(dict.fromkeys([*theirs, *mine]))
     aligned = {group for group in groups if mine[group] == theirs[group]}
     calls = {call.place: call for call in actual.calls}
     pairs = [(calls[call.place], call) for call in expected.calls if call.place[:3] in aligned]
-    differing = tuple(pair for pair in pairs if pair[0].digests != pair[1].digests)  # of layouts, too
-    unaligned = tuple((_where(*group), mine[group], theirs[group]) for group in groups if group not in aligned)
+    differing = tuple(
+        pair for pair in pairs if pair[0].digests != pair[1].digests
+    )  # of layouts, too
+    unaligned = tuple(
+        (_where(*group), mine[group], theirs[group]) for group in groups if group not in aligned
+    )
     outcome: Outcome = "different" if differing else "equal" if pairs else "unverified"
     return OperatorVerdict(outcome, len(pairs), differing, unaligned)

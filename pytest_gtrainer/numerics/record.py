@@ -71,11 +71,17 @@ class Record:
     __slots__ = ("_spool", "_tensors", "meta", "rank", "world_size")
 
     def __init__(
-        self, world_size: int = 1, rank: int | None = None, meta: dict[str, str] | None = None, *,
+        self,
+        world_size: int = 1,
+        rank: int | None = None,
+        meta: dict[str, str] | None = None,
+        *,
         spool: str | PathLike[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if world_size < 1:
-            raise ValueError(f"a record of a run on {world_size} ranks: world_size must be at least 1")
+            raise ValueError(
+                f"a record of a run on {world_size} ranks: world_size must be at least 1"
+            )
         if rank is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.world_size = world_size
@@ -100,7 +106,9 @@ class Record:
         source = plain(tensor)
         copy = byte_view(source).to("cpu", copy=True).view(source.dtype).view(source.shape)
         if self._spool is not None and copy.nbytes >= LARGE:
-            with tempfile.TemporaryFile(dir=self._spool) as file:  # without a name: it goes with the tensor
+            with tempfile.TemporaryFile(
+                dir=self._spool
+            ) as file:  # without a name: it goes with the tensor
                 place = _written(file, copy)
                 file.flush()
                 copy = _mapped(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), *place)
@@ -155,7 +163,12 @@ class Record:
         return self._tensors.items()
 
     def select(
-        self, *, step: int | None = None, rank: int | None = None, phase: str | None = None, name: str | None = None
+        self,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+        name: str | None = None,
     ) -> dict[Key, Tensor]:
         """The entries at one step, rank, phase or name, or any combination of them."""
         wanted = (step, rank, phase, name)
@@ -232,8 +245,17 @@ class Record:
                 record._tensors[record._new_key(step, rank, phase, name)] = _mapped(mapped, *place)
             if lost == 0:
                 return record
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} was cut off or damaged: its index cannot be read ({error})") from error
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(
+                f"{path} was cut off or damaged: its index cannot be read ({error})"
+            ) from error
         raise ValueError(f"{path} was cut off: {lost} bytes before its index are missing")
 
 
@@ -250,7 +272,9 @@ def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
 def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> Tensor:
     kind = getattr(torch, dtype)
     if not (numel := math.prod(shape)):
-        return torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))  # of a quantized dtype, too
+        return (
+            torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))
+        )  # of a quantized dtype, too
     row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
     return row.view(kind).view(list(shape))
 

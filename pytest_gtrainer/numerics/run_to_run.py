@@ -26,7 +26,13 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
 from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
-from pytest_gtrainer.numerics.determinism import DebugConfig, GeneratorStates, active, deterministic, random_states_kept
+from pytest_gtrainer.numerics.determinism import (
+    DebugConfig,
+    GeneratorStates,
+    active,
+    deterministic,
+    random_states_kept,
+)
 from pytest_gtrainer.numerics.record import Tensors, entries
 from pytest_gtrainer.numerics.verdict import where
 
@@ -57,7 +63,9 @@ def once(function: Function) -> Kept:
         return kept(function())
 
 
-def inside(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Function], Kept]:
+def inside(
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Callable[[Function], Kept]:
     """A pressure that is one run inside of a context."""
 
     def run(function: Function) -> Kept:
@@ -83,7 +91,9 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def other_addresses() -> Iterator[None]:
     """Blocks of many sizes are taken before the run, every second one given back: new ones lie elsewhere."""
-    sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [64 * 3**power for power in (10, 11)] * 4
+    sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [
+        64 * 3**power for power in (10, 11)
+    ] * 4
     blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -96,7 +106,9 @@ def other_addresses() -> Iterator[None]:
 @contextmanager
 def busy_core() -> Iterator[None]:
     """Another process takes the time of a core, and ends with this one."""
-    busy = "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: sum(range(20000))"
+    busy = (
+        "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: sum(range(20000))"
+    )
     with subprocess.Popen([sys.executable, "-S", "-c", busy, str(os.getpid())]) as process:
         try:
             yield
@@ -148,22 +160,40 @@ def in_another_process(function: Function) -> Kept:
     """A new Python, with another order of sets and other addresses, from the same random states and switches."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotJudged("another process is no rank of this world")
-    module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    module_name, qualname = (
+        getattr(function, "__module__", ""),
+        getattr(function, "__qualname__", ""),
+    )
     try:
-        found = attrgetter(qualname)(None if module_name == "__main__" else sys.modules.get(module_name))
+        found = attrgetter(qualname)(
+            None if module_name == "__main__" else sys.modules.get(module_name)
+        )
     except AttributeError:
         found = None
     if found is not function:
         name = qualname or repr(function)
-        raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
+        raise NotJudged(
+            f"another process cannot import {name}: define it with def at the top level of a module"
+        )
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         file = getattr(sys.modules[module_name], "__file__", None)
         call.write_bytes(pickle.dumps((module_name, file, qualname, _state())))
-        command = [sys.executable, "-P", "-c", f"from {__name__} import _answer; _answer({str(call)!r})"]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"from {__name__} import _answer; _answer({str(call)!r})",
+        ]
         hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONHASHSEED": hash_seed,
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment
+        )
         if done.returncode:
             raise RuntimeError(f"the run in another process failed:\n{done.stderr}")
         answer: Kept = torch.load(call.with_suffix(".answer"), weights_only=True)
@@ -174,7 +204,10 @@ def in_another_process(function: Function) -> Kept:
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "precision of products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     # of torch's two ways to say it the one that Inductor hears
     "algorithms": (
         torch.get_deterministic_debug_mode,
@@ -246,8 +279,12 @@ class RunToRun:
 
     def __str__(self) -> str:
         lines = [f"equal        {', '.join(self.equal) or 'nothing'}"]
-        lines += [f"not finite   {each}, which is equal whatever computes it" for each in self.not_finite]
-        return "\n".join([*lines, *(f"not judged   {name}: {why}" for name, why in self.not_judged.items())])
+        lines += [
+            f"not finite   {each}, which is equal whatever computes it" for each in self.not_finite
+        ]
+        return "\n".join(
+            [*lines, *(f"not judged   {name}: {why}" for name, why in self.not_judged.items())]
+        )
 
 
 def assert_run_to_run(
@@ -271,7 +308,9 @@ def assert_run_to_run(
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
     report, cuda_started = RunToRun(), torch.cuda.is_initialized()
     first = once(function)
-    if torch.cuda.is_initialized() != cuda_started:  # its generators cannot be put back to before it started
+    if (
+        torch.cuda.is_initialized() != cuda_started
+    ):  # its generators cannot be put back to before it started
         first = once(function)
     plain = [Pressure(f"run {number}", once) for number in range(2, runs + 1)]
     for pressure in (*plain, *pressures):
@@ -279,13 +318,20 @@ def assert_run_to_run(
             result = pressure.run(function)
         except NotJudged as reason:
             report.not_judged[pressure.name] = str(reason)
-            facts.emit("verdict", outcome="not judged", tensors=0, what=f"{what} under {pressure.name}: {reason}")
+            facts.emit(
+                "verdict",
+                outcome="not judged",
+                tensors=0,
+                what=f"{what} under {pressure.name}: {reason}",
+            )
             continue
         verdict = compare(result, first)
         report.not_finite = verdict.not_finite
         facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
         if verdict.outcome != "equal":
-            title = f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
+            title = (
+                f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
+            )
             raise BitwiseDifference(f"{title}\n{verdict}\nbefore that:\n{report}", verdict)
         report.equal.append(pressure.name)
     return report

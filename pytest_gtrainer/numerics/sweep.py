@@ -41,7 +41,9 @@ class Cell:
         'batch2-remat_on-sdpa'
         """
         words = (
-            value if isinstance(value, str) else f"{axis}{'_' if isinstance(value, bool) else ''}{shown(value)}"
+            value
+            if isinstance(value, str)
+            else f"{axis}{'_' if isinstance(value, bool) else ''}{shown(value)}"
             for axis, value in self.settings
         )
         return "-".join(words)
@@ -72,7 +74,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.claim == "equal" and not self.to:
-            raise ValueError("a rule that claims equality says what to: Rule('equal', to='eager fully_shard')")
+            raise ValueError(
+                "a rule that claims equality says what to: Rule('equal', to='eager fully_shard')"
+            )
         if self.claim != "equal" and not self.reason:
             raise ValueError(f"a rule that claims {self.claim!r} needs its reason")
 
@@ -80,7 +84,10 @@ class Rule:
         """Whether the rule speaks of this cell, here."""
         if self.needs_gpu and torch.cuda.is_available():
             return False
-        return all(cell[axis] in (want if isinstance(want, tuple) else (want,)) for axis, want in self.where.items())
+        return all(
+            cell[axis] in (want if isinstance(want, tuple) else (want,))
+            for axis, want in self.where.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,9 @@ class Sweep:
             for axis, want in rule.where.items():
                 wanted = want if isinstance(want, tuple) else (want,)
                 if axis not in self.axes or not all(value in self.axes[axis] for value in wanted):
-                    raise ValueError(f"sweep {self.name!r}: a rule speaks of {axis}={want!r}, which no cell has")
+                    raise ValueError(
+                        f"sweep {self.name!r}: a rule speaks of {axis}={want!r}, which no cell has"
+                    )
 
     @property
     def cells(self) -> list[Cell]:
@@ -135,7 +144,9 @@ class Judging:
         rule, name = self._rule, self._sweep.name
         if rule is None:
             self._tell("UNKNOWN", "no rule fits")
-            raise UnknownCell(f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it")
+            raise UnknownCell(
+                f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it"
+            )
         if rule.claim == "not judged":
             self._tell("not judged", rule.reason)
             raise unittest.SkipTest(f"not judged: {rule.reason}")
@@ -151,10 +162,16 @@ class Judging:
         __tracebackhide__ = True
         rule = self._rule
         assert rule is not None
-        refused = kind is not None and issubclass(kind, ValueError | TypeError) and rule.reason in str(error)
+        refused = (
+            kind is not None
+            and issubclass(kind, ValueError | TypeError)
+            and rule.reason in str(error)
+        )
         if rule.claim == "refused" and kind is None:
             self._tell("FAILED", "nothing refused it")
-            raise AssertionError(f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}")
+            raise AssertionError(
+                f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}"
+            )
         if rule.claim == "refused" and refused:
             self._tell("refused", rule.reason)
         elif kind is not None:
@@ -162,7 +179,9 @@ class Judging:
             return False
         elif not self._judged:
             self._tell("FAILED", "nothing was compared")
-            raise AssertionError(f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing")
+            raise AssertionError(
+                f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing"
+            )
         else:
             self._tell(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
         return True

@@ -131,7 +131,10 @@ class Verdict:
     @property
     def origin(self) -> tuple[int, int] | None:
         """``(step, rank)`` of what went wrong first; None outside records."""
-        keys = [difference.key for difference in self.differences] + [*self.only_actual, *self.only_expected]
+        keys = [difference.key for difference in self.differences] + [
+            *self.only_actual,
+            *self.only_expected,
+        ]
         places = [(key.step, key.rank) for key in keys if key.phase]
         return min(places, default=None)
 
@@ -157,7 +160,14 @@ class Verdict:
         lines += cut("one memory on either side, so compared once", self.tied)
         lines += cut("only in actual", [where(key) for key in self.only_actual])
         lines += cut("only in expected", [where(key) for key in self.only_expected])
-        return "\n".join([*lines, *cut("then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]])])
+        return "\n".join(
+            [
+                *lines,
+                *cut(
+                    "then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]]
+                ),
+            ]
+        )
 
 
 _MOST_LINES = 8
@@ -195,8 +205,23 @@ def cut(title: str, lines: Sequence[str]) -> list[str]:
     return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *tail]
 
 
-_COLUMNS = ("side", "step", "rank", "phase", "name", "layout", "kind", "element", "actual", "actual_bits", "expected",
-            "expected_bits", "ulp", "differing", "of")  # fmt: skip
+_COLUMNS = (
+    "side",
+    "step",
+    "rank",
+    "phase",
+    "name",
+    "layout",
+    "kind",
+    "element",
+    "actual",
+    "actual_bits",
+    "expected",
+    "expected_bits",
+    "ulp",
+    "differing",
+    "of",
+)
 
 
 def table(verdict: Verdict) -> str:
@@ -204,8 +229,22 @@ def table(verdict: Verdict) -> str:
     rows: list[tuple[object, ...]] = [_COLUMNS]
     for one in verdict.differences:
         element = "" if one.element is None else _tuple(one.element)
-        rows.append(("both", *one.key, one.layout, one.kind, element, one.actual, one.actual_bits, one.expected,
-                     one.expected_bits, "" if one.ulp is None else one.ulp, one.elements, one.numel))  # fmt: skip
+        rows.append(
+            (
+                "both",
+                *one.key,
+                one.layout,
+                one.kind,
+                element,
+                one.actual,
+                one.actual_bits,
+                one.expected,
+                one.expected_bits,
+                "" if one.ulp is None else one.ulp,
+                one.elements,
+                one.numel,
+            )
+        )
     blank = ("",) * (len(_COLUMNS) - 5)
     rows += [("actual", *key, *blank) for key in verdict.only_actual]
     rows += [("expected", *key, *blank) for key in verdict.only_expected]

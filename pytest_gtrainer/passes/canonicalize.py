@@ -28,7 +28,10 @@ DEFAULT_RULES = ("detach", "view", "slice", "pad", "transpose")
 
 @graph_pass
 def canonicalize_graph_pass(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, rules: Collection[str] = DEFAULT_RULES
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    rules: Collection[str] = DEFAULT_RULES,
 ) -> bool:
     """Remove ``detach``, identity views and slices, empty pads, and transposes that cancel, in place.
 
@@ -51,7 +54,9 @@ def canonicalize_graph_pass(
     """
     rules = [rules] if isinstance(rules, str) else rules
     if unknown := sorted(set(rules) - set(RULES)):
-        raise ValueError(f"there is no rule {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")
+        raise ValueError(
+            f"there is no rule {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}"
+        )
     changed = False
     for node in list(gm.graph.nodes):
         if "transpose" in rules and _cancels(node):
@@ -89,7 +94,11 @@ def _sharing(node: fx.Node) -> set[fx.Node]:
 def _cancels(node: fx.Node) -> bool:
     """Whether the node undoes the transpose above it: they move no memory, so an equal layout is what went in."""
     inner = node.all_input_nodes[0] if node.target in _TRANSPOSES else node
-    return inner is not node and inner.target in _TRANSPOSES and _same_layout(inner.all_input_nodes[0], node)
+    return (
+        inner is not node
+        and inner.target in _TRANSPOSES
+        and _same_layout(inner.all_input_nodes[0], node)
+    )
 
 
 def _give_way(node: fx.Node, source: fx.Node) -> bool:
@@ -111,11 +120,15 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
         return False
     pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
     # a data-dependent extent is not compared but recognised
-    return ours.ndim == theirs.ndim and all(statically_known_true(one == other) for one, other in pairs)
+    return ours.ndim == theirs.ndim and all(
+        statically_known_true(one == other) for one, other in pairs
+    )
 
 
 @graph_pass
-def eliminate_dead_code_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+def eliminate_dead_code_pass(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> bool:
     """Remove nodes without users, in place, except inputs, mutations, collectives and random operators.
 
     The other ranks issue their collectives, and later random numbers depend on earlier ones. One walk from the output.

@@ -27,7 +27,9 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
 @graph_pass
-def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+def deduplicate_fsdp_unshard_chains_pass(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> bool:
     """Let every later reader of a gathered parameter use the first all-gather, in place; no bit changes.
 
     Duplicates have the same parameter, direction, group and dtype, and nothing writes to either, nor to the shard in
@@ -39,10 +41,19 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
         kept = first.setdefault(key, member)
-        shard = {storage_of(above) for node in (kept.launch, *kept.chain) for above in node.all_input_nodes}
-        between = any(kept.launch < writer < member.launch for node in shard for writer in written.get(node, ()))
+        shard = {
+            storage_of(above)
+            for node in (kept.launch, *kept.chain)
+            for above in node.all_input_nodes
+        }
+        between = any(
+            kept.launch < writer < member.launch
+            for node in shard
+            for writer in written.get(node, ())
+        )
         kept_changes, changes = (
-            any(one.launch < writer for writer in written.get(storage_of(one.wait), ())) for one in (kept, member)
+            any(one.launch < writer for writer in written.get(storage_of(one.wait), ()))
+            for one in (kept, member)
         )
         if between or kept_changes:
             first[key] = member  # a second gather gives another value
@@ -58,13 +69,22 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
 
 aten = torch.ops.aten
 PADDING = {
-    aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.constant_pad_nd.default,
-    aten.cat.default, aten.clone.default, aten.view.default, aten.reshape.default, operator.getitem,
-}  # fmt: skip
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.constant_pad_nd.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.view.default,
+    aten.reshape.default,
+    operator.getitem,
+}
 
 
 @graph_pass
-def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+def reduce_scatter_before_all_reduce_pass(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> bool:
     """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place.
 
     The padding of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not change.
@@ -89,12 +109,25 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
 
 def _swap_of(member: FsdpCollective) -> fx.Node | None:
     """The wait of the all-reduce above a reduce-scatter, with a pad between them at most; None if there is none."""
-    between = walked(member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in PADDING)
-    above = {source for node in (*between, member.launch) for source in node.all_input_nodes} - between
-    if len(above) != 1 or not is_wait(wait := above.pop()) or wait.all_input_nodes[0].target is not ALL_REDUCE:
+    between = walked(
+        member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in PADDING
+    )
+    above = {
+        source for node in (*between, member.launch) for source in node.all_input_nodes
+    } - between
+    if (
+        len(above) != 1
+        or not is_wait(wait := above.pop())
+        or wait.all_input_nodes[0].target is not ALL_REDUCE
+    ):
         return None
     launch = wait.all_input_nodes[0]
-    others = [user for node in (*between, wait) for user in node.users if user not in between | {member.launch}]
+    others = [
+        user
+        for node in (*between, wait)
+        for user in node.users
+        if user not in between | {member.launch}
+    ]
     if others or only_wait(launch) is None:
         wrong = f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too"
         raise PlanError(f"{wrong}, so its reduce-scatter cannot come first")
@@ -102,7 +135,9 @@ def _swap_of(member: FsdpCollective) -> fx.Node | None:
 
 
 @graph_pass
-def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+def reassign_collective_pgs_pass(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> bool:
     """Move FSDP's all-gathers to an extra process group with the same ranks, in place.
 
     Each group with such an all-gather gets one extra group, at the first call in a world; it ends with the world.
@@ -112,14 +147,20 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
     Raises:
         PlanError: the graph is bucketed already.
     """
-    members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(str(group_of(member.launch)))]
+    members = [
+        member
+        for member in fsdp_all_gathers(gm)
+        if not is_extra_group(str(group_of(member.launch)))
+    ]
     if bucketed := [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]:
         raise PlanError(
             f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
         )
     # made in one order on all ranks, by ranks and then as the graph has them, or groups that overlap would wait
     # for each other
-    sources = sorted(dict.fromkeys(str(group_of(member.launch)) for member in members), key=group_ranks)
+    sources = sorted(
+        dict.fromkeys(str(group_of(member.launch)) for member in members), key=group_ranks
+    )
     extras = {name: extra_group(name) for name in sources}
     for member in members:
         launch = member.launch
@@ -141,7 +182,9 @@ class AsyncTpDecision:
 
     def __str__(self) -> str:
         names = [name.removeprefix(f"{self.fqn}.") for name in self.products]
-        return f"{self.direction} {self.kind} of {self.fqn}" + (f" + {', '.join(names)}" if names else ", not fused")
+        return f"{self.direction} {self.kind} of {self.fqn}" + (
+            f" + {', '.join(names)}" if names else ", not fused"
+        )
 
 
 def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDecision]:
@@ -158,11 +201,17 @@ def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDeci
         ValueError: the mesh has more dimensions, or the graph no such collective.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
+        raise ValueError(
+            f"{mesh} has {mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']"
+        )
     group = mesh.get_group().group_name
     of_mesh = (node for node in gm.graph.nodes if launches(node.target) and group_of(node) == group)
-    if not (found := [node for node in of_mesh if kind_of(node) in ("all_gather", "reduce_scatter")]):
-        raise ValueError(f"the graph has no all-gather and no reduce-scatter over {mesh}: nothing could be fused")
+    if not (
+        found := [node for node in of_mesh if kind_of(node) in ("all_gather", "reduce_scatter")]
+    ):
+        raise ValueError(
+            f"the graph has no all-gather and no reduce-scatter over {mesh}: nothing could be fused"
+        )
     copied = copy.deepcopy(gm)
     for node in copied.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
@@ -173,7 +222,10 @@ def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDeci
     by_name = {node.name: node_fqn(node) for node in gm.graph.nodes}
     return [
         AsyncTpDecision(
-            direction(node), kind_of(node), node_fqn(node), tuple(by_name[name] for name in fused.get(node.name, ()))
+            direction(node),
+            kind_of(node),
+            node_fqn(node),
+            tuple(by_name[name] for name in fused.get(node.name, ())),
         )
         for node in found
     ]

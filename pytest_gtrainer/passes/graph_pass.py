@@ -36,7 +36,9 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
     def run(*args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
         gm = args[0] if args else kwargs["gm"]
         if not isinstance(gm, fx.GraphModule):
-            raise TypeError(f"{rewrite.__name__} was given a {type(gm).__name__}: expected a GraphModule")
+            raise TypeError(
+                f"{rewrite.__name__} was given a {type(gm).__name__}: expected a GraphModule"
+            )
         if rewrite(*args, **kwargs):
             lint(gm.graph, rewrite.__name__)
             gm.recompile()
@@ -76,7 +78,9 @@ def _told(node: fx.Node) -> str:
 
 def options_of(a_pass: Pass) -> dict[str, Any]:
     """The options a pass takes, with their defaults; ``inspect.Parameter.empty`` where it has none."""
-    parameters = list(inspect.signature(a_pass).parameters.values())[1 if takes_one(a_pass) else 2 :]
+    parameters = list(inspect.signature(a_pass).parameters.values())[
+        1 if takes_one(a_pass) else 2 :
+    ]
     return {parameter.name: parameter.default for parameter in parameters}
 
 
@@ -84,10 +88,15 @@ def takes_one(a_pass: Callable[..., Any]) -> str:
     """What a pass with one argument takes: "graph", an ``fx.Graph``, as Inductor's do; "gm"; "" if there are more."""
     parameters = inspect.signature(a_pass).parameters.values()
     kinds = [parameter.kind for parameter in parameters]
-    if len([kind for kind in kinds if kind in _BY_PLACE]) != 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
+    if (
+        len([kind for kind in kinds if kind in _BY_PLACE]) != 1
+        or inspect.Parameter.VAR_POSITIONAL in kinds
+    ):
         return ""
     first = next(iter(parameters))
-    takes_module = first.name in ("gm", "graph_module", "module") or "GraphModule" in str(first.annotation)
+    takes_module = first.name in ("gm", "graph_module", "module") or "GraphModule" in str(
+        first.annotation
+    )
     return "gm" if takes_module and not re.search(r"\bGraph\b", str(first.annotation)) else "graph"
 
 
@@ -159,15 +168,23 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     name = getattr(getattr(a_pass, "func", a_pass), "__name__", type(a_pass).__name__)
     known = options_of(a_pass)
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}")
+        raise TypeError(
+            f"{name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}"
+        )
     needed = [option for option, default in known.items() if default is inspect.Parameter.empty]
     if lacking := [option for option in needed if option not in options]:
         raise TypeError(f"{name} needs the option {', '.join(lacking)}")
-    spelled = tuple((option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options))
+    spelled = tuple(
+        (option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options)
+    )
     if (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
         spelled += (("uuid", repr(identity)),)
     code = a_pass if inspect.isfunction(a_pass) else type(a_pass) if identity is not None else None
-    home = f"{code.__module__}:{code.__qualname__}" if code is not None and "<" not in code.__qualname__ else ""
+    home = (
+        f"{code.__module__}:{code.__qualname__}"
+        if code is not None and "<" not in code.__qualname__
+        else ""
+    )
     return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), home)
 
 
@@ -176,7 +193,9 @@ def all_bound(passes: Iterable[BoundPass | Pass]) -> list[BoundPass]:
     passes = list(passes)
     for index, each in enumerate(passes):
         if not callable(each) and not isinstance(each, BoundPass):
-            raise TypeError(f"pass {index} of the list is {each!r}: give a function gm -> gm, or bind_options(...)")
+            raise TypeError(
+                f"pass {index} of the list is {each!r}: give a function gm -> gm, or bind_options(...)"
+            )
     return [each if isinstance(each, BoundPass) else bind_options(each) for each in passes]
 
 
@@ -187,7 +206,11 @@ def _spell(value: Any, where: str) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare)
+        fields = (
+            (field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.compare
+        )
         return f"{type(value).__name__}({', '.join(f'{name}={_spell(v, where)}' for name, v in fields)})"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_spell(k, where)}: {_spell(value[k], where)}' for k in sorted(value, key=repr))}}}"
@@ -198,4 +221,6 @@ def _spell(value: Any, where: str) -> str:
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
     wrong = f"{where} is a {type(value).__name__}, which has no fingerprint"
-    raise TypeError(f"{wrong}: options are plain values, containers and dataclasses of these, and functions of modules")
+    raise TypeError(
+        f"{wrong}: options are plain values, containers and dataclasses of these, and functions of modules"
+    )

@@ -14,9 +14,17 @@ from torch import fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.passes import log_artefact
-from pytest_gtrainer.graph.bucket_plan import BucketPlan, PayloadOrder, get_default_transformer_block_buckets
+from pytest_gtrainer.graph.bucket_plan import (
+    BucketPlan,
+    PayloadOrder,
+    get_default_transformer_block_buckets,
+)
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass, eliminate_dead_code_pass
+from pytest_gtrainer.passes.canonicalize import (
+    DEFAULT_RULES,
+    canonicalize_graph_pass,
+    eliminate_dead_code_pass,
+)
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, check_surroundings
 from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
@@ -25,14 +33,34 @@ from pytest_gtrainer.passes.collectives import (
     reassign_collective_pgs_pass,
     reduce_scatter_before_all_reduce_pass,
 )
-from pytest_gtrainer.passes.graph_pass import REWRITE, BoundPass, all_bound, bind_options, lint, options_of, returned
+from pytest_gtrainer.passes.graph_pass import (
+    REWRITE,
+    BoundPass,
+    all_bound,
+    bind_options,
+    lint,
+    options_of,
+    returned,
+)
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
-from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
+from pytest_gtrainer.passes.remat import (
+    selective_activation_remat_pass,
+    tag_with_memory_policy_pass,
+)
 
 Slot = Literal[
-    "dead_code", "canonicalize", "deduplicate", "memory_policy", "offload", "remat", "chunk", "chunk_schedule",
-    "process_groups", "bucketing", "concretize",
-]  # fmt: skip
+    "dead_code",
+    "canonicalize",
+    "deduplicate",
+    "memory_policy",
+    "offload",
+    "remat",
+    "chunk",
+    "chunk_schedule",
+    "process_groups",
+    "bucketing",
+    "concretize",
+]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 """Places in the pipeline, in order. Without an entry of ``extra``, offload and concretize are empty."""
 
@@ -57,9 +85,13 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in _LOSSES:
-            raise ValueError(f"the loss {self.kind!r} is not known: choose one of {', '.join(_LOSSES)}")
+            raise ValueError(
+                f"the loss {self.kind!r} is not known: choose one of {', '.join(_LOSSES)}"
+            )
         if self.num_chunks < 1 or (self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY):
-            raise ValueError(f"{self.num_chunks} chunks of the loss {self.kind!r}: only {CHUNKED_CROSS_ENTROPY!r} has")
+            raise ValueError(
+                f"{self.num_chunks} chunks of the loss {self.kind!r}: only {CHUNKED_CROSS_ENTROPY!r} has"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +141,33 @@ def construct_default_graph_passes(
         ValueError: neither or both of ``n_layers`` and ``bucket_plan`` are given, a slot does not exist, a bucket
             reaches out of a chunked layer, or there are chunks with a ``tensor_parallel_degree`` above 1.
     """
-    plan = _plan(bucket_plan, n_layers, loss, moe_layers=moe_layers, expert_fsdp_degree=expert_fsdp_degree)
+    plan = _plan(
+        bucket_plan, n_layers, loss, moe_layers=moe_layers, expert_fsdp_degree=expert_fsdp_degree
+    )
     if unknown := [slot for slot in extra or () if slot not in SLOTS]:
-        raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
+        raise ValueError(
+            f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}"
+        )
     if chunk is not None:
         check_surroundings(chunk, plan, tensor_parallel_degree)
     gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
-    told = {"require_buckets": True} if require_buckets else {}  # an option that is left alone is in no fingerprint
-    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder, **told}
-    ours: dict[Slot, list[BoundPass]] = {  # a slot that is misspelt or missing fails the check of types
+    told = (
+        {"require_buckets": True} if require_buckets else {}
+    )  # an option that is left alone is in no fingerprint
+    packing: dict[str, Any] = {
+        "bucket_plan": plan,
+        "payload_order": payload_order,
+        "reorder": reorder,
+        **told,
+    }
+    ours: dict[
+        Slot, list[BoundPass]
+    ] = {  # a slot that is misspelt or missing fails the check of types
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
         "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],
-        "memory_policy": [bind_options(tag_with_memory_policy_pass, **gathering)] * reshard_after_forward,
+        "memory_policy": [bind_options(tag_with_memory_policy_pass, **gathering)]
+        * reshard_after_forward,
         "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
         "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
         "chunk_schedule": [bind_options(chunk_schedule_pass)] * schedule_chunks,
@@ -129,15 +175,23 @@ def construct_default_graph_passes(
         "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first
         + [bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)],
     }
-    return all_bound(step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ())))
+    return all_bound(
+        step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))
+    )
 
 
-def _plan(by_hand: BucketPlan | None, n_layers: int | None, loss: LossConfig | None, **experts: Any) -> BucketPlan:
+def _plan(
+    by_hand: BucketPlan | None, n_layers: int | None, loss: LossConfig | None, **experts: Any
+) -> BucketPlan:
     if (n_layers is None) is (by_hand is None):
-        raise ValueError("give either n_layers, for the default plan of buckets, or a bucket_plan by hand")
+        raise ValueError(
+            "give either n_layers, for the default plan of buckets, or a bucket_plan by hand"
+        )
     if n_layers is not None:
         is_chunked = loss is not None and loss.kind == CHUNKED_CROSS_ENTROPY
-        return get_default_transformer_block_buckets(n_layers, chunked_loss_enabled=is_chunked, **experts)
+        return get_default_transformer_block_buckets(
+            n_layers, chunked_loss_enabled=is_chunked, **experts
+        )
     if loss is not None:
         raise ValueError("a bucket_plan already says where the loss belongs: leave loss out")
     assert by_hand is not None
@@ -187,18 +241,24 @@ def apply_graph_passes(
     """
     __tracebackhide__ = True
     if not isinstance(gm, fx.GraphModule):
-        raise TypeError(f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm")
+        raise TypeError(
+            f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm"
+        )
     off = _names(disable, given := all_bound(passes), "disable")
     steps = [step for step in given if step.name not in off]
     idle = set(_names(require_changes, steps, "require"))
     current, runs = _run_all(gm, example_inputs, steps, idle, (observer, progress, long), twin)
     if idle:
-        raise AssertionError(f"{', '.join(sorted(idle))} changed nothing in the graph: require_changes names it")
+        raise AssertionError(
+            f"{', '.join(sorted(idle))} changed nothing in the graph: require_changes names it"
+        )
     try:
         lint(current.graph, "the pipeline")
     except RuntimeError:
         if observer is not _lint_after:  # once more, to name the pass
-            apply_graph_passes(gm, example_inputs, steps, observer=_lint_after, progress=None, twin=twin)
+            apply_graph_passes(
+                gm, example_inputs, steps, observer=_lint_after, progress=None, twin=twin
+            )
         raise
     done = compiled(current)
     done.meta["gt_passes"] = tuple(runs)
@@ -207,7 +267,12 @@ def apply_graph_passes(
 
 
 def _run_all(
-    gm: fx.GraphModule, inputs: Any, steps: list[BoundPass], idle: set[str], told: tuple[Any, Any, float], twin: Any
+    gm: fx.GraphModule,
+    inputs: Any,
+    steps: list[BoundPass],
+    idle: set[str],
+    told: tuple[Any, Any, float],
+    twin: Any,
 ) -> tuple[fx.GraphModule, list[PassRun]]:
     """The graph behind all passes, not linted, and what ran; takes those that changed it out of ``idle``."""
     __tracebackhide__ = True
@@ -221,14 +286,25 @@ def _run_all(
         spent = time.perf_counter() - started
         if progress is not None and spent >= long:
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
-        before, current = current, copied_lazily(current) if is_watched or step.name in idle else current
-        module = getattr(step.function, "__module__", "")  # that a clean-up of ours finds nothing is usual
-        is_ours = module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__  # users' passes
+        before, current = (
+            current,
+            copied_lazily(current) if is_watched or step.name in idle else current,
+        )
+        module = getattr(
+            step.function, "__module__", ""
+        )  # that a clean-up of ours finds nothing is usual
+        is_ours = (
+            module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__
+        )  # users' passes
         held = [] if is_ours else _held(current)
         begun = time.perf_counter()
         current, other = _run(step, current, inputs, other)
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
-        if held and len(held) == len(now := _held(current)) and all(a is b for a, b in zip(held, now, strict=True)):
+        if (
+            held
+            and len(held) == len(now := _held(current))
+            and all(a is b for a, b in zip(held, now, strict=True))
+        ):
             facts.emit("idle", what=f"{step.name} changed nothing")
         if step.name in idle and render(before) != render(current):
             idle.remove(step.name)
@@ -244,10 +320,16 @@ def _run_all(
 
 def _held(gm: fx.GraphModule) -> list[object]:
     """What the graph consists of: the same objects behind a pass that has changed nothing."""
-    nodes = ((node, node.target, node.args, node.kwargs, node.meta.items()) for node in gm.graph.nodes)
-    parts = [(*own, *(part for key, value in meta for part in (key, value))) for *own, meta in nodes]
+    nodes = (
+        (node, node.target, node.args, node.kwargs, node.meta.items()) for node in gm.graph.nodes
+    )
+    parts = [
+        (*own, *(part for key, value in meta for part in (key, value))) for *own, meta in nodes
+    ]
     inner = (value for own in parts for value in own if type(value) is dict)
-    return [part for own in parts for part in own] + [part for value in inner for part in (*value, *value.values())]
+    return [part for own in parts for part in own] + [
+        part for value in inner for part in (*value, *value.values())
+    ]
 
 
 def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -277,17 +359,24 @@ def _names(asked: Collection[str], steps: list[BoundPass], verb: str) -> Collect
     names, asked = [step.name for step in steps], [asked] if isinstance(asked, str) else asked
     if unknown := [name for name in asked if name not in names]:
         told = ", ".join(f"{name!r}{' (a slot)' if name in SLOTS else ''}" for name in unknown)
-        raise ValueError(f"there is no pass {told} to {verb}; there are {', '.join(dict.fromkeys(names))}")
+        raise ValueError(
+            f"there is no pass {told} to {verb}; there are {', '.join(dict.fromkeys(names))}"
+        )
     return asked
 
 
 def _run(
-    step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, twin: fx.GraphModule | None
+    step: BoundPass,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None,
+    twin: fx.GraphModule | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """The graph and its twin after a pass, which runs on both; one that reads the twin ends its use."""
     __tracebackhide__ = True
     given = {"twin": twin} if "twin" in options_of(step.function) else {}
-    rewrite = getattr(step.function, REWRITE, None)  # of one of ours, which changes the graph in place
+    rewrite = getattr(
+        step.function, REWRITE, None
+    )  # of one of ours, which changes the graph in place
     try:
         result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
         result = gm if rewrite is not None else returned(result)

@@ -29,7 +29,13 @@ from pytest_gtrainer.graph.nodes import (
     writes,
 )
 
-PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)  # in the order in which they may run
+PARTS = (
+    "unshard",
+    "forward",
+    "backward_input",
+    "backward_weight",
+    REDUCE,
+)  # in the order in which they may run
 _UNSHARD, _FORWARD, _INPUT, _WEIGHT, _REDUCE = range(len(PARTS))
 
 
@@ -67,7 +73,9 @@ class StageGraphs:
             values.update(zip(part.gives, given, strict=True))
 
 
-def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None = None) -> StageGraphs:
+def split_stage_graph(
+    gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None = None
+) -> StageGraphs:
     """Cut a stage's graph into unshard, forward, dI, dW and reduce; run in this order they give the same bits.
 
     The graph is left as it was. Bucket it before: a bucket that is reduced is cut in front of its packing.
@@ -82,15 +90,22 @@ def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None
     """
     outputs = gm.graph.output_node().meta.get(STAGE_OUTPUTS)
     if outputs is None:
-        raise ValueError("the graph is not of a pipeline's stage: trace it by trace_stage(module, inputs)")
+        raise ValueError(
+            "the graph is not of a pipeline's stage: trace it by trace_stage(module, inputs)"
+        )
     if unknown := sorted(set((moved or {}).values()) - set(PARTS)):
         raise ValueError(f"a stage has no part {unknown[0]!r}; it has {', '.join(PARTS)}")
-    part_of = _parts_of(gm, outputs) | {node: PARTS.index(part) for node, part in (moved or {}).items()}
+    part_of = _parts_of(gm, outputs) | {
+        node: PARTS.index(part) for node, part in (moved or {}).items()
+    }
     _check(gm, part_of)
     results = [result if isinstance(result, fx.Node) else None for result in results_of(gm)]
     parts = {name: cut_part(gm, part_of, number, results) for number, name in enumerate(PARTS)}
     once = {*parts["unshard"].takes, *parts["unshard"].gives, *parts[REDUCE].gives}
-    summed = [*parts[REDUCE].takes, *(node.name for node in results[sum(outputs) :] if node is not None)]
+    summed = [
+        *parts[REDUCE].takes,
+        *(node.name for node in results[sum(outputs) :] if node is not None),
+    ]
     if mixed := [name for name in parts[REDUCE].takes if name in parts["forward"].gives]:
         raise PlanError(
             f"the reduction of a gradient reads {mixed[0]}, a value of the forward: microbatches differ in it"
@@ -105,12 +120,23 @@ def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None
 
 def _parts_of(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int]:
     """The part of every node that computes something; parts of one result stay with it."""
-    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    unshard = {node for node in gm.graph.find_nodes(op="placeholder") if node.meta["gt_input"]["kind"] == "parameter"}
+    nodes = [
+        node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")
+    ]
+    unshard = {
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta["gt_input"]["kind"] == "parameter"
+    }
     reduce = {member.launch for member in fsdp_reduce_scatters(gm)}
     for node in nodes:
-        reads, is_bucket = node.all_input_nodes, "fsdp_bucket" in node.meta and direction(node) == BACKWARD
-        is_marked = is_bucket or (node.meta.get("custom") or {}).get(PART) == REDUCE  # by a bucket, or by the tracer
+        reads, is_bucket = (
+            node.all_input_nodes,
+            "fsdp_bucket" in node.meta and direction(node) == BACKWARD,
+        )
+        is_marked = (
+            is_bucket or (node.meta.get("custom") or {}).get(PART) == REDUCE
+        )  # by a bucket, or by the tracer
         if reads and unshard.issuperset(reads) and not is_random(node) and not mutates(node):
             unshard.add(node)
         elif not reduce.isdisjoint(reads) or is_marked:
@@ -139,8 +165,13 @@ def _check(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
     for node, part in part_of.items():
         late = next((read for read in node.all_input_nodes if part_of.get(read, 0) > part), None)
         if late is not None:
-            raise PlanError(f"{_told(node, part)} needs {_told(late, part_of[late])}, which runs later")
-    touching = ([n for n in part_of if memory in map(storage_of, n.all_input_nodes)] for memory in writes(gm.graph))
+            raise PlanError(
+                f"{_told(node, part)} needs {_told(late, part_of[late])}, which runs later"
+            )
+    touching = (
+        [n for n in part_of if memory in map(storage_of, n.all_input_nodes)]
+        for memory in writes(gm.graph)
+    )
     for nodes in ([node for node in part_of if is_random(node)], *touching):
         for first, then in pairwise(nodes):
             if part_of[first] > part_of[then]:
@@ -160,14 +191,26 @@ def cut_part(
     """The graph of one part: it takes what earlier ones give, or the whole graph is given."""
     graph, copies = fx.Graph(), {}
     body = [node for node, number in part_of.items() if number == part]
-    reads = dict.fromkeys(read for node in body for read in node.all_input_nodes if part_of.get(read) != part)
-    takes, held = ([read for read in reads if (read.op == "get_attr") is is_held] for is_held in (False, True))
+    reads = dict.fromkeys(
+        read for node in body for read in node.all_input_nodes if part_of.get(read) != part
+    )
+    takes, held = (
+        [read for read in reads if (read.op == "get_attr") is is_held] for is_held in (False, True)
+    )
     for read in takes:
         copies[read] = graph.placeholder(read.name)
         copies[read].meta = dict(read.meta)
     for node in (*held, *body):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     returned = set(results)
-    gives = [node for node in body if node in returned or any(part_of.get(user, part) != part for user in node.users)]
+    gives = [
+        node
+        for node in body
+        if node in returned or any(part_of.get(user, part) != part for user in node.users)
+    ]
     graph.output(tuple(copies[node] for node in gives))
-    return StagePart(fx.GraphModule(gm, graph), tuple(node.name for node in takes), tuple(node.name for node in gives))
+    return StagePart(
+        fx.GraphModule(gm, graph),
+        tuple(node.name for node in takes),
+        tuple(node.name for node in gives),
+    )

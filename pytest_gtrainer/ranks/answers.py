@@ -32,7 +32,11 @@ _HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 # Frames that only hand a call on, and the files in which collectives are called.
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
-_COLLECTIVES = (*_WRAPPERS, "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_COLLECTIVES = (
+    *_WRAPPERS,
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+)
 _ASKED = {
     "stack": (STACK_SIGNAL, "answers", '"'),
     "calls": (CALLS_SIGNAL, "answers", "{"),
@@ -66,7 +70,10 @@ def take_answers(
     end, texts = time.monotonic() + WAIT_SECONDS, dict.fromkeys(ranks, "")
     while not all(texts.values()) and time.monotonic() < end:
         time.sleep(0.03)
-        texts = {rank: _answer(_read_from(file, before[rank]), kind, start) for rank, file in files.items()}
+        texts = {
+            rank: _answer(_read_from(file, before[rank]), kind, start)
+            for rank, file in files.items()
+        }
     return texts
 
 
@@ -95,7 +102,9 @@ def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> 
     for thread in sorted(frames.keys() - {own}, key=lambda each: each != main):
         lines = [_HEAD if thread == main else "Another thread:"]
         for frame, line in traceback.walk_stack(frames[thread]):
-            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}')
+            lines.append(
+                f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
+            )
         texts.append("\n".join(lines))
     return "\n\n".join(texts)
 
@@ -111,7 +120,9 @@ def waiting_in(text: str) -> str | None:
 
 def may_wait(text: str) -> bool:
     """Whether the main thread is in a collective, or in an operator, which may wait for one."""
-    return waiting_in(text) is not None or any(file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1])
+    return waiting_in(text) is not None or any(
+        file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1]
+    )
 
 
 def main_thread(text: str) -> str:
@@ -130,13 +141,23 @@ def whereabouts(text: str) -> str:
     if waits := waiting_in(text):
         return f", waiting in {waits}"
     frames = _main_frames(text)
-    others = [frame for frame in frames if not re.search(r"/torch/|/python3\.\d+/(?!site-packages/)", frame[0])]
-    return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in (others or frames)[:1])
+    others = [
+        frame
+        for frame in frames
+        if not re.search(r"/torch/|/python3\.\d+/(?!site-packages/)", frame[0])
+    ]
+    return "".join(
+        f", at {Path(file).name}:{line} in {name}" for file, line, name in (others or frames)[:1]
+    )
 
 
 def readable(text: str) -> str:
     """Stacks without pytest's and our own frames below the test, and without the thread that answers."""
-    threads = [each for each in text.rstrip().split("\n\n") if not re.search("in _answer_parent|Extension mod", each)]
+    threads = [
+        each
+        for each in text.rstrip().split("\n\n")
+        if not re.search("in _answer_parent|Extension mod", each)
+    ]
     below = r"\n.*/_pytest/(?:python|assertion/rewrite)\.py"  # of a test, or of a conftest that is being imported
     return "\n\n".join(re.split(below, each)[0] for each in threads) or "no answer"
 
@@ -163,7 +184,9 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
 
 def depth_of_collective(frames: list[tuple[str, str]]) -> int:
     """How many of the innermost frames belong to the collective call itself."""
-    return next((n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames))
+    return next(
+        (n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames)
+    )
 
 
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
@@ -205,19 +228,30 @@ Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their n
 def read_calls(texts: Mapping[int, str]) -> Calls:
     """What ranks have answered; one that did not, or not to the end, is missing."""
 
-    def group(label: str, ranks: Sequence[int], last: int, first: int, calls: Sequence[Any]) -> GroupCalls:
-        return GroupCalls(label, ranks, last, first, {number: Call(*call) for number, *call in calls})
+    def group(
+        label: str, ranks: Sequence[int], last: int, first: int, calls: Sequence[Any]
+    ) -> GroupCalls:
+        return GroupCalls(
+            label, ranks, last, first, {number: Call(*call) for number, *call in calls}
+        )
 
     told = {rank: json.loads(text) for rank, text in texts.items() if text.endswith("}")}
-    return {rank: {name: group(*group_told) for name, group_told in groups.items()} for rank, groups in told.items()}
+    return {
+        rank: {name: group(*group_told) for name, group_told in groups.items()}
+        for rank, groups in told.items()
+    }
 
 
-def _by_group(calls: Calls) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:
+def _by_group(
+    calls: Calls,
+) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:
     """Each group's name, what its ranks say of it, and its calls by number and rank."""
     for name in dict.fromkeys(name for groups in calls.values() for name in groups):
         on = {rank: groups[name] for rank, groups in sorted(calls.items()) if name in groups}
         issued: dict[int, dict[int, Call]] = {}
-        for rank, number, call in ((rank, *told) for rank, group in on.items() for told in group.calls.items()):
+        for rank, number, call in (
+            (rank, *told) for rank, group in on.items() for told in group.calls.items()
+        ):
             issued.setdefault(number, {})[rank] = call
         yield name, on, dict(sorted(issued.items()))
 
@@ -239,7 +273,9 @@ def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
     why = [f"{ranks_text(ended)} ended without it"] if ended else []
     for rank in lacking if not ended else ():
         own = (call for group in calls[rank].values() for call in group.calls.values())
-        why.append(f"rank {rank} waits in {next((call for call in own if call.pending), 'no call')}")
+        why.append(
+            f"rank {rank} waits in {next((call for call in own if call.pending), 'no call')}"
+        )
     where = f"{on[inside[0]].calls[number]} on {on[inside[0]].label}"
     wait = "waits" if len(inside) == 1 else "wait"
     return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(on, issued, number)}"
@@ -272,16 +308,24 @@ def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
     for name, own in calls.get(rank, {}).items():
         others = [calls[other][name] for other in own.ranks if name in calls.get(other, {})]
         for number, call in own.calls.items():
-            lacked = any(other.last < number or other.calls.get(number, call).kind() != call.kind() for other in others)
+            lacked = any(
+                other.last < number or other.calls.get(number, call).kind() != call.kind()
+                for other in others
+            )
             if call.pending and lacked:
                 found.append((name, number))
     return found
 
 
-def _parting(on: Mapping[int, GroupCalls], issued: Mapping[int, Mapping[int, Call]], before: int) -> str:
+def _parting(
+    on: Mapping[int, GroupCalls], issued: Mapping[int, Mapping[int, Call]], before: int
+) -> str:
     """Where the ranks of a group first called from different lines, before the call of that number."""
     for number, own in issued.items():
         if number < before and len({call.place for call in own.values()}) > 1:
-            nth, places = number - on[min(own)].first + 1, {rank: call.place for rank, call in own.items()}
+            nth, places = (
+                number - on[min(own)].first + 1,
+                {rank: call.place for rank, call in own.items()},
+            )
             return f"; they part at call {nth} of this test: {by_value(places)}"
     return ""

@@ -33,7 +33,9 @@ class RankCaller:
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         if (plugin := request.config.pluginmanager.getplugin("gtrainer-ranks")) is None:
-            pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
+            pytest.fail(
+                "gt_ranks cannot be used inside a rank: the test is there already", pytrace=False
+            )
         self._plugin, self._item, self._config = plugin, request.node, request.config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
@@ -61,14 +63,22 @@ class RankCaller:
             pytest.skip(cause)
         if found.in_process:
             return [self._call_here(function, args)]
-        outcome = self._plugin.pool.run(wanted, command, limit_of(self._config, spec), self._item.nodeid)
+        outcome = self._plugin.pool.run(
+            wanted, command, limit_of(self._config, spec), self._item.nodeid
+        )
         answers = outcome.called
-        if any((answer.error or "").rstrip().endswith("Exit: Quitting debugger") for answer in answers.values()):
+        if any(
+            (answer.error or "").rstrip().endswith("Exit: Quitting debugger")
+            for answer in answers.values()
+        ):
             pytest.exit("Quitting debugger")
         _raise_failure(outcome)
         for rank, answer in answers.items():
             if answer.output:
-                print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")
+                print(
+                    f"[rank {rank}] {answer.output}",
+                    end="" if answer.output.endswith("\n") else "\n",
+                )
         for fact in answers[0].facts:
             facts.emit(**fact)
         for text in controls_that_never_differ(answer.facts for answer in answers.values()):
@@ -102,16 +112,32 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((function, args))
     except Exception as error:
-        raise TypeError(f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}") from error
+        raise TypeError(
+            f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}"
+        ) from error
 
 
 def _raise_failure(outcome: RanksOutcome) -> None:
     __tracebackhide__ = True
-    errors = {rank: answer.error for rank, answer in outcome.called.items() if answer.error is not None}
-    first = min(errors, key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)), default=None)
+    errors = {
+        rank: answer.error for rank, answer in outcome.called.items() if answer.error is not None
+    }
+    first = min(
+        errors,
+        key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)),
+        default=None,
+    )
     for incident in outcome.causes()[:1]:
-        if first is None or incident.time < outcome.raised[first].time or outcome.is_consequence(first):
+        if (
+            first is None
+            or incident.time < outcome.raised[first].time
+            or outcome.is_consequence(first)
+        ):
             details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
             raise RankError(incident.text + details, incident.rank)
     if first is not None:
-        raise RankError(f"rank {first} raised {outcome.raised[first].summary}\n\n{errors[first]}", first, errors[first])
+        raise RankError(
+            f"rank {first} raised {outcome.raised[first].summary}\n\n{errors[first]}",
+            first,
+            errors[first],
+        )

@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, DUMP_SIGNAL, OUTPUT_SIGNAL, STACK_SIGNAL, file_of
+from pytest_gtrainer.ranks.answers import (
+    CALLS_SIGNAL,
+    DUMP_SIGNAL,
+    OUTPUT_SIGNAL,
+    STACK_SIGNAL,
+    file_of,
+)
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,7 +58,9 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
     server = _Server(Connection(fd), folder)
     for place, name in enumerate(modules):
-        with contextlib.suppress(Exception):  # what fails here fails where it is needed, with its own error
+        with contextlib.suppress(
+            Exception
+        ):  # what fails here fails where it is needed, with its own error
             importlib.import_module(name)
         if _has_threads():
             # no process with threads can be forked, and a driver that has started here will not start in the ranks
@@ -60,7 +68,9 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     preloading = Path(folder) / PRELOADING
     for name in preload:
-        preloading.write_text(name)  # the parent reads it if the import ends this process, or does not end
+        preloading.write_text(
+            name
+        )  # the parent reads it if the import ends this process, or does not end
         if (wrong := _import_for_user(name)) is not None:
             server.conn.send(wire.Started(refuse_preload(name, wrong)))
             server.serve()  # until the parent has read that
@@ -85,9 +95,13 @@ def _import_for_user(name: str) -> str | None:
     try:
         importlib.import_module(name)
     except BaseException as error:  # an import may call sys.exit
-        return f"whose import fails in the process that forks ranks ({type(error).__name__}: {error})"
+        return (
+            f"whose import fails in the process that forks ranks ({type(error).__name__}: {error})"
+        )
     if _has_threads():
-        return "which starts a thread when it is imported, and a process with threads cannot be forked"
+        return (
+            "which starts a thread when it is imported, and a process with threads cannot be forked"
+        )
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "which starts CUDA when it is imported, and CUDA cannot be used in a fork"
@@ -158,7 +172,10 @@ class _Server:
             found = False
             for stat in Path("/proc").glob("[0-9]*/stat"):
                 with contextlib.suppress(OSError):
-                    child, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+                    child, parent = (
+                        int(stat.parent.name),
+                        int(stat.read_text().rpartition(")")[2].split()[1]),
+                    )
                     if parent == self.pid and child not in ranks:
                         if not (removes := is_tracker(child)):
                             os.kill(child, signal.SIGKILL)
@@ -187,8 +204,12 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
         _open_streams(setup)
         own = {**setup.environ, FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]}
         os.environ.clear()
-        os.environ.update(own, RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1")
-        os.environ.update(LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks)))
+        os.environ.update(
+            own, RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1"
+        )
+        os.environ.update(
+            LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks))
+        )
         # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
         # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -215,7 +236,9 @@ def _open_streams(setup: wire.RankSetup) -> None:
         raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
         out, err = (io.TextIOWrapper(each, write_through=True) for each in raw)
     else:
-        log = os.open(file_of(setup.folder, setup.rank, "log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        log = os.open(
+            file_of(setup.folder, setup.rank, "log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
+        )
         os.dup2(log, 1)
         os.dup2(log, 2)
         out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115

@@ -56,10 +56,14 @@ class Slots:
         try:
             private_folder(folder)
         except PermissionError as error:
-            raise LeaseError(f"{error}, or set TMPDIR to another folder, the same for all runs") from None
+            raise LeaseError(
+                f"{error}, or set TMPDIR to another folder, the same for all runs"
+            ) from None
         self._line.mkdir(exist_ok=True)
 
-    def acquire(self, count: int, limit: float, holder: str = "", tell: Tell = lambda text: None) -> Lease:
+    def acquire(
+        self, count: int, limit: float, holder: str = "", tell: Tell = lambda text: None
+    ) -> Lease:
         """Wait for ``count`` slots; LeaseError after ``limit`` seconds, ValueError if there are not as many."""
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
@@ -78,9 +82,13 @@ class Slots:
                 now = time.monotonic()
                 if now > start + limit:
                     advice = "end their holders, or wait longer with --gt-lease-timeout"
-                    raise LeaseError(f"waited {limit:.3g} s for {self._waiting(own, count, places)}; {advice}")
+                    raise LeaseError(
+                        f"waited {limit:.3g} s for {self._waiting(own, count, places)}; {advice}"
+                    )
                 if now > next_line:
-                    tell(f"{holder} has waited {now - start:.3g} s for {self._waiting(own, count, places)}")
+                    tell(
+                        f"{holder} has waited {now - start:.3g} s for {self._waiting(own, count, places)}"
+                    )
                     next_line = now + TELL_EVERY
                 time.sleep(POLL_SECONDS)
 
@@ -123,20 +131,33 @@ class Slots:
         return found
 
     def _waiters(self, places: Mapping[str, Place]) -> dict[str, Place]:
-        return {name: place for name, place in places.items() if not place.slots and {*place.names} & {*self.names}}
+        return {
+            name: place
+            for name, place in places.items()
+            if not place.slots and {*place.names} & {*self.names}
+        }
 
     def _free(self, own: str, count: int, places: Mapping[str, Place]) -> tuple[str, ...]:
         """``count`` slots, if those are free and ``own`` is first in line."""
         taken = {slot for place in places.values() for slot in place.slots}
         free = tuple(name for name in self.names if name not in taken)
-        return free[:count] if next(iter(self._waiters(places))) == own and len(free) >= count else ()
+        return (
+            free[:count] if next(iter(self._waiters(places))) == own and len(free) >= count else ()
+        )
 
     def _waiting(self, own: str, count: int, places: Mapping[str, Place]) -> str:
         holders = {slot: place.holder for place in places.values() for slot in place.slots}
-        told = "; ".join(f"{name} by {holders[name]}" for name in self.names if name in holders) or "none"
+        told = (
+            "; ".join(f"{name} by {holders[name]}" for name in self.names if name in holders)
+            or "none"
+        )
         text = f"{count} of {len(self.names)} slots ({', '.join(self.names)}), held are: {told}"
         name, first = next(iter(self._waiters(places).items()))
-        return text if name == own else f"{text}; before it in line: process {first.pid} for {first.wanted}"
+        return (
+            text
+            if name == own
+            else f"{text}; before it in line: process {first.pid} for {first.wanted}"
+        )
 
 
 def _write(file: TextIO, place: Place) -> None:

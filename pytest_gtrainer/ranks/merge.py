@@ -21,7 +21,14 @@ import pytest
 from pytest_gtrainer import devices, options
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.objections import JUDGES, Objection, Xfail, are_expected, conclude, objections_of
+from pytest_gtrainer.ranks.objections import (
+    JUDGES,
+    Objection,
+    Xfail,
+    are_expected,
+    conclude,
+    objections_of,
+)
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.report.collected import shown_only
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
@@ -32,7 +39,17 @@ RankReports = Mapping[Phase, pytest.TestReport]
 Subtests = Mapping[int, list[pytest.TestReport]]  # the reports of subtests, by rank
 
 CARRIED = (*JUDGES.values(), "gt_facts")
-FIELDS = ("nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", "duration", *CARRIED)
+FIELDS = (
+    "nodeid",
+    "location",
+    "keywords",
+    "outcome",
+    "longrepr",
+    "when",
+    "sections",
+    "duration",
+    *CARRIED,
+)
 
 
 def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestReport]:
@@ -46,7 +63,12 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
     merged = merge.reports()
     if not reports and "gt_world" in getattr(item, "fixturenames", ()):  # nobody has lived to tell
         found = devices.resolve(item.config)
-        world = {"world": "ranks", "size": outcome.size, "device": found.kind, "backend": found.backend}
+        world = {
+            "world": "ranks",
+            "size": outcome.size,
+            "device": found.kind,
+            "backend": found.backend,
+        }
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
     # What every rank reports for the page of the run, not only the rank whose report is shown. Read before the parent
     # judges: what it finds is added to one of these reports.
@@ -81,13 +103,17 @@ def _merge_of(item: pytest.Item, outcome: RanksOutcome) -> "_Merge":
 
 def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
     """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
-    for record in dict.fromkeys(record for answer in outcome.done.values() for record in answer.warnings):
+    for record in dict.fromkeys(
+        record for answer in outcome.done.values() for record in answer.warnings
+    ):
         module, name = record.category
         found = getattr(sys.modules.get(module), name, None)
         category = found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
         message = warnings.WarningMessage(record.text, category, record.filename, record.lineno)
         told = {"when": record.when, "nodeid": record.nodeid, "location": record.location}
-        item.ihook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **told})
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, **told}
+        )
 
 
 def _rank_reports(
@@ -102,7 +128,9 @@ def _rank_reports(
     in_subtests: Counter[str] = Counter()
     for told in answer.reports:
         data = {**told, "nodeid": item.nodeid}
-        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report: Any = item.config.hook.pytest_report_from_serializable(
+            config=item.config, data=data
+        )
         if type(report) is not pytest.TestReport:
             subtests.append(report)
             in_subtests.update({name: len(getattr(report, name, [])) for name in CARRIED})
@@ -112,7 +140,9 @@ def _rank_reports(
             setattr(kept, name, [*getattr(known, name, []), *getattr(report, name, [])])
         restored[report.when] = kept
     for phase, kept in restored.items():
-        if type(kept) is not pytest.TestReport:  # pytest counts its kind for subtests apart, and not as a failed test
+        if (
+            type(kept) is not pytest.TestReport
+        ):  # pytest counts its kind for subtests apart, and not as a failed test
             restored[phase] = pytest.TestReport(**{name: getattr(kept, name) for name in FIELDS})
             restored[phase].gt_raised = getattr(kept, "gt_raised", None)  # type: ignore[attr-defined]
     return {phase: restored[phase] for phase in PHASES if phase in restored}, subtests, in_subtests
@@ -130,20 +160,32 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
     for report in merged:
         if report.failed and not str(report.longrepr).startswith(_STRICT_WORDS):
             break
-        claims = {attribute: _claims(merge.by_rank, attribute, report.when) for attribute in CARRIED}
-        every = [claim for claimed in claims[JUDGES["gtrainer-inline"]].values() for claim in claimed]
+        claims = {
+            attribute: _claims(merge.by_rank, attribute, report.when) for attribute in CARRIED
+        }
+        every = [
+            claim for claimed in claims[JUDGES["gtrainer-inline"]].values() for claim in claimed
+        ]
         objections, is_unexpected = [], False
         if report.when == "call" and any(each.total() for each in in_subtests.values()):
             inner = {}
             for attribute, by_rank in claims.items():
-                inner[attribute] = {rank: told[: in_subtests[rank][attribute]] for rank, told in by_rank.items()}
-                claims[attribute] = {rank: told[in_subtests[rank][attribute] :] for rank, told in by_rank.items()}
+                inner[attribute] = {
+                    rank: told[: in_subtests[rank][attribute]] for rank, told in by_rank.items()
+                }
+                claims[attribute] = {
+                    rank: told[in_subtests[rank][attribute] :] for rank, told in by_rank.items()
+                }
             objections = objections_of(item, inner, early, report)
-            is_unexpected = bool(objections) and not are_expected(objections, _xfail_of(merge.subtests.values()))
+            is_unexpected = bool(objections) and not are_expected(
+                objections, _xfail_of(merge.subtests.values())
+            )
             if not is_unexpected:
                 objections = []  # pytest tells an expected failure of a subtest, and goes on
         objections += objections_of(item, claims, early, report)
-        in_phase = [[phases[report.when]] for phases in merge.by_rank.values() if report.when in phases]
+        in_phase = [
+            [phases[report.when]] for phases in merge.by_rank.values() if report.when in phases
+        ]
         conclude(report, objections, None if is_unexpected else _xfail_of(in_phase))
         if objections:
             found.add(report.when)
@@ -174,7 +216,9 @@ def _raised_of(report: pytest.TestReport) -> wire.Raised | None:
     return wire.Raised(*sent) if sent else None
 
 
-def _claims(reports: Mapping[int, RankReports], attribute: str, when: str | None = None) -> dict[int, list[Any]]:
+def _claims(
+    reports: Mapping[int, RankReports], attribute: str, when: str | None = None
+) -> dict[int, list[Any]]:
     """What each rank has sent with its reports, of one phase or of all."""
     found = {}
     for rank, phases in reports.items():
@@ -187,7 +231,9 @@ def _claims(reports: Mapping[int, RankReports], attribute: str, when: str | None
     return found
 
 
-def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]) -> None:
+def _tell_left_behind(
+    item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]
+) -> None:
     """Add what the ranks say was left to the last of the merged reports, as ``--gt-leaked-resources`` has it."""
     left = dict.fromkeys(what for answer in outcome.done.values() for what in answer.left)
     reaction = options.get(item.config, "leaked-resources") if left else "ignore"
@@ -198,7 +244,10 @@ def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pyt
     last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
     if reaction == "fail" and not last.failed:
         advice = "destroy the groups that it makes, and drop the references to tensors on the GPU"
-        conclude(last, [Objection("left behind", f"the test has left {', '.join(left)} behind: {advice}")])
+        conclude(
+            last,
+            [Objection("left behind", f"the test has left {', '.join(left)} behind: {advice}")],
+        )
 
 
 STRICT = "passed against a strict xfail"
@@ -208,11 +257,21 @@ _STRICT_WORDS = "[XPASS(strict)]"
 def result_of(reports: RankReports) -> str:
     """What a test came to on one rank: passed, xpassed, failed, skipped, xfailed, or ``STRICT``."""
     if failed := [report for report in reports.values() if report.failed]:
-        return STRICT if all(str(report.longrepr).startswith(_STRICT_WORDS) for report in failed) else "failed"
-    skipped = ["xfailed" if hasattr(report, "wasxfail") else "skipped" for report in reports.values() if report.skipped]
+        return (
+            STRICT
+            if all(str(report.longrepr).startswith(_STRICT_WORDS) for report in failed)
+            else "failed"
+        )
+    skipped = [
+        "xfailed" if hasattr(report, "wasxfail") else "skipped"
+        for report in reports.values()
+        if report.skipped
+    ]
     if skipped:
         return skipped[0]
-    return "xpassed" if any(hasattr(report, "wasxfail") for report in reports.values()) else "passed"
+    return (
+        "xpassed" if any(hasattr(report, "wasxfail") for report in reports.values()) else "passed"
+    )
 
 
 def shown_rank(results: Mapping[int, str]) -> int | None:
@@ -265,9 +324,14 @@ class _Merge:
     ) -> None:
         self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
         self.subtests = dict(sorted((subtests or {}).items()))
-        self.in_subtests = in_subtests or {}  # how many of the call's claims came with subtests, by attribute
+        self.in_subtests = (
+            in_subtests or {}
+        )  # how many of the call's claims came with subtests, by attribute
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
-        incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
+        incidents = [
+            _Event(incident.time, incident.rank, "call", incident.text)
+            for incident in outcome.causes()
+        ]
         events = [*incidents, *self._failures(), *self._not_reported()]
         self.events = sorted(events, key=lambda event: event.time)  # the lowest rank first
 
@@ -275,8 +339,13 @@ class _Merge:
         if not self.events and not self.by_rank:
             # no rank came to a report, and each was waiting for another: what was told first
             raised = self.outcome.raised.items()
-            told = [_Event(told.time, rank, "call", f"rank {rank} raised {told.summary}") for rank, told in raised]
-            told = told or [_Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents]
+            told = [
+                _Event(told.time, rank, "call", f"rank {rank} raised {told.summary}")
+                for rank, told in raised
+            ]
+            told = told or [
+                _Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents
+            ]
             none = _Event(0.0, None, "call", "no rank has given a report")
             self.events = [min(told, key=lambda event: event.time, default=none)]
         if self.events:
@@ -284,7 +353,9 @@ class _Merge:
         like = shown_rank(self.results)
         if like is None:
             said = {rank: self._result_line(rank) for rank in self.results}  # skip here, pass there
-            return self._failed(_Event(0.0, None, "call", f"the ranks do not agree: {by_value(said)}"))
+            return self._failed(
+                _Event(0.0, None, "call", f"the ranks do not agree: {by_value(said)}")
+            )
         if self.results[like] != "xfailed":
             for (name, _), by_rank in self._by_subtest().items():
                 if _shown_rank_of(by_rank) is None:
@@ -351,13 +422,23 @@ class _Merge:
         """Ranks that are through with the test and have no report of a phase, because a hook took it away."""
         for rank, answer in self.outcome.done.items():
             phases = self.by_rank.get(rank, {})
-            needed = PHASES if "setup" not in phases or phases["setup"].passed else ("setup", "teardown")
+            needed = (
+                PHASES if "setup" not in phases or phases["setup"].passed else ("setup", "teardown")
+            )
             missing = [phase for phase in needed if phase not in phases]
             if missing and answer.trouble is None:
-                yield _Event(float("inf"), rank, "call", f"rank {rank} has given no report of {', '.join(missing)}")
+                yield _Event(
+                    float("inf"),
+                    rank,
+                    "call",
+                    f"rank {rank} has given no report of {', '.join(missing)}",
+                )
 
     def _headline(self) -> _Event:
-        first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]
+        first, with_origin = (
+            self.events[0],
+            [event for event in self.events if event.origin is not None],
+        )
         if with_origin and first.phase == "call" and first.report is not None:
             try:
                 return min(with_origin, key=lambda event: event.origin or ())
@@ -366,12 +447,16 @@ class _Merge:
         return first
 
     def _result_line(self, rank: int) -> str:
-        return self._summary(rank) if self.results[rank] == "failed" else _line_of(self.by_rank[rank])
+        return (
+            self._summary(rank) if self.results[rank] == "failed" else _line_of(self.by_rank[rank])
+        )
 
     def _summary(self, rank: int) -> str:
         if (told := self.outcome.raised.get(rank)) is None:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
-            return textwrap.shorten(str(failed.longrepr).strip().splitlines()[-1], 300, placeholder=" …")
+            return textwrap.shorten(
+                str(failed.longrepr).strip().splitlines()[-1], 300, placeholder=" …"
+            )
         if self.outcome.is_consequence(rank):
             return f"waited in {told.waiting_in}"
         return told.summary
@@ -380,7 +465,9 @@ class _Merge:
         failure = self._failure_report(headline)
         merged = []
         for phase in PHASES:
-            others = [event for event in self.events if event.phase == phase and event.report is not None]
+            others = [
+                event for event in self.events if event.phase == phase and event.report is not None
+            ]
             if phase == headline.phase:
                 merged.append(failure)
             elif others:
@@ -401,8 +488,15 @@ class _Merge:
             report = self._made(headline.phase, "failed", headline.text)
         _append(report, "ranks", self._other_ranks(headline))
         incidents = self.outcome.incidents
-        told = [(each.rank, detail) for each in incidents if each.rank is not None for detail in each.details]
-        for (title, text), ranks in ranks_by(told).items():  # stacks and last outputs, equal texts once
+        told = [
+            (each.rank, detail)
+            for each in incidents
+            if each.rank is not None
+            for detail in each.details
+        ]
+        for (title, text), ranks in ranks_by(
+            told
+        ).items():  # stacks and last outputs, equal texts once
             _append(report, f"{title} [{ranks_text(ranks)}]", text)
         if any("did not end within" in each.text for each in incidents):
             slow = "If the test is only slow: --gt-timeout=SECONDS, or timeout= of its marker."
@@ -417,12 +511,18 @@ class _Merge:
             if incident.rank is not None:
                 said[incident.rank] = incident.text.removeprefix(f"rank {incident.rank} ")
         first = said.get(headline.rank) if headline.rank is not None else None
-        ordered = sorted(ranks_by(said.items()).items(), key=lambda line: (line[0] != first, min(line[1])))
+        ordered = sorted(
+            ranks_by(said.items()).items(), key=lambda line: (line[0] != first, min(line[1]))
+        )
         return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in ordered)
 
-    def _made(self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None) -> pytest.TestReport:
+    def _made(
+        self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None
+    ) -> pytest.TestReport:
         keywords: Mapping[str, Literal[1]] = dict.fromkeys(self.item.keywords, 1)
-        return pytest.TestReport(self.item.nodeid, self.item.location, keywords, outcome, longrepr, phase)
+        return pytest.TestReport(
+            self.item.nodeid, self.item.location, keywords, outcome, longrepr, phase
+        )
 
     def _with_output(self, report: pytest.TestReport, phase: Phase) -> pytest.TestReport:
         """Add what every rank wrote in that phase, equal texts once."""
@@ -452,7 +552,9 @@ def _name_rank(report: pytest.TestReport, rank: int) -> None:
 
 def _sections(reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, str]]:
     """What every rank wrote, equal texts once."""
-    writers = ranks_by((rank, section) for rank, report in reports.items() for section in report.sections)
+    writers = ranks_by(
+        (rank, section) for rank, report in reports.items() for section in report.sections
+    )
     return [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
 
 

@@ -38,7 +38,11 @@ def _errors() -> dict[str, type[BaseException]]:
     from pytest_gtrainer.golden.check import GoldenMismatch
     from pytest_gtrainer.numerics.compare import ControlFailed
 
-    return {"gtrainer-goldens": GoldenMismatch, "gtrainer-inline": AssertionError, "control": ControlFailed}
+    return {
+        "gtrainer-goldens": GoldenMismatch,
+        "gtrainer-inline": AssertionError,
+        "control": ControlFailed,
+    }
 
 
 def xfail_of(item: pytest.Item) -> Xfail | None:
@@ -53,12 +57,17 @@ def xfail_of(item: pytest.Item) -> Xfail | None:
     if raises is None:
         return Xfail(reason, list(_errors()))
     if not isinstance(raises, type | tuple):
-        return Xfail(reason, [])  # RaisesExc and RaisesGroup look at the exception itself, and there is none
+        return Xfail(
+            reason, []
+        )  # RaisesExc and RaisesGroup look at the exception itself, and there is none
     return Xfail(reason, [kind for kind, error in _errors().items() if issubclass(error, raises)])
 
 
 def objections_of(
-    item: pytest.Item, claims: Mapping[str, Claims], ended_early: Iterable[int], report: pytest.TestReport
+    item: pytest.Item,
+    claims: Mapping[str, Claims],
+    ended_early: Iterable[int],
+    report: pytest.TestReport,
 ) -> list[Objection]:
     """Compare what the ranks claim with goldens and with each other.
 
@@ -69,7 +78,10 @@ def objections_of(
     """
     found = []
     early = set(ended_early)
-    facts = {rank: [fact for fact in each if fact["kind"] == "control"] for rank, each in claims["gt_facts"].items()}
+    facts = {
+        rank: [fact for fact in each if fact["kind"] == "control"]
+        for rank, each in claims["gt_facts"].items()
+    }
     reached = min((len(facts[rank]) for rank in early), default=None)
     for text in controls_that_never_differ(each[:reached] for each in facts.values()):
         found.append(Objection("control", text))
@@ -98,7 +110,9 @@ def as_if_to_the_end(claims: Claims, early: set[int]) -> dict[int, list[Any]]:
 
 def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[str]:
     """Name each control run, the n-th of every rank as one, that is equal on all ranks."""
-    for nth in zip_longest(*([fact for fact in each if fact["kind"] == "control"] for each in told)):
+    for nth in zip_longest(
+        *([fact for fact in each if fact["kind"] == "control"] for each in told)
+    ):
         parts = [fact for fact in nth if fact is not None]
         if all(fact["equal"] for fact in parts):
             what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
@@ -111,7 +125,9 @@ def are_expected(objections: Iterable[Objection], xfail: Xfail | None) -> bool:
     return xfail is not None and all(objection.kind in xfail.kinds for objection in objections)
 
 
-def conclude(report: pytest.TestReport, objections: Sequence[Objection], xfail: Xfail | None = None) -> None:
+def conclude(
+    report: pytest.TestReport, objections: Sequence[Objection], xfail: Xfail | None = None
+) -> None:
     """Change the outcome of a report to what pytest gives a test that raises ``objections``.
 
     A report that failed must not keep ``wasxfail``: pytest would print a failure, and neither count it for the exit

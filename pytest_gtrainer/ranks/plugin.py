@@ -71,7 +71,11 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     """What ``spec`` needs and the run has not; None if it can run."""
     if spec.kind == "fake":
         on_cuda = found.kind == "cuda"
-        return None if on_cuda else "needs a GPU for the tensors of its fake world, the run has none: not judged"
+        return (
+            None
+            if on_cuda
+            else "needs a GPU for the tensors of its fake world, the run has none: not judged"
+        )
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
@@ -108,7 +112,9 @@ class RanksPlugin:
         self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
         self._last_test = ""  # of this process, on ranks or not
-        self._alone: ExitStack | None = None  # ends the world of one rank in this process: --gt-one-rank
+        self._alone: ExitStack | None = (
+            None  # ends the world of one rank in this process: --gt-one-rank
+        )
 
     @property
     def pool(self) -> Pool:
@@ -153,7 +159,9 @@ class RanksPlugin:
             return
         required = options.get(self.config, "require")
         if required == "cuda" or (required == "ranks" and spec.device in (None, found.kind)):
-            pytest.fail(f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False)
+            pytest.fail(
+                f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False
+            )
         facts.emit("skip", cause=cause)
         raise pytest.skip.Exception(cause, _use_item_location=True)
 
@@ -161,7 +169,9 @@ class RanksPlugin:
         self._last_test = nodeid
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on ranks."""
         if (spec := self._spec_on_ranks(item)) is None:
             return None
@@ -171,7 +181,11 @@ class RanksPlugin:
         call = pytest.CallInfo.from_call(
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
-        reports = reports_of(item, outcomes[0]) if outcomes else [hooks.pytest_runtest_makereport(item=item, call=call)]
+        reports = (
+            reports_of(item, outcomes[0])
+            if outcomes
+            else [hooks.pytest_runtest_makereport(item=item, call=call)]
+        )
         for outcome in outcomes:
             if outcome.has_failed():  # else the parent objects: to a golden, for one
                 _explain_examples(item, outcome, reports)
@@ -180,12 +194,18 @@ class RanksPlugin:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
         if item.session.shouldfail or item.session.shouldstop:
-            nextitem = None  # as for pytest: else what a teardown of wider scope raises has no report
+            nextitem = (
+                None  # as for pytest: else what a teardown of wider scope raises has no report
+            )
         # What earlier tests have set up in this process, and the next one does not share: if that fails,
         # it must be told before the last report, with which goldens are written.
-        call = pytest.CallInfo.from_call(lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE)
+        call = pytest.CallInfo.from_call(
+            lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE
+        )
         if call.excinfo is not None:
-            hooks.pytest_runtest_logreport(report=hooks.pytest_runtest_makereport(item=item, call=call))
+            hooks.pytest_runtest_logreport(
+                report=hooks.pytest_runtest_makereport(item=item, call=call)
+            )
         for report in reports:
             if report.when == "teardown":
                 hooks.pytest_runtest_logreport(report=report)
@@ -193,18 +213,28 @@ class RanksPlugin:
         return True
 
     def _try_on_fresh_ranks(
-        self, item: pytest.Item, spec: WorldSpec, reports: Sequence[pytest.TestReport], before: RanksOutcome
+        self,
+        item: pytest.Item,
+        spec: WorldSpec,
+        reports: Sequence[pytest.TestReport],
+        before: RanksOutcome,
     ) -> None:
         """Run a test that failed once more, on new ranks, and add to its failure what came of that."""
         failed = next((report for report in reports if report.failed), None)
         if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
             return
         if not before.on_used_ranks:
-            _append(failed, "fresh ranks", "The test was not run again: its ranks were new, no test had run on them.")
+            _append(
+                failed,
+                "fresh ranks",
+                "The test was not run again: its ranks were new, no test had run on them.",
+            )
             return
         command = wire.RunItem(_item_ref(item), None, item.location)
         try:
-            outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid, fresh=True)
+            outcome = self.pool.run(
+                spec.size, command, limit_of(item.config, spec), item.nodeid, fresh=True
+            )
         except (RanksError, LeaseError) as error:
             _append(failed, "fresh ranks", f"The test was not tried on fresh ranks: {error}")
             return
@@ -219,7 +249,11 @@ class RanksPlugin:
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """What a test wants that ranks run; None if it runs here, if only to be skipped."""
         spec = ranks_spec(item)
-        if spec is None or devices.resolve(self.config).in_process or item.get_closest_marker("skip") is not None:
+        if (
+            spec is None
+            or devices.resolve(self.config).in_process
+            or item.get_closest_marker("skip") is not None
+        ):
             return None
         if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
             return None  # pytest shows what it would do, and runs no test
@@ -248,34 +282,46 @@ class RanksPlugin:
         return (yield) if self._alone is None else (yield from restored_after(item))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    def pytest_runtest_teardown(
+        self, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
         try:
             return (yield)
         finally:
             if nextitem is None or ranks_spec(nextitem) is None:
                 self._be_none()
 
-    def _run(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> RanksOutcome:
+    def _run(
+        self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
+    ) -> RanksOutcome:
         following = self._next_on_ranks(item, spec, nextitem)
         next_item = _item_ref(following) if following is not None else None
         command = wire.RunItem(_item_ref(item), next_item, item.location)
         try:
             outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
-            if any("Quitting debugger" in (answer.trouble or "") for answer in outcome.done.values()):
+            if any(
+                "Quitting debugger" in (answer.trouble or "") for answer in outcome.done.values()
+            ):
                 item.session.shouldstop = "Quitting debugger"
             return outcome
         except (RanksError, LeaseError) as error:
             why = str(error)
-        pytest.fail(why, pytrace=False)  # here, so that pytest does not show the other exception above it
+        pytest.fail(
+            why, pytrace=False
+        )  # here, so that pytest does not show the other exception above it
 
-    def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
+    def _next_on_ranks(
+        self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
+    ) -> pytest.Item | None:
         """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""
         items = item.session.items
         if hasattr(self.config, "workerinput"):
             items = [item, nextitem] if nextitem is not None else []
         later = islice(items, items.index(item) + 1, None) if item in items else ()
         specs = ((other, self._spec_on_ranks(other)) for other in later)
-        return next((other for other, found in specs if found is not None and found.size == spec.size), None)
+        return next(
+            (other for other, found in specs if found is not None and found.size == spec.size), None
+        )
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -290,7 +336,9 @@ class RanksPlugin:
                     # xdist takes reports of the last test of a worker only
                     nodeid, problem = self._last_test, f"after {nodeid}, {problem}"
                 path, _, name = nodeid.partition("::")
-                late = pytest.TestReport(nodeid, (path, None, name), {}, "failed", problem, "teardown")
+                late = pytest.TestReport(
+                    nodeid, (path, None, name), {}, "failed", problem, "teardown"
+                )
                 self.config.hook.pytest_runtest_logreport(report=late)
 
     def pytest_unconfigure(self) -> None:
@@ -308,7 +356,9 @@ class RanksPlugin:
         return pool.problems
 
 
-def _explain_examples(item: pytest.Item, outcome: RanksOutcome, reports: Sequence[pytest.TestReport]) -> None:
+def _explain_examples(
+    item: pytest.Item, outcome: RanksOutcome, reports: Sequence[pytest.TestReport]
+) -> None:
     """Add to a failed test of hypothesis that its ranks may have run different examples, if only some failed."""
     failed = next((report for report in reports if report.failed and report.when == "call"), None)
     if failed is None or not hasattr(getattr(item, "obj", None), "hypothesis"):
@@ -332,7 +382,11 @@ def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:
     """The directories and the file that lead to a test, outermost first."""
-    return tuple(str(node.path) for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+    return tuple(
+        str(node.path)
+        for node in item.listchain()
+        if isinstance(node, pytest.Directory | pytest.File)
+    )
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:

@@ -30,16 +30,23 @@ from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_c
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
 
-IDLE_FACTOR = 2  # idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm
+IDLE_FACTOR = (
+    2  # idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm
+)
 LOOK_EVERY = 0.5
 
 PRELOAD = (
-    "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.distributed.fsdp",
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
     "torch._dynamo",  # tracing and every optimiser import it at their first use: once here, or once in each rank
     "hypothesis",  # where it is installed: its settings must be in place before a test file imports it
-    "pytest_gtrainer.plugin", "pytest_gtrainer.ranks.inside.rank",
-)  # fmt: skip
+    "pytest_gtrainer.plugin",
+    "pytest_gtrainer.ranks.inside.rank",
+)
 
 TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device, environment
 
@@ -52,11 +59,19 @@ class Pool:
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
-        self.problems: list[tuple[str, str]] = []  # as ranks ended: the last test that they ran, what went wrong
+        self.problems: list[
+            tuple[str, str]
+        ] = []  # as ranks ended: the last test that they ran, what went wrong
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(
-        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str, *, fresh: bool = False
+        self,
+        size: int,
+        command: wire.RunItem | wire.CallFunction,
+        limit: float,
+        holder: str,
+        *,
+        fresh: bool = False,
     ) -> RanksOutcome:
         """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it cannot start.
 
@@ -73,7 +88,9 @@ class Pool:
             team.last_test = holder
             try:
                 outcome = run_on(team, command, limit, Console(self._config, holder))
-            except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
+            except (
+                BaseException
+            ):  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
                 team.kill()
                 raise
             if options.get(self._config, "fresh-ranks") is True:
@@ -114,16 +131,31 @@ class Pool:
         self._teams[key] = team
         return team
 
-    def plan(self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]) -> wire.RankSetup:
+    def plan(
+        self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]
+    ) -> wire.RankSetup:
         """What ranks of this machine start from."""
-        config, found, launch = self._config, devices.resolve(self._config), devices.launch_of(self._config)
+        config, found, launch = (
+            self._config,
+            devices.resolve(self._config),
+            devices.launch_of(self._config),
+        )
         called, has_temporary = config.invocation_params, launch is None or launch.leads
         return wire.RankSetup(
-            size=size, ranks=range(size), device=found.kind, backend=found.backend, environ=environ,
-            sys_path=tuple(sys.path), cwd=str(called.dir), args=tuple(map(str, called.args)),
-            basetemp=str(base_temp(config)) if has_temporary else None,  # ranks of a torchrun follower make their own
-            worker=worker, live_output=self._live_output,
-        )  # fmt: skip
+            size=size,
+            ranks=range(size),
+            device=found.kind,
+            backend=found.backend,
+            environ=environ,
+            sys_path=tuple(sys.path),
+            cwd=str(called.dir),
+            args=tuple(map(str, called.args)),
+            basetemp=str(base_temp(config))
+            if has_temporary
+            else None,  # ranks of a torchrun follower make their own
+            worker=worker,
+            live_output=self._live_output,
+        )
 
     def forkserver(self) -> ForkServer:
         """The forkserver, started if there is none."""
@@ -134,7 +166,11 @@ class Pool:
             installed = (plugin for plugin, _ in self._config.pluginmanager.list_plugin_distinfo())
             plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
             # what tests have imported here of torch and of ours, test files will import again in every rank
-            seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
+            seen = [
+                name
+                for name in sys.modules
+                if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")
+            ]
             modules = list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
             preload = options.get(self._config, "preload")
             self._server = ForkServer(modules, preload, live_output=self._live_output)
@@ -188,7 +224,9 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
     if found.kind == "cuda":
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
         slots = Slots(folder, [gpu.uuid for gpu in found.gpus])
-        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, say)
+        return GpuSharing(
+            slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, say
+        )
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
         folder = base_temp(config).parent / "gtrainer-leases"
@@ -200,7 +238,9 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
 class Sharing:
     """Devices leased for a test by ``acquire``, for so many ranks; by default there is nothing to lease."""
 
-    def __init__(self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)) -> None:
+    def __init__(
+        self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)
+    ) -> None:
         self._acquire = acquire
 
     @contextlib.contextmanager
@@ -224,7 +264,12 @@ class GpuSharing(Sharing):
     """GPUs, kept between tests until another process waits for them, which a thread looks for while no test runs."""
 
     def __init__(
-        self, slots: Slots, entries: Mapping[str, str], limit: float, stop_ranks: Callable[[], None], tell: Tell
+        self,
+        slots: Slots,
+        entries: Mapping[str, str],
+        limit: float,
+        stop_ranks: Callable[[], None],
+        tell: Tell,
     ) -> None:
         super().__init__(lambda size, holder: slots.acquire(size, limit, holder, tell))
         self._slots, self._entries, self._stop_ranks = slots, entries, stop_ranks
@@ -240,7 +285,9 @@ class GpuSharing(Sharing):
                 self._give_up()  # a process that holds some while it waits for more can wait for ever
                 self._lease = self._acquire(size, holder)
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
+                self._watcher = threading.Thread(
+                    target=self._watch, name="gtrainer-leases", daemon=True
+                )
                 self._watcher.start()
             try:
                 yield
@@ -249,7 +296,10 @@ class GpuSharing(Sharing):
 
     def environment(self) -> Mapping[str, str]:
         held = self._lease.slots if self._lease is not None else ()
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self._entries[slot] for slot in held), **devices.BUS_ORDER}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(self._entries[slot] for slot in held),
+            **devices.BUS_ORDER,
+        }
 
     def close(self) -> None:
         self._closed.set()

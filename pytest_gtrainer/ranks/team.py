@@ -43,7 +43,12 @@ main(fd, folder, modules, preload)
 """
 
 # One thread in every pool: a process with threads must not fork, and 8 ranks share the cores.
-_POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+_POOLS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+)
 
 FOLDER_PREFIX, OWNER_LOCK = "gtrainer-", "owner.lock"
 
@@ -56,7 +61,9 @@ class RanksError(Exception):
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
     """Those of the files that can be read, or have come to their end; waits for the first, an hour at most."""
-    poll = select.poll()  # multiprocessing's wait makes a selector each time, which costs more than all else in a test
+    poll = (
+        select.poll()
+    )  # multiprocessing's wait makes a selector each time, which costs more than all else in a test
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(min(max(0.0, seconds), 3600.0) * 1000)}
@@ -72,7 +79,9 @@ def is_stopped(pid: int) -> bool:
 class ForkServer:
     """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all that they write."""
 
-    def __init__(self, modules: list[str], preload: Sequence[str] = (), *, live_output: bool) -> None:
+    def __init__(
+        self, modules: list[str], preload: Sequence[str] = (), *, live_output: bool
+    ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise RanksError("ranks need Linux (pidfd); worlds of kind fake run anywhere")
         sweep_folders_of_killed_runs(Path(tempfile.gettempdir()))
@@ -93,7 +102,11 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
-                env={**lasting_environment(), **dict.fromkeys(_POOLS, "1"), FOLDER_VARIABLE: str(self.folder)},
+                env={
+                    **lasting_environment(),
+                    **dict.fromkeys(_POOLS, "1"),
+                    FOLDER_VARIABLE: str(self.folder),
+                },
                 # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
                 # its cores by session: gloo's threads then waited for the parent's.
                 process_group=0,
@@ -111,9 +124,13 @@ class ForkServer:
         if module:
             wrong = f"did not end within {SERVER_START_LIMIT:g} s"
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(1.0)  # its end of the connection is closed a little earlier
+                status = self._process.wait(
+                    1.0
+                )  # its end of the connection is closed a little earlier
                 wrong = f"ends the process that forks ranks: it {_how_ended(status)}"
-            text = "\n".join(part for part in (refuse_preload(module, f"whose import {wrong}"), text) if part)
+            text = "\n".join(
+                part for part in (refuse_preload(module, f"whose import {wrong}"), text) if part
+            )
         return text or "it ended without a word"
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
@@ -122,7 +139,9 @@ class ForkServer:
             message: object = None  # it says nothing if it ends as it starts
             with contextlib.suppress(EOFError, OSError):
                 message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
-            if (error := message.error if isinstance(message, wire.Started) else self._log()) is not None:
+            if (
+                error := message.error if isinstance(message, wire.Started) else self._log()
+            ) is not None:
                 self.close()
                 raise RanksError(f"the process that forks ranks did not start: {error}")
             self._ready = True
@@ -143,7 +162,9 @@ class ForkServer:
                 if not self.alive or time.monotonic() > end:
                     raise RanksError(f"the process that forks ranks is gone: {self._log()}")
                 self.pump(0.5)
-        except BaseException:  # broken off in the middle: whose the ranks are that come now is not known any more
+        except (
+            BaseException
+        ):  # broken off in the middle: whose the ranks are that come now is not known any more
             for channel in channels:
                 channel.close()
             self.close()
@@ -170,7 +191,9 @@ class ForkServer:
         """End what ranks had started, as the forkserver would: it is gone, and they know its folder by a variable."""
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(b"\0")
+                is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(
+                    b"\0"
+                )
                 if is_ours and not is_tracker(int(file.parent.name)):
                     os.kill(int(file.parent.name), signal.SIGKILL)
 
@@ -185,7 +208,11 @@ class ForkServer:
             if pid not in self.exit_status:
                 self.signal(pid, signal.SIGKILL)
         end = time.monotonic() + SERVER_END_LIMIT
-        while self.alive and time.monotonic() < end and not all(pid in self.exit_status for pid in pids):
+        while (
+            self.alive
+            and time.monotonic() < end
+            and not all(pid in self.exit_status for pid in pids)
+        ):
             self.pump(0.05)
 
     def close(self) -> None:
@@ -223,7 +250,10 @@ def sweep_folders_of_killed_runs(temporary: Path) -> None:
     A folder belongs to a live run while somebody holds the lock in it. One without a lock file is not touched.
     """
     for lock in temporary.glob(f"{FOLDER_PREFIX}*/{OWNER_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, held, or gone meanwhile
+        with (
+            contextlib.suppress(OSError),
+            lock.open("r+") as file,
+        ):  # of another user, held, or gone meanwhile
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
@@ -264,10 +294,14 @@ class LocalRanks:
 
         def setup(rank: int) -> wire.RankSetup:
             temporary = plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}"
-            return replace(shared, rank=rank, basetemp=temporary, worker={**plan.worker, "gt_rank": rank})
+            return replace(
+                shared, rank=rank, basetemp=temporary, worker={**plan.worker, "gt_rank": rank}
+            )
 
         forked = server.fork(list(map(setup, plan.ranks)))
-        self._processes = {rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)}
+        self._processes = {
+            rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)
+        }
 
     def send(self, command: object, ranks: Iterable[int]) -> None:
         message = pickle.dumps(command)
@@ -294,7 +328,9 @@ class LocalRanks:
                     for fd in message.capture_fds if isinstance(message, wire.Started) else ():
                         with contextlib.suppress(OSError):
                             process.captured.append(open(f"/proc/{process.pid}/fd/{fd}", "rb"))  # noqa: SIM115
-                elif process.pid in self._server.exit_status and not readable([channel.fileno()], 0.0):
+                elif process.pid in self._server.exit_status and not readable(
+                    [channel.fileno()], 0.0
+                ):
                     heard[rank] = None  # all that it said is read
             except (EOFError, OSError):
                 heard[rank] = None
@@ -302,14 +338,20 @@ class LocalRanks:
 
     def ended(self, rank: int) -> wire.Ended:
         process, end = self._processes[rank], time.monotonic() + STATUS_SECONDS
-        while process.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
+        while (
+            process.pid not in self._server.exit_status
+            and self._server.alive
+            and time.monotonic() < end
+        ):
             self._server.pump(0.05)
         if (status := self._server.exit_status.get(process.pid)) is None:
             how = "was lost with the process that had forked it"
         else:
             how = _how_ended(status)
         fatal = answers.fatal_error(answers.file_of(self._folder, rank, "dump"))
-        return wire.Ended(how, "\n".join(text for text in (self._output(rank), fatal.rstrip()) if text))
+        return wire.Ended(
+            how, "\n".join(text for text in (self._output(rank), fatal.rstrip()) if text)
+        )
 
     def _output(self, rank: int) -> str:
         """Return what a rank has written to files in the present phase, captured or not."""
@@ -318,18 +360,28 @@ class LocalRanks:
         # Before its first word, it has not said which files pytest captures its output in: its streams lead there.
         for fd in (1, 2) if not process.captured else ():
             with contextlib.suppress(OSError), open(f"/proc/{process.pid}/fd/{fd}", "rb") as file:
-                if os.fstat(file.fileno()).st_nlink == 0:  # theirs have no name; the log and a user's file have one
+                if (
+                    os.fstat(file.fileno()).st_nlink == 0
+                ):  # theirs have no name; the log and a user's file have one
                     texts.append(_read(file))
-        with contextlib.suppress(OSError), answers.file_of(self._folder, rank, "log").open("rb") as file:
+        with (
+            contextlib.suppress(OSError),
+            answers.file_of(self._folder, rank, "log").open("rb") as file,
+        ):
             texts.append(_read(file))
         return "\n".join(text.rstrip() for text in texts if text.strip())
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         pids = {rank: self._processes[rank].pid for rank in ranks}
         halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
-        stopped = {rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
+        stopped = {
+            rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on"
+            for rank, pid in halted.items()
+        }
         asked, send = pids.keys() - stopped.keys(), self._server.signal
-        told = answers.take_answers(kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum))
+        told = answers.take_answers(
+            kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum)
+        )
         if kind == "output":
             texts = {rank: [told.get(rank, ""), self._output(rank)] for rank in pids}
             return {rank: "\n".join(filter(None, pair)) for rank, pair in texts.items()}
@@ -340,7 +392,9 @@ class LocalRanks:
 
     def has_lost_ranks(self) -> bool:
         self._server.pump()
-        return not self._server.alive or any(each.pid in self._server.exit_status for each in self._processes.values())
+        return not self._server.alive or any(
+            each.pid in self._server.exit_status for each in self._processes.values()
+        )
 
     def kill(self) -> None:
         self._server.kill([process.pid for process in self._processes.values()])
@@ -374,7 +428,9 @@ class Team:
                     if isinstance(message, wire.Started) and message.error is not None:
                         raise RanksError(f"rank {rank} could not start:\n{message.error}")
                 missing -= heard.keys()
-        except BaseException:  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
+        except (
+            BaseException
+        ):  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
             self.kill()
             raise
 
@@ -383,7 +439,9 @@ class Team:
         stacks, outputs = self.stacks(missing, kind="dump"), self.stacks(missing, kind="output")
         lines = []
         for rank in sorted(missing):
-            lines.append(f"rank {rank} did not start within {limit:g} s{answers.whereabouts(stacks[rank])}")
+            lines.append(
+                f"rank {rank} did not start within {limit:g} s{answers.whereabouts(stacks[rank])}"
+            )
         for rank in sorted(missing):
             lines += ["", f"rank {rank}, Python stack:", answers.readable(stacks[rank])]
             if outputs[rank]:
@@ -404,7 +462,11 @@ class Team:
         return self._taken(split, readable(files, seconds))
 
     def _taken(self, split: list[tuple[Part, list[int]]], ready: set[int]) -> dict[int, object]:
-        return {rank: heard for part, members in split for rank, heard in part.take(members, ready).items()}
+        return {
+            rank: heard
+            for part, members in split
+            for rank, heard in part.take(members, ready).items()
+        }
 
     def _split(self, ranks: Iterable[int]) -> list[tuple[Part, list[int]]]:
         wanted = list(ranks)
@@ -421,7 +483,9 @@ class Team:
         "output" is what they have written; of a rank that does not answer, in the present phase.
         """
         split = self._split(ranks)
-        return {rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()}
+        return {
+            rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()
+        }
 
     def heal(self, condition: wire.GroupCondition) -> None:
         """Make the group fit for the next test, or end the team."""
@@ -429,7 +493,11 @@ class Team:
             self.kill()  # to destroy a group waits for the collective that only some have issued
         elif condition != "fit":
             is_left = condition == "left"
-            command = wire.JoinGroup(next(self._stores), self.size) if is_left else wire.Do("drop subgroups")
+            command = (
+                wire.JoinGroup(next(self._stores), self.size)
+                if is_left
+                else wire.Do("drop subgroups")
+            )
             if self.has_lost_ranks() or not self._obeyed(command, SETTLE_LIMIT):
                 self.kill()
 
@@ -496,7 +564,11 @@ class Team:
 
 
 def _how_ended(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    return (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"exited with status {status}"
+    )
 
 
 def _read(file: BinaryIO) -> str:

@@ -22,7 +22,9 @@ from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.team import LocalRanks, Team
 from pytest_gtrainer.worlds import by_value
 
-UNBLOCK_AFTER = 0.25  # ranks that fail alike do so within moments of each other: leave them the time
+UNBLOCK_AFTER = (
+    0.25  # ranks that fail alike do so within moments of each other: leave them the time
+)
 STUCK_AFTER = 1.0  # a blocked rank raises within milliseconds once its peers are gone
 BUSY_LIMIT = 8.0  # a rank that computes, or formats a traceback through torch, may take longer
 # See whether the ranks that have not ended wait: every so often, soon after one has ended, less often in long tests.
@@ -67,7 +69,9 @@ class Console:
     def lend(self, rank: int, prompt: wire.AtPrompt, is_here: bool) -> wire.Terminal:
         """The terminal for a rank of this node; nothing if another rank is to be debugged, or has failed before."""
         chosen = options.get(self.config, "pdb-rank")
-        if (chosen is not None and chosen != rank) or (prompt.failure is not None and self._has_lent):
+        if (chosen is not None and chosen != rank) or (
+            prompt.failure is not None and self._has_lent
+        ):
             return wire.Terminal()
         self._has_lent |= prompt.failure is not None
         try:
@@ -77,14 +81,24 @@ class Console:
             path = ""
         if not path:
             if prompt.failure is not None:
-                self.tell(f"has failed on rank {rank}: --pdb has no terminal {'here' if is_here else 'on its node'}")
+                self.tell(
+                    f"has failed on rank {rank}: --pdb has no terminal {'here' if is_here else 'on its node'}"
+                )
                 return wire.Terminal()
             if not is_here:
                 told = f"rank {rank} is at a breakpoint on another node, which the terminal does not reach"
-                return wire.Terminal(refusal=f"{told}; stop a rank of the first node, or run: pytest {self.holder}")
-            way = "run it with -n0" if hasattr(self.config, "workerinput") else "run it from a terminal"
+                return wire.Terminal(
+                    refusal=f"{told}; stop a rank of the first node, or run: pytest {self.holder}"
+                )
+            way = (
+                "run it with -n0"
+                if hasattr(self.config, "workerinput")
+                else "run it from a terminal"
+            )
             advice = f"{way}: pytest {self.holder}"
-            return wire.Terminal(refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; {advice}")
+            return wire.Terminal(
+                refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; {advice}"
+            )
         self.tell(f"is held, with its clock: rank {rank} has the terminal")
         with open(path, "w") as terminal:
             terminal.write(f"{prompt.failure or ''}\n")
@@ -108,7 +122,9 @@ class RanksOutcome:
 
     size: int
     answers: dict[int, wire.ItemDone | wire.CallDone] = field(default_factory=dict)
-    raised: dict[int, wire.Raised] = field(default_factory=dict)  # the first exception of each, a skip included
+    raised: dict[int, wire.Raised] = field(
+        default_factory=dict
+    )  # the first exception of each, a skip included
     incidents: list[Incident] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)  # ranks whose process ended
     killed: bool = False  # it was we who ended them all
@@ -119,18 +135,30 @@ class RanksOutcome:
     @property
     def done(self) -> dict[int, wire.ItemDone]:
         """The answers of ranks that are through with a test."""
-        return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, wire.ItemDone)}
+        return {
+            rank: answer
+            for rank, answer in self.answers.items()
+            if isinstance(answer, wire.ItemDone)
+        }
 
     @property
     def called(self) -> dict[int, wire.CallDone]:
         """The answers of ranks that are through with a function, in the order of ranks."""
-        return {rank: answer for rank, answer in sorted(self.answers.items()) if isinstance(answer, wire.CallDone)}
+        return {
+            rank: answer
+            for rank, answer in sorted(self.answers.items())
+            if isinstance(answer, wire.CallDone)
+        }
 
     def disagreement(self) -> str | None:
         """How ranks whose groups are intact differ in the collectives they issued; None if they do not."""
-        states = {rank: answer.state for rank, answer in self.answers.items() if answer.state.intact}
+        states = {
+            rank: answer.state for rank, answer in self.answers.items() if answer.state.intact
+        }
         for label in dict.fromkeys(label for state in states.values() for label in state.issued):
-            counts = {rank: state.issued[label] for rank, state in states.items() if label in state.issued}
+            counts = {
+                rank: state.issued[label] for rank, state in states.items() if label in state.issued
+            }
             if len(set(counts.values())) > 1:
                 return f"the ranks issued different numbers of collectives on {label}: {by_value(counts)}"
         made = {rank: state.groups_made for rank, state in states.items()}
@@ -144,7 +172,9 @@ class RanksOutcome:
 
     def causes(self) -> list[Incident]:
         """The incidents that are no mere consequences, the earliest first."""
-        return sorted((each for each in self.incidents if not each.is_consequence), key=lambda each: each.time)
+        return sorted(
+            (each for each in self.incidents if not each.is_consequence), key=lambda each: each.time
+        )
 
     def is_consequence(self, rank: int) -> bool:
         """Whether the rank only failed because another one had ended the collective they shared."""
@@ -154,13 +184,17 @@ class RanksOutcome:
         """Return whether an exception only says that another rank has ended the collective."""
         if raised is None or raised.waiting_in is None or raised.origin is not None:
             return False
-        return bool(self.dead) or (self.unblocked_at is not None and raised.time >= self.unblocked_at)
+        return bool(self.dead) or (
+            self.unblocked_at is not None and raised.time >= self.unblocked_at
+        )
 
     def failed_at(self, rank: int) -> float:
         """When the first rank raised that failed like this one within moments: which of them was first is luck."""
         own = self.raised[rank]
         alike = (told.time for told in self.raised.values() if told.is_like(own))
-        return min((time for time in alike if abs(time - own.time) < UNBLOCK_AFTER), default=own.time)
+        return min(
+            (time for time in alike if abs(time - own.time) < UNBLOCK_AFTER), default=own.time
+        )
 
     def condition(self) -> wire.GroupCondition:
         """What the command has left of the process group."""
@@ -169,13 +203,19 @@ class RanksOutcome:
         if self.dead or self.killed or any(state.broken for state in states):
             return "dead" if self.dead else "killed"
         if self.unblocked_at is not None or not all(state.intact for state in states):
-            return "killed" if shared else "left"  # what a module shares is set up anew on other ranks
+            return (
+                "killed" if shared else "left"
+            )  # what a module shares is set up anew on other ranks
         if self.disagreement() is not None:
             return "disagreeing"
-        return "with subgroups" if not shared and any(state.subgroups for state in states) else "fit"
+        return (
+            "with subgroups" if not shared and any(state.subgroups for state in states) else "fit"
+        )
 
 
-def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console) -> RanksOutcome:
+def run_on(
+    team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console
+) -> RanksOutcome:
     """Send the command to every rank and gather what they say, within the limits."""
     watch = _Watch(team, limit, console)
     watch.outcome.on_used_ranks, team.used = team.used, True
@@ -202,7 +242,9 @@ class _Watch:
         self.started = time.monotonic()
         self.next_line = self.started + TELL_EVERY
         self.first_trouble, self.next_look = math.inf, self.started + LOOK_EVERY
-        self.seen: tuple[dict[int, str], answers.Calls] | None = None  # where all waited at the last look
+        self.seen: tuple[dict[int, str], answers.Calls] | None = (
+            None  # where all waited at the last look
+        )
         self.seen_since = math.inf
         self.freed_at: float | None = None  # when a rank last closed its connections to the others
         self.left: set[int] = set()  # told to leave their group, and it is not confirmed
@@ -216,7 +258,9 @@ class _Watch:
                 self._trouble()
                 how, words = self.team.part_of(rank).ended(rank)
                 details = (("last output", words),) if words else ()
-                self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
+                self.outcome.incidents.append(
+                    Incident(time.monotonic(), rank, f"rank {rank} {how}", details)
+                )
             elif isinstance(message, wire.Raised):
                 self.outcome.raised.setdefault(rank, message)
                 if not message.is_skip and not self.console.post_mortem:
@@ -233,7 +277,9 @@ class _Watch:
             self._trouble()
         if isinstance(message, wire.ItemDone) and message.trouble is not None:
             self._trouble()
-            self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {message.trouble}"))
+            self.outcome.incidents.append(
+                Incident(time.monotonic(), rank, f"rank {rank} {message.trouble}")
+            )
         elif isinstance(message, wire.CallDone) and message.error is not None:
             self._trouble()
         self.next_look = min(self.next_look, time.monotonic() + LOOK_SOON)
@@ -266,13 +312,20 @@ class _Watch:
         elif now >= self.next_line:
             self.next_line = now + TELL_EVERY
             stacks = self.team.stacks(self.pending)
-            where = {rank: answers.whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()}
+            where = {
+                rank: answers.whereabouts(stack).removeprefix(", ") or "busy"
+                for rank, stack in stacks.items()
+            }
             spent = f"{now - self.started:.0f} s of {self.limit:g}"
             self.console.tell(f"has run for {spent}: {by_value(where)}")
 
     def _debug(self, rank: int, prompt: wire.AtPrompt) -> None:
         """Let a rank have the terminal, while the others and the clock are held."""
-        began, heard, is_here = time.monotonic(), {}, isinstance(self.team.part_of(rank), LocalRanks)
+        began, heard, is_here = (
+            time.monotonic(),
+            {},
+            isinstance(self.team.part_of(rank), LocalRanks),
+        )
         terminal = self.console.lend(rank, prompt, is_here)
         self.team.send(terminal, [rank])
         with stopped_clock():
@@ -308,12 +361,17 @@ class _Watch:
         if unblocked_at is None:
             self._judge_waiting(stacks)
             return
-        now, waiting = time.monotonic(), {rank for rank, stack in stacks.items() if answers.waiting_in(stack)}
+        now, waiting = (
+            time.monotonic(),
+            {rank for rank, stack in stacks.items() if answers.waiting_in(stack)},
+        )
         self.next_look = now + LOOK_EVERY
         # nothing will free the pending ranks: all wait, or those who left did not free the ones that have not raised
         is_late = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
         all_wait = waiting == self.pending and (is_late or self.freed_at is None)
-        is_stuck = all_wait or (is_late and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting)
+        is_stuck = all_wait or (
+            is_late and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting
+        )
         if is_stuck or now > unblocked_at + BUSY_LIMIT:
             self.give_up("did not end after another rank had failed", stacks)
 
@@ -322,7 +380,9 @@ class _Watch:
         now, done = time.monotonic(), self.outcome.answers
         if not all(answers.may_wait(stack) for stack in stacks.values()):
             self.seen = None
-            rest = LOOK_SOON if done else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
+            rest = (
+                LOOK_SOON if done else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
+            )
             self.next_look = now + rest
             return
         self.next_look = now + LOOK_SOON
@@ -348,12 +408,16 @@ class _Watch:
                 self.give_up("was ended", stacks)
 
     def _calls(self) -> answers.Calls:
-        return answers.read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, kind="calls"))
+        return answers.read_calls(
+            self.team.stacks(set(range(self.team.size)) - self.outcome.dead, kind="calls")
+        )
 
     def _blame_differing(self) -> None:
         """Where collectives have raised, see whether one differed: the first to raise may be innocent."""
         raised, incidents = self.outcome.raised.values(), self.outcome.incidents
-        died_of_it = [any("gloo::Enforce" in text for _, text in incident.details) for incident in incidents]
+        died_of_it = [
+            any("gloo::Enforce" in text for _, text in incident.details) for incident in incidents
+        ]
         if (raised or incidents) and all(told.waiting_in for told in raised) and all(died_of_it):
             fault = answers.differing_call(self._calls())
             if fault is not None:
@@ -362,8 +426,13 @@ class _Watch:
 
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
-        now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
-        silent = [rank for rank, stack in stacks.items() if not stack]  # which says nothing of what they do
+        now, stacks = (
+            time.monotonic(),
+            stacks if stacks is not None else self.team.stacks(self.pending),
+        )
+        silent = [
+            rank for rank, stack in stacks.items() if not stack
+        ]  # which says nothing of what they do
         stacks |= self.team.stacks(silent, kind="dump")
         outputs = self.team.stacks(self.pending, kind="output")
         waiting = {rank for rank in self.pending if answers.waiting_in(stacks[rank]) is not None}
@@ -385,9 +454,13 @@ class _Watch:
         if outcome.unblocked_at is None and not outcome.killed and not outcome.incidents:
             self._blame_differing()
         text = outcome.disagreement()
-        if text is not None and not (outcome.incidents or outcome.raised or outcome.unblocked_at is not None):
+        if text is not None and not (
+            outcome.incidents or outcome.raised or outcome.unblocked_at is not None
+        ):
             # ranks that issued different collectives fail the test even if all passed
-            outcome.incidents.append(Incident(time.monotonic(), None, text + answers.called_by_some(self._calls())))
+            outcome.incidents.append(
+                Incident(time.monotonic(), None, text + answers.called_by_some(self._calls()))
+            )
         end = time.monotonic() + STUCK_AFTER
         while self.left and self.team.alive and time.monotonic() < end:
             for rank, message in self.team.receive(self.left, end - time.monotonic()).items():

@@ -108,8 +108,12 @@ class GroupState(NamedTuple):
     intact: bool  # the default group is the one that the rank was given
     groups_made: int  # torch's counter, from which it names groups
     subgroups: int = 0  # how many groups there are beside the default one
-    issued: Mapping[str, int] = {}  # collectives on each group that still exists, by the group's description
-    shared: bool = False  # a module or class shares a world, and with it the groups beside the default one
+    issued: Mapping[
+        str, int
+    ] = {}  # collectives on each group that still exists, by the group's description
+    shared: bool = (
+        False  # a module or class shares a world, and with it the groups beside the default one
+    )
     broken: bool = False  # an error on the GPU, which lasts as long as the process
 
 
@@ -126,13 +130,20 @@ class Raised(NamedTuple):
     time: float  # on the host's monotonic clock, which all ranks share
     summary: str
     is_skip: bool
-    waiting_in: str | None  # the torch.distributed function that raised, None if the test's own code did
-    origin: tuple[Any, ...] | None  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
+    waiting_in: (
+        str | None
+    )  # the torch.distributed function that raised, None if the test's own code did
+    origin: (
+        tuple[Any, ...] | None
+    )  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
     place: tuple[tuple[str, int], ...] = ()  # file and line of each frame that it went through
 
     def is_like(self, other: "Raised") -> bool:
         """Whether both failed at one place by one type; values may differ from rank to rank, words of gloo may not."""
-        said = [each.summary if self.waiting_in else each.summary.partition(":")[0] for each in (self, other)]
+        said = [
+            each.summary if self.waiting_in else each.summary.partition(":")[0]
+            for each in (self, other)
+        ]
         return (said[0], self.place, self.waiting_in) == (said[1], other.place, other.waiting_in)
 
 

@@ -34,7 +34,16 @@ from pytest_gtrainer.graph.nodes import is_view
 from pytest_gtrainer.passes.chunking import mixing
 from pytest_gtrainer.passes.chunking.chunk import check_bodies, collective_error
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
-from pytest_gtrainer.passes.chunking.mixing import Call, Known, Operand, Rows, Statistic, chosen_by, is_plain, judge
+from pytest_gtrainer.passes.chunking.mixing import (
+    Call,
+    Known,
+    Operand,
+    Rows,
+    Statistic,
+    chosen_by,
+    is_plain,
+    judge,
+)
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
 from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, unknown_dims
 from pytest_gtrainer.tracing.model import ModelState, tensor_text
@@ -42,7 +51,9 @@ from pytest_gtrainer.tracing.model import ModelState, tensor_text
 _logger = logging.getLogger(__name__)
 
 
-def returned_error(fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | None, config: ChunkConfig) -> ChunkError:
+def returned_error(
+    fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | None, config: ChunkConfig
+) -> ChunkError:
     """The refusal of what a chunk returns, which has the chunk dimension elsewhere, or has lost it."""
     where = f"in dimension {dims[0]}" if dims else "nowhere, as far as can be seen"
     return ChunkError(
@@ -53,7 +64,11 @@ def returned_error(fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | N
 
 
 def has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) and value.layout == torch.strided
+    return (
+        isinstance(value, Tensor)
+        and not is_traceable_wrapper_subclass(value)
+        and value.layout == torch.strided
+    )
 
 
 def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
@@ -94,7 +109,11 @@ class _Recorder(TorchDispatchMode):
         return self.nodes[id(tensor)]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not isinstance(func, OpOverload) or func.namespace == "c10d":
             raise NotImplementedError(func)
@@ -134,7 +153,9 @@ def twin_graphs(
         with unseen_by_modes(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             mode = new_fake_mode(real_inputs=True)
-            full, chunk = (_recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part))
+            full, chunk = (
+                _recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part)
+            )
             return full, chunk
     except Exception as error:
         _logger.debug("%s is followed while it runs: on fake tensors it raises %r", fqn, error)
@@ -142,28 +163,41 @@ def twin_graphs(
 
 
 def _recorded(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], mode: FakeTensorMode
+    fqn: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    mode: FakeTensorMode,
 ) -> Any:
     copied = _copied(module)
     state = ModelState.of(copied)
 
     def fake(tensor: Tensor) -> Tensor:
         made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
         )
         return made.clone()  # no leaf: a forward may write to it
 
     with mode:
         fakes = [fake(tensor) for tensor in state.tensors]
         inputs = {name: None if value is None else fake(value) for name, value in arguments.items()}
-        recorder = _Recorder(fqn, [*(value for value in inputs.values() if value is not None), *fakes])
+        recorder = _Recorder(
+            fqn, [*(value for value in inputs.values() if value is not None), *fakes]
+        )
         with state.exchanged(fakes), recorder:
             return recorder.finish(forward(copied, **inputs))
 
 
 def _own(value: Any, depth: int) -> Any:
     """What a forward may keep something in, ``depth`` levels deep: containers, and objects of plain classes."""
-    kind, is_torchs = type(value), isinstance(value, nn.Module) or type(value).__module__.startswith("torch")
+    kind, is_torchs = (
+        type(value),
+        isinstance(value, nn.Module) or type(value).__module__.startswith("torch"),
+    )
     plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not is_torchs
     if not depth or not (plain or isinstance(value, dict | list | set)):
         return value
@@ -190,7 +224,9 @@ class Following(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fqn: str, config: ChunkConfig, arguments: Sequence[tuple[Tensor, int]]) -> None:
+    def __init__(
+        self, fqn: str, config: ChunkConfig, arguments: Sequence[tuple[Tensor, int]]
+    ) -> None:
         super().__init__()
         self.fqn, self.config = fqn, config
         self.known: dict[Any, Known] = {}
@@ -208,24 +244,40 @@ class Following(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        before = {storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if has_memory(leaf)}
+        before = {
+            storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if has_memory(leaf)
+        }
         foreign = before - self.kept.keys()
         made = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         if not results:  # a size, a device
             return made
         given, named = pytree.tree_map_only(
-            Tensor, lambda tensor: Operand(tensor, self.known.get(self._key(tensor))), (list(args), dict(kwargs))
+            Tensor,
+            lambda tensor: Operand(tensor, self.known.get(self._key(tensor))),
+            (list(args), dict(kwargs)),
         )
         call = Call(func, given, named, [])
         if not any(operand.known for operand in call.operands):
             for result in results:
                 self._note(result, None, foreign)
-            whole = call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1
-            shown = is_view(func) and call.operands and self._key(call.operands[0].value) in self.numbers
+            whole = (
+                call.name == "arange"
+                and call.given.get("start", 0) == 0
+                and call.given.get("step", 1) == 1
+            )
+            shown = (
+                is_view(func)
+                and call.operands
+                and self._key(call.operands[0].value) in self.numbers
+            )
             self.numbers.update(self._key(result) for result in results if whole or shown)
             return made
         if launches(func) and "all_to_all" not in call.name:
@@ -248,15 +300,29 @@ class Following(TorchDispatchMode):
         found: dict[int, Known] = {}
         for dim, index in chosen:
             extent = into.value.shape[dim] if into.value.ndim else 0
-            if index.known is None and self._key(index.value) in self.numbers and index.value.shape[:1] == (extent,):
+            if (
+                index.known is None
+                and self._key(index.value) in self.numbers
+                and index.value.shape[:1] == (extent,)
+            ):
                 found[id(index.value)] = Rows((0,), mixing.NUMBERS)
-            routed = isinstance(into.known, Rows) and into.known.hold == mixing.ROUTED and dim in into.known.dims
+            routed = (
+                isinstance(into.known, Rows)
+                and into.known.hold == mixing.ROUTED
+                and dim in into.known.dims
+            )
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
                 # an order of rows that counts of the data have made
                 found[id(index.value)] = Rows((0,), mixing.ROUTING)
             local = has_memory(into.value) and storage_id(into.value) in self.kept
             has_rows = index.known is not None or id(index.value) in found
-            if into.known is None and has_rows and local and type(extent) is int and extent in self.extents:
+            if (
+                into.known is None
+                and has_rows
+                and local
+                and type(extent) is int
+                and extent in self.extents
+            ):
                 found[id(into.value)] = Rows((dim,), mixing.MADE)
 
         def told(operand: Any) -> Any:
@@ -264,7 +330,9 @@ class Following(TorchDispatchMode):
 
         return pytree.tree_map_only(Operand, told, (given, named))
 
-    def _dims(self, func: Any, given: Any, named: Any, call: Call, results: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    def _dims(
+        self, func: Any, given: Any, named: Any, call: Call, results: Sequence[Tensor]
+    ) -> list[tuple[int, ...]]:
         rows = call.rows()
         if not rows:
             return [()] * len(results)
@@ -273,41 +341,69 @@ class Following(TorchDispatchMode):
             return [self._reshaped(first.value, known, results[0])]
         if call.name == "all_to_all_single":
             return [(0,)] * len(results)
-        if call.pointwise or call.name in ("expand", "wait_tensor"):  # as they stand in what they are broadcast to
+        if call.pointwise or call.name in (
+            "expand",
+            "wait_tensor",
+        ):  # as they stand in what they are broadcast to
             places = {d - operand.value.ndim for operand, known in rows for d in known.dims}
-            return [tuple(sorted(r.ndim + place for place in places if r.ndim + place >= 0)) for r in results]
+            return [
+                tuple(sorted(r.ndim + place for place in places if r.ndim + place >= 0))
+                for r in results
+            ]
 
         def longer(operand: Operand) -> Any:
             if not isinstance(operand.value, Tensor):
                 return operand.value
             held = operand.known.dims if isinstance(operand.known, Rows) else ()
-            shape = [(2 * extent or 2) if dim in held else extent for dim, extent in enumerate(operand.value.shape)]
+            shape = [
+                (2 * extent or 2) if dim in held else extent
+                for dim, extent in enumerate(operand.value.shape)
+            ]
             return torch.empty(shape, dtype=operand.value.dtype, device="meta")
 
         try:
             with unseen_by_modes():
                 args, kwargs = pytree.tree_map_only(Operand, longer, (given, named))
-                twice = [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+                twice = [
+                    leaf
+                    for leaf in pytree.tree_leaves(func(*args, **kwargs))
+                    if isinstance(leaf, Tensor)
+                ]
             return [tuple(differing_dims(a, b)) for a, b in zip(results, twice, strict=True)]
-        except Exception:  # its shapes depend on data, or cannot be told: where extents are known, the rows lie
+        except (
+            Exception
+        ):  # its shapes depend on data, or cannot be told: where extents are known, the rows lie
             return [self._with_known_extent(result) for result in results]
 
     def _with_known_extent(self, result: Tensor) -> tuple[int, ...]:
         """Where a result has an extent of the data, or else one that rows had before, or else the first dimension."""
         of_data = [dim for dim, extent in enumerate(result.shape) if type(extent) is not int]
-        found = [dim for dim, extent in enumerate(result.shape) if type(extent) is int and extent in self.extents]
+        found = [
+            dim
+            for dim, extent in enumerate(result.shape)
+            if type(extent) is int and extent in self.extents
+        ]
         return tuple((of_data or found)[:1] or range(min(result.ndim, 1)))
 
     def _reshaped(self, source: Tensor, known: Rows, result: Tensor) -> tuple[int, ...]:
         """Where the rows lie behind a reshape, which leaves what is in front of them as it was."""
         if not is_plain(source) or not is_plain(result):
             return self._with_known_extent(result)
-        front, passed = known.in_front(source), itertools.accumulate(result.shape, operator.mul, initial=1)
+        front, passed = (
+            known.in_front(source),
+            itertools.accumulate(result.shape, operator.mul, initial=1),
+        )
         places = list(enumerate(itertools.pairwise(passed)))
         found = [dim for dim, (before, behind) in places if before <= front < behind]
-        if self.part == 1:  # no place of its own tells it: alone, or merged with what is in front of it
+        if (
+            self.part == 1
+        ):  # no place of its own tells it: alone, or merged with what is in front of it
             alone = [dim for dim, (before, behind) in places if before == behind == front]
-            found = alone + [dim for dim, (before, behind) in places if before < behind == front] + found
+            found = (
+                alone
+                + [dim for dim, (before, behind) in places if before < behind == front]
+                + found
+            )
         return tuple(found[:1]) or self._with_known_extent(result)
 
     def _note(self, tensor: Tensor, known: Known, foreign: Collection[int] = ()) -> None:
@@ -319,7 +415,9 @@ class Following(TorchDispatchMode):
             self.kept[id(tensor)] = tensor
         self.known[self._key(tensor)] = known
         if isinstance(known, Rows):
-            self.extents.update(extent for dim in known.dims if type(extent := tensor.shape[dim]) is int)
+            self.extents.update(
+                extent for dim in known.dims if type(extent := tensor.shape[dim]) is int
+            )
 
     def _key(self, tensor: Tensor) -> Any:
         """What tells a tensor from others: autograd hands on views as other objects of the same geometry."""
@@ -327,12 +425,22 @@ class Following(TorchDispatchMode):
             return self._key(tensor.elem)
         if not has_memory(tensor):
             return id(tensor)
-        return storage_id(tensor), tensor.dtype, str((tensor.storage_offset(), tensor.shape, tensor.stride()))
+        return (
+            storage_id(tensor),
+            tensor.dtype,
+            str((tensor.storage_offset(), tensor.shape, tensor.stride())),
+        )
 
     def check_returned(self, returned: Any) -> None:
         """A ChunkError unless what the chunk returns has the chunk dimension where it is joined."""
-        for place, tensor in enumerate(returned if isinstance(returned, tuple | list) else [returned]):
+        for place, tensor in enumerate(
+            returned if isinstance(returned, tuple | list) else [returned]
+        ):
             known = self.known.get(self._key(tensor))
-            if isinstance(known, Rows) and (known.hold != mixing.INPUT or known.dims == (self.config.dim,)):
+            if isinstance(known, Rows) and (
+                known.hold != mixing.INPUT or known.dims == (self.config.dim,)
+            ):
                 continue
-            raise returned_error(self.fqn, tensor, place, known.dims if isinstance(known, Rows) else (), self.config)
+            raise returned_error(
+                self.fqn, tensor, place, known.dims if isinstance(known, Rows) else (), self.config
+            )

@@ -53,9 +53,13 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
     roots = {fqn: module for fqn, module in model.named_modules() if fqn and config.matches(fqn)}
     if not roots:
         outermost = ", ".join(name for name, _ in model.named_children())
-        raise ChunkError(f"module_fqn={config.module_fqn!r} matches no module of the model; outermost are {outermost}")
+        raise ChunkError(
+            f"module_fqn={config.module_fqn!r} matches no module of the model; outermost are {outermost}"
+        )
     own = {fqn: module.__dict__.get("forward") for fqn, module in roots.items()}
-    chunked = {fqn: forward.config for fqn, forward in own.items() if isinstance(forward, _ChunkedForward)}
+    chunked = {
+        fqn: forward.config for fqn, forward in own.items() if isinstance(forward, _ChunkedForward)
+    }
     for fqn, theirs in chunked.items():
         if (theirs.chunk_dim, theirs.num_chunks) != (config.chunk_dim, config.num_chunks):
             raise ChunkError(
@@ -63,7 +67,9 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
             )
     fresh = {fqn: module for fqn, module in roots.items() if fqn not in chunked}
     for fqn, module in fresh.items():
-        module.forward = _ChunkedForward(module.forward, config, fqn, own[fqn], inspect.signature(module.forward))
+        module.forward = _ChunkedForward(
+            module.forward, config, fqn, own[fqn], inspect.signature(module.forward)
+        )
     return EagerChunking(tuple(roots), fresh.values())
 
 
@@ -86,7 +92,10 @@ class _ChunkedForward:
         outputs = []
         for index, arguments in enumerate(chunks):
             part = inspect.BoundArguments(self.signature, arguments)
-            with self._annotated(BODY, index), following if following and not index else nullcontext():
+            with (
+                self._annotated(BODY, index),
+                following if following and not index else nullcontext(),
+            ):
                 outputs.append(self.run(*part.args, **part.kwargs))
         with self._annotated(MATERIALIZATION):
             joined = self._join(outputs)
@@ -118,18 +127,29 @@ class _ChunkedForward:
         names = list(arguments)
         activation = arguments[names[0]] if names else None
         if not isinstance(activation, Tensor) or activation.ndim <= self.config.dim:
-            raise self._refused(arguments, "its first argument must be an activation with that dimension")
+            raise self._refused(
+                arguments, "its first argument must be an activation with that dimension"
+            )
         for name, value in arguments.items():
             if isinstance(value, DTensor):
-                raise self._refused(arguments, f"{name} is a DTensor, {value.placements} over {value.device_mesh}")
+                raise self._refused(
+                    arguments, f"{name} is a DTensor, {value.placements} over {value.device_mesh}"
+                )
         if self.config.kind == MOE and len(names) > 1:
             raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
         part = self.config.chunk_extent(activation.shape[self.config.dim], self.fqn)
-        parts = {names[0]: [piece.contiguous() for piece in activation.split(part, self.config.dim)]}
+        parts = {
+            names[0]: [piece.contiguous() for piece in activation.split(part, self.config.dim)]
+        }
         parts |= {name: self._split_beside(name, arguments, activation) for name in names[1:]}
-        return [{name: pieces[index] for name, pieces in parts.items()} for index in range(self.config.num_chunks)]
+        return [
+            {name: pieces[index] for name, pieces in parts.items()}
+            for index in range(self.config.num_chunks)
+        ]
 
-    def _split_beside(self, name: str, arguments: Mapping[str, Any], activation: Tensor) -> list[Any]:
+    def _split_beside(
+        self, name: str, arguments: Mapping[str, Any], activation: Tensor
+    ) -> list[Any]:
         """An argument beside the activation, once per chunk: along the batch if it has one, else shared."""
         value, count, batch = arguments[name], self.config.num_chunks, activation.shape[0]
         if value is None or (name in SHARED and isinstance(value, Tensor)):
@@ -137,13 +157,17 @@ class _ChunkedForward:
         if name in MASKS and is_block_mask(value):
             return split_block_mask(value, count)
         if name not in MASKS | POSITIONS or not isinstance(value, Tensor):
-            raise self._refused(arguments, "beside the activation, a block takes masks, positions and rotary caches")
+            raise self._refused(
+                arguments, "beside the activation, a block takes masks, positions and rotary caches"
+            )
         seq = activation.shape[1] if activation.ndim > 1 else -1
         pairs_of_positions = name in MASKS and value.ndim == 2 and tuple(value.shape) == (seq, seq)
         is_row = value.ndim == 1 and value.shape[0] == batch
         if (pairs_of_positions or is_row) and batch == seq:
             clear = "2-D, [1, sequence] or [batch, sequence]" if is_row else "4-D"
-            raise self._refused(arguments, f"whether {name} has a batch dimension is unclear: give it as {clear}")
+            raise self._refused(
+                arguments, f"whether {name} has a batch dimension is unclear: give it as {clear}"
+            )
         if pairs_of_positions or value.ndim == 0 or value.shape[0] == 1:
             return [value] * count
         if value.shape[0] == batch:
@@ -159,7 +183,9 @@ class _ChunkedForward:
             return type(first)(self._join(list(items)) for items in zip(*outputs, strict=True))
         if not isinstance(first, Tensor):
             wrong = f"{self.fqn} returns a {type(first).__name__}"
-            raise TypeError(f"{wrong}: a chunked module returns a tensor, or a tuple or list of tensors")
+            raise TypeError(
+                f"{wrong}: a chunked module returns a tensor, or a tuple or list of tensors"
+            )
         for output in outputs:
             if output.ndim <= dim:
                 raise ChunkError(
@@ -172,7 +198,10 @@ class _ChunkedForward:
 
     def _refused(self, arguments: Mapping[str, Any], why: str) -> ChunkError:
         values = arguments.values()
-        kinds = [tensor_text(value) if isinstance(value, Tensor) else type(value).__name__ for value in values]
+        kinds = [
+            tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+            for value in values
+        ]
         observed = ", ".join(map(": ".join, zip(arguments, kinds, strict=True)))
         return ChunkError(
             f"{self.fqn} was called with ({observed}), which cannot be chunked by {self.config.chunk_dim}: {why}"

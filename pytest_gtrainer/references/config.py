@@ -28,7 +28,13 @@ from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, ran
 from pytest_gtrainer.numerics.digest import digest, tell_weights
 from pytest_gtrainer.numerics.record import START, Record, normalised
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.references.replicas import ReplicasDiffer, ReplicaWarning, assert_alike, peers_by, state_of
+from pytest_gtrainer.references.replicas import (
+    ReplicasDiffer,
+    ReplicaWarning,
+    assert_alike,
+    peers_by,
+    state_of,
+)
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.tracing.refusals import refuse_model
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, ModelPart
@@ -96,13 +102,21 @@ class TrainConfig:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps}: train for at least one step")
         if self.mesh.ndim > 2:
-            raise ValueError(f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D")
+            raise ValueError(
+                f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D"
+            )
         if self.hybrid and self.submeshes:
-            raise ValueError("submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model")
+            raise ValueError(
+                "submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model"
+            )
         if self.replicate and (self.hybrid or self.submeshes):
-            raise ValueError("replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards")
+            raise ValueError(
+                "replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards"
+            )
         if self.replicate and self.mp_policy != MixedPrecisionPolicy():
-            raise ValueError(f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out")
+            raise ValueError(
+                f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out"
+            )
         _check_mesh(self.mesh, "TrainConfig.mesh")
         for name, mesh in self.submeshes.items():
             _check_mesh(mesh, f"the mesh of {name!r} in submeshes")
@@ -114,7 +128,9 @@ class TrainConfig:
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
-            raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
+            raise PlanError(
+                f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan"
+            )
 
     def inputs(self, step: int, coordinate: int | None = None) -> Batch:
         """The inputs of a step at a data coordinate, by default this rank's.
@@ -124,13 +140,17 @@ class TrainConfig:
         """
         batch = self.batch(step, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
-            raise TypeError("TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as (tensor,)")
+            raise TypeError(
+                "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as (tensor,)"
+            )
         return batch
 
     @property
     def coordinate(self) -> int:
         """This rank's index among the data-parallel ranks, from 0."""
-        own = self.mesh.get_coordinate() or ()  # no tensor of the mesh: a batch may be asked for while a step is traced
+        own = (
+            self.mesh.get_coordinate() or ()
+        )  # no tensor of the mesh: a batch may be asked for while a step is traced
         return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
 
     @property
@@ -159,7 +179,9 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
         beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
         if beyond:
             wrong = f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has {mesh.mesh.tolist()}"
-            raise ValueError(f"{wrong}, without {beyond}: a submesh is a part of the ranks that data is parallel over")
+            raise ValueError(
+                f"{wrong}, without {beyond}: a submesh is a part of the ranks that data is parallel over"
+            )
     for (name, one), (other_name, other) in itertools.combinations(named.items(), 2):
         ours, theirs = (set(root_ranks(each).flatten().tolist()) for each in (one, other))
         if ours & theirs and not (ours <= theirs or theirs <= ours):
@@ -169,12 +191,16 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
             )
 
 
-def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None) -> TrainConfig:
+def finished(
+    config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None
+) -> TrainConfig:
     """The configuration itself, or the one that a function builds from this rank's mesh of ``world``."""
     if isinstance(config, TrainConfig):
         return config
     if world is None:
-        raise ValueError("a function that builds the configuration needs a mesh: give world=gt_world too")
+        raise ValueError(
+            "a function that builds the configuration needs a mesh: give world=gt_world too"
+        )
     from pytest_gtrainer.worlds.fake import make_mesh
 
     return config(make_mesh(world))
@@ -191,11 +217,19 @@ def new_model(config: TrainConfig) -> nn.Module:
         refuse_model(model)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                inner = (mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}."))
+                inner = (
+                    mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}.")
+                )
                 ModelPart.of(name, parameter, next(inner, config.mesh))
     except ValueError as error:
-        raise ValueError(f"{error}. TrainConfig.model must build a new, unsharded model at every call") from None
-    return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
+        raise ValueError(
+            f"{error}. TrainConfig.model must build a new, unsharded model at every call"
+        ) from None
+    return (
+        model
+        if config.activation_checkpoint is None
+        else checkpoint_layers(model, config.activation_checkpoint)
+    )
 
 
 def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> nn.Module:
@@ -203,10 +237,14 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
     layers = [module for fqn, module in model.named_modules() if fqn and layer_of(fqn) == fqn]
     if not layers:
         outermost = ", ".join(name for name, _ in model.named_children())
-        raise ValueError(f"the model has no layers such as layers.0 to checkpoint; its outermost are {outermost}")
+        raise ValueError(
+            f"the model has no layers such as layers.0 to checkpoint; its outermost are {outermost}"
+        )
     for layer in layers:
         recomputed = partial(checkpoint, layer.forward, **config.arguments())
-        layer.forward = update_wrapper(recomputed, layer.forward)  # its signature is read: eager_chunked
+        layer.forward = update_wrapper(
+            recomputed, layer.forward
+        )  # its signature is read: eager_chunked
     return model
 
 
@@ -214,22 +252,37 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     """What FSDP2 wraps for each bucket, by label, inner ones first; a PlanError if plan and layers do not fit (B5)."""
     modules = dict(model.named_modules())
     buckets = Plan(plan).buckets
-    missing = [fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS]
+    missing = [
+        fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS
+    ]
     if missing:
         raise unknown_modules(missing, modules)
-    layers = [fqn for fqn, module in modules.items() if layer_of(fqn) == fqn and any(True for _ in module.parameters())]
+    layers = [
+        fqn
+        for fqn, module in modules.items()
+        if layer_of(fqn) == fqn and any(True for _ in module.parameters())
+    ]
     covered = {layer_of(fqn) for bucket in buckets for fqn in bucket.fqns}
     left_out = [fqn for fqn in layers if fqn not in covered]
     if left_out:
         raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
     # by the number of modules around them, of which the root has none
-    inner_first = sorted(buckets, key=lambda bucket: -max(fqn.count(".") + 1 if fqn else 0 for fqn in bucket.roots))
-    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
+    inner_first = sorted(
+        buckets, key=lambda bucket: -max(fqn.count(".") + 1 if fqn else 0 for fqn in bucket.roots)
+    )
+    return [
+        (bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules])
+        for bucket in inner_first
+    ]
 
 
 def start_of(rank: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """For a record's ``meta``: what a rank's weights are at first."""
-    return {f"{START}{rank}": digest(dict(sorted((normalised(name), weight) for name, weight in parameters)))}
+    return {
+        f"{START}{rank}": digest(
+            dict(sorted((normalised(name), weight) for name, weight in parameters))
+        )
+    }
 
 
 def train(
@@ -247,23 +300,35 @@ def train(
     (W1), and batches and whole tensors that differ between ranks of one data coordinate.
     """
     if dist.get_backend() == "fake":
-        raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
+        raise ValueError(
+            'a fake world moves no data, so training in it means nothing: use gt_world("ranks")'
+        )
     rank, world = dist.get_rank(), dist.get_world_size()
-    empty = Record(world_size=world, rank=rank, meta={"side": side, **start_of(rank, model.named_parameters())})
+    empty = Record(
+        world_size=world, rank=rank, meta={"side": side, **start_of(rank, model.named_parameters())}
+    )
     record = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
     # those that share one model
-    peers = peers_by((config.coordinate, part)) if root_ranks(config.mesh).numel() == world > config.mesh.size() else []
+    peers = (
+        peers_by((config.coordinate, part))
+        if root_ranks(config.mesh).numel() == world > config.mesh.size()
+        else []
+    )
     for step in range(config.steps):
         optimizer.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
         inputs = config.inputs(step)
         if peers:
-            leaves = ((f"input {place}", leaf) for place, leaf in enumerate(pytree.tree_leaves(inputs)))
+            leaves = (
+                (f"input {place}", leaf) for place, leaf in enumerate(pytree.tree_leaves(inputs))
+            )
             tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
-            assert_alike(tensors, peers, f"of one data coordinate, in TrainConfig.batch({step}, coordinate)")
+            assert_alike(
+                tensors, peers, f"of one data coordinate, in TrainConfig.batch({step}, coordinate)"
+            )
         loss = compute_gradients(*inputs)
         record.add(step, rank, "loss", "loss", local(loss.detach()))
         record_gradients(record, step, rank, "gradient", model.named_parameters())
@@ -272,15 +337,28 @@ def train(
             record_gradients(record, step, rank, "clipped", model.named_parameters())
         optimizer.step()
         record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
-        tell_weights(step, rank, side, ((name, local(value.detach())) for name, value in model.named_parameters()))
+        tell_weights(
+            step,
+            rank,
+            side,
+            ((name, local(value.detach())) for name, value in model.named_parameters()),
+        )
     if peers:
         try:
-            assert_alike(state_of(model), peers, "whole on every rank that shares the model: a shard is a DTensor")
+            assert_alike(
+                state_of(model),
+                peers,
+                "whole on every rank that shares the model: a shard is a DTensor",
+            )
         except ReplicasDiffer as error:
             if dist.get_backend() != BACKEND:
                 raise
             orders = "a net may add in another order for each of their data-parallel groups; on ranks it is an error"
-            warnings.warn(f"{error}. In a simulated world this can be right: {orders}", ReplicaWarning, stacklevel=2)
+            warnings.warn(
+                f"{error}. In a simulated world this can be right: {orders}",
+                ReplicaWarning,
+                stacklevel=2,
+            )
     return empty
 
 
@@ -299,7 +377,12 @@ def record_gradients(record: Record, step: int, rank: int, phase: str, parameter
 
 
 def record_state(
-    record: Record, step: int, rank: int, parameters: Named, optimizer: torch.optim.Optimizer, buffers: Named
+    record: Record,
+    step: int,
+    rank: int,
+    parameters: Named,
+    optimizer: torch.optim.Optimizer,
+    buffers: Named,
 ) -> None:
     """Weights, what the optimiser keeps of each, and buffers."""
     for name, parameter in parameters:

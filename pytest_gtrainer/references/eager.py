@@ -40,7 +40,9 @@ class EagerRun:
         if config.replicate:
             # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
             limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
-            self._trained = DistributedDataParallel(self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
+            self._trained = DistributedDataParallel(
+                self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits
+            )
         else:
             shard_eagerly(self.model, config)
 
@@ -85,7 +87,9 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
 
 def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     """A parameter that is a DTensor already may be sharded again over other ranks only (experts over ``efsdp``)."""
-    inner = [own for module in modules for own in module.modules() if isinstance(own, fsdp2.FSDPModule)]
+    inner = [
+        own for module in modules for own in module.modules() if isinstance(own, fsdp2.FSDPModule)
+    ]
     wrapped = {parameter for module in inner for parameter in module.parameters()}
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -110,9 +114,13 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     """
     groups = fsdp2.parameter_groups(model)
     if not groups:
-        raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step")
+        raise ValueError(
+            f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step"
+        )
     if all(parameter.grad is None for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no gradients: run a backward first, and keep them")
+        raise ValueError(
+            f"{type(model).__name__} has no gradients: run a backward first, and keep them"
+        )
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     return BucketLayout(tuple(payload for group in groups for payload in _payloads(group, names)))
 
@@ -123,21 +131,38 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
 
     def slots(parameters: list[Any], sizes: list[int]) -> tuple[Slot, ...]:
         offsets = list(accumulate(sizes, initial=0))[:-1]
-        return tuple(map(Slot, (names[id(parameter.sharded_param)] for parameter in parameters), offsets, sizes))
+        return tuple(
+            map(
+                Slot,
+                (names[id(parameter.sharded_param)] for parameter in parameters),
+                offsets,
+                sizes,
+            )
+        )
 
     sizes, dtype = fsdp2.all_gather_inputs(group)
     gather = Payload(ALL_GATHER_NAME, dtype, _ranks(gathers), "", slots(group.fsdp_params, sizes))
     # parameters without a gradient, frozen or unused, are gathered and not reduced
-    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None]
+    trained = [
+        parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None
+    ]
     if not trained:
         return [gather]
-    dtype = fsdp2.reduce_dtype(group) or default_reduce_dtype(trained[0].param_dtype, trained[0].orig_dtype)
+    dtype = fsdp2.reduce_dtype(group) or default_reduce_dtype(
+        trained[0].param_dtype, trained[0].orig_dtype
+    )
     op, op_of_replicas = fsdp2.reduce_ops(group, dtype, trained[0].sharded_param.device.type)
-    sizes = [fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained]
+    sizes = [
+        fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained
+    ]
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]
-    return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas), op=op_of_replicas)]
+    return [
+        gather,
+        scatter,
+        replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas), op=op_of_replicas),
+    ]
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

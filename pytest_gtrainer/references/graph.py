@@ -79,9 +79,13 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
         if label in config.submeshes:
             factor = float(config.mesh.size())
             mesh = config.submeshes[label]
-            data_parallel(modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor)
+            data_parallel(
+                modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor
+            )
     if config.replicate:  # DDP multiplies by 1/N and sums, where gloo's average sums and divides
-        return data_parallel(model, config.mesh, mode="replicate", gradient_divide_factor=float(config.mesh.size()))
+        return data_parallel(
+            model, config.mesh, mode="replicate", gradient_divide_factor=float(config.mesh.size())
+        )
     mode = "hybrid_shard" if config.hybrid else "fully_shard"
     return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
 
@@ -109,7 +113,9 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
         traced = trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
-    for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():
+    for node in (
+        traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ()
+    ):
         if direction(node) == BACKWARD and is_random(node):
             raise CannotRestore(
                 f"{node.target} in the backward of {node_fqn(node)} would draw other random numbers than the forward "
@@ -123,14 +129,21 @@ Traced = TypeVar("Traced", TracedStep, TracedStage)
 
 
 def rewrite(
-    traced: Traced, config: TrainConfig, *, passes: Sequence[BoundPass | Pass] | None = None,
-    payload_order: PayloadOrder = "managed", reduce_scatter_first: bool = True, reshard_after_forward: bool = False,
-) -> Traced:  # fmt: skip
+    traced: Traced,
+    config: TrainConfig,
+    *,
+    passes: Sequence[BoundPass | Pass] | None = None,
+    payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
+    reshard_after_forward: bool = False,
+) -> Traced:
     """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the traced graph.
     ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as FSDP2
     does (D16); ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``."""
     if passes is not None:
-        return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
+        return traced.with_graph(
+            apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin)
+        )
     default = construct_default_graph_passes(
         bucket_plan=config.bucket_plan,
         chunk=config.chunk,
@@ -139,7 +152,9 @@ def rewrite(
         reshard_after_forward=reshard_after_forward,
         canonical_rules=("detach", "view"),
     )
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin)
+    gm = apply_graph_passes(
+        traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin
+    )
     return traced.with_graph(gm)
 
 
@@ -150,11 +165,24 @@ def collective_sequence(gm: fx.GraphModule) -> list[str]:
         if launches(node.target):
             value = node.meta["val"]
             value = value[0] if isinstance(value, list | tuple) and value else value
-            dtype, shape, where = str(getattr(value, "dtype", "no")).removeprefix("torch."), "any shape", node_fqn(node)
-            if "fsdp_bucket" in node.meta:  # data-dependent and uneven sizes differ by right; a bucket's do not
-                shape, where = str(list(value.shape)), "+".join(node.meta["fsdp_bucket"]["plan_fqns"])
+            dtype, shape, where = (
+                str(getattr(value, "dtype", "no")).removeprefix("torch."),
+                "any shape",
+                node_fqn(node),
+            )
+            if (
+                "fsdp_bucket" in node.meta
+            ):  # data-dependent and uneven sizes differ by right; a bucket's do not
+                shape, where = (
+                    str(list(value.shape)),
+                    "+".join(node.meta["fsdp_bucket"]["plan_fqns"]),
+                )
             group = group_of(node)
-            over = "a group that the graph does not name" if group is None else f"{len(group_ranks(group))} ranks"
+            over = (
+                "a group that the graph does not name"
+                if group is None
+                else f"{len(group_ranks(group))} ranks"
+            )
             sequence.append(f"{node.target} {dtype} {shape} of {where} over {over}")
     return sequence
 
@@ -168,9 +196,13 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
     """
     sequences = [text.splitlines() for text in texts_of_ranks("\n".join(collective_sequence(gm)))]
     for rank, sequence in enumerate(sequences):
-        for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
+        for index, (first, other) in enumerate(
+            zip_longest(sequences[0], sequence, fillvalue="nothing more")
+        ):
             if first != other:
-                raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
+                raise RanksDisagree(
+                    f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}"
+                )
     own = []
     for node in gm.graph.nodes:
         if launches(node.target):
@@ -180,4 +212,6 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
     for index, named in enumerate(zip(*of_ranks, strict=True)):
         groups = {rank: tuple(ranks) for rank, ranks in enumerate(named) if ranks is not None}
         if fault := partition_fault(groups):
-            raise RanksDisagree(f"the process groups of collective {index}, {sequences[0][index]}, differ: {fault}")
+            raise RanksDisagree(
+                f"the process groups of collective {index}, {sequences[0][index]}, differ: {fault}"
+            )

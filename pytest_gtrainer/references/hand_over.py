@@ -28,14 +28,24 @@ from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_
 from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
 from pytest_gtrainer.tracing.refusals import RunMode
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
-from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, RankGraph, lines_of, nodes_within
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    Partition,
+    RankGraph,
+    lines_of,
+    nodes_within,
+)
 
 _GROUP = "group_name"
 _UNABLE = "cannot hand over its graph, "
 
 
 def trace_once(
-    trace: Callable[[], TracedStep], model: nn.Module, inputs: Sequence[Any], mesh: DeviceMesh, *, check: bool = False
+    trace: Callable[[], TracedStep],
+    model: nn.Module,
+    inputs: Sequence[Any],
+    mesh: DeviceMesh,
+    *,
+    check: bool = False,
 ) -> TracedStep:
     """``trace()`` on the first and the last rank of ``mesh``; if both give one graph, the others take it over.
 
@@ -53,7 +63,9 @@ def trace_once(
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
     given = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
-    device = next((tensor.device for tensor in given if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
+    device = next(
+        (tensor.device for tensor in given if isinstance(tensor, torch.Tensor)), torch.device("cpu")
+    )
     why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
     traced, lines, written, failure, state = None, "", b"nothing", None, ""
     try:
@@ -69,17 +81,28 @@ def trace_once(
         failure, state = raised, f"{_UNABLE}{type(raised).__name__}: {raised}"
     states = texts_of_ranks(state)
     texts = texts_of_ranks("" if states[ends[0]] == states[ends[1]] else lines)
-    sent = {first: sent_from(first, written) for first in sorted(set(map(int, texts_of_ranks(str(ends[0])))))}
+    sent = {
+        first: sent_from(first, written)
+        for first in sorted(set(map(int, texts_of_ranks(str(ends[0])))))
+    }
     if failure is not None and traced is None:
         raise failure
-    failed = next((f"rank {end} {states[end]}" for end in ends if states[end].startswith(_UNABLE)), "")
+    failed = next(
+        (f"rank {end} {states[end]}" for end in ends if states[end].startswith(_UNABLE)), ""
+    )
     if why := why or failed or _difference(texts, ends):
         return replace(traced or trace(), handed_over=f"traced here: {why}")
     if traced is not None:
-        return replace(traced, handed_over=f"traced here, and on rank {ends[rank == ends[0]]}, for {len(ranks)} ranks")
+        return replace(
+            traced,
+            handed_over=f"traced here, and on rank {ends[rank == ends[0]]}, for {len(ranks)} ranks",
+        )
     taken = _taken_over(sent[ends[0]], model, inputs, partitions, device)
     if check:
-        whole = {of: "\n".join(_lines(step, partitions)) for of, step in ((ends[0], taken), (rank, trace()))}
+        whole = {
+            of: "\n".join(_lines(step, partitions))
+            for of, step in ((ends[0], taken), (rank, trace()))
+        }
         if differing := _difference(whole, (ends[0], rank)):
             raise RanksDisagree(f"the graph that was handed over is not the own one: {differing}")
     return taken
@@ -87,7 +110,9 @@ def trace_once(
 
 def _partitions_of_groups() -> dict[str, Partition]:
     """By name, the groups that divide the world: those that ranks made in the same place; every rank must call it."""
-    own = {name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()}
+    own = {
+        name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()
+    }
     told = map(json.loads, texts_of_ranks(json.dumps(list(own.values()))))
     made_together = dict(zip(own, zip(*told, strict=False), strict=False))
     return {
@@ -101,13 +126,18 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
     """What a trace is given: state and inputs, a line each."""
     state = ModelState.of(model)
     for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
-        own, placed = local_part(tensor) if isinstance(tensor, DTensor) else tensor, getattr(tensor, "placements", "")
+        own, placed = (
+            local_part(tensor) if isinstance(tensor, DTensor) else tensor,
+            getattr(tensor, "placements", ""),
+        )
         trained = "trained" if tensor.requires_grad else "fixed"
         yield f"{fqn} {tensor_text(own)} {own.stride()} on {own.device.type}, {trained} {placed}"
     leaves, spec = pytree.tree_flatten(tuple(inputs))
     yield f"mode {RunMode.of(model, [*map(local, state.tensors), *leaves])}"
     for place, leaf in enumerate(leaves):
-        told = f"{tensor_text(leaf)} {leaf.stride()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        told = (
+            f"{tensor_text(leaf)} {leaf.stride()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        )
         yield f"input {place} {told}"
     yield f"inputs {spec}"
 
@@ -115,7 +145,9 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
 def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
     """Nodes that name a group, with its place among the operator's arguments."""
     for node in nodes_within(gm):
-        for place, argument in enumerate(schema(node.target).arguments if isinstance(node.target, OpOverload) else ()):
+        for place, argument in enumerate(
+            schema(node.target).arguments if isinstance(node.target, OpOverload) else ()
+        ):
             if argument.name == _GROUP:
                 yield node, place
 
@@ -126,13 +158,19 @@ def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[
         for node, _ in _naming_groups(gm):
             if (name := argument_of(node, _GROUP)) not in partitions:
                 raise ValueError(f"its process group {name!r} has no counterpart on every rank")
-        for line, where in lines_of(RankGraph(gm, dist.get_rank(), dist.get_world_size(), partitions), gm):
+        for line, where in lines_of(
+            RankGraph(gm, dist.get_rank(), dist.get_world_size(), partitions), gm
+        ):
             yield f"{line} at {where}"
     yield f"gradients placed {traced.gradient_placements}"
 
 
 def _taken_over(
-    data: bytes, model: nn.Module, inputs: Sequence[Any], groups: Iterable[str], device: torch.device
+    data: bytes,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    groups: Iterable[str],
+    device: torch.device,
 ) -> TracedStep:
     """A step that another rank has written, with the groups and the device of this rank."""
     (gm, *twins), (names, fakes, placements) = graphs_of(data, new_fake_mode(), device)
@@ -154,7 +192,9 @@ def _taken_over(
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:
     """In which line the first rank that differs does so from the first of ``ranks``; "" if none does."""
     for rank in ranks[1:]:
-        lines = zip_longest(texts[ranks[0]].splitlines(), texts[rank].splitlines(), fillvalue="nothing more")
+        lines = zip_longest(
+            texts[ranks[0]].splitlines(), texts[rank].splitlines(), fillvalue="nothing more"
+        )
         if differing := next(((one, other) for one, other in lines if one != other), None):
             return f"rank {ranks[0]} has {differing[0]}, rank {rank} {differing[1]}"
     return ""

@@ -31,7 +31,12 @@ from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.replicas import texts_of_ranks
-from pytest_gtrainer.references.simulated import ConfigOfMesh, SimulatedGraphRun, config_of_mesh, simulated_eager
+from pytest_gtrainer.references.simulated import (
+    ConfigOfMesh,
+    SimulatedGraphRun,
+    config_of_mesh,
+    simulated_eager,
+)
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated import VacuousCheck
@@ -147,7 +152,9 @@ def assert_parity(
     check_choice("invisible", invisible, ("refuse", "report"))
     is_simulated = world.kind == "simulated"
     if world.size == 1:
-        larger = "size=16, nodes=2, for example" if is_simulated else 'gt_world("ranks", size=5), say'
+        larger = (
+            "size=16, nodes=2, for example" if is_simulated else 'gt_world("ranks", size=5), say'
+        )
         raise ValueError(f"a world of 1 rank adds nothing, so no order can show: take {larger}")
     judge = _simulated_parity if is_simulated else _parity_on_ranks
     return judge(
@@ -180,7 +187,9 @@ def assert_simulated_parity(
     return assert_parity(config, world, **options)
 
 
-def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any) -> Parity:
+def _parity_on_ranks(
+    config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
+) -> Parity:
     """What ``assert_parity`` says, of this rank's tensors."""
     __tracebackhide__ = True
     config = finished(config, world)
@@ -195,7 +204,9 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
     failure = None
     unread: tuple[str, ...] = ()
     try:
-        unread = _check_equal(config, record, expected, layouts, "on this rank", resharded=_reshards(options))
+        unread = _check_equal(
+            config, record, expected, layouts, "on this rank", resharded=_reshards(options)
+        )
     except AssertionError as error:
         failure = error
     failed = any(texts_of_ranks("failed" if failure is not None else ""))
@@ -217,7 +228,9 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
     return Parity(record, expected, control, layouts["eager"], unread)
 
 
-def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates) -> Record:
+def _control_on_ranks(
+    graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates
+) -> Record:
     """The first step from the values of ``start`` and these random states, every payload packed otherwise."""
     control: EagerRun | GraphRun
     config = replace(graph.config, steps=1)
@@ -234,7 +247,11 @@ def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: Ge
 
 def _backwards(layout: BucketLayout) -> list[str]:
     """The parameters of each reduced payload from the last to the first."""
-    return [slot.parameter for payload in layout.of(REDUCE_SCATTER_NAME) for slot in reversed(payload.slots)]
+    return [
+        slot.parameter
+        for payload in layout.of(REDUCE_SCATTER_NAME)
+        for slot in reversed(payload.slots)
+    ]
 
 
 def _first_steps(*records: Record) -> list[dict[str, torch.Tensor]]:
@@ -246,23 +263,42 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
     elsewhere = 'gt_world("simulated", nodes=2)'
     reduced = [payload for each in _REDUCTIONS for payload in layout.of(each)]
     if not config.replicate and all(len(payload.slots) < 2 for payload in reduced):
-        return "no bucket holds two parameters with gradients", "give a bucket_plan that packs more than one"
-    if max([config.mesh.size() if config.replicate else 0, *(len(payload.ranks) for payload in reduced)]) < 3:
+        return (
+            "no bucket holds two parameters with gradients",
+            "give a bucket_plan that packs more than one",
+        )
+    if (
+        max(
+            [
+                config.mesh.size() if config.replicate else 0,
+                *(len(payload.ranks) for payload in reduced),
+            ]
+        )
+        < 3
+    ):
         return "two ranks add a + b, whichever is first", "take 3 ranks or more"
     ordered = [payload for payload in reduced if config.replicate or len(payload.slots) > 1]
     counts: dict[int, list[str]] = {}
     for each in ordered:
-        counts.setdefault(sum(slot.nbytes for slot in each.slots) // each.dtype.itemsize, []).append(each.label)
+        counts.setdefault(
+            sum(slot.nbytes for slot in each.slots) // each.dtype.itemsize, []
+        ).append(each.label)
     if counts and dist.get_backend() == "gloo" and all(count % 2 == 0 for count in counts):
         buckets = [f"{b[0]} and {len(b) - 1} more" if len(b) > 1 else b[0] for b in counts.values()]
-        told = ", ".join(f"{count} in {bucket}" for count, bucket in zip(counts, buckets, strict=True))
-        cause = f"gloo adds whole shards where a rank's payload has an even number of elements ({told})"
+        told = ", ".join(
+            f"{count} in {bucket}" for count, bucket in zip(counts, buckets, strict=True)
+        )
+        cause = (
+            f"gloo adds whole shards where a rank's payload has an even number of elements ({told})"
+        )
         return cause, f"take sizes that make it odd, or {elsewhere}"
     cause = "every element is added in one order, or its sums are exact, as those of a few bf16 numbers in fp32 are"
     return cause, f"take other sizes or dtypes, or {elsewhere}"
 
 
-def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any) -> Parity:
+def _simulated_parity(
+    config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
+) -> Parity:
     """What ``assert_parity`` says, of all ranks under the net of ``world``."""
     __tracebackhide__ = True
     net = net_of(world)
@@ -273,19 +309,34 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
         paths = partial(paths_of_first, net, layouts, subject.group_of)
         unread = _check_equal(
-            subject.config, record, eager.record, layouts, "under this net", row, paths, resharded=_reshards(options)
+            subject.config,
+            record,
+            eager.record,
+            layouts,
+            "under this net",
+            row,
+            paths,
+            resharded=_reshards(options),
         )
         if subject.config.replicate:
             build, extents = config_of_mesh(config, world.size, world.mesh)
             other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
             other = simulated_eager(lambda own: other_buckets(build(own)), net, mesh=extents).record
         else:
-            other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(steps=1)
+            other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(
+                steps=1
+            )
         control = compare(*_first_steps(other, record))
-        row["result"] = "equal" if control.outcome == "different" else "equal, but proves nothing: so is the control"
+        row["result"] = (
+            "equal"
+            if control.outcome == "different"
+            else "equal, but proves nothing: so is the control"
+        )
         if control.outcome != "different" and must_show and control.not_finite:
             cause, advice = _NOT_FINITE
-            raise VacuousCheck(f"the control is equal, because {cause}; so this check could not fail: {advice}")
+            raise VacuousCheck(
+                f"the control is equal, because {cause}; so this check could not fail: {advice}"
+            )
         if control.outcome != "different" and must_show:
             raise VacuousCheck(
                 "payloads packed in another order give the same bits under this net, so this check could not fail. "
@@ -303,10 +354,15 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
 
 
 def _check_equal(
-    config: TrainConfig, record: Record, expected: Record, layouts: Mapping[str, BucketLayout], where: str,
-    row: dict[str, Any] | None = None, paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
+    config: TrainConfig,
+    record: Record,
+    expected: Record,
+    layouts: Mapping[str, BucketLayout],
+    where: str,
+    row: dict[str, Any] | None = None,
+    paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
     resharded: bool = False,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result.
 
     ``resharded``: the graph must gather again whatever its backward reads. Returns ``Parity.unread``.
@@ -329,7 +385,9 @@ def _check_equal(
     verdict, explanations = judged(record, expected, "graph against eager")
     if verdict.outcome != "equal":
         at = verdict.first.key if verdict.first else None
-        row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"
+        row["result"] = (
+            f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"
+        )
         told = "\n".join([str(verdict), *paths(verdict, record), *explanations])
         if misplaced:
             raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
@@ -346,7 +404,11 @@ def _reshards(options: Mapping[str, Any]) -> bool:
 
 
 def paths_of_first(
-    net: Net, layouts: Mapping[str, BucketLayout], group_of: GroupOf, verdict: Verdict, record: Record
+    net: Net,
+    layouts: Mapping[str, BucketLayout],
+    group_of: GroupOf,
+    verdict: Verdict,
+    record: Record,
 ) -> Iterator[str]:
     """Lines about the first gradient that differs; ``group_of`` maps rank 0's of ``layouts`` to another rank's."""
     gradients = (found for found in verdict.differences if found.key.phase == "gradient")
@@ -354,9 +416,16 @@ def paths_of_first(
     if found is None or found.element is None:
         return
     name, gradient = found.key.name, record[found.key]
-    offset = sum(index * math.prod(gradient.shape[dim + 1 :]) for dim, index in enumerate(found.element))
+    offset = sum(
+        index * math.prod(gradient.shape[dim + 1 :]) for dim, index in enumerate(found.element)
+    )
     for side, layout in layouts.items():
-        own = [payload for each in _REDUCTIONS for payload in layout.of(each) if name in payload.parameters]
+        own = [
+            payload
+            for each in _REDUCTIONS
+            for payload in layout.of(each)
+            if name in payload.parameters
+        ]
         if not layout.payloads:  # a replicated parameter's gradient, which no bucket holds
             path = net.explain(ALL_REDUCE_NAME, offset, gradient.numel(), gradient.dtype)
             yield f"  {side}: reduced by itself, element {offset} of {gradient.numel()}, {path}"
@@ -364,11 +433,16 @@ def paths_of_first(
             yield f"  {side}: no reduction of its layout holds {name}"
         for payload in own:
             place, item = payload.parameters.index(name), payload.dtype.itemsize
-            begin, count = payload.slots[place].offset // item, sum(slot.nbytes for slot in payload.slots) // item
+            begin, count = (
+                payload.slots[place].offset // item,
+                sum(slot.nbytes for slot in payload.slots) // item,
+            )
             ranks = group_of(found.key.rank, payload.ranks)
             its_net = net if len(ranks) == net.size else net.for_group(ranks)
             member = ranks.index(found.key.rank)
-            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member, payload.op)
+            path = its_net.explain(
+                payload.collective, begin + offset, count, payload.dtype, member, payload.op
+            )
             where = f"element {begin + offset} of {count}, {path}"
             yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {where}"
             for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):

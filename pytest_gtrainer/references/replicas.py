@@ -47,7 +47,9 @@ def sent_from(sender: int, content: bytes) -> bytes:
     """The bytes of one rank, at least one, on every rank; every rank must call it."""
     length = torch.tensor([len(content)], device=_device())
     dist.broadcast(length, sender)
-    data = torch.frombuffer(bytearray(content.ljust(int(length))[: int(length)]), dtype=torch.uint8).to(_device())
+    data = torch.frombuffer(
+        bytearray(content.ljust(int(length))[: int(length)]), dtype=torch.uint8
+    ).to(_device())
     dist.broadcast(data, sender)
     return bytes(data.tolist())
 
@@ -75,12 +77,16 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
     """
     names = mesh.mesh_dim_names or ()
     if over not in names:
-        raise ValueError(f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}")
+        raise ValueError(
+            f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}"
+        )
     is_in = mesh.get_coordinate() is not None
     own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in else [dist.get_rank()]
     compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
     if not compared:
-        raise ValueError(f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ")
+        raise ValueError(
+            f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ"
+        )
     _refuse_what_is_not_finite(model, compared)
 
 
@@ -121,19 +127,29 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"the gradient of {name}", tensor.grad
 
 
-def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str) -> int:
+def assert_alike(
+    named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
+) -> int:
     """Tensors of one name must be equal in each group of ranks, but for shards; returns how many this rank compared."""
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-    mine = {name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)}
+    mine = {
+        name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)
+    }
     told = texts_of_ranks("\n".join(f"{name} {value}" for name, value in mine.items()))
     lines = [dict(line.rsplit(" ", 1) for line in text.splitlines()) for text in told]
     for ranks in groups:
         first = lines[ranks[0]]
         for rank in ranks[1:]:
-            differ = [name for name in {**first, **lines[rank]} if first.get(name) != lines[rank].get(name)]
+            differ = [
+                name
+                for name in {**first, **lines[rank]}
+                if first.get(name) != lines[rank].get(name)
+            ]
             if differ:
                 wrong = f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}"
-                raise ReplicasDiffer(f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors")
+                raise ReplicasDiffer(
+                    f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors"
+                )
     return len(mine) if len(own) > 1 else 0
 
 

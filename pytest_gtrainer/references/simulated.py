@@ -89,9 +89,14 @@ class SimulatedRun:
 
 
 def simulated_eager(
-    config: TrainConfig | ConfigOfMesh, net: Net, *, mesh: Mapping[str, int] | None = None, steps: int | None = None,
-    timeout: float = LIMIT, recorders: Sequence[Record] | None = None,
-) -> SimulatedRun:  # fmt: skip
+    config: TrainConfig | ConfigOfMesh,
+    net: Net,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    timeout: float = LIMIT,
+    recorders: Sequence[Record] | None = None,
+) -> SimulatedRun:
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``. ``config`` builds
     the configuration from a rank's mesh, or is finished, with a 1-D mesh. Each of ``recorders`` takes what a rank would
     record; the record is then empty."""
@@ -103,7 +108,9 @@ def simulated_eager(
         record = run.run(recorders[rank] if recorders else None)
         return record, run.layout() if rank == 0 else None
 
-    records, layouts = zip(*run_threads(net.size, train_rank, net=net, timeout=timeout), strict=True)
+    records, layouts = zip(
+        *run_threads(net.size, train_rank, net=net, timeout=timeout), strict=True
+    )
     return SimulatedRun(Record.merged(records), layouts[0])
 
 
@@ -112,7 +119,9 @@ def refuse_uneven(model: nn.Module) -> None:
     for fqn, tensor in model.named_parameters():
         for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
             placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            ranks = math.prod(size for placement, size in placed if getattr(placement, "dim", None) == dim)
+            ranks = math.prod(
+                size for placement, size in placed if getattr(placement, "dim", None) == dim
+            )
             if extent % ranks:
                 raise DependsOnRank(
                     f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks share them: a "
@@ -147,9 +156,14 @@ class SimulatedGraphRun:
                     check_same_on_all(first, last)
                 except DependsOnRank:
                     along = dict(self._along_dimensions(gm, options))
-                    self._literals = RankLiterals.of({dim: [gm, *(t.gm for t in ts)] for dim, ts in along.items()})
+                    self._literals = RankLiterals.of(
+                        {dim: [gm, *(t.gm for t in ts)] for dim, ts in along.items()}
+                    )
                     for traced in [last, *(each for ranks in along.values() for each in ranks)]:
-                        check_same_on_all(first, self._literals.with_firsts(gm, traced, self._coordinate(traced.rank)))
+                        check_same_on_all(
+                            first,
+                            self._literals.with_firsts(gm, traced, self._coordinate(traced.rank)),
+                        )
         graph = self._rank_graph(self._literals.lifted(gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
@@ -158,7 +172,9 @@ class SimulatedGraphRun:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         """The place of a rank in the mesh of all ranks."""
         shape = tuple(self._extents.values())
-        return tuple(rank // math.prod(shape[dim + 1 :]) % extent for dim, extent in enumerate(shape))
+        return tuple(
+            rank // math.prod(shape[dim + 1 :]) % extent for dim, extent in enumerate(shape)
+        )
 
     def _along_dimensions(
         self, gm: fx.GraphModule, options: Mapping[str, Any]
@@ -169,13 +185,18 @@ class SimulatedGraphRun:
             step = math.prod(shape[dim + 1 :])
             end = [self._traced_by(step * (extent - 1), options)] if extent > 1 else []
             if RankLiterals.of({dim: [gm, *(traced.gm for traced in end)]}).values:
-                yield dim, [*(self._traced_by(step * at, options) for at in range(1, extent - 1)), *end]
+                yield (
+                    dim,
+                    [*(self._traced_by(step * at, options) for at in range(1, extent - 1)), *end],
+                )
 
     def _traced_by(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
         with fake_group_beside(rank, self._net.size):
             mesh = mesh_of(self._extents)
             run = GraphRun(self._build(mesh), **options)
-            return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
+            return RankGraph.of(
+                run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values()
+            )
 
     def _rank_graph(self, gm: fx.GraphModule) -> RankGraph:
         return RankGraph.of(gm, self._mesh, self.config.mesh, *self.config.submeshes.values())
@@ -195,7 +216,9 @@ class SimulatedGraphRun:
         """The same trace and start, rewritten with other options."""
         other = copy.copy(self)
         other._run = self._run.rewritten(**options)
-        other._interpreter = Interpreter(self._rank_graph(self._literals.lifted(other._run.traced.gm)), self._net)
+        other._interpreter = Interpreter(
+            self._rank_graph(self._literals.lifted(other._run.traced.gm)), self._net
+        )
         return other
 
     def run(self, recorder: Record | None = None, *, steps: int | None = None) -> Record:
@@ -207,9 +230,15 @@ class SimulatedGraphRun:
             empty.meta |= start_of(rank.rank, rank.parameters.items())
         numbers = (self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
         literals = [PerRank(own) for own in zip(*numbers, strict=True)]
-        state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
+        state = [
+            PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)
+        ]
         steps = steps or self.config.steps
-        with state_kept(), one_thread(), long_work(f"simulating {len(ranks)} ranks by the graph") as at:
+        with (
+            state_kept(),
+            one_thread(),
+            long_work(f"simulating {len(ranks)} ranks by the graph") as at,
+        ):
             for step in range(steps):
                 at(f"step {step + 1} of {steps}")
                 batches = [pytree.tree_leaves(rank.next_batch(self.config, step)) for rank in ranks]
@@ -219,13 +248,17 @@ class SimulatedGraphRun:
                 self._interpreter.random = random
                 output = self._interpreter.run([*state, *inputs, *literals])
                 for rank in ranks:
-                    generators = replace(rank.process.generators, cpu=of_rank(random.states, rank.rank))
+                    generators = replace(
+                        rank.process.generators, cpu=of_rank(random.states, rank.rank)
+                    )
                     rank.process = replace(rank.process, generators=generators)
                     rank.take(step, *of_rank(output, rank.rank))
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net)
                     for rank in ranks:
-                        record_gradients(record, step, rank.rank, "clipped", rank.parameters.items())
+                        record_gradients(
+                            record, step, rank.rank, "clipped", rank.parameters.items()
+                        )
                 for rank in ranks:
                     rank.finish_step(step)
         return empty
@@ -246,7 +279,11 @@ class _Rank:
     """One rank's shards, their optimiser, and its random numbers; it records as ``references.config.train`` does."""
 
     def __init__(
-        self, rank: int, run: GraphRun, start: tuple[int, list[torch.Tensor], ProcessState], record: Record
+        self,
+        rank: int,
+        run: GraphRun,
+        start: tuple[int, list[torch.Tensor], ProcessState],
+        record: Record,
     ) -> None:
         self._coordinate, tensors, self.process = start
         self.rank, self._record = rank, record
@@ -255,7 +292,8 @@ class _Rank:
         named = dict(zip(run.traced.state_fqns, self.tensors, strict=True))
         self._buffers = {fqn: named[fqn] for fqn in run.traced.buffer_fqns}
         self.parameters = {
-            fqn: nn.Parameter(named[fqn], requires_grad=fqn in self._trainable) for fqn in run.traced.parameter_fqns
+            fqn: nn.Parameter(named[fqn], requires_grad=fqn in self._trainable)
+            for fqn in run.traced.parameter_fqns
         }
         self._optimizer = run.config.optimizer([self.parameters[fqn] for fqn in self._trainable])
 
@@ -286,5 +324,7 @@ class _Rank:
         with self._process():
             self._optimizer.step()
         parameters = self.parameters.items()
-        record_state(self._record, step, self.rank, parameters, self._optimizer, self._buffers.items())
+        record_state(
+            self._record, step, self.rank, parameters, self._optimizer, self._buffers.items()
+        )
         tell_weights(step, self.rank, "rewritten graph", parameters)

@@ -33,13 +33,19 @@ def what_changed(test: Test) -> list[str]:
     for told in test.comparisons():
         if told["outcome"] != ("different" if told["must_differ"] else "equal"):
             what = told["what"] or "comparison"
-            said = f"{told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
+            said = (
+                f"{told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
+            )
             if told["first"] is not None:
                 step, rank, phase, name = told["first"]
                 where = " ".join(filter(None, (phase, name)))
-                said = f"first different at step {step}, rank {rank}" + (f", {where}" if where else "")
+                said = f"first different at step {step}, rank {rank}" + (
+                    f", {where}" if where else ""
+                )
             lines.append(f"{what}: {said}")
-    return lines + [f"layout: {cut(fact['problems'])}" for fact in test.of("layout") if fact["problems"]]
+    return lines + [
+        f"layout: {cut(fact['problems'])}" for fact in test.of("layout") if fact["problems"]
+    ]
 
 
 def cut(sentences: Sequence[str]) -> str:
@@ -71,17 +77,28 @@ class Earlier:
             parts = _PART.findall(_read(path))
             tests = _tests_of(text for kind, _, text in parts if kind == "d")
         except FileNotFoundError:
-            raise pytest.UsageError(f"{option}: there is no such file; name a page that --gt-report wrote") from None
+            raise pytest.UsageError(
+                f"{option}: there is no such file; name a page that --gt-report wrote"
+            ) from None
         except KeyError:
             told = "was written by an older pytest-gtrainer, whose pages contain less of a test: write it again"
             raise pytest.UsageError(f"{option} {told}") from None
-        except (OSError, ValueError, zlib.error, TypeError, AttributeError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            zlib.error,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise pytest.UsageError(f"{option} cannot be read: {error}") from None
         if not parts:
             raise pytest.UsageError(f"{option} holds no test; name a page that --gt-report wrote")
         return cls(path, tests, {key: text for kind, key, text in parts if kind == "g"})
 
-    def compare(self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    def compare(
+        self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> dict[str, Any]:
         """What a test did otherwise than in the earlier run: ``lines`` in words, ``graphs`` as name and two keys.
         ``texts`` are the packed graphs of this run's test by key. Counts what it finds."""
         if (then := self.tests.get(escaped(test.name))) is None:
@@ -94,16 +111,25 @@ class Earlier:
             lines.append(f"{then['outcome']} then, {test.outcome} now")
             is_fixed = then["outcome"] in BAD and test.outcome in ("passed", "xpassed")
             is_new = is_bad and then["outcome"] not in BAD
-            self.counts["newly failing" if is_new else "fixed" if is_fixed else "with another outcome"] += 1
+            self.counts[
+                "newly failing" if is_new else "fixed" if is_fixed else "with another outcome"
+            ] += 1
         elif is_bad:
             self.counts["failing as then"] += 1
         numbers, not_paired = _numbers(then["comparisons"], details["comparisons"])
         graphs = list(_graphs(then["pipelines"], details["pipelines"]))
         layouts = list(_layouts(then["pipelines"], details["pipelines"]))
-        changes = (("with other numbers", numbers), ("with another graph", graphs), ("with another layout", layouts))
+        changes = (
+            ("with other numbers", numbers),
+            ("with another graph", graphs),
+            ("with another layout", layouts),
+        )
         for what, found in changes:
             self.counts[what] += bool(found)
-        for sentences in (numbers, [] if is_bad else not_paired):  # a test that fails may come to no comparison
+        for sentences in (
+            numbers,
+            [] if is_bad else not_paired,
+        ):  # a test that fails may come to no comparison
             lines += [cut(sentences)] if sentences else []
         shown = []
         for name, old, new in graphs:
@@ -123,9 +149,13 @@ class Earlier:
             if len(self._words) >= _MOST_GRAPHS:
                 return ["another graph (many differ, so it is not told in words)"]
             try:
-                self._words[old, new] = words(unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new])))
+                self._words[old, new] = words(
+                    unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new]))
+                )
             except (TextError, KeyError, ValueError, zlib.error) as error:
-                self._words[old, new] = [f"another graph, and the earlier one cannot be read: {error}"]
+                self._words[old, new] = [
+                    f"another graph, and the earlier one cannot be read: {error}"
+                ]
         return self._words[old, new]
 
     def summary(self, names: set[str]) -> str:
@@ -186,7 +216,9 @@ def _numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str], list[s
         was, has = ({tuple(row[:3]): row[3] for row in each["actual"]} for each in (old, new))
         if places := [at for at in was.keys() & has.keys() if was[at] != has[at]]:
             step, rank, phase = min(places, key=lambda at: page_order(*at))
-            changed.append(f"{what}: other numbers than then, first at step {step}, rank {rank}, {phase}")
+            changed.append(
+                f"{what}: other numbers than then, first at step {step}, rank {rank}, {phase}"
+            )
         elif was.keys() != has.keys():
             lonely.append(f"{what}: other steps, ranks or phases were compared")
     return changed, lonely
@@ -195,21 +227,29 @@ def _numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str], list[s
 def _graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
     """What made another graph, with the keys of the two: the trace, or a pass that was given the same graph as then.
     Without keys: passes that one of the two runs did not have."""
-    sides = [{each["number"]: each["passes"] for each in side if each["passes"]} for side in (then, now)]
+    sides = [
+        {each["number"]: each["passes"] for each in side if each["passes"]} for side in (then, now)
+    ]
     for number in sorted({*sides[0], *sides[1]}):
         old, new = (side.get(number, []) for side in sides)
         if not old or not new:
             what = "no passes ran, as they did then" if old else "passes ran, as none did then"
             yield f"pipeline {number + 1}: {what}", "", ""
             continue
-        start, end = ((old[at][which], new[at][which]) for at, which in ((0, "before"), (-1, "after")))
+        start, end = (
+            (old[at][which], new[at][which]) for at, which in ((0, "before"), (-1, "after"))
+        )
         if start[0] != start[1]:
             yield "the graph before all passes", *start
         told = False
         earlier = _numbered(old, "name")
         for place, each in _numbered(new, "name").items():
             was = earlier.get(place)
-            if was is not None and was["before"] == each["before"] and was["after"] != each["after"]:
+            if (
+                was is not None
+                and was["before"] == each["before"]
+                and was["after"] != each["after"]
+            ):
                 told = True
                 yield f"pass {each['name']}", was["after"], each["after"]
         if not told and start[0] == start[1] and end[0] != end[1]:
@@ -221,19 +261,29 @@ def _layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
     sides = [{each["number"]: each["layouts"] for each in side} for side in (then, now)]
     for number in sorted({*sides[0], *sides[1]}):
         given = [side.get(number) for side in sides]
-        was, has = (_numbered(each[0]["sides"][0][1] if each else [], "label", "collective") for each in given)
+        was, has = (
+            _numbered(each[0]["sides"][0][1] if each else [], "label", "collective")
+            for each in given
+        )
         for what, side, other in (("payloads gone", was, has), ("new payloads", has, was)):
             labels = {label for (label, _), _ in other}
             lonely = [name for name, nth in side if (name, nth) not in other]
-            if found := dict.fromkeys(one if one not in labels else f"{how} of {one}" for one, how in lonely):
+            if found := dict.fromkeys(
+                one if one not in labels else f"{how} of {one}" for one, how in lonely
+            ):
                 yield f"{what}: {', '.join(found)}"
         for place in [place for place in was if place in has and was[place] != has[place]]:
             (label, collective), _ = place
             one, other = was[place], has[place]
             names = [[slot[0] for slot in each["slots"]] for each in (one, other)]
-            told = ((name, one.get(name), other.get(name)) for name in ("op", "dtype", "ranks", "directions"))
+            told = (
+                (name, one.get(name), other.get(name))
+                for name in ("op", "dtype", "ranks", "directions")
+            )
             fields = [f"{name} {old} became {new}" for name, old, new in told if old != new]
             if names[0] != names[1]:
                 is_order = sorted(names[0]) == sorted(names[1])
-                fields.insert(0, "the same parameters in another order" if is_order else "other parameters")
+                fields.insert(
+                    0, "the same parameters in another order" if is_order else "other parameters"
+                )
             yield f"{collective} of {label}: {', '.join(fields) or 'other sizes'}"

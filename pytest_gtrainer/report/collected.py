@@ -12,7 +12,16 @@ from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
-SHOWN = ("graph_text", "pass", "schedule", "memory", "layout", "comparison", "golden_difference", "not_shown")
+SHOWN = (
+    "graph_text",
+    "pass",
+    "schedule",
+    "memory",
+    "layout",
+    "comparison",
+    "golden_difference",
+    "not_shown",
+)
 """Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 
@@ -30,8 +39,15 @@ class Test:
     def add(self, report: pytest.TestReport) -> None:
         """Take in the report of a phase. A test that is run again begins anew."""
         if report.when == "setup" and any(known.when == "setup" for known in self.reports):
-            kept = ("graph_text", "schedule", "memory")  # a witness of the whole test sends each once
-            graphs = {rank: [one for one in told if one["kind"] in kept] for rank, told in self.shown.items()}
+            kept = (
+                "graph_text",
+                "schedule",
+                "memory",
+            )  # a witness of the whole test sends each once
+            graphs = {
+                rank: [one for one in told if one["kind"] in kept]
+                for rank, told in self.shown.items()
+            }
             self.reports, self.facts, self.shown = [], [], graphs
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
@@ -80,12 +96,22 @@ class Test:
 
     def comparisons(self) -> list[dict[str, Any]]:
         """The comparisons of all ranks, the n-th of each rank as one; the first difference is the smallest."""
-        by_rank = [[fact for fact in told if fact["kind"] == "comparison"] for _, told in sorted(self.shown.items())]
+        by_rank = [
+            [fact for fact in told if fact["kind"] == "comparison"]
+            for _, told in sorted(self.shown.items())
+        ]
         joined = []
         for nth in zip_longest(*by_rank):
-            parts = [part for part in nth if part is not None]  # a rank may have compared less often
-            leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
-            one = {**leader, **{count: sum(part[count] for part in parts) for count in ("tensors", "untold")}}
+            parts = [
+                part for part in nth if part is not None
+            ]  # a rank may have compared less often
+            leader = min(
+                parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2])
+            )
+            one = {
+                **leader,
+                **{count: sum(part[count] for part in parts) for count in ("tensors", "untold")},
+            }
             one["differing"] = [key for part in parts for key in part["differing"]]
             for side in ("actual", "expected"):
                 rows = (tuple(row) for part in parts for row in part[side])

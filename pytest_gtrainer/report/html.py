@@ -52,52 +52,95 @@ def render_page(run: Run) -> str:
 
     source = resources.files(__package__) / "template"
     style, script, body = (
-        (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
+        (source / name).read_text(encoding="utf-8")
+        for name in ("report.css", "report.js", "report.html.j2")
     )
     texts, schedules, memories = (
         {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
         for kind in ("graph_text", "schedule", "memory")
     )
     for test in run.tests:
-        texts |= {key: text for fact in test.of("golden_difference") for key, text in fact["texts"].items()}
+        texts |= {
+            key: text
+            for fact in test.of("golden_difference")
+            for key, text in fact["texts"].items()
+        }
     if run.earlier is not None:
-        texts |= {key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs}
+        texts |= {
+            key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs
+        }
     tests = [_row(test, details) for test, details in zip(run.tests, run.details, strict=True)]
-    data = {"texts": texts, "schedules": schedules, "memories": memories, "style": style, "script": script}
-    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(run=run, tests=tests, **data)
+    data = {
+        "texts": texts,
+        "schedules": schedules,
+        "memories": memories,
+        "style": style,
+        "script": script,
+    }
+    return (
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(body)
+        .render(run=run, tests=tests, **data)
+    )
 
 
 def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
     """The line of a test, whose words the page's search looks through."""
-    passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
+    passes = " ".join(
+        each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"]
+    )
     changed = [each[:300] for each in [*details["changed"], *details["earlier"]["lines"]]]
-    words = facts.escaped(" ".join([test.name, test.outcome, test.world, passes, test.headline, *changed]))
+    words = facts.escaped(
+        " ".join([test.name, test.outcome, test.world, passes, test.headline, *changed])
+    )
     time = f"{sum(report.duration for report in test.reports):.2f} s"
-    shown = {"name": test.name, "outcome": test.outcome, "world": test.world, "headline": test.headline}
+    shown = {
+        "name": test.name,
+        "outcome": test.outcome,
+        "world": test.world,
+        "headline": test.headline,
+    }
     return {
-        **{name: facts.one_line(text) for name, text in shown.items()}, "time": time,
-        "changed": changed, "words": words.lower()[:_MOST_WORDS], "packed": packed(json.dumps(details)),
-    }  # fmt: skip
+        **{name: facts.one_line(text) for name, text in shown.items()},
+        "time": time,
+        "changed": changed,
+        "words": words.lower()[:_MOST_WORDS],
+        "packed": packed(json.dumps(details)),
+    }
 
 
 def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
     """All that the page draws when a test is opened, and what a later run compares with."""
-    of_pipelines = [fact for kind in ("pass", "layout") for fact in test.of(kind) if fact["pipeline"] is not None]
-    layouts = [fact for fact in test.of("layout") if fact["pipeline"] is None]  # two sides that were compared
-    first = min((fact["pipeline"] for fact in of_pipelines), default=0)  # not 0 in a test that was run again
+    of_pipelines = [
+        fact
+        for kind in ("pass", "layout")
+        for fact in test.of(kind)
+        if fact["pipeline"] is not None
+    ]
+    layouts = [
+        fact for fact in test.of("layout") if fact["pipeline"] is None
+    ]  # two sides that were compared
+    first = min(
+        (fact["pipeline"] for fact in of_pipelines), default=0
+    )  # not 0 in a test that was run again
     pipelines: dict[int, dict[str, Any]] = {}
     for fact in sorted(of_pipelines, key=lambda fact: int(fact["pipeline"])):
         number = fact["pipeline"] - first
         one = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
         one["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
-    goldens = [{name: fact[name] for name in ("name", "keys", "changes")} for fact in test.of("golden_difference")]
+    goldens = [
+        {name: fact[name] for name in ("name", "keys", "changes")}
+        for fact in test.of("golden_difference")
+    ]
     details: dict[str, Any] = {
         "name": test.name,
         "outcome": test.outcome,
         "changed": what_changed(test),
         "goldens": goldens,
         "earlier": {"lines": [], "graphs": []},
-        "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
+        "failures": [
+            [report.when, report.longreprtext] for report in test.reports if report.failed
+        ],
         "comparisons": test.comparisons(),
         "layouts": layouts,
         "pipelines": list(pipelines.values()),
@@ -121,7 +164,9 @@ def _said(test: Test) -> list[str]:
         if fact["kind"] == "golden":
             lines.append(f"golden {fact['name']}: {fact['outcome']}")
         elif fact["kind"] == "verdict":
-            lines.append(f"verdict{' on ' + fact['what'] if fact.get('what') else ''}: {fact['outcome']}")
+            lines.append(
+                f"verdict{' on ' + fact['what'] if fact.get('what') else ''}: {fact['outcome']}"
+            )
         elif fact["kind"] == "skip":
             lines.append(f"skipped: {fact['cause']}")
         elif fact["kind"] == "conformance":

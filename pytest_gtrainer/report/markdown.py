@@ -39,12 +39,24 @@ def render_summary(run: Run) -> str:
 def _entry(test: Test, lines: list[str], folder: str) -> str:
     where = f", {text(test.world)}" if test.world else ""
     failure = next((report.longreprtext for report in test.reports if report.failed), "")
-    parts = ["\n".join([f"**{code(test.name)}** {test.outcome}{where}", "", *(f"- {text(line)}" for line in lines)])]
+    parts = [
+        "\n".join(
+            [
+                f"**{code(test.name)}** {test.outcome}{where}",
+                "",
+                *(f"- {text(line)}" for line in lines),
+            ]
+        )
+    ]
     if failure:
         half = _MOST_OUTPUT // 2  # its beginning says what it is, its end what to do
-        cut = failure if len(failure) <= _MOST_OUTPUT else f"{failure[:half]}\n[…]\n{failure[-half:]}"
+        cut = (
+            failure if len(failure) <= _MOST_OUTPUT else f"{failure[:half]}\n[…]\n{failure[-half:]}"
+        )
         again = f"Run it again: {code(shlex.join(['pytest', folder + test.name]))}"
-        parts.append(f"<details><summary>The failure</summary>\n\n{fenced(cut)}\n\n{again}\n\n</details>")
+        parts.append(
+            f"<details><summary>The failure</summary>\n\n{fenced(cut)}\n\n{again}\n\n</details>"
+        )
     return "\n\n".join(parts)
 
 

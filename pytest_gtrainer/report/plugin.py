@@ -33,11 +33,18 @@ def witnessed(item: pytest.Item) -> Iterator[None]:
     """Take down what a test shows inside the block, if this run wants it: digests on every rank, graphs on one."""
     worker = getattr(item.config, "workerinput", {})
     wants_graphs = options.wants_report(item.config)
-    if not wants_graphs and not worker.get("gt_digests") and not item.config.getoption("xmlpath", None):
+    if (
+        not wants_graphs
+        and not worker.get("gt_digests")
+        and not item.config.getoption("xmlpath", None)
+    ):
         yield
         return
     spec = valid_spec_of(item)
-    witness = Witness(graphs=wants_graphs and worker.get("gt_rank", 0) == 0, mesh=dict(spec.mesh) if spec else None)
+    witness = Witness(
+        graphs=wants_graphs and worker.get("gt_rank", 0) == 0,
+        mesh=dict(spec.mesh) if spec else None,
+    )
     with facts.watching(witness.watchers):
         yield
 
@@ -55,11 +62,15 @@ class ReportPlugin:
                 continue
             path = self.paths[option] = Path(here, given)
             if path.is_dir():
-                raise pytest.UsageError(f"--gt-{option}={given} is a directory; name a file, as {given}/{example}")
+                raise pytest.UsageError(
+                    f"--gt-{option}={given} is a directory; name a file, as {given}/{example}"
+                )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise pytest.UsageError(f"--gt-{option}={given}: its directory cannot be made: {error}") from None
+                raise pytest.UsageError(
+                    f"--gt-{option}={given}: its directory cannot be made: {error}"
+                ) from None
         against = options.get(config, "report-against")
         self.earlier = None if against is None else Earlier.read(against, Path(here, against))
 
@@ -92,7 +103,8 @@ class ReportPlugin:
 
         here = Path(self.config.invocation_params.dir)
         shown = {
-            name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in self.paths.items()
+            name: path.relative_to(here) if path.is_relative_to(here) else path
+            for name, path in self.paths.items()
         }
         if not self._tests:  # what an earlier run has written stays
             return [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
@@ -102,7 +114,10 @@ class ReportPlugin:
         folder = os.path.relpath(self.config.rootpath, here)
         folder = "" if folder == "." else f"{folder}/"
         tests = list(self._tests.values())
-        writers: dict[str, Callable[[Run], str]] = {"report": render_page, "summary": render_summary}
+        writers: dict[str, Callable[[Run], str]] = {
+            "report": render_page,
+            "summary": render_summary,
+        }
         said = []
         try:
             run = Run(title, made_by(self.config), lines, tests, self.earlier, folder)
@@ -111,18 +126,24 @@ class ReportPlugin:
             for name, path in shown.items():
                 content = writers[name](run).encode("utf-8", "backslashreplace")
                 # a job's page on GitHub takes several summaries in one file
-                is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(self.paths[name])
+                is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(
+                    self.paths[name]
+                )
                 with self.paths[name].open("ab" if is_more else "wb") as file:
                     file.write(content)
                 said.append((f"{name} in {path}", False))
         except Exception as error:  # whatever it is, the run has ended and its result stands
-            said.append((f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True))
+            said.append(
+                (f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True)
+            )
         return said
 
 
 def made_by(config: pytest.Config) -> str:
     """The command of a run, and the versions that it ran with."""
-    versions = [f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")]
+    versions = [
+        f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")
+    ]
     versions += [f"{name} {value}" for name, value in extensions.environment(config).items()]
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
     return f"{command} · {', '.join(versions)}, Python {platform.python_version()}, {platform.machine()}"
@@ -158,7 +179,9 @@ def properties_of(test: Test) -> Iterator[tuple[str, str]]:
     for comparison in test.comparisons():
         sides = {side: digests_by_step(comparison[side]) for side in ("actual", "expected")}
         for step in sorted({step for steps in sides.values() for step in steps}):
-            told = ", ".join(f"{side} {steps[step]}" for side, steps in sides.items() if step in steps)
+            told = ", ".join(
+                f"{side} {steps[step]}" for side, steps in sides.items() if step in steps
+            )
             yield "gt_digest", f"{comparison['what'] or 'comparison'}, step {step}: {told}"
 
 
@@ -167,7 +190,10 @@ def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
     lines: dict[int, list[str]] = {}
     for step, rank, phase, told in rows:
         lines.setdefault(step, []).append(f"{phase} {rank} {told}")
-    return {step: hashlib.sha256("\n".join(told).encode()).hexdigest()[:16] for step, told in lines.items()}
+    return {
+        step: hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+        for step, told in lines.items()
+    }
 
 
 class VerdictTables:
@@ -176,18 +202,33 @@ class VerdictTables:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         self._rewrote = False
-        with facts.watching({"graph_passes": lambda given, result: setattr(self, "_rewrote", True)}):
+        with facts.watching(
+            {"graph_passes": lambda given, result: setattr(self, "_rewrote", True)}
+        ):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, Any, Any]:
         report = yield
-        comparing = sys.modules.get("pytest_gtrainer.numerics.compare")  # a test that compares has imported it
-        if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):
+        comparing = sys.modules.get(
+            "pytest_gtrainer.numerics.compare"
+        )  # a test that compares has imported it
+        if (
+            report.failed
+            and comparing
+            and call.excinfo
+            and isinstance(call.excinfo.value, comparing.VerdictError)
+        ):
             from pytest_gtrainer.numerics.verdict import table
 
-            if (path := artifacts.save_or_warn(item, TABLE, table(call.excinfo.value.verdict))) is not None:
-                report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
+            if (
+                path := artifacts.save_or_warn(item, TABLE, table(call.excinfo.value.verdict))
+            ) is not None:
+                report.sections.append(
+                    ("gtrainer differences", f"all of them: {artifacts.shown(path)}")
+                )
             is_different = call.excinfo.value.verdict.outcome == "different"
             if is_different and self._rewrote and not options.get(item.config, "bisect"):
                 again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
@@ -200,7 +241,9 @@ class BisectPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        if "torch" not in sys.modules:  # a test that rewrites graphs has imported it while it was collected
+        if (
+            "torch" not in sys.modules
+        ):  # a test that rewrites graphs has imported it while it was collected
             return (yield)
         from pytest_gtrainer.bisect import PassWitness
 

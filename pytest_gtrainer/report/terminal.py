@@ -24,13 +24,18 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
-    ("rules", "conformance",
-     lambda fact: f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]),
+    (
+        "rules",
+        "conformance",
+        lambda fact: (
+            f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]
+        ),
+    ),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
-)  # fmt: skip
+)
 """The lines of the summary: title, kind of facts, what is counted."""
 
 _RULE = ("rule", "result", "says", "graph", "why")
@@ -50,13 +55,17 @@ class SummaryPlugin:
         """From now on write what is told on ``progress`` to the terminal, also while the output of a test is captured.
         Only where a person looks: a terminal, not a file or a pipe, and not in a worker. The line goes to a copy of the
         terminal's file descriptor, so that nothing is captured or has to stop capturing, and ends before the next."""
-        reporter: pytest.TerminalReporter | None = self.config.pluginmanager.getplugin("terminalreporter")
+        reporter: pytest.TerminalReporter | None = self.config.pluginmanager.getplugin(
+            "terminalreporter"
+        )
         if reporter is None or not reporter.isatty or hasattr(self.config, "workerinput"):
             return
         terminal = os.dup(sys.stdout.fileno())  # output is not captured yet
 
         def write(text: str) -> None:
-            os.write(terminal, f"\ngtrainer: {facts.one_line(text)}\n".encode(errors="backslashreplace"))
+            os.write(
+                terminal, f"\ngtrainer: {facts.one_line(text)}\n".encode(errors="backslashreplace")
+            )
 
         with ExitStack() as stack:
             stack.callback(os.close, terminal)
@@ -77,7 +86,9 @@ class SummaryPlugin:
                 sweeps.setdefault(fact["sweep"], []).append(fact)
         sections = [("-", f"sweep {name}", sweep_table(rows)) for name, rows in sweeps.items()]
         for test, rows in self._nets.items():
-            if len({tuple(row[name] for name in _NET) for row in rows}) > 1:  # of several nets, not one net twice
+            if (
+                len({tuple(row[name] for name in _NET) for row in rows}) > 1
+            ):  # of several nets, not one net twice
                 sections.append(("-", f"nets of {test}", net_table(rows)))
         sections.append(("=", "gtrainer", bounded(list(map(facts.one_line, self.lines())))))
         for sign, title, lines in sections:
@@ -90,7 +101,9 @@ class SummaryPlugin:
         """All that there is to say; the terminal shows ``bounded`` lines of it, the page of a report all."""
         plugin = self.config.pluginmanager.getplugin
         goldens, unused = plugin("gtrainer-goldens"), plugin("gtrainer-unused-goldens")
-        return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.lines
+        return (
+            summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.lines
+        )
 
 
 def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTERS) -> list[str]:
@@ -101,13 +114,18 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
     >>> bounded(["verdicts  2 different, 1 equal"], letters=25)
     ['verdicts  2 different, …: --gt-report FILE has the whole line']
     """
-    cut = [line[:letters].rpartition(", ")[0] if len(line) > letters else "" for line in lines]  # a list; no command
+    cut = [
+        line[:letters].rpartition(", ")[0] if len(line) > letters else "" for line in lines
+    ]  # a list; no command
     whole = ", …: --gt-report FILE has the whole line"
     lines = [short + whole if short else line for short, line in zip(cut, lines, strict=True)]
     if len(lines) <= most:
         return lines
     left = len(lines) - most + 1
-    return [*lines[: most - 1], f"… and {counted(left, 'more line')}: --gt-report FILE has all of them"]
+    return [
+        *lines[: most - 1],
+        f"… and {counted(left, 'more line')}: --gt-report FILE has all of them",
+    ]
 
 
 def summary_lines(facts: list[Fact]) -> list[str]:
@@ -129,13 +147,19 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 def net_table(rows: Sequence[Fact]) -> list[str]:
     """The nets of a simulated world that a test ran under: the header and a line a net, in their order."""
     names = (*_NET, "result")
-    ordered = sorted(rows, key=lambda row: [(isinstance(row[name], str), row[name]) for name in names])
+    ordered = sorted(
+        rows, key=lambda row: [(isinstance(row[name], str), row[name]) for name in names]
+    )
     return in_columns([names, *([row[name] for name in names] for row in ordered)])
 
 
 def sweep_table(rows: Sequence[Fact]) -> list[str]:
     """Header, a line a cell, and the counts; cells that were not judged for one reason are one line."""
-    cells = [[*row["settings"].values(), row["result"], row["why"]] for row in rows if row["result"] != "not judged"]
+    cells = [
+        [*row["settings"].values(), row["result"], row["why"]]
+        for row in rows
+        if row["result"] != "not judged"
+    ]
     lines = in_columns([[*rows[0]["settings"], "result", "why"], *cells]) if cells else []
     for why, count in Counter(row["why"] for row in rows if row["result"] == "not judged").items():
         lines.append(f"{count} cell{'' if count == 1 else 's'} not judged: {why}")
@@ -159,7 +183,9 @@ class ConformanceTable:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._rows: dict[str, dict[str, Fact]] = {}  # by pass and rule
-        self._results: dict[str, set[str]] = {}  # by pass, of tests that failed, passed or were skipped for them
+        self._results: dict[
+            str, set[str]
+        ] = {}  # by pass, of tests that failed, passed or were skipped for them
         self._names_a_pass = options.get(config, "pass") is not None
         self._tests_ran = False
         against = options.get(config, "conformance-against")
@@ -183,7 +209,9 @@ class ConformanceTable:
             for line in in_columns([_RULE, *cells]):
                 terminalreporter.write_line(facts.one_line(line))
             results = [row["result"] for row in rows.values()]
-            counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
+            counts = (
+                f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results
+            )
             terminalreporter.write_line(", ".join(counts))
             for line in self._changes(name, rows):
                 terminalreporter.write_line(facts.one_line(line))
@@ -202,7 +230,9 @@ class ConformanceTable:
                     "which kind of pass it is (--gt-kind), or test it by pass files, on graphs of your own"
                 )
             elif self._names_a_pass:
-                found.append(f"no rule was judged: {name} claims none of the rules that were chosen. Choose others")
+                found.append(
+                    f"no rule was judged: {name} claims none of the rules that were chosen. Choose others"
+                )
         if self._names_a_pass and self._tests_ran and not self._rows:
             found.append("no rule was judged: every test that was chosen was skipped, -rs says why")
         return found
@@ -227,7 +257,10 @@ class ConformanceTable:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if (file := options.get(self._config, "conformance")) is not None:
             told = {
-                name: {rule: {column: row[column] for column in _RULE[1:]} for rule, row in rows.items()}
+                name: {
+                    rule: {column: row[column] for column in _RULE[1:]}
+                    for rule, row in rows.items()
+                }
                 for name, rows in self._rows.items()
             }
             Path(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -72,18 +72,25 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("flops_per_second", "bytes_per_second", "link"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}")
+                raise ValueError(
+                    f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}"
+                )
 
     def __str__(self) -> str:
         said = f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s"
-        return f"{said}, {self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
+        return (
+            f"{said}, {self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
+        )
 
     def compute_seconds(self, node: fx.Node) -> float:
         """How long a node computes; 0 for views and the arithmetic of sizes."""
         if is_free(node):
             return 0.0
         moved = sum(nbytes_of(part.meta.get("val")) for part in (*node.all_input_nodes, node))
-        return max(flops_of(node) / self.flops_per_second, moved / self.bytes_per_second) + self.overhead
+        return (
+            max(flops_of(node) / self.flops_per_second, moved / self.bytes_per_second)
+            + self.overhead
+        )
 
     def collective_seconds(self, launch: fx.Node, ranks: int) -> float:
         """How long a collective of so many ranks communicates."""
@@ -97,10 +104,14 @@ def flops_of(node: fx.Node) -> float:
     """Floating-point operations by torch's formula for the operator; 0 where it has none."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
     try:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda operand: operand.meta.get("val")
+        )
         if formula is not None:
             counted = formula(*args, **kwargs, out_val=node.meta.get("val"))
-            return float(counted) if isinstance(counted, int | float) else 0.0  # of a size that only the run knows
+            return (
+                float(counted) if isinstance(counted, int | float) else 0.0
+            )  # of a size that only the run knows
         if getattr(node.target, "__name__", "").startswith(_CPU_ATTENTION + ".default"):
             return float(sdpa_flop_count(*(operand.shape for operand in args[:3])))
     # sizes that are not known numbers
@@ -145,21 +156,35 @@ class Timeline:
     @property
     def overlapped(self) -> float:
         """Seconds of communication, of all lanes, beyond those that are exposed."""
-        return max(0.0, self.total("collective") - self.exposed)  # sums in another order may differ by a bit
+        return max(
+            0.0, self.total("collective") - self.exposed
+        )  # sums in another order may differ by a bit
 
     @property
     def summary(self) -> str:
         """The sums in one line."""
-        parts = (self.total("compute"), self.total("collective"), self.overlapped, self.exposed, self.seconds)
+        parts = (
+            self.total("compute"),
+            self.total("collective"),
+            self.overlapped,
+            self.exposed,
+            self.seconds,
+        )
         told = [f"{1000 * seconds:.2f} ms" for seconds in parts]
-        return "compute {}, communication {}, of it overlapped {}, exposed {}: {} in all".format(*told)
+        return "compute {}, communication {}, of it overlapped {}, exposed {}: {} in all".format(
+            *told
+        )
 
     def merged(self) -> list[Span]:
         """The spans with neighbours of one lane, kind and label as one: what a picture needs."""
         found: list[Span] = []
         for span in sorted(self.spans, key=lambda span: (self.lanes.index(span.lane), span.start)):
             last = found[-1] if found and span.kind == COMPUTE else None
-            is_same = last and (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
+            is_same = last and (last.lane, last.kind, last.label) == (
+                span.lane,
+                span.kind,
+                span.label,
+            )
             if last and is_same and span.start <= last.start + last.duration + 1e-12:
                 found[-1] = replace(last, duration=span.start + span.duration - last.start)
             else:
@@ -169,10 +194,22 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """The Trace Event Format that chrome://tracing and Perfetto read; times in microseconds."""
         lanes = {lane: number for number, lane in enumerate(self.lanes)}
-        names = [{"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
-                 for lane, number in lanes.items()]  # fmt: skip
-        spans = [{"ph": "X", "pid": 0, "tid": lanes[span.lane], "ts": span.start * 1e6, "dur": span.duration * 1e6,
-                  "name": span.label, "cat": span.kind} for span in self.spans]  # fmt: skip
+        names = [
+            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        spans = [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": span.start * 1e6,
+                "dur": span.duration * 1e6,
+                "name": span.label,
+                "cat": span.kind,
+            }
+            for span in self.spans
+        ]
         return {"traceEvents": [*names, *spans], "otherData": {"cost model": str(self.model)}}
 
     def save_chrome_trace(self, path: str | Path) -> None:
@@ -181,7 +218,11 @@ class Timeline:
 
 
 def timeline(
-    gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None, names: Names | None = None
+    gm: AnyGraph,
+    model: CostModel | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    names: Names | None = None,
 ) -> Timeline:
     """What would run when, under a cost model. ``mesh`` names the groups and ``names`` the inputs, as in
     ``graphtext.render``.
@@ -207,20 +248,29 @@ def timeline(
             if group is None or not group.ranks or not payload_of(node):
                 told = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
                 if group is None or group.ranks:
-                    raise ValueError(f"{told}: what it moves, or in which group, is not known from its operands")
+                    raise ValueError(
+                        f"{told}: what it moves, or in which group, is not known from its operands"
+                    )
                 unknown = f"the ranks of its group {group.symbol} are not known here"
                 raise ValueError(f"{told}: {unknown}, in the world of its trace they are")
             lane = group.symbol
             seconds = model.collective_seconds(node, len(group.ranks))
             start = max(now, free.get(lane, 0.0))
-            spans.append(Span(lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"))
+            spans.append(
+                Span(
+                    lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"
+                )
+            )
             free[lane] = ends[node] = start + seconds
             continue
         needs = operands_of(node)  # of a collective that no wait stands behind
         if is_wait(node):
             # of a coalesced collective the launch lies behind one of its outputs
             operands = node.all_input_nodes
-            needs = [*operands, *(behind for operand in operands for behind in operand.all_input_nodes)]
+            needs = [
+                *operands,
+                *(behind for operand in operands for behind in operand.all_input_nodes),
+            ]
         ended = max((ends.get(launch, 0.0) for launch in needs), default=0.0)
         if ended > now:
             spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))

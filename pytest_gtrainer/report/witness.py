@@ -40,8 +40,14 @@ if TYPE_CHECKING:
 _MOST_SPANS = 6_000
 _MOST_DIFFERING = 5_000
 _MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
-_TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
-           "memory": "a memory curve", "compiled": "what was compiled"}  # fmt: skip
+_TOPICS = {
+    "comparison": "a comparison",
+    "graph_pass": "a pass",
+    "graph_passes": "a pipeline",
+    "layouts": "a layout",
+    "memory": "a memory curve",
+    "compiled": "what was compiled",
+}
 """What a witness watches, each by its method of that name."""
 
 
@@ -72,15 +78,27 @@ class Witness:
         unfolded = (unfold(old), unfold(new)) if old_key != new_key else ((), ())
         told = words(*unfolded) if unfolded[0] != unfolded[1] else []
         facts.emit(
-            "pass", pipeline=self._pipeline, name=run.name, fingerprint=run.fingerprint, seconds=round(run.seconds, 6),
-            nodes=[len(before.graph.nodes), len(after.graph.nodes)], before=old_key, after=new_key,
-            words=told, changes=changed_lines(old, new) if old_key != new_key else [],
-        )  # fmt: skip
+            "pass",
+            pipeline=self._pipeline,
+            name=run.name,
+            fingerprint=run.fingerprint,
+            seconds=round(run.seconds, 6),
+            nodes=[len(before.graph.nodes), len(after.graph.nodes)],
+            before=old_key,
+            after=new_key,
+            words=told,
+            changes=changed_lines(old, new) if old_key != new_key else [],
+        )
 
     def compiled(self, record: CompileRecord) -> None:
         from pytest_gtrainer.passes.pipeline import PassRun
 
-        stages = [(graph, stage) for graph in record for stage in graph.stages if not stage.endswith("_after_passes")]
+        stages = [
+            (graph, stage)
+            for graph in record
+            for stage in graph.stages
+            if not stage.endswith("_after_passes")
+        ]
         for graph, stage in stages:
             gm, passes = graph.stages[stage], "pre_grad" if stage == "dynamo" else stage
             self.graph_pass(PassRun(f"{stage} of {graph.id}", "as recorded", 0.0), gm, gm)
@@ -88,11 +106,15 @@ class Witness:
                 if run.stage == passes and run.changed:
                     self.graph_pass(PassRun(run.name, run.slot, run.seconds), gm, run.after)
                     gm = run.after
-            if (last := graph.stages.get(f"{stage}_after_passes")) is not None and str(last.graph) != str(gm.graph):
+            if (last := graph.stages.get(f"{stage}_after_passes")) is not None and str(
+                last.graph
+            ) != str(gm.graph):
                 self.graph_pass(PassRun("what else Inductor did", "", 0.0), gm, last)
             self._pipeline += 1
         if self._pipeline > _MOST_PIPELINES:
-            facts.emit("not_shown", what=f"stages after the first {_MOST_PIPELINES}", why="they are many")
+            facts.emit(
+                "not_shown", what=f"stages after the first {_MOST_PIPELINES}", why="they are many"
+            )
 
     def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
         """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""
@@ -108,7 +130,9 @@ class Witness:
                 self._curve(gm, key)
                 try:
                     if communicates(gm):
-                        facts.emit("schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh))))
+                        facts.emit(
+                            "schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh)))
+                        )
                 except ValueError as error:  # a collective whose cost nobody can tell
                     facts.emit("not_shown", what="a schedule", why=str(error)[:500])
             self._last = gm, text, key
@@ -129,7 +153,9 @@ class Witness:
 
     def memory(self, told: PeakMemory) -> None:
         curve = list(told.curve)
-        text = json.dumps({"told": str(told), "at": curve.index(told.at), "curve": list(told.curve.values())})
+        text = json.dumps(
+            {"told": str(told), "at": curve.index(told.at), "curve": list(told.curve.values())}
+        )
         key = self._key or hashlib.sha256(text.encode()).hexdigest()[:16]
         facts.emit("memory", key=key, asked=self._key is None, packed=packed(text))
 
@@ -137,32 +163,55 @@ class Witness:
         number, self._pipeline = self._pipeline, self._pipeline + 1
         self._last = None
         if number >= _MOST_PIPELINES:
-            facts.emit("not_shown", what=f"pipelines of passes after the first {_MOST_PIPELINES}", why="they are many")
+            facts.emit(
+                "not_shown",
+                what=f"pipelines of passes after the first {_MOST_PIPELINES}",
+                why="they are many",
+            )
             return
         from pytest_gtrainer.graph.layout import bucket_layout
 
         try:
             layout = bucket_layout(result)
-        except ValueError as error:  # a group that does not exist here, or a bucket that cannot be read
+        except (
+            ValueError
+        ) as error:  # a group that does not exist here, or a bucket that cannot be read
             facts.emit("not_shown", what="a layout", why=str(error)[:500])
             return
         if layout.payloads:
-            facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])
+            facts.emit(
+                "layout",
+                pipeline=number,
+                sides=[["rewritten graph", payloads(layout)]],
+                problems=[],
+            )
 
-    def layouts(self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str) -> None:
+    def layouts(
+        self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str
+    ) -> None:
         sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
         facts.emit("layout", pipeline=None, sides=sides, problems=problems[:100])
 
-    def comparison(self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool) -> None:
+    def comparison(
+        self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool
+    ) -> None:
         from pytest_gtrainer.numerics.record import Record
 
         sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
         differing = [list(each.key) for each in verdict.differences[:_MOST_DIFFERING]]
         facts.emit(
-            "comparison", what=what, outcome=verdict.outcome, must_differ=must_differ, tensors=verdict.compared,
-            actual=sides[0], expected=sides[1], first=list(verdict.first.key) if verdict.first else None,
-            told=str(verdict)[:2_000], differing=differing, untold=len(verdict.differences) - len(differing),
-        )  # fmt: skip
+            "comparison",
+            what=what,
+            outcome=verdict.outcome,
+            must_differ=must_differ,
+            tensors=verdict.compared,
+            actual=sides[0],
+            expected=sides[1],
+            first=list(verdict.first.key) if verdict.first else None,
+            told=str(verdict)[:2_000],
+            differing=differing,
+            untold=len(verdict.differences) - len(differing),
+        )
 
 
 def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
@@ -179,13 +228,16 @@ def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
     """A layout in plain types, in the order of its payloads."""
     return [
         {
-            "label": each.label, "collective": each.collective, "op": each.op,
-            "dtype": str(each.dtype).removeprefix("torch."), "ranks": len(each.ranks),
+            "label": each.label,
+            "collective": each.collective,
+            "op": each.op,
+            "dtype": str(each.dtype).removeprefix("torch."),
+            "ranks": len(each.ranks),
             "directions": list(each.directions),
             "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in each.slots],
         }
         for each in layout.payloads
-    ]  # fmt: skip
+    ]
 
 
 def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
@@ -196,10 +248,21 @@ def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, An
     lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, told.merged()
     shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
     rows = [
-        [lanes[span.lane], round(span.start * 1e6, 3), round(span.duration * 1e6, 3), span.label, span.kind]
+        [
+            lanes[span.lane],
+            round(span.start * 1e6, 3),
+            round(span.duration * 1e6, 3),
+            span.label,
+            span.kind,
+        ]
         for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start))
     ]
-    sums = {"summary": told.summary, "model": str(told.model), "lanes": list(lanes), "seconds": told.seconds}
+    sums = {
+        "summary": told.summary,
+        "model": str(told.model),
+        "lanes": list(lanes),
+        "seconds": told.seconds,
+    }
     return {**sums, "left_out": len(spans) - len(shown), "spans": rows}
 
 

@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from pytest_gtrainer.testing.running import run_pass_file
 
 __all__ = [
-    "PassFile", "PassFileError", "ProjectRun", "ToldByTest", "parse", "pass_files", "run_pass_file", "run_project"
-]  # fmt: skip
+    "PassFile",
+    "PassFileError",
+    "ProjectRun",
+    "ToldByTest",
+    "parse",
+    "pass_files",
+    "run_pass_file",
+    "run_project",
+]
 
 _HOME = {"run_pass_file": "pytest_gtrainer.testing.running", "parse": "pytest_gtrainer.graphtext"}
 

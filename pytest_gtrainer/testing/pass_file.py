@@ -22,13 +22,23 @@ from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")
-_OF_HEADER = ("test", "torch", "remake", "view", "groups")  # fields of a golden's header, which says what made it
+_OF_HEADER = (
+    "test",
+    "torch",
+    "remake",
+    "view",
+    "groups",
+)  # fields of a golden's header, which says what made it
 _OF_READER = ("note", "todo", "fixme", "example")
 _KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
-_COMMENT = re.compile(r"\s*#(?P<marks>[\s#*>-]*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*")
-_BEHIND_CODE = re.compile(rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:")
+_COMMENT = re.compile(
+    r"\s*#(?P<marks>[\s#*>-]*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
+)
+_BEHIND_CODE = re.compile(
+    rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:"
+)
 _VALUES = {
     **{name: re.compile(re.escape(word)) for name, word in _WORDS.items()},
     "golden": re.compile(r"\w+"),
@@ -110,7 +120,11 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
             world = read_pass_file(path).world
         except PassFileError:
             world = None  # told by the test
-        marks = [marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank)] if world else []
+        marks = (
+            [marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank)]
+            if world
+            else []
+        )
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         found.append(pytest.param(path, id=name, marks=marks))
     if not found:
@@ -133,13 +147,21 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
             raise PassFileError(f"{once[name].place}: `# {name}:` says nothing")
     for name, word in _WORDS.items():
         if name in once and once[name].value != word:
-            raise PassFileError(f"{once[name].place}: expected `# {name}: {word}`, found {once[name].value!r}")
-    passes = tuple(call for directive in directives if directive.name == "passes" for call in _calls(directive))
+            raise PassFileError(
+                f"{once[name].place}: expected `# {name}: {word}`, found {once[name].value!r}"
+            )
+    passes = tuple(
+        call for directive in directives if directive.name == "passes" for call in _calls(directive)
+    )
     if not passes:
-        raise PassFileError(f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`")
+        raise PassFileError(
+            f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`"
+        )
     checks = tuple(directive for directive in directives if directive.name == "check")
     values = {name: directive.value for name, directive in once.items()}
-    golden = values.get("golden", None if checks or values.keys() & {"raises", "result"} else "full")
+    golden = values.get(
+        "golden", None if checks or values.keys() & {"raises", "result"} else "full"
+    )
     words = {name: name in once for name in _WORDS}
     world = _world(once.get("world"), once.get("mesh"))
     return PassFile(file, text, passes, world, golden, values.get("raises"), **words, checks=checks)
@@ -155,22 +177,35 @@ def directives_of(text: str, file: str) -> list[Directive]:
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"{file}:{number}"
         if (behind := _BEHIND_CODE.match(line)) is not None:
-            spelling = _check_meant(behind["name"], "…") if behind["name"] in _KINDS_OF_CHECK else f"{behind['name']}:"
-            raise PassFileError(f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own")
+            spelling = (
+                _check_meant(behind["name"], "…")
+                if behind["name"] in _KINDS_OF_CHECK
+                else f"{behind['name']}:"
+            )
+            raise PassFileError(
+                f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own"
+            )
         if (match := _COMMENT.fullmatch(line)) is None:
             continue
         name, value = match["name"], match["value"]
         if match["marks"].strip() or match["sign"].strip() != ":":
             if spelling := _meant(match):
-                raise PassFileError(f"{place}: {line.strip()}\nthis is only a comment: write `# {spelling}`")
+                raise PassFileError(
+                    f"{place}: {line.strip()}\nthis is only a comment: write `# {spelling}`"
+                )
         elif name in ONCE or name in OFTEN:
             if first := [each.place for each in found if each.name == name and name in ONCE]:
                 raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
             found.append(Directive(name, value, place))
         elif spelling := _check_meant(name, value):
-            raise PassFileError(f"{place}: {line.strip()}\nthis is no directive: write `# {spelling}`")
+            raise PassFileError(
+                f"{place}: {line.strip()}\nthis is no directive: write `# {spelling}`"
+            )
         elif name not in _OF_HEADER and name.lower() not in _OF_READER:
-            known = [*OFTEN, *(f"{each}: {_WORDS[each]}" if each in _WORDS else each for each in ONCE)]
+            known = [
+                *OFTEN,
+                *(f"{each}: {_WORDS[each]}" if each in _WORDS else each for each in ONCE),
+            ]
             hint = nearest(name.lower(), (*ONCE, *OFTEN)) or f"; there are {', '.join(known)}"
             raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
     return found
@@ -178,10 +213,18 @@ def directives_of(text: str, file: str) -> list[Directive]:
 
 def _meant(comment: re.Match[str]) -> str | None:
     """Return the directive that a comment without the form ``# name: value`` looks like, as it is written."""
-    name, value, has_colon = comment["name"].lower(), comment["value"], comment["sign"].strip() == ":"
+    name, value, has_colon = (
+        comment["name"].lower(),
+        comment["value"],
+        comment["sign"].strip() == ":",
+    )
     if check := _check_meant(name, value):
         # `# then descend into the layers` is for the reader, `# never relu` can be read as a check
-        return check if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {value}") else None
+        return (
+            check
+            if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {value}")
+            else None
+        )
     if has_colon and name in (*ONCE, *OFTEN):
         return f"{name}: {value}"
     is_value = name in _VALUES and _VALUES[name].fullmatch(value.rstrip("."))
@@ -217,12 +260,16 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
             raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
         return None
     if (found := _WORLD.fullmatch(world.value)) is None:
-        raise PassFileError(f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}")
+        raise PassFileError(
+            f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}"
+        )
     extents = {}
     if mesh is not None:
         parts = [_DIMENSION.fullmatch(part.strip()) for part in mesh.value.split(",")]
         if not all(parts):
-            raise PassFileError(f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}")
+            raise PassFileError(
+                f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}"
+            )
         extents["mesh"] = {part["name"]: int(part["extent"]) for part in parts if part}
     try:
         return make_spec("fake", size=int(found["size"]), rank=int(found["rank"] or 0), **extents)
@@ -244,12 +291,16 @@ def _calls(directive: Directive) -> Iterator[PassCall]:
             keywords, called = called.keywords, called.func
         if not isinstance(called, ast.Name):
             written = ast.unparse(statement)
-            raise PassFileError(f"{place}: expected passes like `a_pass; b_pass(option=2)`, found {written}")
+            raise PassFileError(
+                f"{place}: expected passes like `a_pass; b_pass(option=2)`, found {written}"
+            )
         options = {}
         for keyword in keywords:
             try:
                 options[str(keyword.arg)] = ast.literal_eval(keyword.value)
             except ValueError:
                 told = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
-                raise PassFileError(f"{place}: an option is a literal of Python, and {told} is not") from None
+                raise PassFileError(
+                    f"{place}: an option is a literal of Python, and {told} is not"
+                ) from None
         yield PassCall(called.id, MappingProxyType(options), place)

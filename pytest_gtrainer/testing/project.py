@@ -52,9 +52,15 @@ class ProjectRun:
         Raises:
             KeyError: no test has that name, or several have; names those that there are, or what pytest printed.
         """
-        found = [told for known, told in self.tests.items() if name in (known, known.rpartition("::")[2])]
+        found = [
+            told for known, told in self.tests.items() if name in (known, known.rpartition("::")[2])
+        ]
         if len(found) != 1:
-            there = f"the run has {', '.join(self.tests)}" if self.tests else f"the run has none:\n{self.output}"
+            there = (
+                f"the run has {', '.join(self.tests)}"
+                if self.tests
+                else f"the run has none:\n{self.output}"
+            )
             raise KeyError(f"{len(found)} tests are called {name!r}; {there}")
         return found[0]
 
@@ -80,7 +86,13 @@ def run_project(
     (folder / _JUNIT).unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"--junitxml={_JUNIT}", *options]
     done = subprocess.run(
-        command, cwd=folder, env=environ, timeout=timeout, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=folder,
+        env=environ,
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     told = folder / _JUNIT
     tests: dict[str, ToldByTest] = {}

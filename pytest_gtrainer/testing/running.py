@@ -30,7 +30,10 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
 def run_pass_file(
-    path: str | os.PathLike[str], *, golden: Golden | None = None, passes: Mapping[str, Pass] | None = None
+    path: str | os.PathLike[str],
+    *,
+    golden: Golden | None = None,
+    passes: Mapping[str, Pass] | None = None,
 ) -> fx.GraphModule:
     """Run the passes of a file on its graph and judge the result by what the file expects.
 
@@ -49,10 +52,19 @@ def run_pass_file(
     file = read_pass_file(path)
     if file.golden and golden is None:
         wrong = f"{file.file} has no check and so is compared with a golden"
-        raise PassFileError(f"{wrong}: give run_pass_file(path, golden=gt_golden), or write `# check:` lines")
-    ours = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
+        raise PassFileError(
+            f"{wrong}: give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
+        )
+    ours = {
+        name: getattr(pytest_gtrainer, name)
+        for name in pytest_gtrainer.__all__
+        if name.endswith("_pass")
+    }
     given = {**ours, **extensions.passes(), **(passes or {})}
-    known = {n: partial(p.function, **p.options) if isinstance(p, BoundPass) else p for n, p in given.items()}
+    known = {
+        n: partial(p.function, **p.options) if isinstance(p, BoundPass) else p
+        for n, p in given.items()
+    }
     for call in file.passes:
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
@@ -68,12 +80,22 @@ def _world_of(spec: WorldSpec | None) -> Iterator[None]:
         yield
     elif dist.is_initialized():
         if dist.get_world_size() != spec.size:
-            raise PassFileError(f"the file's world has {spec.size} ranks, and one of {dist.get_world_size()} is up")
-        make_mesh(World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device="cpu", backend="fake"))
+            raise PassFileError(
+                f"the file's world has {spec.size} ranks, and one of {dist.get_world_size()} is up"
+            )
+        make_mesh(
+            World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device="cpu", backend="fake")
+        )
         yield
     else:
         with fake_world(spec) as world:
-            facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
+            facts.emit(
+                "world",
+                world=world.kind,
+                size=world.size,
+                device=world.device,
+                backend=world.backend,
+            )
             make_mesh(world)
             yield
 
@@ -88,7 +110,9 @@ class _Run:
             self._before, self._gm = graphtext.parse(file.text), graphtext.parse(file.text)
         except graphtext.TextError as error:
             raise PassFileError(f"{file.file}, {error}") from None
-        self._inputs = [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
+        self._inputs = [
+            node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")
+        ]
 
     def _text(self, gm: fx.GraphModule) -> str:
         return graphtext.render(gm, mesh=self._mesh)
@@ -105,15 +129,22 @@ class _Run:
             said = f"{type(error).__name__}: {error}"
         if file.raises is not None and (said is None or file.raises not in said):
             found = f"but it says\n  {said}" if said is not None else "but none was raised"
-            raise AssertionError(f"{file.file}: expected an error that says\n  {file.raises}\n{found}")
+            raise AssertionError(
+                f"{file.file}: expected an error that says\n  {file.raises}\n{found}"
+            )
         if file.result or file.raises is not None:
             names = ", ".join(dict.fromkeys(call.name for call in file.passes))
-            self._assert_text(self._text(self._before), f"{names} changed the graph, which had to stay as it was")
+            self._assert_text(
+                self._text(self._before), f"{names} changed the graph, which had to stay as it was"
+            )
         if file.values:
             for each in assert_same_values(
                 self._gm, self._before, f"{file.file}, after the passes against before"
             ):
-                facts.emit("idle", what=f"{file.file}: every result is NaN on {each}, so these inputs prove nothing")
+                facts.emit(
+                    "idle",
+                    what=f"{file.file}: every result is NaN on {each}, so these inputs prove nothing",
+                )
         if file.checks:
             checks = [parse_check(directive.value, directive.place) for directive in file.checks]
             run_checks(Subject(self._gm, before=self._before, mesh=self._mesh), checks)
@@ -128,7 +159,9 @@ class _Run:
     def _run(self) -> None:
         for call in self._file.passes:
             try:
-                self._gm = returned(as_pass(self._known[call.name])(self._gm, self._inputs, **call.options))
+                self._gm = returned(
+                    as_pass(self._known[call.name])(self._gm, self._inputs, **call.options)
+                )
                 lint(self._gm.graph, call.name)
             except Exception as error:
                 error.add_note(f"in {call.name}, of {call.place}")
@@ -138,7 +171,9 @@ class _Run:
         __tracebackhide__ = True
         found = self._text(self._gm)
         if found != expected:
-            raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
+            raise AssertionError(
+                f"{self._file.file}: {what}\n{difference('graph', expected, found)}"
+            )
 
 
 def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> list[str]:
@@ -158,15 +193,21 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     """
     __tracebackhide__ = True
     generator = torch.Generator().manual_seed(0)
-    inputs = [sample(node.meta.get("val"), generator, what) for node in before.graph.find_nodes(op="placeholder")]
+    inputs = [
+        sample(node.meta.get("val"), generator, what)
+        for node in before.graph.find_nodes(op="placeholder")
+    ]
     start = GeneratorStates.now()
     gm.recompile()  # passes leave that to the end of a pipeline
 
-    def run(each: fx.GraphModule, given: Sequence[Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def run(
+        each: fx.GraphModule, given: Sequence[Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         found = run_graph(each, copy.deepcopy(given), start)
         # as the file names them, ``output layers.0.w``
         outputs = {
-            name if name.startswith("output ") else f"output {name}": value for name, value in found.outputs.items()
+            name if name.startswith("output ") else f"output {name}": value
+            for name, value in found.outputs.items()
         }
         return outputs | found.state, outputs
 

@@ -67,7 +67,11 @@ def hand_on_inputs(model: nn.Module, groups: Iterable[Sequence[nn.Module]]) -> A
     for modules in groups:
         group = _Group(modules)
         for module in modules:
-            undo.append(module.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True).remove)
+            undo.append(
+                module.register_forward_pre_hook(
+                    group.before, prepend=True, with_kwargs=True
+                ).remove
+            )
             undo.append(module.register_forward_hook(group.after, always_call=True).remove)
         undo.append(model.register_forward_pre_hook(group.reset, prepend=True).remove)
     return Attachment(undo)

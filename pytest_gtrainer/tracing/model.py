@@ -74,14 +74,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rewrap(
-    plain: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None,
+    plain: torch.Tensor,
+    like: torch.Tensor,
+    mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if ``like`` is plain."""
     if not isinstance(like, DTensor):
         return plain
     mesh, placements = mesh or like.device_mesh, placements or like.placements
-    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        plain, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,11 @@ class ModelState:
     def reassigned(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         """FQNs whose slot no longer holds what ``exchanged`` put there: the model replaced it."""
         pairs = zip(self.fqns, tensors, strict=True)
-        return [fqn for fqn, tensor in pairs if any(table.get(key) is not tensor for table, key in self.slots[fqn])]
+        return [
+            fqn
+            for fqn, tensor in pairs
+            if any(table.get(key) is not tensor for table, key in self.slots[fqn])
+        ]
 
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

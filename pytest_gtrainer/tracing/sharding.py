@@ -17,9 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
-from pytest_gtrainer._torch.tracing import annotate, concatenated, current_annotation, shard_of_shards
+from pytest_gtrainer._torch.tracing import (
+    annotate,
+    concatenated,
+    current_annotation,
+    shard_of_shards,
+)
 from pytest_gtrainer._torch.values import parameters_of
 from pytest_gtrainer.environment import LAST, installed_minor
 from pytest_gtrainer.graph.nodes import PART, REDUCE
@@ -59,7 +71,9 @@ def sets_grad_dtype() -> bool:
     return (installed_minor() or LAST) >= (2, 15)
 
 
-def gradient_dtype(gathered: torch.dtype, reduced: torch.dtype, is_replica: bool) -> torch.dtype | None:
+def gradient_dtype(
+    gathered: torch.dtype, reduced: torch.dtype, is_replica: bool
+) -> torch.dtype | None:
     """Return the dtype that FSDP2 of torch 2.15 lets autograd cast a gathered parameter's gradients to.
 
     None is for no cast. If the reduction is wider than the parameter, a gradient keeps the dtype in which its operator
@@ -94,10 +108,14 @@ class ModelPart:
                 'tensor parallelism takes another dimension, init_device_mesh(..., mesh_dim_names=("dp", "tp"))["tp"]'
             )
         if theirs.ndim > 2:
-            raise ValueError(f"{said}: a model's mesh has one dimension, or two (expert and tensor parallelism)")
+            raise ValueError(
+                f"{said}: a model's mesh has one dimension, or two (expert and tensor parallelism)"
+            )
         other = [placement for placement in placements if type(placement) not in (Shard, Replicate)]
         if other:
-            raise ValueError(f"{said}: {other[0]} cannot be sharded further, give Shard or Replicate")
+            raise ValueError(
+                f"{said}: {other[0]} cannot be sharded further, give Shard or Replicate"
+            )
         try:
             concatenated(mesh, theirs)
         except RuntimeError as error:
@@ -185,21 +203,34 @@ def data_parallel(
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
-        raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
+        raise ValueError(
+            f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for"
+        )
     placements, policy = _placements(mode, mesh), mp_policy or MixedPrecisionPolicy()
-    if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
-        raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
+    if policy.reduce_dtype is torch.float16 or (
+        policy.reduce_dtype is None and policy.param_dtype is torch.float16
+    ):
+        raise ValueError(
+            "a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32"
+        )
     op = "avg" if gradient_divide_factor is None else "sum"
-    plain = _Access(mesh, tuple(placements), policy, op, gradient_divide_factor, first=mode == "replicate")
+    plain = _Access(
+        mesh, tuple(placements), policy, op, gradient_divide_factor, first=mode == "replicate"
+    )
     own = {  # what was sharded here before is a property of its module's class
         f"{path}.{name}".lstrip("."): (module, name, parameter)
         for path, module in model.named_modules()
         for name, parameter in parameters_of(module).items()
         if parameter is not None
-        and not (isinstance(parameter, DTensor) and isinstance(getattr(type(module), name, None), property))
+        and not (
+            isinstance(parameter, DTensor)
+            and isinstance(getattr(type(module), name, None), property)
+        )
     }
     accesses = {
-        fqn: replace(plain, model=ModelPart.of(fqn, parameter, mesh)) if isinstance(parameter, DTensor) else plain
+        fqn: replace(plain, model=ModelPart.of(fqn, parameter, mesh))
+        if isinstance(parameter, DTensor)
+        else plain
         for fqn, (_, _, parameter) in own.items()
     }
     shards: dict[nn.Parameter, nn.Parameter] = {}
@@ -210,9 +241,15 @@ def data_parallel(
             shards[parameter] = _shard(parameter, accesses[fqn])
         parameters_of(module)[name] = shards[parameter]
         properties.setdefault(module, {})[name] = property(partial(_read, name, accesses[fqn]))
-    for module, its_own in properties.items():  # a class of the module's own, whose parameters are properties
+    for (
+        module,
+        its_own,
+    ) in properties.items():  # a class of the module's own, whose parameters are properties
         cls = type(module)
-        described = {"__module__": cls.__module__, "extra_repr": partialmethod(_describe_shards, cls.extra_repr)}
+        described = {
+            "__module__": cls.__module__,
+            "extra_repr": partialmethod(_describe_shards, cls.extra_repr),
+        }
         module.__class__ = type(cls.__name__, (cls,), {**described, **its_own})
     return model
 
@@ -223,8 +260,13 @@ def _shard(parameter: nn.Parameter, access: _Access) -> nn.Parameter:
     shard = distribute_tensor(plain, access.mesh, access.placements, src_data_rank=None)
     if access.model is not None:
         part, shape, stride = access.model, parameter.shape, parameter.stride()
-        parts = math.prod(part.mesh.size(dim) for dim, placed in enumerate(part.placements) if placed.is_shard(0))
-        ours = [shard_of_shards(parts) if placement.is_shard() else placement for placement in access.placements]
+        parts = math.prod(
+            part.mesh.size(dim) for dim, placed in enumerate(part.placements) if placed.is_shard(0)
+        )
+        ours = [
+            shard_of_shards(parts) if placement.is_shard() else placement
+            for placement in access.placements
+        ]
         whole = concatenated(access.mesh, part.mesh)
         shard = _from_local(shard.to_local(), whole, [*ours, *part.placements], shape, stride)
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
@@ -236,9 +278,13 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(PLACEMENTS)}")
     placements = PLACEMENTS[mode]
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"the mesh is {mesh!r}: give a DeviceMesh, the fixture gt_mesh or init_device_mesh(...)")
+        raise TypeError(
+            f"the mesh is {mesh!r}: give a DeviceMesh, the fixture gt_mesh or init_device_mesh(...)"
+        )
     if mesh.ndim != len(placements):
-        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
+        raise ValueError(
+            f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}"
+        )
     if mesh.get_coordinate() is None:
         wrong = f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}"
         raise ValueError(f"{wrong}: every rank that trains needs a mesh that it is part of")
@@ -257,12 +303,16 @@ def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     parameter: Any = parameters_of(module)[name]
     compiling = torch.compiler.is_dynamo_compiling()  # Dynamo cannot read context variables
-    if (not compiling and _describing.get()) or not isinstance(parameter, DTensor):  # or swapped for a plain tensor
+    if (not compiling and _describing.get()) or not isinstance(
+        parameter, DTensor
+    ):  # or swapped for a plain tensor
         return parameter
     cache = (_for_dynamo[-1] if _for_dynamo else None) if compiling else _gathers.get()
     if cache is not None and id(parameter) in cache:
         return cache[id(parameter)]
-    with torch.enable_grad():  # read under no_grad, a parameter still has a gradient where it is used later
+    with (
+        torch.enable_grad()
+    ):  # read under no_grad, a parameter still has a gradient where it is used later
         gathered = _Gather.apply(parameter, access)
     if cache is not None:
         cache[id(parameter)] = gathered
@@ -279,15 +329,23 @@ class _Gather(torch.autograd.Function):
         gather_dtype = access.policy.param_dtype or parameter.dtype
         ctx.dtype = parameter.dtype
         reduce_dtype = access.policy.reduce_dtype
-        ctx.reduce_dtype = reduce_dtype or default_reduce_dtype(access.policy.param_dtype, parameter.dtype)
+        ctx.reduce_dtype = reduce_dtype or default_reduce_dtype(
+            access.policy.param_dtype, parameter.dtype
+        )
         # a Function on a leaf has another seq_nr in the forward than in the backward (torch 2.13),
         # so its backward cannot inherit the FQN by seq_nr
         ctx.fqn = current_annotation(KEY)
         if part is not None:  # this rank's shard of the model's shard
-            parameter = _from_local(parameter.to_local(), access.mesh, access.placements, part.shape, part.stride)
-        is_replica = part is not None and any(placement.is_replicate() for placement in part.placements)
+            parameter = _from_local(
+                parameter.to_local(), access.mesh, access.placements, part.shape, part.stride
+            )
+        is_replica = part is not None and any(
+            placement.is_replicate() for placement in part.placements
+        )
         ctx.casts_first = sets_grad_dtype() and is_replica
-        if sets_grad_dtype() and not torch.compiler.is_dynamo_compiling():  # Dynamo does not know the method
+        if (
+            sets_grad_dtype() and not torch.compiler.is_dynamo_compiling()
+        ):  # Dynamo does not know the method
             ctx.set_output_grad_dtype(gradient_dtype(gather_dtype, ctx.reduce_dtype, is_replica))
         replicate = [Replicate()] * access.mesh.ndim
         whole = parameter.redistribute(placements=replicate, forward_dtype=gather_dtype)
@@ -298,7 +356,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         access = ctx.access
-        accumulating = not torch.compiler.is_dynamo_compiling() and _accumulating.get()  # which Dynamo cannot read
+        accumulating = (
+            not torch.compiler.is_dynamo_compiling() and _accumulating.get()
+        )  # which Dynamo cannot read
         is_model_part = isinstance(grad, DTensor)
         if is_model_part and access.model is None:
             raise TypeError(
@@ -318,7 +378,9 @@ class _Gather(torch.autograd.Function):
                 if factor is not None:
                     reduced = reduced / factor
                 reduced = reduced.to(ctx.dtype)
-                return reduced if access.model is None else _from_local(reduced.to_local(), *ctx.spec), None
+                return reduced if access.model is None else _from_local(
+                    reduced.to_local(), *ctx.spec
+                ), None
 
 
 def _reduced(gradient: torch.Tensor, access: _Access) -> DTensor:
@@ -332,7 +394,9 @@ def _reduced(gradient: torch.Tensor, access: _Access) -> DTensor:
     most = -(-rows // ranks)
     padding = [0, 0] * (gradient.ndim - 1) + [0, most * ranks - rows]
     plain = unreduced.redistribute(placements=placements).to_local()
-    padded = DTensor.from_local(nn.functional.pad(plain, padding), access.mesh, placements, run_check=False)
+    padded = DTensor.from_local(
+        nn.functional.pad(plain, padding), access.mesh, placements, run_check=False
+    )
     own = padded.redistribute(placements=access.placements).to_local()
     kept = min(most, max(0, rows - most * access.mesh.get_local_rank(access.mesh.ndim - 1)))
     own = own if kept == most else own.narrow(0, 0, kept)
@@ -340,6 +404,10 @@ def _reduced(gradient: torch.Tensor, access: _Access) -> DTensor:
 
 
 def _from_local(
-    plain: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+    plain: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
     return DTensor.from_local(plain, mesh, placements, run_check=False, shape=shape, stride=stride)

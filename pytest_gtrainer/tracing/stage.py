@@ -57,7 +57,11 @@ class TracedStage:
 
 
 def trace_stage(
-    module: nn.Module, inputs: Sequence[Any], *, step: Callable[..., Any] | None = None, reuse_gathers: bool = True
+    module: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    step: Callable[..., Any] | None = None,
+    reuse_gathers: bool = True,
 ) -> TracedStage:
     """Trace a stage of a pipeline, forward and backward, into one graph, on fake tensors.
 
@@ -78,7 +82,9 @@ def trace_stage(
             ``trace_step`` refuses, too: wrapped modules, hooks on parameters and inputs, ``backward`` in the step.
     """
     if isinstance(inputs, torch.Tensor):
-        raise TypeError("inputs is a tensor: give a sequence of the stage's inputs, (tensor,) for one")
+        raise TypeError(
+            "inputs is a tensor: give a sequence of the stage's inputs, (tensor,) for one"
+        )
     refuse_model(module, step)
     flat, spec = flatten_inputs(tuple(inputs), may_have_history=True)
     if not any(isinstance(leaf, torch.Tensor) for leaf in flat):
@@ -87,19 +93,32 @@ def trace_stage(
             "torch.empty(2, 16, 64, requires_grad=True) for activations"
         )
     state = ModelState.of(module)
-    wanted = tuple(place for place, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    wanted = tuple(
+        place
+        for place, leaf in enumerate(flat)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    )
     if not wanted and not state.trainable:
-        raise ValueError("neither a parameter nor an input of the stage requires a gradient: there is no backward")
+        raise ValueError(
+            "neither a parameter nor an input of the stage requires a gradient: there is no backward"
+        )
     tracing = _StageTracing(
-        module, step or (lambda stage, *given: stage(*given)), state, mode_of([*state.tensors, *flat]), reuse_gathers,
-        spec=spec, wanted=wanted,
-    )  # fmt: skip
+        module,
+        step or (lambda stage, *given: stage(*given)),
+        state,
+        mode_of([*state.tensors, *flat]),
+        reuse_gathers,
+        spec=spec,
+        wanted=wanted,
+    )
     with accumulating_gradients():
         gm, fakes = tracing.run([*flat, *tracing.tangents_of(flat)], spec)
     [(output_spec, tangents)] = set(tracing.found)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
     placements = tuple(tracing.gradient_placements)
-    return TracedStage(gm, fakes, *names, spec, output_spec, wanted, tangents, placements, rank_of(state))
+    return TracedStage(
+        gm, fakes, *names, spec, output_spec, wanted, tangents, placements, rank_of(state)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +137,9 @@ class _StageTracing(Tracing):
             outputs, places, _ = self._outputs(fakes)
             return [torch.empty_like(outputs[place]) for place in places]
 
-    def _outputs(self, flat: Sequence[Any]) -> tuple[list[torch.Tensor], tuple[int, ...], list[torch.Tensor]]:
+    def _outputs(
+        self, flat: Sequence[Any]
+    ) -> tuple[list[torch.Tensor], tuple[int, ...], list[torch.Tensor]]:
         """The outputs, the places of those that take a tangent, and the inputs whose gradients are wanted."""
         first = len(self.state.fqns)
         given = list(flat[first : first + self.spec.num_leaves])
@@ -130,10 +151,14 @@ class _StageTracing(Tracing):
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
                 wrong = f"output {place} of the stage is a {type(output).__name__}"
-                raise TypeError(f"{wrong}: stages hand plain tensors to each other, of a DTensor its to_local()")
+                raise TypeError(
+                    f"{wrong}: stages hand plain tensors to each other, of a DTensor its to_local()"
+                )
         places = tuple(place for place, output in enumerate(outputs) if output.requires_grad)
         if not places:
-            wrong = "no output of the stage depends on a parameter or an input that requires a gradient"
+            wrong = (
+                "no output of the stage depends on a parameter or an input that requires a gradient"
+            )
             raise ValueError(f"{wrong}: is it under no_grad?")
         self.found.append((spec, places))
         return outputs, places, [given[place] for place in self.wanted]

@@ -37,8 +37,23 @@ from pytest_gtrainer._torch.tracing import (
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, HANDED_ON, direction, refuse_fake
-from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    DYNAMIC_DIMS,
+    GATHERS_ONCE,
+    HANDED_ON,
+    direction,
+    refuse_fake,
+)
+from pytest_gtrainer.tracing.model import (
+    KEY,
+    LOSS_FQN,
+    ModelState,
+    annotate_module_fqns,
+    local,
+    rewrap,
+    tensor_text,
+)
 from pytest_gtrainer.tracing.refusals import (
     RunMode,
     refuse_compiled_code,
@@ -145,9 +160,13 @@ class TracedStep:
             places = {node: place for place, node in enumerate(graph.nodes)}
             made = [places.get(node, 0) for node in graph.output_node().args[0][1:]]
             named = [named[nth] for nth in sorted(range(len(named)), key=made.__getitem__)]
-        return {"loss": loss} | {f"gradient of {fqn}": given for fqn, given in named if given is not None}
+        return {"loss": loss} | {
+            f"gradient of {fqn}": given for fqn, given in named if given is not None
+        }
 
-    def _run(self, model: nn.Module, state: ModelState, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    def _run(
+        self, model: nn.Module, state: ModelState, inputs: tuple[Any, ...]
+    ) -> list[torch.Tensor]:
         """The loss, then gradients in the order of ``trainable_fqns``."""
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
             raise ValueError(
@@ -164,7 +183,11 @@ class TracedStep:
         with torch.no_grad(), mode.without_autocast():
             results = self.gm(*flat)
         if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
-            returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
+            returned = (
+                len(results)
+                if isinstance(results, list | tuple)
+                else f"a {type(results).__name__}, not 1"
+            )
             raise ValueError(
                 f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
                 "gradients: did a pass drop or add outputs?"
@@ -178,36 +201,55 @@ class TracedStep:
             extra = sorted(set(state.fqns) - set(self.state_fqns))
             raise ValueError(
                 "the model is not the traced one: "
-                + (f"missing {missing}, unexpected {extra}" if missing or extra else "its state is in another order")
+                + (
+                    f"missing {missing}, unexpected {extra}"
+                    if missing or extra
+                    else "its state is in another order"
+                )
             )
         if state.trainable != self.trainable_fqns:
             changed = sorted(set(state.trainable) ^ set(self.trainable_fqns))
-            raise ValueError(f"requires_grad has changed since the trace: {', '.join(changed)}; trace again")
+            raise ValueError(
+                f"requires_grad has changed since the trace: {', '.join(changed)}; trace again"
+            )
         spec = pytree.tree_structure(inputs)
         if spec != self.input_spec:
             unpack = len(inputs) == 1 and pytree.tree_structure(inputs[0]) == self.input_spec
             hint = ": unpack the tuple, (model, *inputs)" if unpack else ""
-            raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}{hint}")
-        names = [*self.state_fqns, *(f"input {index}" for index in range(len(flat) - self.num_static_inputs))]
+            raise ValueError(
+                f"inputs are structured as {spec}, the step was traced with {self.input_spec}{hint}"
+            )
+        names = [
+            *self.state_fqns,
+            *(f"input {index}" for index in range(len(flat) - self.num_static_inputs)),
+        ]
         for name, value, traced in zip(names, flat, self.example_inputs, strict=True):
             ours, theirs = _describe(value), _describe(traced)
             if ours != theirs:
-                raise ValueError(f"{name} is {ours}, the step was traced with {theirs}: trace again")
+                raise ValueError(
+                    f"{name} is {ours}, the step was traced with {theirs}: trace again"
+                )
 
 
 def add_gradients(
-    state: ModelState, fqns: Sequence[str], gradients: Sequence[torch.Tensor | None],
+    state: ModelState,
+    fqns: Sequence[str],
+    gradients: Sequence[torch.Tensor | None],
     placements: Sequence[tuple[Placement, ...] | None],
-) -> None:  # fmt: skip
+) -> None:
     """Add local gradients to the ``.grad`` of a model's parameters, as autograd would."""
-    for fqn, gradient, placed in zip(fqns, gradients, placements or (None,) * len(gradients), strict=True):
+    for fqn, gradient, placed in zip(
+        fqns, gradients, placements or (None,) * len(gradients), strict=True
+    ):
         parameter = state.parameters[fqn]
         if gradient is not None and parameter.grad is not None:
             if placed not in (None, getattr(parameter.grad, "placements", None)):
                 parameter.grad.add_(rewrap(gradient, parameter, placements=placed))
             else:
                 local(parameter.grad).add_(gradient)
-        elif gradient is not None:  # as autograd would: in memory of its own, in the parameter's strides
+        elif (
+            gradient is not None
+        ):  # as autograd would: in memory of its own, in the parameter's strides
             alike = placed is None or placed == getattr(parameter, "placements", placed)
             like = local(parameter) if alike else gradient
             own = torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
@@ -251,7 +293,9 @@ def trace_step(
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
     if isinstance(inputs, torch.Tensor):
-        raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
+        raise TypeError(
+            "inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one"
+        )
     refuse_model(model, step)
     (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
@@ -291,15 +335,26 @@ class Tracing:
     gradient_placements: list[tuple[Placement, ...] | None] = field(default_factory=list)
 
     def run(
-        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims = MappingProxyType({})
+        self,
+        flat_inputs: list[Any],
+        spec: pytree.TreeSpec,
+        dynamic_dims: DynamicDims = MappingProxyType({}),
     ) -> tuple[fx.GraphModule, list[Any]]:
         """The joint graph, and fake tensors of its inputs, of the given extents."""
         fakes = self.fakes_of(flat_inputs)
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
         work = f"tracing a step of {type(self.model).__name__}"
-        with collector_off(), annotate_module_fqns(self.model), tracing_backward_metadata(), self.mode, long_work(work):
+        with (
+            collector_off(),
+            annotate_module_fqns(self.model),
+            tracing_backward_metadata(),
+            self.mode,
+            long_work(work),
+        ):
             try:
-                gm = make_fx(partial(self._joint, spec))(*self._symbolic(fakes, dynamic_dims, extents))
+                gm = make_fx(partial(self._joint, spec))(
+                    *self._symbolic(fakes, dynamic_dims, extents)
+                )
             except GuardOnDataDependentSymNode as error:
                 if not extents:
                     raise
@@ -323,7 +378,8 @@ class Tracing:
         if dynamic_dims:
             places = {name: places[0] for name, places in dynamic_dims.items()}
             gm.graph.output_node().meta[DYNAMIC_DIMS] = {
-                name: (extents[name], flat_inputs[leaf].shape[dim]) for name, (leaf, dim) in places.items()
+                name: (extents[name], flat_inputs[leaf].shape[dim])
+                for name, (leaf, dim) in places.items()
             }
         return gm, fakes
 
@@ -331,7 +387,9 @@ class Tracing:
         """Trace the step on the twin's inputs; raise ``TwinTraceError`` where that fails."""
         flat, twin_spec = flatten_inputs(inputs)
         if twin_spec != spec:
-            raise TwinTraceError(f"the twin's inputs are structured as {twin_spec}, the step's as {spec}")
+            raise TwinTraceError(
+                f"the twin's inputs are structured as {twin_spec}, the step's as {spec}"
+            )
         try:
             gm, _ = self.run(flat, spec)
         except Exception as error:
@@ -347,7 +405,10 @@ class Tracing:
         values = [*map(local, self.state.tensors), *flat_inputs]
         mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
-        return [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]
+        return [
+            self._fake(value, device) if isinstance(value, torch.Tensor) else value
+            for value in values
+        ]
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor of this mode; of a meta tensor on the given device."""
@@ -355,20 +416,28 @@ class Tracing:
             return tensor
         if tensor.is_meta:
             with self.mode:
-                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                return torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+                )
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
-    def _symbolic(self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]) -> list[Any]:
+    def _symbolic(
+        self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
+    ) -> list[Any]:
         """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
         num_state = len(self.state.fqns)
         shapes: dict[int, list[Any]] = {}
         for name, places in dynamic_dims.items():
             for leaf, dim in places:
-                shapes.setdefault(num_state + leaf, list(fakes[num_state + leaf].shape))[dim] = extents[name]
+                shapes.setdefault(num_state + leaf, list(fakes[num_state + leaf].shape))[dim] = (
+                    extents[name]
+                )
         symbolic = list(fakes)
         for index, shape in shapes.items():
             with self.mode:
-                symbolic[index] = torch.empty(shape, dtype=fakes[index].dtype, device=fakes[index].device)
+                symbolic[index] = torch.empty(
+                    shape, dtype=fakes[index].dtype, device=fakes[index].device
+                )
         return symbolic
 
     @contextmanager
@@ -378,7 +447,9 @@ class Tracing:
         with torch.no_grad():
             # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
             pairs = zip(flat[: len(state.fqns)], state.tensors, strict=True)
-            tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
+            tensors = [
+                rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs
+            ]
         for tensor, own in zip(tensors, state.tensors, strict=True):
             tensor.requires_grad_(own.requires_grad)
         with (
@@ -389,12 +460,17 @@ class Tracing:
             yield tensors
 
     def _gradients(
-        self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+        self,
+        outputs: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """Local gradients of the state that requires one, the last of ``wanted``, behind those of the rest."""
         gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         of_state = gradients[len(gradients) - len(self.state.trainable) :]
-        self.gradient_placements[:] = [each.placements if isinstance(each, DTensor) else None for each in of_state]
+        self.gradient_placements[:] = [
+            each.placements if isinstance(each, DTensor) else None for each in of_state
+        ]
         with marked_backward(), torch.no_grad():
             return [None if gradient is None else local(gradient) for gradient in gradients]
 
@@ -405,7 +481,9 @@ class Tracing:
             with annotate({KEY: LOSS_FQN}):
                 loss = self.step(self.model, *inputs)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                    shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    shown = (
+                        tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    )
                     raise ValueError(f"the step must return a scalar loss, it returned {shown}")
                 if not loss.requires_grad:
                     raise ValueError(
@@ -425,8 +503,12 @@ class Tracing:
 
     def _name_inputs(self, gm: fx.GraphModule, rest: list[tuple[str, str]]) -> None:
         """Note what inputs are, the state and ``rest``, and what a graph's reader asks of the model."""
-        names = [("parameter", fqn) for fqn in self.state.parameters] + [("buffer", fqn) for fqn in self.state.buffers]
-        for node, (kind, fqn) in zip(gm.graph.find_nodes(op="placeholder"), [*names, *rest], strict=True):
+        names = [("parameter", fqn) for fqn in self.state.parameters] + [
+            ("buffer", fqn) for fqn in self.state.buffers
+        ]
+        for node, (kind, fqn) in zip(
+            gm.graph.find_nodes(op="placeholder"), [*names, *rest], strict=True
+        ):
             node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
         output = gm.graph.output_node()
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
@@ -449,21 +531,33 @@ def collector_off() -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """Where the user's code raised: the innermost frame that is neither torch's nor ours."""
     ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
-    frames = (frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours))
+    frames = (
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
+    )
     return next((f" at {frame.filename}:{frame.lineno}" for frame in reversed([*frames])), "")
 
 
-def flatten_inputs(inputs: tuple[Any, ...], *, may_have_history: bool = False) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten_inputs(
+    inputs: tuple[Any, ...], *, may_have_history: bool = False
+) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take as an input."""
     paths, spec = pytree.tree_flatten_with_path(inputs)
     for path, leaf in paths:
         where = "inputs" + pytree.keystr(path)
         if isinstance(leaf, nn.Module):
-            raise TypeError(f"{where} is a module ({type(leaf).__name__}): pass the model as the first argument only")
+            raise TypeError(
+                f"{where} is a module ({type(leaf).__name__}): pass the model as the first argument only"
+            )
         if isinstance(leaf, DTensor):
-            raise TypeError(f"{where} is a DTensor: pass the local tensor, and make a DTensor of it in the step")
+            raise TypeError(
+                f"{where} is a DTensor: pass the local tensor, and make a DTensor of it in the step"
+            )
         if not isinstance(leaf, torch.Tensor | int | float | bool | complex | None):
-            raise TypeError(f"{where} is a {type(leaf).__name__}: inputs are tensors or plain Python scalars")
+            raise TypeError(
+                f"{where} is a {type(leaf).__name__}: inputs are tensors or plain Python scalars"
+            )
         if isinstance(leaf, torch.Tensor):
             refuse_input(leaf, where, may_have_history=may_have_history)
     return [leaf for _, leaf in paths], spec
@@ -479,7 +573,9 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
     """Copy ``custom`` to backward nodes (A4): of the first forward node of their ``seq_nr``, or of a nested graph's."""
-    modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]  # outer ones first
+    modules = [
+        module for module in gm.modules() if isinstance(module, fx.GraphModule)
+    ]  # outer ones first
     nodes = [node for module in modules for node in module.graph.nodes if "seq_nr" in node.meta]
     first: dict[int, dict[str, Any]] = {}
     for node in nodes:

@@ -34,4 +34,7 @@ def by_value(values: Mapping[int, object]) -> str:
     >>> by_value({0: "a", 1: "b", 2: "a"})
     'a (ranks 0, 2), b (rank 1)'
     """
-    return ", ".join(f"{value} ({ranks_text(ranks)})" for value, ranks in ranks_by(sorted(values.items())).items())
+    return ", ".join(
+        f"{value} ({ranks_text(ranks)})"
+        for value, ranks in ranks_by(sorted(values.items())).items()
+    )

@@ -28,7 +28,15 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
         wrong = "a process group is already up in this process, so a fake world cannot start"
         raise RuntimeError(f"{wrong}: destroy it first (an earlier test left it?)")
     with _default_group("fake", FakeStore(), spec.rank, spec.size):
-        yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device=spec.device or "cpu", backend="fake")
+        yield World(
+            "fake",
+            spec.size,
+            spec.rank,
+            spec.nodes,
+            spec.mesh,
+            device=spec.device or "cpu",
+            backend="fake",
+        )
 
 
 @contextmanager
@@ -63,22 +71,35 @@ def _default_group(backend: str, store: dist.Store, rank: int, size: int) -> Ite
 def simulated_world(spec: WorldSpec) -> Iterator[World]:
     """A world of ``spec.size`` ranks on ``spec.nodes`` nodes, with the default rings between them."""
     with fake_world(spec) as world:
-        yield replace(world, kind="simulated", backend="simulated", net=NetModel.of_world(spec.size, spec.nodes))
+        yield replace(
+            world,
+            kind="simulated",
+            backend="simulated",
+            net=NetModel.of_world(spec.size, spec.nodes),
+        )
 
 
 def net_of(world: World) -> Net:
     """The net of a simulated world; ValueError if it is another world."""
     if world.kind != "simulated" or world.net is None:
         wrong = f"a world of kind {world.kind!r} has no net model"
-        raise ValueError(f'{wrong}: mark the test gt_world("simulated", size={world.size}, nodes=2)')
+        raise ValueError(
+            f'{wrong}: mark the test gt_world("simulated", size={world.size}, nodes=2)'
+        )
     net: Net = world.net  # type: ignore[assignment]
     if net.size != world.size:
-        raise ValueError(f"the net connects {net.size} ranks, the world has {world.size}: make both the same")
+        raise ValueError(
+            f"the net connects {net.size} ranks, the world has {world.size}: make both the same"
+        )
     return net
 
 
 def make_mesh(world: World) -> DeviceMesh:
     """A DeviceMesh over all ranks, with the marker's names; RuntimeError if no process group is up."""
     if not dist.is_initialized():
-        raise RuntimeError("no process group in this process: build the mesh inside the function given to gt_ranks.run")
-    return init_device_mesh(world.device, tuple(world.mesh.values()), mesh_dim_names=tuple(world.mesh))
+        raise RuntimeError(
+            "no process group in this process: build the mesh inside the function given to gt_ranks.run"
+        )
+    return init_device_mesh(
+        world.device, tuple(world.mesh.values()), mesh_dim_names=tuple(world.mesh)
+    )

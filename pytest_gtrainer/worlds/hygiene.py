@@ -23,7 +23,14 @@ Changes = dict[str, tuple[Any, Any]]
 # Of memory, of the size of a file, of open files.
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 # Those that tests handle: to ask for each of the 64 takes half a millisecond.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
 _DECIDE_BITS = ("deterministic algorithms", "matmul precision")
 
 STAYS = ("the other switches", "modules", "threads", "open files", "the locale")
@@ -37,14 +44,23 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 
     from pytest_gtrainer._torch.modes import MODES
 
-    modes = torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled
+    modes = (
+        torch.are_deterministic_algorithms_enabled,
+        torch.is_deterministic_algorithms_warn_only_enabled,
+    )
     return {
         **MODES,
-        "resource limits": (lambda: {which: resource.getrlimit(which) for which in _LIMITS}, _set_limits),
+        "resource limits": (
+            lambda: {which: resource.getrlimit(which) for which in _LIMITS},
+            _set_limits,
+        ),
         "the environment": (_environ, _set_environ),
         "the working directory": (_cwd, os.chdir),
         "the umask": (_umask, os.umask),
-        "signal handlers": (lambda: {each: signal.getsignal(each) for each in _SIGNALS}, _set_handlers),
+        "signal handlers": (
+            lambda: {each: signal.getsignal(each) for each in _SIGNALS},
+            _set_handlers,
+        ),
         "alarms": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda _: signal.alarm(0)),
         "sys.path": (lambda: sys.path[:], lambda value: sys.path.__setitem__(slice(None), value)),
         "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
@@ -82,7 +98,10 @@ def restored() -> Iterator[Changes]:
 def _matmul_precision() -> tuple[str | None, str, str]:
     import torch
 
-    on_cuda, on_cpu = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    on_cuda, on_cpu = (
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+    )
     try:
         return torch.get_float32_matmul_precision(), on_cuda, on_cpu
     except RuntimeError:  # the two ways to set it were mixed
@@ -94,7 +113,9 @@ def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
 
     if value[0] is not None:
         torch.set_float32_matmul_precision(value[0])
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = value[1:]
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = value[
+        1:
+    ]
 
 
 def _set_limits(limits: dict[int, tuple[int, int]]) -> None:

@@ -6,6 +6,7 @@ Both give what every rank returns, by name, and add in the order of one net:
     assert_bitwise_equal(actual, simulate_eager(function, inputs_of_rank, gt_world))
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,9 +37,14 @@ Groups: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 def simulate_graph(
-    gm: AnyGraph, inputs_of_rank: InputsOfRank, world: AnyWorld, *, names: Names | None = None,
-    groups: Groups | None = None, outputs: Sequence[str] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    gm: AnyGraph,
+    inputs_of_rank: InputsOfRank,
+    world: AnyWorld,
+    *,
+    names: Names | None = None,
+    groups: Groups | None = None,
+    outputs: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
     """Run one graph on all simulated ranks, with its functional collectives; it must not depend on the rank.
 
     Args:
@@ -60,22 +66,39 @@ def simulate_graph(
     """
     net, gm = _net_of(world), adopted(gm, names)
     if not (collectives := [node for node in nodes_within(gm) if launches(node.target)]):
-        raise VacuousCheck("the graph has no collective, so no net changes a bit of it: run it by itself")
-    mesh = torch.arange(net.size).view(*(world.mesh.values() if isinstance(world, World) else (net.size,)))
+        raise VacuousCheck(
+            "the graph has no collective, so no net changes a bit of it: run it by itself"
+        )
+    mesh = torch.arange(net.size).view(
+        *(world.mesh.values() if isinstance(world, World) else (net.size,))
+    )
     here = dist.is_initialized() and dist.get_world_size() == net.size
     known = _groups_of(collectives, net.size, groups or {}, here)
     graph = RankGraph(gm, dist.get_rank() if here else 0, net.size, known, (mesh,)).with_graph(gm)
-    given = [_in_order(gm, inputs, rank) for rank, inputs in enumerate(_of_ranks(inputs_of_rank, net.size))]
-    values = [own[0] if all(one is own[0] for one in own) else PerRank(own) for own in zip(*given, strict=True)]
+    given = [
+        _in_order(gm, inputs, rank)
+        for rank, inputs in enumerate(_of_ranks(inputs_of_rank, net.size))
+    ]
+    values = [
+        own[0] if all(one is own[0] for one in own) else PerRank(own)
+        for own in zip(*given, strict=True)
+    ]
     result = Interpreter(graph, net).run(values)
     told = outputs or gm.graph.output_node().meta.get("gt_outputs")
-    return [_named(pytree.tree_map(lambda leaf: of_rank(leaf, rank), result), told) for rank in range(net.size)]  # noqa: B023
+    return [
+        _named(pytree.tree_map(functools.partial(of_rank, rank=rank), result), told)
+        for rank in range(net.size)
+    ]
 
 
 def simulate_eager(
-    function: Callable[..., Any], inputs_of_rank: InputsOfRank, world: AnyWorld, *,
-    outputs: Sequence[str] | None = None, timeout: float = LIMIT,
-) -> list[dict[str, Any]]:  # fmt: skip
+    function: Callable[..., Any],
+    inputs_of_rank: InputsOfRank,
+    world: AnyWorld,
+    *,
+    outputs: Sequence[str] | None = None,
+    timeout: float = LIMIT,
+) -> list[dict[str, Any]]:
     """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
 
     Arguments (``inputs_of_rank``, ``world``, ``outputs``) and results are those of ``simulate_graph``. Inputs by name
@@ -93,31 +116,50 @@ def simulate_eager(
     def call(rank: int) -> tuple[dict[str, Any], int]:
         own = inputs[rank]
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        return _named(result, outputs), sum(g.issued for g in live_groups() if isinstance(g, ThreadGroup))
+        return _named(result, outputs), sum(
+            g.issued for g in live_groups() if isinstance(g, ThreadGroup)
+        )
 
     results, issued = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
     if not any(issued):
-        raise VacuousCheck("no rank came to a collective, so no net changes a bit: the function calls no collective")
+        raise VacuousCheck(
+            "no rank came to a collective, so no net changes a bit: the function calls no collective"
+        )
     return list(results)
 
 
 def _net_of(world: AnyWorld) -> Net:
     if not isinstance(world, World | Net) and (type(world) is not int or world < 1):
         raise ValueError(f"world is a simulated World, a Net, or a number of ranks; not {world!r}")
-    net = net_of(world) if isinstance(world, World) else NetModel.of_world(world) if isinstance(world, int) else world
+    net = (
+        net_of(world)
+        if isinstance(world, World)
+        else NetModel.of_world(world)
+        if isinstance(world, int)
+        else world
+    )
     if net.size == 1:
-        raise VacuousCheck("in a world of one rank nothing is added to anything: take two ranks or more")
+        raise VacuousCheck(
+            "in a world of one rank nothing is added to anything: take two ranks or more"
+        )
     return net
 
 
 def _of_ranks(inputs_of_rank: InputsOfRank, size: int) -> list[Inputs]:
     if not callable(inputs_of_rank) and len(inputs_of_rank) != size:
-        raise ValueError(f"inputs_of_rank has inputs for {len(inputs_of_rank)} ranks, the world has {size}")
-    told = [inputs_of_rank(rank) if callable(inputs_of_rank) else inputs_of_rank[rank] for rank in range(size)]
+        raise ValueError(
+            f"inputs_of_rank has inputs for {len(inputs_of_rank)} ranks, the world has {size}"
+        )
+    told = [
+        inputs_of_rank(rank) if callable(inputs_of_rank) else inputs_of_rank[rank]
+        for rank in range(size)
+    ]
     for rank, inputs in enumerate(told):
         if not isinstance(inputs, list | tuple | Mapping):
             kind = type(inputs).__name__
-            raise ValueError(f"the inputs of rank {rank} are a {kind}: give a tuple, (tensor,) for one, or a mapping")
+            raise ValueError(
+                f"the inputs of rank {rank} are a {kind}: give a tuple, (tensor,) for one, or a mapping"
+            )
     return told
 
 
@@ -125,9 +167,13 @@ def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
     if not isinstance(inputs, Mapping):
         return inputs
     placeholders = gm.graph.find_nodes(op="placeholder")
-    names: list[str] = [node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders]
+    names: list[str] = [
+        node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders
+    ]
     if wrong := ", ".join(sorted({*names} ^ {*inputs})):
-        raise ValueError(f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, differ in {wrong}")
+        raise ValueError(
+            f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, differ in {wrong}"
+        )
     return [inputs[name] for name in names]
 
 
@@ -138,17 +184,23 @@ def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
         names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
     names = names or [f"output_{place}" for place in range(len(paths))]
     if len(names) != len(paths):
-        raise ValueError(f"{len(names)} names of outputs for {len(paths)} results: {', '.join(names)}")
+        raise ValueError(
+            f"{len(names)} names of outputs for {len(paths)} results: {', '.join(names)}"
+        )
     leaves = [torch.tensor(leaf) if isinstance(leaf, int | float) else leaf for _, leaf in paths]
     detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return dict(zip(names, detached, strict=True))
 
 
-def _groups_of(collectives: Sequence[fx.Node], size: int, given: Groups, here: bool) -> dict[str, Partition]:
+def _groups_of(
+    collectives: Sequence[fx.Node], size: int, given: Groups, here: bool
+) -> dict[str, Partition]:
     """Groups on all ranks that this process does not know; it knows some if its world is ``here``."""
     for name, partition in given.items():
         if sorted(rank for ranks in partition for rank in ranks) != list(range(size)):
-            raise ValueError(f"groups[{name!r}] is {partition}: every rank of 0..{size - 1} belongs to one group of it")
+            raise ValueError(
+                f"groups[{name!r}] is {partition}: every rank of 0..{size - 1} belongs to one group of it"
+            )
     live = set(names_of_live_groups().values()) if here else set()
     known = {"0": [range(size)], **given} if not here else given
     for node in collectives:

@@ -76,15 +76,23 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
     device, timeout = fields.get("device"), fields.get("timeout")
     _check_count("nodes", nodes)
     if size % nodes:
-        raise SpecError(f"gt_world's {size} ranks do not divide over {nodes} nodes: change one of them")
+        raise SpecError(
+            f"gt_world's {size} ranks do not divide over {nodes} nodes: change one of them"
+        )
     if type(rank) is not int or not 0 <= rank < size:
         raise SpecError(f"gt_world's rank lies in 0..{size - 1}; not {rank!r}")
     if device is not None and device not in DEVICES:
         raise SpecError(f"gt_world's device is one of {', '.join(DEVICES)}; not {device!r}")
     if kind == "simulated" and device == "cuda":
-        raise SpecError('gt_world("simulated", device="cuda"): a simulated world adds on the CPU; leave device out')
+        raise SpecError(
+            'gt_world("simulated", device="cuda"): a simulated world adds on the CPU; leave device out'
+        )
     if timeout is not None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout < math.inf
+        ):
             raise SpecError(f"gt_world's timeout is a number of seconds above 0; not {timeout!r}")
         timeout = float(timeout)
     return WorldSpec(kind, size, MappingProxyType(mesh), nodes, rank, device, timeout)
@@ -92,8 +100,12 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
 
 def _size_and_mesh(size: Any, mesh: Any) -> tuple[int, dict[str, int]]:
     """Each follows from the other where one is missing; without both it is 8 ranks."""
-    if mesh is not None and (not isinstance(mesh, Mapping) or not mesh or not all(isinstance(n, str) for n in mesh)):
-        raise SpecError(f'gt_world\'s mesh maps dimension names to extents, as {{"fsdp": 8}}; not {mesh!r}')
+    if mesh is not None and (
+        not isinstance(mesh, Mapping) or not mesh or not all(isinstance(n, str) for n in mesh)
+    ):
+        raise SpecError(
+            f'gt_world\'s mesh maps dimension names to extents, as {{"fsdp": 8}}; not {mesh!r}'
+        )
     for name, extent in (mesh or {}).items():
         _check_count(f"mesh dimension {name!r}", extent)
     if size is None:

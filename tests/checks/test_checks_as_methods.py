@@ -17,8 +17,12 @@ def failure_of(gm, run, error=CheckFailure):
 
 def test_checks_are_chained_and_captures_stay(gm):
     with check_graph(gm) as check:
-        check.then("all_gather_into_tensor", bucket=["layers.0"], direction="fwd", name="g").next("wait_tensor(g)")
-        check.never("reduce_scatter_tensor", direction="fwd").then("mm", module="layers.0.wo", dtype=torch.float32)
+        check.then("all_gather_into_tensor", bucket=["layers.0"], direction="fwd", name="g").next(
+            "wait_tensor(g)"
+        )
+        check.never("reduce_scatter_tensor", direction="fwd").then(
+            "mm", module="layers.0.wo", dtype=torch.float32
+        )
         check.same(shape=[None, 8], users="_to_copy").count("all_gather_into_tensor", 1)
         check.start().then("_to_copy", where=lambda node: node.kwargs["dtype"] is torch.bfloat16)
 

@@ -25,7 +25,10 @@ def failure_of(gm, checks):
         ("count 4 * in layers.*", "count 4 * in *.0.wo"),
         ("count 1 mm in bwd", "count 1 mm in fwd"),
         ("count 1 mm in fwd layers.0.wo", "count 1 mm in bwd layers.0.wq"),
-        ("count 2 wait_tensor in bucket(layers.0)", "count 2 wait_tensor in bucket(layers.0, head)"),
+        (
+            "count 2 wait_tensor in bucket(layers.0)",
+            "count 2 wait_tensor in bucket(layers.0, head)",
+        ),
         ("count 6 * in bucket()", "count 6 * in fwd bucket(layers.*)"),
         ("count 1 _to_copy -> bf16", "count 1 _to_copy -> f32"),
         ("count 1 mm -> [8, 8]", "count 1 mm -> [3, 8]"),
@@ -51,7 +54,10 @@ def test_what_a_node_may_be(gm, holds, fails):
         ("mm(I.x, _) as m\nthen mm(m, ...)", "mm(I.x, _) as m\nthen mm(_, m)"),
         ("mm(I.x, _) as m\nthen mm(m, t(_))", "mm(I.x, _) as m\nthen mm(m, mm(...))"),
         ("split as s\nthen mm(_, s[0])", "split as s\nthen mm(_, s[1])"),
-        ("cat([layers.0.wq.weight, layers.0.wo.weight])", "cat([layers.0.wo.weight, layers.0.wq.weight])"),
+        (
+            "cat([layers.0.wq.weight, layers.0.wo.weight])",
+            "cat([layers.0.wo.weight, layers.0.wq.weight])",
+        ),
         ("cat([layers.0.*.weight, ...])", "cat([layers.0.*.weight])"),
         ("all_gather_into_tensor(_, 2, fsdp)", "all_gather_into_tensor(_, 4, fsdp)"),
         ("all_gather_into_tensor(..., range(0, 2))", "all_gather_into_tensor(..., [0, 2])"),
@@ -73,7 +79,10 @@ def test_arguments_are_spelled_as_in_graph_text(gm, holds, fails):
         ("then cat\nthen mm in layers.0.wo", "then mm in layers.0.wo\nthen cat"),
         ("then all_gather_into_tensor as g\nnext wait_tensor(g)", "then mm as m\nnext mm(m, _)"),
         ("next cat", "next split"),
-        ("then reduce_scatter_tensor\nnext wait_tensor\nnext output", "then wait_tensor in bwd\nnext sum"),
+        (
+            "then reduce_scatter_tensor\nnext wait_tensor\nnext output",
+            "then wait_tensor in bwd\nnext sum",
+        ),
         ("then mm\nsame in layers.0.wq", "then mm\nsame in layers.0.wo"),
         ("then mm\nsame -> f32 as m\nthen mm(m, _)", "then t\nsame used by _to_copy"),
         ("then cat\nnever mm\nthen split", "then cat\nnever wait_tensor\nthen split"),
@@ -137,10 +146,15 @@ def test_a_bucket_is_that_of_just_these_modules_in_this_order(asked, holds):
     assert told.endswith(f"its bucket is layers.0.wq, norm, expected {asked}")
 
 
-@pytest.mark.parametrize("name", ["layers.0", "layers", "wq.weight", "layers.0.wq", "P.layers.0.wq"])
+@pytest.mark.parametrize(
+    "name", ["layers.0", "layers", "wq.weight", "layers.0.wq", "P.layers.0.wq"]
+)
 def test_a_part_of_a_name_is_no_input(name):
     """Else a check of an operand would hold of every parameter of a module."""
-    assert_graph(parse(TWO_MODULES), "then cat([layers.0.wq.weight, P.norm.weight])\nstart\nthen cat([*.*.wq.*, _])")
+    assert_graph(
+        parse(TWO_MODULES),
+        "then cat([layers.0.wq.weight, P.norm.weight])\nstart\nthen cat([*.*.wq.*, _])",
+    )
     with pytest.raises(CheckError, match=f"'{name}' is neither a captured node nor a graph input"):
         assert_graph(parse(TWO_MODULES), f"then cat([{name}, _])")
 
@@ -160,4 +174,6 @@ def test_a_bucket_and_a_mark_that_disagree_are_no_direction(gm):
     del launch.meta["autograd_backward"]
     for direction in ("fwd", "bwd"):
         text = failure_of(gm, f"then reduce_scatter_tensor in {direction}")
-        assert text.endswith(f"its direction is bwd by its bucket and fwd by its mark, expected {direction}")
+        assert text.endswith(
+            f"its direction is bwd by its bucket and fwd by its mark, expected {direction}"
+        )

@@ -22,19 +22,37 @@ def error_of(gm, checks):
         ("then", "this `then` says nothing of the node"),
         ("then as m", "this `then` says nothing of the node"),
         ("then mm\nsame", "this `same` says nothing of the node"),
-        ("never all_gater_into_tensor", "no operator is called 'all_gater_into_tensor', did you mean `all_gather_"),
+        (
+            "never all_gater_into_tensor",
+            "no operator is called 'all_gater_into_tensor', did you mean `all_gather_",
+        ),
         ("count 0 aten.mmm", "no operator is called 'aten.mmm', did you mean `mm`?"),
         ("never aten.mm.out2", "no operator is called 'aten.mm.out2'"),
         ("never mm(relo(_), _)", "no operator is called 'relo', did you mean `relu"),
         ("never mm used by relo", "no operator is called 'relo'"),
-        ("never mm in layers.1", "nothing in the graph lies in 'layers.1', did you mean `layers.0`?"),
+        (
+            "never mm in layers.1",
+            "nothing in the graph lies in 'layers.1', did you mean `layers.0`?",
+        ),
         ("never cat in bucket(layers.1)", "nothing in the graph lies in 'layers.1'"),
-        ("never mm(m, _)", "'m' is neither a captured node nor a graph input (captures and groups are fsdp): of any "),
-        ("never mm(relu, _)", "of any operator relu write `relu(_)`, or capture one with `as relu`"),
+        (
+            "never mm(m, _)",
+            "'m' is neither a captured node nor a graph input (captures and groups are fsdp): of any ",
+        ),
+        (
+            "never mm(relu, _)",
+            "of any operator relu write `relu(_)`, or capture one with `as relu`",
+        ),
         ("never mm from layers.0.wk.weight", "'layers.0.wk.weight' is neither"),
         ("then mm\nnever t\nnext t", "between a match and its next node there is nothing"),
-        ("then output\nnever mm", "nothing follows the graph's output, so this `never` cannot fail"),
-        ("then output\nnever mm\nstart\nthen mm", "nothing follows the graph's output, so this `never` cannot fail"),
+        (
+            "then output\nnever mm",
+            "nothing follows the graph's output, so this `never` cannot fail",
+        ),
+        (
+            "then output\nnever mm\nstart\nthen mm",
+            "nothing follows the graph's output, so this `never` cannot fail",
+        ),
         ("then mm\nstart", "nothing is checked after this `start`"),
         ("same mm", "`same` speaks of the last match, and there is none yet"),
         ("then mm\nstart\nsame mm", "`same` speaks of the last match, and there is none yet"),
@@ -51,19 +69,28 @@ def test_what_cannot_match_or_cannot_fail(gm, checks, words):
     ("node", "words"),
     [
         ("_to_copy(_, dtyp=bf16)", "_to_copy has no argument dtyp=, did you mean `dtype`?"),
-        ("aten._to_copy.default(_, dtyp=bf16)", "_to_copy.default has no argument dtyp=, did you mean `dtype`?"),
+        (
+            "aten._to_copy.default(_, dtyp=bf16)",
+            "_to_copy.default has no argument dtyp=, did you mean `dtype`?",
+        ),
         ("_to_copy(..., dtyp=bf16)", "has no argument dtyp="),
         ("_to_copy(_, dtyp=bf16, ...)", "has no argument dtyp="),
         ("_to_copy(_, dtype=bf16, divice=_)", "has no argument divice=, did you mean `device`?"),
         ("_to_copy(_, dtype=bf16, dtype=bf16)", "dtype= is given 2 times"),
-        ("softmax(_, dimm=1)", "softmax has no argument dimm=, did you mean `dim`?"),  # not in this graph
+        (
+            "softmax(_, dimm=1)",
+            "softmax has no argument dimm=, did you mean `dim`?",
+        ),  # not in this graph
         ("all_gather_into_tensor(_, 2, groop_name=fsdp)", "has no argument groop_name="),
         ("_c10d_functional.*(_, dtyp=bf16)", "_c10d_functional.* has no argument dtyp="),
         ("*(_, dtyp=bf16)", "* has no argument dtyp=, did you mean `dtype`?"),
         ("t(_to_copy(_, dtyp=bf16))", "_to_copy has no argument dtyp="),  # of an operand
         ("cat([t(_, dimm=1)])", "t has no argument dimm=: it has "),
         ("mm(_)", "the operator is aten.mm.default(self, mat2)"),
-        ("mm(_, _, _, _)", "no node can have these arguments, because the operator is aten.mm.default(self, mat2)"),
+        (
+            "mm(_, _, _, _)",
+            "no node can have these arguments, because the operator is aten.mm.default(self, mat2)",
+        ),
         ("t(_, _)", "no node can have these arguments"),
         ("t()", "no node can have these arguments"),
         ("mm(_, _, _, _, ...)", "no node can have these arguments"),
@@ -114,8 +141,13 @@ def test_what_some_node_could_be_is_no_error(gm, node):
 
 def test_an_argument_in_its_place_is_found_by_its_name(gm):
     """A `never` by the name would have held: the graph gives this argument in its place."""
-    assert_graph(gm, "then split(_, split_size=8)\nstart\nthen all_gather_into_tensor(_, group_name=fsdp, ...)")
-    assert_graph(gm, 'then reduce_scatter_tensor(_, reduce_op="avg", ...)\nstart\nthen mm(self=I.x, mat2=_)')
+    assert_graph(
+        gm,
+        "then split(_, split_size=8)\nstart\nthen all_gather_into_tensor(_, group_name=fsdp, ...)",
+    )
+    assert_graph(
+        gm, 'then reduce_scatter_tensor(_, reduce_op="avg", ...)\nstart\nthen mm(self=I.x, mat2=_)'
+    )
     with pytest.raises(CheckFailure):
         assert_graph(gm, "never split(_, split_size=8)")
     with pytest.raises(CheckFailure, match="split_size: it is 8, expected 4"):
@@ -131,7 +163,9 @@ def test_keywords_of_functions_that_dynamo_calls():
     y = graph.call_function(torch.nn.functional.softmax, (x,), {"dim": 1, "_stacklevel": 5})
     graph.output(graph.call_function(torch.sum, (y,), {"dim": 0}))
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    assert_graph(gm, "then softmax(_, dim=1, ...)\nthen sum(_, dim=0)\nstart\nnever softmax(input=_, ...)")
+    assert_graph(
+        gm, "then softmax(_, dim=1, ...)\nthen sum(_, dim=0)\nstart\nnever softmax(input=_, ...)"
+    )
     for node, words in (
         ("softmax(_, dimm=1, ...)", "no argument dimm=, did you mean `dim`"),
         ("softmax(_, stacklevel=1)", "no argument stacklevel=, did you mean `_stacklevel`"),
@@ -143,12 +177,18 @@ def test_keywords_of_functions_that_dynamo_calls():
 @pytest.mark.parametrize(
     ("conditions", "words"),
     [
-        ({"dtyp": torch.bfloat16}, "there is no condition 'dtyp', did you mean `dtype`?; there are module, bucket"),
+        (
+            {"dtyp": torch.bfloat16},
+            "there is no condition 'dtyp', did you mean `dtype`?; there are module, bucket",
+        ),
         ({"modul": "head"}, "there is no condition 'modul', did you mean `module`?"),
         ({"dtype": "bf16"}, "dtype= takes a dtype of torch, such as torch.bfloat16, not 'bf16'"),
         ({"dtype": torch.ones(1)}, "dtype= takes a dtype of torch"),
         ({"shape": [3, -1]}, "an extent of a shape is a whole number, `_` (None) or `...`, not -1"),
-        ({"shape": ["3", 8]}, "an extent of a shape is a whole number, `_` (None) or `...`, not '3'"),
+        (
+            {"shape": ["3", 8]},
+            "an extent of a shape is a whole number, `_` (None) or `...`, not '3'",
+        ),
         ({"shape": "3, 8"}, "shape= takes a list of extents, not '3, 8'"),
         ({"shape": 3}, "shape= takes a list of extents, not 3"),
         ({"shape": [True]}, "an extent of a shape is a whole number"),
@@ -178,7 +218,10 @@ def test_a_name_is_a_plain_word(gm, name):
 
 @pytest.mark.parametrize("number", ["3", 2.0, -1, True, None])
 def test_a_count_is_a_whole_number(gm, number):
-    with pytest.raises(CheckError, match="how many nodes there are is a whole number"), check_graph(gm) as check:
+    with (
+        pytest.raises(CheckError, match="how many nodes there are is a whole number"),
+        check_graph(gm) as check,
+    ):
         check.count("mm", number)
 
 
@@ -207,7 +250,10 @@ def test_text_and_condition_that_say_the_same_thing(gm, node, conditions):
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        ("tehn mm", "a check begins with then, next, same, never, count, start, not 'tehn', did you mean `then`?"),
+        (
+            "tehn mm",
+            "a check begins with then, next, same, never, count, start, not 'tehn', did you mean `then`?",
+        ),
         ("mm", "a check begins with then"),
         ("count mm", "expected how many, a whole number, found 'mm'"),
         ("count -1 mm", "expected how many, a whole number, found '-1'"),
@@ -231,15 +277,27 @@ def test_text_and_condition_that_say_the_same_thing(gm, node, conditions):
 )
 def test_what_cannot_be_read(gm, check, words):
     message = error_of(gm, f"then cat\n{check}")
-    assert message.startswith(f"tests/checks/test_checks_that_check_nothing.py, line 2 of the checks: {check}")
+    assert message.startswith(
+        f"tests/checks/test_checks_that_check_nothing.py, line 2 of the checks: {check}"
+    )
     assert words in message
 
 
 @pytest.mark.parametrize(
     "operator",
-    ["relu", "aten.relu", "aten.relu.default", "aten.add.Tensor", "hop.cond", "operator.floordiv", "method.view",
-     "torch.nn.functional.relu", "_c10d_functional.all_*", "reduce_scatter_tensor"],
-)  # fmt: skip
+    [
+        "relu",
+        "aten.relu",
+        "aten.relu.default",
+        "aten.add.Tensor",
+        "hop.cond",
+        "operator.floordiv",
+        "method.view",
+        "torch.nn.functional.relu",
+        "_c10d_functional.all_*",
+        "reduce_scatter_tensor",
+    ],
+)
 def test_operators_that_exist_but_not_in_the_graph_may_be_forbidden(gm, operator):
     assert_graph(gm, f"then split\nnever {operator} in fwd layers.0")
 

@@ -17,7 +17,9 @@ def failure_of(gm, checks):
 
 
 def test_where_the_search_stood_and_the_nearest(gm):
-    assert failure_of(gm, "then all_gather_into_tensor as g\nthen wait_tensor(g) in bwd -> f32[16, _]") == [
+    assert failure_of(
+        gm, "then all_gather_into_tensor as g\nthen wait_tensor(g) in bwd -> f32[16, _]"
+    ) == [
         "line 2 of the checks: then wait_tensor(g) in bwd -> f32[16, _]",
         "no node matches after the last match, which is",
         "     1  fwd.layers[0] | bucket(L) | "
@@ -41,8 +43,12 @@ def test_a_match_that_stands_too_early_is_told(gm):
 
 def test_the_nearest_differs_least_and_of_equals_stands_behind(gm):
     """Three mm: two of them differ in more; then two that differ in as much."""
-    assert failure_of(gm, "then mm in bwd layers.0.wo -> [1, 8]")[3].startswith("     9  bwd.layers[0] | L.wo | mm:")
-    assert failure_of(gm, "then t\nthen mm -> f32[1]")[4].startswith("     6  fwd.layers[0] | L.wo | mm:")
+    assert failure_of(gm, "then mm in bwd layers.0.wo -> [1, 8]")[3].startswith(
+        "     9  bwd.layers[0] | L.wo | mm:"
+    )
+    assert failure_of(gm, "then t\nthen mm -> f32[1]")[4].startswith(
+        "     6  fwd.layers[0] | L.wo | mm:"
+    )
 
 
 def test_an_operator_that_the_graph_does_not_have(gm):
@@ -68,7 +74,9 @@ def test_what_was_forbidden_and_between_what(gm):
     text = failure_of(gm, "then mm\nnever t\nthen sum")
     assert text[0] == "line 2 of the checks: never t"
     assert text[1] == "it matches between the match at 4 and the match at 8"
-    assert text[2] == "     5  fwd.layers[0] | L.wo | t: f32[8, 8][1, 8] = aten.t(bucket(L).split[1])"
+    assert (
+        text[2] == "     5  fwd.layers[0] | L.wo | t: f32[8, 8][1, 8] = aten.t(bucket(L).split[1])"
+    )
     assert failure_of(gm, "never sum")[1] == "it matches between the start and the end"
 
 
@@ -88,22 +96,34 @@ def test_what_was_counted_and_what_almost_counts(gm):
     [
         ("cat in head", "it belongs to the bucket layers.0, expected the module head"),
         ("mm in head", "its module is layers.0.wq, expected head"),
-        ("mm in bucket(layers.0)", "it belongs to no bucket but to layers.0.wq, expected the bucket layers.0"),
+        (
+            "mm in bucket(layers.0)",
+            "it belongs to no bucket but to layers.0.wq, expected the bucket layers.0",
+        ),
         ("cat in bucket(layers.0, head)", "its bucket is layers.0, expected layers.0, head"),
         ("sum -> f32", "its dtype is bf16, expected f32"),
         ("split -> f32", "its value is of type tuple, expected one tensor"),
         ("t -> [8, 8][8, 1]", "its strides are [1, 8], expected [8, 1]"),
         ("t used only by sum", "it is used by mm at 6, mm at 9, expected only sum"),
-        ("mm(layers.0.wq.weight, _)", "its arguments: number 1: it is I.x, expected layers.0.wq.weight"),
+        (
+            "mm(layers.0.wq.weight, _)",
+            "its arguments: number 1: it is I.x, expected layers.0.wq.weight",
+        ),
         ("mm(_, t(I.x))", "its arguments: number 2: it is split[0] at 3, expected t(I.x)"),
         ("t(mm(...))", "its arguments: number 1: it is split[1] at 3, expected mm(...)"),
         ("_to_copy(_, dtype=f32)", "its arguments: dtype: it is bf16, expected f32"),
         ("_to_copy(_)", "its arguments: it has dtype= too (`...` at the end would leave it open)"),
-        ("_to_copy(_, device=_, ...)", "its arguments: it has no argument device=, expected device=_"),
+        (
+            "_to_copy(_, device=_, ...)",
+            "its arguments: it has no argument device=, expected device=_",
+        ),
         ("cat([_])", "its arguments: number 1: there are 2, expected 1: (_)"),
         ("cat(I.x)", "it is [P.layers.0.wq.weight, P.layers.0.wo.weight], expected I.x"),
         ("split([_], 8)", "its arguments: number 1: it is wait_tensor at 2, expected the list [_]"),
-        ("all_gather_into_tensor(..., [0, 2])", "number 3: it is fsdp = group(range(0, 2)), expected the ranks [0, 2]"),
+        (
+            "all_gather_into_tensor(..., [0, 2])",
+            "number 3: it is fsdp = group(range(0, 2)), expected the ranks [0, 2]",
+        ),
     ],
 )
 def test_every_difference_is_told(gm, check, words):

@@ -40,7 +40,11 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16 if place else 3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+            nn.Sequential(
+                nn.Conv2d(16 if place else 3, 16, 3, padding=1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU(),
+            )
             for place in range(2)
         )
         self.head = nn.Linear(16, VOCABULARY)
@@ -63,8 +67,12 @@ class Logits(nn.Module):
 
 
 def of_transformers(kind, **sizes):
-    transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`: make test-transformers")
-    if not torch.cuda.is_available():  # which a CUDA build of torch without CUDA's libraries asks for, and crashes
+    transformers = pytest.importorskip(
+        "transformers", reason="needs the extra `transformers`: make test-transformers"
+    )
+    if (
+        not torch.cuda.is_available()
+    ):  # which a CUDA build of torch without CUDA's libraries asks for, and crashes
         torch.cuda.is_current_stream_capturing = lambda: False
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     config = getattr(transformers, f"{kind}Config")(**tokens, **sizes, tie_word_embeddings=False)
@@ -77,12 +85,21 @@ def gpt2():
 
 
 def qwen3():
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 16}
-    return of_transformers("Qwen3", hidden_size=64, intermediate_size=64, num_hidden_layers=1, **heads)
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "max_position_embeddings": 16,
+    }
+    return of_transformers(
+        "Qwen3", hidden_size=64, intermediate_size=64, num_hidden_layers=1, **heads
+    )
 
 
 def llama():
-    config = replace(llama3.FLAVORS["debug"], n_layers=1, n_heads=8, n_kv_heads=8, vocab_size=VOCABULARY)
+    config = replace(
+        llama3.FLAVORS["debug"], n_layers=1, n_heads=8, n_kv_heads=8, vocab_size=VOCABULARY
+    )
     return llama3.Llama3(config)
 
 
@@ -159,7 +176,9 @@ def named(state, flat):
     for name, whole in state.items():
         if isinstance(whole, DTensor):
             like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            given[name] = DTensor.from_local(given[name], whole.device_mesh, whole.placements, **like)
+            given[name] = DTensor.from_local(
+                given[name], whole.device_mesh, whole.placements, **like
+            )
     return given
 
 
@@ -170,10 +189,14 @@ def made(model, x):
     def step(*flat):
         given = named(state, flat)
         loss = torch.func.functional_call(model, given, (flat[-1],)).float().sum()
-        trained = [given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
+        trained = [
+            given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)
+        ]
         return [loss, *map(local, torch.autograd.grad(loss, trained, allow_unused=True))]
 
-    flat = [local(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in state.values()]
+    flat = [
+        local(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in state.values()
+    ]
     return make_fx(step, tracing_mode="fake")(*flat, x)
 
 
@@ -185,7 +208,9 @@ def graphs(name, wrapping, mesh, change=None) -> Iterator[tuple[str, str, Any, A
     """Stage, name, graph and ``names=`` of all that can be made of a cell."""
     # DDP's reducer wants a result of the fake group's all-reduce, which has none: behind all that is compiled
     may_fail = suppress(RuntimeError) if wrapping == "ddp" and mesh.size() == 8 else nullcontext()
-    model = wrapped(name, wrapping, mesh, change)  # without a name, DDP is collected in front of its backward, or not
+    model = wrapped(
+        name, wrapping, mesh, change
+    )  # without a name, DDP is collected in front of its backward, or not
     with torch._dynamo.config.patch(capture_scalar_outputs=True), gt_compile() as record, may_fail:
         torch.compile(model)(batch(name)).float().sum().backward()
     if wrapping != "ddp":  # which leaves the graph in its own forward, before the model
@@ -207,7 +232,10 @@ def graphs(name, wrapping, mesh, change=None) -> Iterator[tuple[str, str, Any, A
 
 
 def texts(name, wrapping, mesh, change=None) -> dict[str, str]:
-    return {each: graphtext.render(gm, names=names) for _, each, gm, names in graphs(name, wrapping, mesh, change)}
+    return {
+        each: graphtext.render(gm, names=names)
+        for _, each, gm, names in graphs(name, wrapping, mesh, change)
+    }
 
 
 def write(folder: Path, names: list[str]) -> None:
@@ -217,7 +245,9 @@ def write(folder: Path, names: list[str]) -> None:
             with fake_world(make_spec("fake", size=8, mesh={"d": 8})) as world:
                 for each, text in texts(name, wrapping, make_mesh(world)).items():
                     told = "\n".join([*header.write({"torch": torch.__version__}), ""])
-                    (folder / f"{name}.{wrapping}.{each}.txt").write_text(told + text.partition("\n")[2])
+                    (folder / f"{name}.{wrapping}.{each}.txt").write_text(
+                        told + text.partition("\n")[2]
+                    )
 
 
 def compare(one: Path, other: Path) -> Mapping[str, str]:

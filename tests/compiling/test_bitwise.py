@@ -17,7 +17,9 @@ from tests.compiling.test_recorder import Model, Rescale
 def run_of(a_pass, function=None, *inputs, **options):
     torch.manual_seed(0)
     with gt_compile() as record:
-        compiled = torch.compile(function or Model(), options={"post_grad_custom_post_pass": a_pass}, **options)
+        compiled = torch.compile(
+            function or Model(), options={"post_grad_custom_post_pass": a_pass}, **options
+        )
         compiled(*(inputs or [torch.randn(4, 16)])).sum()
     return record.passes(type(a_pass).__name__)[0]
 
@@ -30,8 +32,13 @@ def test_a_pass_that_changes_no_bit_and_its_twin_that_does(dynamic):
     with pytest.raises(BitwiseDifference) as caught:
         assert_pass_bitwise(run_of(Rescale(3.0), dynamic=dynamic))
     message = str(caught.value)
-    assert message.startswith("Rescale on the forward graph 0/0 changed the numbers, on the inputs of the first call\n")
-    assert "computed from what the pass made\n    mul_tensor = aten.mul.Tensor in the forward of layers.0\n" in message
+    assert message.startswith(
+        "Rescale on the forward graph 0/0 changed the numbers, on the inputs of the first call\n"
+    )
+    assert (
+        "computed from what the pass made\n    mul_tensor = aten.mul.Tensor in the forward of layers.0\n"
+        in message
+    )
 
 
 def test_two_graphs_without_a_record():
@@ -78,7 +85,9 @@ def test_guards_that_forbid_all_other_sizes_are_told():
         return x.relu().sum(0)
 
     run = run_of(Rescale(2.0), function, torch.randn(1024), dynamic=True)
-    with pytest.raises(ValueError, match=r"the guards of the graph forbid s\d+ = 1025 and the 63 sizes after it: "):
+    with pytest.raises(
+        ValueError, match=r"the guards of the graph forbid s\d+ = 1025 and the 63 sizes after it: "
+    ):
         assert_pass_bitwise(run)
 
 
@@ -88,7 +97,9 @@ def test_integers_of_the_first_call_are_kept():
     run = run_of(Rescale(2.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight)
     assert_pass_bitwise(run)
     with pytest.raises(BitwiseDifference):
-        assert_pass_bitwise(run_of(Rescale(3.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight))
+        assert_pass_bitwise(
+            run_of(Rescale(3.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight)
+        )
 
 
 def test_integers_of_other_sizes_than_the_example_are_made_up():
@@ -104,9 +115,13 @@ def test_what_cannot_fail_is_refused():
     with gt_compile() as record:
         options = {"post_grad_custom_post_pass": Rescale(2.0)}
         torch.compile(Model(), options=options)(torch.randn(4, 16)).sum().backward()
-    with pytest.raises(SameGraph, match=r"Rescale on the backward graph 0/0 changed nothing: take record.passes"):
+    with pytest.raises(
+        SameGraph, match=r"Rescale on the backward graph 0/0 changed nothing: take record.passes"
+    ):
         assert_pass_bitwise(record.passes("Rescale", changed=False)[0])
-    with pytest.raises(ControlFailed, match="outputs for two seeds are equal: this check cannot fail"):
+    with pytest.raises(
+        ControlFailed, match="outputs for two seeds are equal: this check cannot fail"
+    ):
         assert_pass_bitwise(run_of(Rescale(2.0), lambda x: (x.abs() * 0).relu(), torch.ones(2, 3)))
     with pytest.raises(ValueError, match=r"seeds=\[0\]: give two different ones"):
         assert_pass_bitwise(record.passes("Rescale", changed=True)[0], seeds=[0])
@@ -127,7 +142,9 @@ def test_a_copy_of_a_graph_is_the_same_graph():
     others[1].table.add_(1)
     with pytest.raises(BitwiseDifference):
         assert_pass_bitwise((gm, others[1]))
-    for node in others[2].body.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default):
+    for node in others[2].body.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.exp.default
+    ):
         node.target = torch.ops.aten.sin.default
     others[2].body.recompile()
     with pytest.raises(BitwiseDifference):
@@ -145,11 +162,18 @@ def test_a_compiled_function_returns_the_structure_of_eager(monkeypatch):
 @pytest.mark.gt_world("fake", size=2)
 def test_a_fake_world_moves_no_data(gt_world):
     def function(x):
-        return torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD) * 2
+        return (
+            torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD)
+            * 2
+        )
 
-    with pytest.raises(ValueError, match=r"the forward graph 0/0 has all_reduce.*, and a fake world moves no data"):
+    with pytest.raises(
+        ValueError, match=r"the forward graph 0/0 has all_reduce.*, and a fake world moves no data"
+    ):
         assert_pass_bitwise(run_of(Rescale(3.0), function, torch.randn(4, 16)))
-    with pytest.raises(ValueError, match=r"^compiled graph 0/0 has all_reduce.*, and a fake world moves no data"):
+    with pytest.raises(
+        ValueError, match=r"^compiled graph 0/0 has all_reduce.*, and a fake world moves no data"
+    ):
         assert_compiled_bitwise(function, torch.randn(4, 16))
     assert_compiled_bitwise(torch.relu, torch.randn(4, 16))
 
@@ -157,7 +181,10 @@ def test_a_fake_world_moves_no_data(gt_world):
 @pytest.mark.gt_world("ranks", size=2)
 def test_on_ranks_all_vote(gt_world):
     def function(x):
-        return torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD) * 2
+        return (
+            torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD)
+            * 2
+        )
 
     x = torch.randn(4, 16) if gt_world.rank else torch.zeros(4, 16)
     assert_pass_bitwise(run_of(Rescale(2.0), function, x))
@@ -169,7 +196,10 @@ def test_on_ranks_all_vote(gt_world):
 def test_compiled_against_eager_says_what_broke_it():
     x = torch.randn(8, 8)
     assert assert_compiled_bitwise(lambda x: torch.relu(x @ x), x).outcome == "equal"
-    with pytest.raises(BitwiseDifference, match=r"decomposition, or a pass changed the numbers(?s:.)*aten.erf.default"):
+    with pytest.raises(
+        BitwiseDifference,
+        match=r"decomposition, or a pass changed the numbers(?s:.)*aten.erf.default",
+    ):
         assert_compiled_bitwise(lambda x: torch.nn.functional.gelu(x @ x), x)
 
 
@@ -183,7 +213,10 @@ def test_compiled_against_eager_copies_what_it_gives():
     assert assert_compiled_bitwise(function, x, x).outcome == "equal"
     assert torch.equal(x, torch.zeros(4))
     needs = torch.ones(4, requires_grad=True)
-    assert assert_compiled_bitwise(lambda x: torch.autograd.grad((x * x).sum(), x), needs).outcome == "equal"
+    assert (
+        assert_compiled_bitwise(lambda x: torch.autograd.grad((x * x).sum(), x), needs).outcome
+        == "equal"
+    )
 
 
 @pytest.mark.second_tier
@@ -213,7 +246,9 @@ def test_compiled_against_eager_blames_generated_code():
     def function(x):
         return (x * 3 + x * 5).sum(-1)
 
-    with pytest.raises(BitwiseDifference, match="compiled against eager: code generation changed the numbers"):
+    with pytest.raises(
+        BitwiseDifference, match="compiled against eager: code generation changed the numbers"
+    ):
         assert_compiled_bitwise(function, torch.randn(64, 1000).bfloat16())
 
 
@@ -237,7 +272,10 @@ class Eps:
 
 @pytest.mark.parametrize(
     ("rows", "otherwise"),
-    [(2, contextlib.nullcontext()), (5, pytest.raises(BitwiseDifference, match="on inputs with zeros of both signs"))],
+    [
+        (2, contextlib.nullcontext()),
+        (5, pytest.raises(BitwiseDifference, match="on inputs with zeros of both signs")),
+    ],
 )
 def test_what_is_added_to_a_variance_shows(rows, otherwise, monkeypatch):
     """In bf16 it is rounded away, but for rows that are nearly nothing; tiny inputs are rows of such only by chance."""
@@ -258,7 +296,9 @@ def test_what_is_added_to_a_variance_shows(rows, otherwise, monkeypatch):
 def test_a_pass_that_does_not_recompile_is_judged_by_its_graph(recompiles):
     """V2: the code of the module would still be that of the graph before."""
     before = make_fx(lambda x, y: (x + y).relu())(torch.randn(4), torch.randn(4))
-    for node, value in zip(before.graph.find_nodes(op="placeholder"), (torch.randn(4), torch.randn(4)), strict=True):
+    for node, value in zip(
+        before.graph.find_nodes(op="placeholder"), (torch.randn(4), torch.randn(4)), strict=True
+    ):
         node.meta["val"] = value
     after = copy.deepcopy(before)
     for node in after.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):

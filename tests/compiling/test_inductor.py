@@ -61,7 +61,9 @@ def gradients(model, function, x):
 
 
 def bucketing(**options):
-    return bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN, **options)
+    return bind_options(
+        joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN, **options
+    )
 
 
 @pytest.mark.second_tier
@@ -76,7 +78,11 @@ def test_bucketing_in_inductor_is_eager_bit_for_bit(gt_mesh, gt_world, slot, low
         actual, other = gradients(model, compiled, x), gradients(model, compiled, x + 1)
     record.assert_no_graph_breaks()
     record.assert_compiles(1)
-    found = [sent for run in record.passes(NAME, changed=True) for sent in bucket_layout(run.after).payloads]
+    found = [
+        sent
+        for run in record.passes(NAME, changed=True)
+        for sent in bucket_layout(run.after).payloads
+    ]
     assert [sent.label for sent in found] == [*PLAN, *reversed(PLAN)]
     assert_bitwise_equal(actual, expected)
     assert_bitwise_different(other, expected)
@@ -119,7 +125,9 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
     for once, within in ((True, True), (True, False), (False, False)):
         for backend in ("aot_eager", "inductor"):
             with gt_compile() as record:
-                compiled = torch.compile(partial(reused, model) if once and within else model, backend=backend)
+                compiled = torch.compile(
+                    partial(reused, model) if once and within else model, backend=backend
+                )
                 actual = gradients(model, around if once and not within else compiled, tokens)
             record.assert_no_graph_breaks()
             record.assert_compiles(1)
@@ -127,13 +135,17 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
                 assert_bitwise_equal(actual, expected if once else apart)
         found = graphtext.render(record.joint)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
-        assert [found.count(f"= _c10d_functional.{kind}(") for kind in kinds] == ([3, 3] if once else [6, 6])
+        assert [found.count(f"= _c10d_functional.{kind}(") for kind in kinds] == (
+            [3, 3] if once else [6, 6]
+        )
 
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize(
-    ("dtype", "lower"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+    ("dtype", "lower"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=str,
 )
 def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_world, dtype, lower):
     """One of them makes ``addmm`` of the sum of a tied weight's contributions: in bf16 it rounds once, not twice."""
@@ -141,11 +153,18 @@ def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_worl
     model, tokens = data_parallel(Tied().to(dtype), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     for once, patterns in ((False, True), (True, True), (True, False)):
         function = partial(reused, model) if once else model
-        with torch._inductor.config.patch(pattern_matcher=patterns), gt_compile(lower=lower) as record:
+        with (
+            torch._inductor.config.patch(pattern_matcher=patterns),
+            gt_compile(lower=lower) as record,
+        ):
             actual = gradients(model, torch.compile(function), tokens)
         record.assert_no_graph_breaks()
-        products = len(record.backward_after_passes.graph.find_nodes(op="call_function", target=ADDMM))
-        assert products == (2 if once and patterns else 0)  # of the embedding that is the head, of the layer
+        products = len(
+            record.backward_after_passes.graph.find_nodes(op="call_function", target=ADDMM)
+        )
+        assert products == (
+            2 if once and patterns else 0
+        )  # of the embedding that is the head, of the layer
         if not products or dtype is torch.bfloat16:  # in fp32 the CPU and its library decide
             same = assert_bitwise_different if products else assert_bitwise_equal
             same(actual, gradients(model, function, tokens))
@@ -170,9 +189,15 @@ def test_memory_of_a_graph_with_dtensors_is_that_of_its_shards(gt_mesh):
     with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile() as record:
         gradients(model, torch.compile(model), x)
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    assert [peak_memory(getattr(record, one)).by_kind["parameter"] for one in ("dynamo", "joint")] == [shards, shards]
+    assert [
+        peak_memory(getattr(record, one)).by_kind["parameter"] for one in ("dynamo", "joint")
+    ] == [shards, shards]
     kinds = [fact["kind"] for fact in told]
-    assert kinds.count("graph_text") == kinds.count("memory") == len({fact["key"] for fact in told if "lines" in fact})
+    assert (
+        kinds.count("graph_text")
+        == kinds.count("memory")
+        == len({fact["key"] for fact in told if "lines" in fact})
+    )
     assert "not_shown" not in kinds
 
 
@@ -186,11 +211,16 @@ def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world
         with gt_compile(lower=True) as record:
             options = inductor_options(bucketing(insert_overlap_deps=demanded), slot=slot)
             gradients(model, torch.compile(model, options=options), x)
-        ordered = partial(record.assert_launch_order, reduce, reduce, wait, wait, wait, direction="backward")
+        ordered = partial(
+            record.assert_launch_order, reduce, reduce, wait, wait, wait, direction="backward"
+        )
         if demanded:
             ordered()
         else:  # each is waited for where it is launched
-            with pytest.raises(AssertionError, match="the backward does not launch 'wait_tensor' behind 'wait_tensor'"):
+            with pytest.raises(
+                AssertionError,
+                match="the backward does not launch 'wait_tensor' behind 'wait_tensor'",
+            ):
                 ordered()
 
 
@@ -204,7 +234,9 @@ def test_a_pass_without_collectives():
         with gt_compile() as record:
             options = inductor_options(bind_options(rescale, by=2.0), slot=slot)
             torch.compile(model, options=options)(x).sum().backward()
-        assert [run.changed for run in record.passes("rescale")] == [True, False][: 2 - ("joint" in slot)]
+        assert [run.changed for run in record.passes("rescale")] == [True, False][
+            : 2 - ("joint" in slot)
+        ]
 
 
 @pytest.mark.second_tier
@@ -221,7 +253,9 @@ def test_a_backend_that_gives_the_forward_is_a_pass_here_too():
 
 def test_the_id_for_caches_tells_options_apart():
     ids = [
-        inductor_options(bucketing(reorder=reorder), files=files)["joint_custom_post_pass"][0].uuid()
+        inductor_options(bucketing(reorder=reorder), files=files)["joint_custom_post_pass"][
+            0
+        ].uuid()
         for reorder, files in ((True, ()), (False, ()), (True, (__file__,)), (True, ()))
     ]
     assert len({*ids}) == 3
@@ -231,13 +265,18 @@ def test_the_id_for_caches_tells_options_apart():
 def test_bad_input():
     with pytest.raises(ValueError, match="inductor_options was given no pass"):
         inductor_options()
-    with pytest.raises(ValueError, match="slot='joint': Inductor runs passes of users in joint_custom_pre_pass, "):
+    with pytest.raises(
+        ValueError, match="slot='joint': Inductor runs passes of users in joint_custom_pre_pass, "
+    ):
         inductor_options(bucketing(), slot="joint")
 
     def other(gm, example_inputs=None):
         return torch.fx.GraphModule(gm, gm.graph)
 
-    with pytest.raises(Exception, match="other returned another graph: a pass of Inductor rewrites"), gt_compile():
+    with (
+        pytest.raises(Exception, match="other returned another graph: a pass of Inductor rewrites"),
+        gt_compile(),
+    ):
         torch.compile(Model(), options=inductor_options(other))(torch.randn(4, 16))
 
 
@@ -251,9 +290,14 @@ def test_a_graph_behind_the_post_grad_passes_runs_on_all_simulated_ranks(gt_mesh
     xs = [torch.randn(4, 16) for _ in range(2)]
 
     def inputs(rank):
-        given = {name: tensor.chunk(2)[rank].contiguous() for name, tensor in state.items()} | {"x": xs[rank]}
+        given = {name: tensor.chunk(2)[rank].contiguous() for name, tensor in state.items()} | {
+            "x": xs[rank]
+        }
         placeholders = record.forward_after_passes.graph.find_nodes(op="placeholder")
-        return {name: given.get(name) for name in (node.meta["gt_input"]["fqn"] for node in placeholders)}
+        return {
+            name: given.get(name)
+            for name in (node.meta["gt_input"]["fqn"] for node in placeholders)
+        }
 
     plain = Model()
     plain.load_state_dict(state)

@@ -17,7 +17,16 @@ from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.references.graph import texts_of_ranks
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
-from tests.compiling.matrix import MODELS, REFUSED, WRAPPINGS, another_parameter, batch, graphs, texts, wrapped
+from tests.compiling.matrix import (
+    MODELS,
+    REFUSED,
+    WRAPPINGS,
+    another_parameter,
+    batch,
+    graphs,
+    texts,
+    wrapped,
+)
 
 SAMPLE = 3
 CELLS = [
@@ -47,7 +56,9 @@ def test_on_eight_fake_ranks(model, wrapping):
         told = str(graphtext.diff(text, other[name], limit=10_000)).splitlines()
         assert any(line[:1] in "+-" and "unrelated" in line for line in told), name
         gone = [line for line in told if line[:1] == "-"]
-        if name == "make_fx":  # which tells of no node its module: inputs keep their names, nodes may be counted anew
+        if (
+            name == "make_fx"
+        ):  # which tells of no node its module: inputs keep their names, nodes may be counted anew
             gone = [line for line in gone if line[1:3] in ("P.", "B.", "I.", "I[")]
         assert not [line for line in gone if "layers" in line or "lm.transformer.h" in line], name
 
@@ -80,7 +91,9 @@ def hold(gm, text):
     allowed = ["profiler"] if "profiler." in text else []  # of DDP's forward, by make_fx
     again = graphtext.parse(text, constants=graphtext.constants(gm), allow=allowed)
     assert graphtext.render(again) == text
-    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is not getitem]
+    nodes = [
+        node for node in gm.graph.nodes if node.op == "call_function" and node.target is not getitem
+    ]
     typed = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     names = [node.name for node in nodes]
     for node in nodes:
@@ -96,10 +109,18 @@ def hold(gm, text):
         node.meta["val"] = value.unsqueeze(0)
         assert graphtext.render(gm) != text, f"the shape of {node}"
         node.meta["val"] = value
-        node.target = torch.ops.aten.neg.default if target is not torch.ops.aten.neg.default else torch.ops.aten.abs
+        node.target = (
+            torch.ops.aten.neg.default
+            if target is not torch.ops.aten.neg.default
+            else torch.ops.aten.abs
+        )
         assert graphtext.render(gm) != text, f"the operator of {node}"
         node.target = target
-    pairs = [(one, two) for one, two in itertools.pairwise(nodes) if one.next is two and one not in two.all_input_nodes]
+    pairs = [
+        (one, two)
+        for one, two in itertools.pairwise(nodes)
+        if one.next is two and one not in two.all_input_nodes
+    ]
     for one, two in drawn.sample(pairs, min(SAMPLE, len(pairs))):
         one.prepend(two)
         assert graphtext.render(gm) != text, f"the order of {one} and {two}"

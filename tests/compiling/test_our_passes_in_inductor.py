@@ -34,11 +34,16 @@ from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from tests.compiling.test_inductor import NAME, PLAN, Model, Tied, bucketing, gradients, sharded
 
 JOINT, POST_GRAD = "joint_custom_post_pass", "post_grad_custom_post_pass"
-AGAIN = [bind_options(tag_with_memory_policy_pass, reshard_after_forward=True), selective_activation_remat_pass]
+AGAIN = [
+    bind_options(tag_with_memory_policy_pass, reshard_after_forward=True),
+    selective_activation_remat_pass,
+]
 PIPELINES = {
     f"{NAME}, dependencies": [bucketing(insert_overlap_deps=True)],
     f"{NAME}, default pipeline": construct_default_graph_passes(bucket_plan=PLAN),
-    f"{NAME}, gathers again": construct_default_graph_passes(bucket_plan=PLAN, reshard_after_forward=True),
+    f"{NAME}, gathers again": construct_default_graph_passes(
+        bucket_plan=PLAN, reshard_after_forward=True
+    ),
 }
 CASES = {
     "canonicalize_graph_pass": [canonicalize_graph_pass],
@@ -52,7 +57,9 @@ CASES = {
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
-@pytest.mark.parametrize(("case", "lower"), [*((case, False) for case in CASES), *((case, True) for case in PIPELINES)])
+@pytest.mark.parametrize(
+    ("case", "lower"), [*((case, False) for case in CASES), *((case, True) for case in PIPELINES)]
+)
 def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, slot, lower):
     """P4: of eager ``data_parallel``, by kernels of eager and by generated code."""
     model, x = sharded(gt_mesh, gt_world.rank)
@@ -74,7 +81,9 @@ def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
     model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     expected = gradients(model, model, tokens)
     with gt_compile() as record:
-        compiled = torch.compile(model, options=inductor_options(deduplicate_fsdp_unshard_chains_pass))
+        compiled = torch.compile(
+            model, options=inductor_options(deduplicate_fsdp_unshard_chains_pass)
+        )
         actual, other = gradients(model, compiled, tokens), gradients(model, compiled, tokens + 1)
     [run] = record.passes("deduplicate_fsdp_unshard_chains_pass", changed=True)
     assert_graph(run.before, "count 6 all_gather_into_tensor")
@@ -89,7 +98,9 @@ def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):
     """Of the head, whose backward comes first, torch 2.15 gathers both times in the forward."""
     model, x = sharded(gt_mesh, 0)
     with gt_compile() as record:
-        gradients(model, torch.compile(model, options=inductor_options(*passes) if passes else None), x)
+        gradients(
+            model, torch.compile(model, options=inductor_options(*passes) if passes else None), x
+        )
     assert_graph(record.forward, "count 2 all_gather_into_tensor in layers.1")
     assert_graph(record.backward, f"count {2 if passes else 0} all_gather_into_tensor in layers.1")
 
@@ -109,7 +120,9 @@ def test_hybrid_sharding_in_inductor_has_the_bits_of_fully_shard(gt_mesh, gt_wor
     data_parallel(model, gt_mesh, mode="hybrid_shard")
     for passes in ([reduce_scatter_before_all_reduce_pass, bucketing()], [bucketing()]):
         with gt_compile() as record:
-            actual = gradients(model, torch.compile(model, options=inductor_options(*passes, slot=slot)), x)
+            actual = gradients(
+                model, torch.compile(model, options=inductor_options(*passes, slot=slot)), x
+            )
         assert record.passes(NAME, changed=True)
         (assert_bitwise_equal if len(passes) == 2 else assert_bitwise_different)(actual, expected)
 
@@ -138,8 +151,12 @@ def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
             actual, other = trained(model, compiled, x), trained(model, compiled, x + 1)
         record.assert_no_graph_breaks()
         record.assert_compiles(1)
-        assert_graph(record.dynamo, "count 2 relu in layers.0\ncount 2 relu in layers.1")  # a chunk each
-        assert ".run" not in graphtext.render(record.dynamo)  # as modules below a chunked forward were called
+        assert_graph(
+            record.dynamo, "count 2 relu in layers.0\ncount 2 relu in layers.1"
+        )  # a chunk each
+        assert ".run" not in graphtext.render(
+            record.dynamo
+        )  # as modules below a chunked forward were called
         assert_bitwise_equal(actual, expected)
         assert_bitwise_different(other, expected)
 
@@ -175,7 +192,9 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
     with eager_chunked(model, ChunkConfig(module_fqn="layers.*.moe")):
         for passes in ([], [chunk_schedule_pass]):
             with torch._dynamo.config.patch(capture_scalar_outputs=True), gt_compile() as record:
-                compiled = torch.compile(model, options=inductor_options(*passes, slot=slot) if passes else {})
+                compiled = torch.compile(
+                    model, options=inductor_options(*passes, slot=slot) if passes else {}
+                )
                 pairs.append([trained(model, compiled, x), trained(model, compiled, x + 1)])
             record.assert_no_graph_breaks()
     (expected, _), (actual, other) = pairs
@@ -191,10 +210,20 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
     ("a_pass", "dynamic", "wrong"),
     [
         (bind_options(chunk_pass, config=CHUNKED), False, "or compile it inside eager_chunked"),
-        (bind_options(chunk_pass, config=CHUNKED), True, "chunk_pass returned another graph: a pass of Inductor rewri"),
-        (concretize_chunk_symbolic_shapes_pass, True, "concretize_chunk_symbolic_shapes_pass returned another graph"),
         (
-            bind_options(transformer_block_bucketing_reordering_pass, direction="fwd", bucket_plan=PLAN),
+            bind_options(chunk_pass, config=CHUNKED),
+            True,
+            "chunk_pass returned another graph: a pass of Inductor rewri",
+        ),
+        (
+            concretize_chunk_symbolic_shapes_pass,
+            True,
+            "concretize_chunk_symbolic_shapes_pass returned another graph",
+        ),
+        (
+            bind_options(
+                transformer_block_bucketing_reordering_pass, direction="fwd", bucket_plan=PLAN
+            ),
             False,
             "the graph has nodes of the backward: for a joint graph use joint_transformer_block_bucketing_reordering_p",
         ),
@@ -204,7 +233,9 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
 def test_a_pass_that_cannot_run_there_says_so(a_pass, dynamic, wrong, slot):
     def compiles():
         with gt_compile():
-            model = torch.compile(Model(), options=inductor_options(a_pass, slot=slot), dynamic=dynamic)
+            model = torch.compile(
+                Model(), options=inductor_options(a_pass, slot=slot), dynamic=dynamic
+            )
             model(torch.randn(4, 16)).sum().backward()
 
     with pytest.raises(Exception, match=wrong):

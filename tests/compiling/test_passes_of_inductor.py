@@ -66,7 +66,11 @@ class Fuse(CustomGraphPass):
         self.by, self.patterns = by, PatternMatcherPass()
         given = [torch.ones(3, 5)]
         register_replacement(
-            lambda x: x * 0.5 * 4.0, lambda x: scaled_twice(x, self.by), given, fwd_only, [self.patterns]
+            lambda x: x * 0.5 * 4.0,
+            lambda x: scaled_twice(x, self.by),
+            given,
+            fwd_only,
+            [self.patterns],
         )
 
     def __call__(self, graph):
@@ -95,18 +99,27 @@ def traced():
     return model, x, trace_step(model, step, (x,))
 
 
-@pytest.mark.parametrize("a_pass", [Rescale(2.0), Named(2.0), rescale], ids=["an object", "with uuid", "a function"])
+@pytest.mark.parametrize(
+    "a_pass", [Rescale(2.0), Named(2.0), rescale], ids=["an object", "with uuid", "a function"]
+)
 def test_it_runs_in_a_pipeline(a_pass):
     _, _, found = traced()
     gm = apply_graph_passes(
-        found.gm, found.example_inputs, [bind_options(a_pass), bind_options(eliminate_dead_code_pass)]
+        found.gm,
+        found.example_inputs,
+        [bind_options(a_pass), bind_options(eliminate_dead_code_pass)],
     )
     assert_graph(gm, "then aten.relu as r\nnext aten.mul(r, 2.0)\nnext aten.div")
     assert not found.gm.graph.find_nodes(op="call_function", target=DIV)
 
 
 def test_its_options_and_its_id_tell_it_from_others():
-    bound = [bind_options(Named(2.0)), bind_options(Named(3.0)), bind_options(rescale, by=2.0), bind_options(rescale)]
+    bound = [
+        bind_options(Named(2.0)),
+        bind_options(Named(3.0)),
+        bind_options(rescale, by=2.0),
+        bind_options(rescale),
+    ]
     assert len({each.fingerprint for each in bound}) == 4
     assert bind_options(Named(2.0)) == bound[0]
     assert str(bound[2]) == "rescale(by=2.0)"
@@ -117,7 +130,9 @@ def test_its_options_and_its_id_tell_it_from_others():
 def test_bisection_names_the_one_that_changes_a_bit():
     model, x, found = traced()
     passes = [bind_options(Rescale(2.0)), bind_options(rescale, by=3.0)]
-    assert str(bisect_passes(found, passes, (model, x))).startswith("introduced by pass 2 of 2, rescale(by=3.0)")
+    assert str(bisect_passes(found, passes, (model, x))).startswith(
+        "introduced by pass 2 of 2, rescale(by=3.0)"
+    )
     assert bisect_passes(found, passes[:1], (model, x)).outcome == "equal"
 
 
@@ -158,7 +173,9 @@ def test_a_partial_is_its_function_with_options():
     half = functools.partial(rescale, by=0.5)
     assert bind_options(half) == bind_options(rescale, by=0.5)
     assert bind_options(half, by=2.0) == bind_options(rescale, by=2.0)
-    opaque = bind_options(functools.partial(rescale, by=torch.tensor(2.0)))  # of what has no fingerprint
+    opaque = bind_options(
+        functools.partial(rescale, by=torch.tensor(2.0))
+    )  # of what has no fingerprint
     assert (str(opaque), opaque.home) == ("rescale()", "")
 
 
@@ -197,7 +214,9 @@ def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):
 
     assert identity(inside) is None
     assert identity(canonicalize_graph_pass) is not None
-    with pytest.raises(ValueError, match=r"files='nowhere.py': No such file or directory: give the source files of"):
+    with pytest.raises(
+        ValueError, match=r"files='nowhere.py': No such file or directory: give the source files of"
+    ):
         identity(one.fuse, files=("nowhere.py",))
 
 
@@ -235,7 +254,10 @@ def test_a_graph_that_is_returned_instead_is_refused():
     def another(graph):
         return torch.fx.Graph()
 
-    with pytest.raises(TypeError, match="another returns another graph than it was given, which Inductor would drop"):
+    with pytest.raises(
+        TypeError,
+        match="another returns another graph than it was given, which Inductor would drop",
+    ):
         apply_graph_passes(make_fx(lambda x: x * 2)(torch.ones(2)), (), [bind_options(another)])
 
 
@@ -243,8 +265,12 @@ def test_a_backend_that_gives_the_forward_is_a_pass():
     _, _, found = traced()
     gm = apply_graph_passes(found.gm, found.example_inputs, [bind_options(backend)])
     assert gm.graph.find_nodes(op="call_function", target=DIV)
-    with pytest.raises(TypeError, match="a pass returns a GraphModule, this one returned a function"):
-        apply_graph_passes(found.gm, found.example_inputs, [bind_options(lambda gm, inputs: lambda *given: given)])
+    with pytest.raises(
+        TypeError, match="a pass returns a GraphModule, this one returned a function"
+    ):
+        apply_graph_passes(
+            found.gm, found.example_inputs, [bind_options(lambda gm, inputs: lambda *given: given)]
+        )
 
 
 def backend(gm, example_inputs):
@@ -255,7 +281,9 @@ def backend(gm, example_inputs):
 
 
 @pytest.mark.parametrize(
-    "a_pass", [Rescale(2.0), Named(2.0), rescale, backend], ids=["an object", "with uuid", "a function", "a backend"]
+    "a_pass",
+    [Rescale(2.0), Named(2.0), rescale, backend],
+    ids=["an object", "with uuid", "a function", "a backend"],
 )
 def test_it_stands_in_a_pass_file(tmp_path, a_pass):
     file = tmp_path / "a.fxgraph"
@@ -275,8 +303,13 @@ def test_training_takes_it(gt_world):
             torch.manual_seed(0)
             return Model()
 
-        batch = lambda number, rank: (torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank)),)  # noqa: E731
-        return TrainConfig(model=model, step=step, batch=batch, bucket_plan=["up"], mesh=mesh, steps=1)
+        def batch(number, rank):
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            return (torch.randn(4, 16, generator=generator),)
+
+        return TrainConfig(
+            model=model, step=step, batch=batch, bucket_plan=["up"], mesh=mesh, steps=1
+        )
 
     plain, right, wrong = (
         train_graph(config, world=gt_world, passes=[bind_options(each) for each in passes])
@@ -284,6 +317,11 @@ def test_training_takes_it(gt_world):
     )
     assert_bitwise_equal(right, plain)
     assert_bitwise_different(wrong, plain)
-    witness, named = PassWitness(), pytest.raises(BitwiseDifference, match=r"introduced by pass 2 of 2, Fuse \(")
+    witness, named = (
+        PassWitness(),
+        pytest.raises(BitwiseDifference, match=r"introduced by pass 2 of 2, Fuse \("),
+    )
     with facts.watching(witness.watchers()), named:
-        assert_bitwise_equal(train_graph(config, world=gt_world, passes=[Named(2.0), Fuse(4.5)]), plain)
+        assert_bitwise_equal(
+            train_graph(config, world=gt_world, passes=[Named(2.0), Fuse(4.5)]), plain
+        )

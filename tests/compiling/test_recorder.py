@@ -61,7 +61,9 @@ class Rescale:
             with graph.inserting_after(times):
                 back = graph.call_function(DIV, (times, self.by))
             times.meta, back.meta = dict(node.meta), dict(node.meta)
-            node.replace_all_uses_with(back, delete_user_cb=lambda user, times=times: user is not times)
+            node.replace_all_uses_with(
+                back, delete_user_cb=lambda user, times=times: user is not times
+            )
 
 
 def recorded(model=None, *, lower=False, **options):
@@ -103,10 +105,16 @@ def test_stages_stand_in_the_order_in_which_they_are_reached(record):
 
 def test_a_graph_behind_the_partitioner_has_one_direction(record):
     directions = {
-        stage: {node.meta["autograd_backward"] for node in getattr(record, stage).graph.nodes if node.op[:4] == "call"}
+        stage: {
+            node.meta["autograd_backward"]
+            for node in getattr(record, stage).graph.nodes
+            if node.op[:4] == "call"
+        }
         for stage in ("forward", "forward_after_passes", "backward", "backward_after_passes")
     }
-    assert directions == {key: {False} for key in list(STAGES)[3:5]} | {key: {True} for key in list(STAGES)[5:]}
+    assert directions == {key: {False} for key in list(STAGES)[3:5]} | {
+        key: {True} for key in list(STAGES)[5:]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +135,10 @@ def test_gradients_that_nobody_needs_leave_the_others_their_names(record):
     outputs = record.joint.graph.output_node()
     told = dict(zip(outputs.meta["gt_outputs"], outputs.args[0], strict=True))
     assert [name for name, leaf in told.items() if leaf is None] == ["x"]
-    assert {name for name in told if name != "x"} == {"output_0", *(name for name, _ in Model().named_parameters())}
+    assert {name for name in told if name != "x"} == {
+        "output_0",
+        *(name for name, _ in Model().named_parameters()),
+    }
 
 
 def test_goldens_are_named_after_stages(record, gt_golden):
@@ -163,10 +174,14 @@ def test_lowered_code_says_what_it_launches():
     assert [name for name in launches if name.startswith("extern_kernels.")]
     assert record[0].launches("backward")
     record.assert_launch_order("extern_kernels.mm", "cpp_fused_relu_0", "addmm", "mm")
-    with pytest.raises(AssertionError, match=r"does not launch 'extern_kernels.mm' behind 'cpp_fused_relu_9'|'cpp_fu"):
+    with pytest.raises(
+        AssertionError,
+        match=r"does not launch 'extern_kernels.mm' behind 'cpp_fused_relu_9'|'cpp_fu",
+    ):
         record.assert_launch_order("cpp_fused_relu_9", "extern_kernels.mm")
     with pytest.raises(
-        AssertionError, match="the forward does not launch 'mm' behind 'addmm'; it launches\n    0 extern"
+        AssertionError,
+        match="the forward does not launch 'mm' behind 'addmm'; it launches\n    0 extern",
     ):
         record.assert_launch_order("addmm", "addmm", "addmm", "mm")
     with pytest.raises(ValueError, match="an order needs two names or more, and these are 1"):
@@ -194,7 +209,9 @@ def test_an_order_of_launches_is_read_from_generated_code():
     assert gather.endswith("_c10d_functional.all_gather_into_tensor")
     assert rest == kernels
     record.assert_launch_order("*all_gather*", "addmm", "mm")
-    with pytest.raises(AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "):
+    with pytest.raises(
+        AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "
+    ):
         record.assert_launch_order("mm", "addmm")
     with pytest.raises(AssertionError, match="the forward does not launch 'mm' behind 'mm'"):
         record.assert_launch_order("mm", "mm")  # one launch is not behind itself
@@ -206,7 +223,9 @@ def test_an_order_of_launches_is_read_from_generated_code():
 
 
 @pytest.mark.second_tier("one of several", "a setting", "an option-post_grad_custom_post")
-@pytest.mark.parametrize("slot", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass"])
+@pytest.mark.parametrize(
+    "slot", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass"]
+)
 @pytest.mark.parametrize("how", ["an option", "a setting", "one of several"])
 def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
     """P4: by its name, in each slot."""
@@ -218,7 +237,9 @@ def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
         record = recorded(options={slot: ours})
     run = record.only_pass("Rescale", changed=True)
     assert (run.slot, run.stage) == (slot, "joint" if "joint" in slot else "forward")
-    assert [len(gm.graph.find_nodes(op="call_function", target=DIV)) for gm in (run.before, run.after)] == [0, 3]
+    assert [
+        len(gm.graph.find_nodes(op="call_function", target=DIV)) for gm in (run.before, run.after)
+    ] == [0, 3]
     if how == "one of several":
         [other, *_] = record.passes("<lambda>")
         assert not other.changed
@@ -231,7 +252,10 @@ def test_a_pass_of_the_user_has_its_name_in_graphs_inside_a_graph():
     options = {"post_grad_custom_post_pass": Rescale(2.0)}
     with gt_compile() as record:
         torch.compile(lambda x: block(block(x)).relu(), options=options)(torch.ones(4))
-    assert [run.name for run in record.passes("post_grad_custom_post_pass")] == ["Rescale", "Rescale"]
+    assert [run.name for run in record.passes("post_grad_custom_post_pass")] == [
+        "Rescale",
+        "Rescale",
+    ]
 
 
 def test_a_pass_that_finds_nothing_to_do_is_told_apart():
@@ -243,9 +267,16 @@ def test_a_pass_that_finds_nothing_to_do_is_told_apart():
 
 def test_passes_of_inductor_have_its_names(record):
     names = [run.name for run in record.passes()]
-    assert {"remove_noop_ops", "constant_fold_uniform_value", "stable_sort", "pass_pattern_2"} <= {*names}
-    assert [run.stage for run in record.passes("pass_pattern_2", changed=True)] == ["forward", "backward"]
-    with pytest.raises(NotRecorded, match=r"no pass 'Missing' ran; these did: .*, remove_noop_ops, "):
+    assert {"remove_noop_ops", "constant_fold_uniform_value", "stable_sort", "pass_pattern_2"} <= {
+        *names
+    }
+    assert [run.stage for run in record.passes("pass_pattern_2", changed=True)] == [
+        "forward",
+        "backward",
+    ]
+    with pytest.raises(
+        NotRecorded, match=r"no pass 'Missing' ran; these did: .*, remove_noop_ops, "
+    ):
         record.passes("Missing")
 
 
@@ -272,7 +303,10 @@ def test_the_one_run_of_a_pass():
         f"  {slot} in backward of graph 0/0, nothing changed",
     ]
     record = recorded(options={"post_grad_custom_post_pass": lambda graph: None})
-    with pytest.raises(NotRecorded, match=r"^0 runs of '<lambda>' that changed the graph, not 1: the pass matched not"):
+    with pytest.raises(
+        NotRecorded,
+        match=r"^0 runs of '<lambda>' that changed the graph, not 1: the pass matched not",
+    ):
         record.only_pass("<lambda>", changed=True)
     with pytest.raises(NotRecorded, match="no pass 'Rescail' ran; these did"):
         record.only_pass("Rescail")
@@ -296,7 +330,9 @@ def test_a_recorded_pass_stands_where_a_graph_does(gt_world):
     assert len(timeline(run).spans) == len(timeline(run.after.graph).spans)
     assert_same_layout(run, run.before.graph)
     with pytest.raises(LayoutDifference, match=r"dtype is torch.bfloat16, expected torch.float32"):
-        assert_same_layout(torch.export.export(Gathered().bfloat16(), (torch.ones(8).bfloat16(),)), run)
+        assert_same_layout(
+            torch.export.export(Gathered().bfloat16(), (torch.ones(8).bfloat16(),)), run
+        )
 
 
 class Gathered(nn.Module):
@@ -315,9 +351,13 @@ def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):
     found = []
     for caches in (True, True, False):
         with gt_compile(lower=True, caches=caches) as record:
-            compiled = torch.compile(Model(), options={"post_grad_custom_post_pass": RescaleOfCaches()})
+            compiled = torch.compile(
+                Model(), options={"post_grad_custom_post_pass": RescaleOfCaches()}
+            )
             compiled(torch.randn(4, 16)).sum().backward()
-        found.append([run.name for graph in record for run in graph.passes].count("RescaleOfCaches"))
+        found.append(
+            [run.name for graph in record for run in graph.passes].count("RescaleOfCaches")
+        )
         hits = sum(times for event, times in record.cache.items() if event.endswith("cache_hit"))
         if len(found) == 2:
             assert hits
@@ -341,10 +381,14 @@ def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
         compiled(torch.ones(2))
         compiled(torch.ones(3))
     here = Path(__file__).relative_to(Path.cwd())
-    with pytest.raises(AssertionError, match=rf"^1 graph break:\n  {here}:\d+: Failed to trace builtin"):
+    with pytest.raises(
+        AssertionError, match=rf"^1 graph break:\n  {here}:\d+: Failed to trace builtin"
+    ):
         record.assert_no_graph_breaks()
     record.assert_compiles(1, recompiles=1)
-    told = r"expected 1 graph and 0 recompilations, found 1 graph and 1 recompilation\n(?s:.*)actual 3"
+    told = (
+        r"expected 1 graph and 0 recompilations, found 1 graph and 1 recompilation\n(?s:.*)actual 3"
+    )
     with pytest.raises(AssertionError, match=told):
         record.assert_compiles(1)
     told = "2 graphs were compiled, because of 1 graph break and 1 recompilation: say which"
@@ -420,7 +464,9 @@ def test_several_graphs_must_be_told_apart():
         for function in (lambda x: x.relu(), lambda x: x.sigmoid()):
             torch.compile(function)(torch.ones(2))
     record.assert_compiles(2)
-    with pytest.raises(NotRecorded, match=r"2 graphs were compiled: say which, record\[0\].forward for one"):
+    with pytest.raises(
+        NotRecorded, match=r"2 graphs were compiled: say which, record\[0\].forward for one"
+    ):
         _ = record.forward
     assert [graph.forward.meta["gt_stage"] for graph in record] == ["forward", "1.forward"]
     with pytest.raises(NotRecorded, match="there is no compiled graph 2: 2 were recorded"):
@@ -443,8 +489,15 @@ def test_nothing_compiled_inside_the_block():
     with gt_compile() as record:
         torch.compile(torch.relu)
     record.assert_compiles(0)
-    for ask in (lambda: record.forward, record.assert_no_graph_breaks, record.passes, lambda: record[0]):
-        with pytest.raises(NotRecorded, match="nothing was compiled inside the block: call the compiled"):
+    for ask in (
+        lambda: record.forward,
+        record.assert_no_graph_breaks,
+        record.passes,
+        lambda: record[0],
+    ):
+        with pytest.raises(
+            NotRecorded, match="nothing was compiled inside the block: call the compiled"
+        ):
             ask()
 
 
@@ -453,16 +506,23 @@ def test_a_backend_that_is_not_inductor():
         torch.compile(torch.relu, backend="aot_eager")(torch.ones(2))
     record.assert_compiles(1)
     record.assert_no_graph_breaks()
-    with pytest.raises(NotRecorded, match=r"has no stage 'forward', .*: its backend is not Inductor"):
+    with pytest.raises(
+        NotRecorded, match=r"has no stage 'forward', .*: its backend is not Inductor"
+    ):
         _ = record.forward
 
 
 def test_no_backward():
     with gt_compile() as record:
         torch.compile(Model())(torch.randn(4, 16))
-    with pytest.raises(NotRecorded, match=r"has no stage 'backward', .*: nothing called backward\(\) inside the block"):
+    with pytest.raises(
+        NotRecorded,
+        match=r"has no stage 'backward', .*: nothing called backward\(\) inside the block",
+    ):
         _ = record.backward
-    with pytest.raises(AttributeError, match="'backwards': a record has the stages dynamo, joint, "):
+    with pytest.raises(
+        AttributeError, match="'backwards': a record has the stages dynamo, joint, "
+    ):
         _ = record.backwards
 
 
@@ -475,7 +535,9 @@ def test_another_thread():
         thread = threading.Thread(target=compile_there, name="elsewhere")
         thread.start()
         thread.join()
-    with pytest.raises(NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"):
+    with pytest.raises(
+        NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"
+    ):
         _ = record.forward
 
 
@@ -494,8 +556,12 @@ def test_another_thread_while_this_one_compiles():
         thread.join()
 
     with gt_compile() as record, torch.no_grad():
-        torch.compile(torch.relu, options={"post_grad_custom_post_pass": starts_another})(torch.ones(2))
-    with pytest.raises(NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"):
+        torch.compile(torch.relu, options={"post_grad_custom_post_pass": starts_another})(
+            torch.ones(2)
+        )
+    with pytest.raises(
+        NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"
+    ):
         _ = record.forward
 
 
@@ -503,13 +569,20 @@ def test_another_thread_while_this_one_compiles():
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_backward_that_is_compiled_behind_the_block(lower):
     with gt_compile(lower=lower) as record:
-        result = torch.compile(Model(), options={"post_grad_custom_post_pass": Rescale(2.0)})(torch.randn(4, 16))
+        result = torch.compile(Model(), options={"post_grad_custom_post_pass": Rescale(2.0)})(
+            torch.randn(4, 16)
+        )
     assert [run.stage for run in record.passes("Rescale")] == ["forward"]
     result.sum().backward()
     assert "aten.mul" in graphtext.render(record.forward_after_passes)
-    with pytest.raises(NotRecorded, match=r"stage 'backward', .*: it was first compiled after the block"):
+    with pytest.raises(
+        NotRecorded, match=r"stage 'backward', .*: it was first compiled after the block"
+    ):
         _ = record.backward
-    with pytest.raises(NotRecorded, match=r"the passes of the backward of compiled graph 0/0 are not known: it was "):
+    with pytest.raises(
+        NotRecorded,
+        match=r"the passes of the backward of compiled graph 0/0 are not known: it was ",
+    ):
         record.passes("Rescale")
 
 
@@ -520,7 +593,10 @@ def test_an_operator_without_a_fake_kernel():
 
     with pytest.raises(Exception, match="There was no fake impl") as caught, gt_compile():
         torch.compile(lambda x: operator(x) + 1)(torch.ones(2))
-    assert "gt_compile: gtrainer_tests::without_a_fake_kernel has no fake kernel" in caught.value.__notes__[0]
+    assert (
+        "gt_compile: gtrainer_tests::without_a_fake_kernel has no fake kernel"
+        in caught.value.__notes__[0]
+    )
 
 
 def test_an_operator_without_a_fake_kernel_by_define():
@@ -538,7 +614,10 @@ def test_an_operator_without_a_fake_kernel_by_define():
         advice = f'register one with torch.library.register_fake("{name}")'
         told = f"{name} has no fake kernel, without which it is in no graph: {advice}"
         assert [each.reason for each in record.breaks] == [told]
-        with pytest.raises(Exception, match="does not support running with fake tensors") as caught, gt_compile():
+        with (
+            pytest.raises(Exception, match="does not support running with fake tensors") as caught,
+            gt_compile(),
+        ):
             torch.compile(function, fullgraph=True)(torch.ones(2))
         assert caught.value.__notes__ == [f"gt_compile: {told}"]
 
@@ -546,11 +625,17 @@ def test_an_operator_without_a_fake_kernel_by_define():
 def test_fullgraph_ends_at_the_first_break():
     with pytest.raises(Exception, match="Failed to trace builtin operator") as caught, gt_compile():
         torch.compile(broken, fullgraph=True)(torch.ones(2))
-    assert caught.value.__notes__[0].startswith("gt_compile: fullgraph=True ends at the first graph break; without it")
+    assert caught.value.__notes__[0].startswith(
+        "gt_compile: fullgraph=True ends at the first graph break; without it"
+    )
 
 
 def test_one_recorder_at_a_time():
-    with gt_compile(), pytest.raises(RuntimeError, match="gt_compile is open already"), gt_compile():
+    with (
+        gt_compile(),
+        pytest.raises(RuntimeError, match="gt_compile is open already"),
+        gt_compile(),
+    ):
         pass
     recorded()
 

@@ -15,11 +15,17 @@ def packs_as_executed(gm, plan):
 
 @pytest.mark.gt_world("ranks", size=3)
 def test_another_order_has_other_bits_on_ranks(request):
-    with pytest.raises(AssertionError, match=r"bucket layouts differ(?s:.)*bits are (different|equal on this rank)"):
-        judge(RULES["bits"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
+    with pytest.raises(
+        AssertionError, match=r"bucket layouts differ(?s:.)*bits are (different|equal on this rank)"
+    ):
+        judge(
+            RULES["bits"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request
+        )
 
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 def test_another_order_has_other_bits_on_simulated_nodes(request):
     with pytest.raises(AssertionError, match="bits are different"):
-        judge(RULES["nodes"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
+        judge(
+            RULES["nodes"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request
+        )

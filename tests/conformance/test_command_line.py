@@ -46,15 +46,30 @@ def skip(pytestconfig):
     if pytestconfig.getoption("--skip-all"):
         pytest.skip("not here")
 """
-COMMAND = ("--pyargs", "pytest_gtrainer.conformance", "-k", "D2 or D8 or D1]", "--gt-gpus=4", "-p", "no:cacheprovider")
+COMMAND = (
+    "--pyargs",
+    "pytest_gtrainer.conformance",
+    "-k",
+    "D2 or D8 or D1]",
+    "--gt-gpus=4",
+    "-p",
+    "no:cacheprovider",
+)
 
 
 def run(folder, *options):
-    return run_project(folder, *COMMAND, *options, files={"passes.py": PASSES, "conftest.py": CONFTEST})
+    return run_project(
+        folder, *COMMAND, *options, files={"passes.py": PASSES, "conftest.py": CONFTEST}
+    )
 
 
 def test_the_table_and_its_change(tmp_path):
-    executed = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance=table.json", "--gt-report=page.html")
+    executed = run(
+        tmp_path,
+        "--gt-pass=passes:executed",
+        "--gt-conformance=table.json",
+        "--gt-report=page.html",
+    )
     assert executed.status == 1
     assert "conformance of as_executed" in executed.output
     assert "1 held, 1 not claimed, 1 broken" in executed.output
@@ -66,8 +81,14 @@ def test_the_table_and_its_change(tmp_path):
         "rule D2 (payloads are in FSDP2's managed order, never the order of the graph) of as_executed: broken. "
     )
     told = json.loads((tmp_path / "table.json").read_text())["as_executed"]
-    assert {rule: row["result"] for rule, row in told.items()} == {"D1": "held", "D2": "broken", "D8": "not claimed"}
-    assert told["D2"]["why"].startswith("bucket 'layers.0', all_gather: layers.0.norm.weight stands where FSDP2 packs")
+    assert {rule: row["result"] for rule, row in told.items()} == {
+        "D1": "held",
+        "D2": "broken",
+        "D8": "not claimed",
+    }
+    assert told["D2"]["why"].startswith(
+        "bucket 'layers.0', all_gather: layers.0.norm.weight stands where FSDP2 packs"
+    )
     fsdp = run(tmp_path, "--gt-pass=passes:fsdp", "--gt-conformance-against=table.json", "-n", "2")
     assert fsdp.status == 0
     assert "3 held" in fsdp.output
@@ -97,10 +118,22 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--gt-pass=passes:nothing", "-k", "D2]"), "no rule could have failed: <lambda> finds nothing to do in these"),
-        (("--gt-pass=passes:nothing", "-k", "E6]", "-n", "1"), "no rule could have failed: <lambda> finds nothing"),
-        (("--gt-pass=passes:fsdp_claims_nothing", "-k", "D8]"), "no rule was judged: as_fsdp claims none of the rules"),
-        (("--gt-pass=passes:fsdp", "-k", "D8]", "--skip-all"), "no rule was judged: every test that was chosen"),
+        (
+            ("--gt-pass=passes:nothing", "-k", "D2]"),
+            "no rule could have failed: <lambda> finds nothing to do in these",
+        ),
+        (
+            ("--gt-pass=passes:nothing", "-k", "E6]", "-n", "1"),
+            "no rule could have failed: <lambda> finds nothing",
+        ),
+        (
+            ("--gt-pass=passes:fsdp_claims_nothing", "-k", "D8]"),
+            "no rule was judged: as_fsdp claims none of the rules",
+        ),
+        (
+            ("--gt-pass=passes:fsdp", "-k", "D8]", "--skip-all"),
+            "no rule was judged: every test that was chosen",
+        ),
     ],
 )
 def test_a_choice_of_rules_that_proves_nothing_is_no_success(tmp_path, options, said):
@@ -139,12 +172,27 @@ def test_each_kind_can_be_given():
     ("options", "said"),
     [
         ((), "judges a pass: give --gt-pass=my_package.passes:my_pass"),
-        (("--gt-pass=passes",), "--gt-pass=passes: expected module:name, as my_package.passes:my_bucketing"),
+        (
+            ("--gt-pass=passes",),
+            "--gt-pass=passes: expected module:name, as my_package.passes:my_bucketing",
+        ),
         (("--gt-pass=nowhere:it",), "--gt-pass=nowhere:it: No module named 'nowhere'"),
-        (("--gt-pass=passes:none",), "--gt-pass=passes:none: module 'passes' has no attribute 'none'"),
-        (("--gt-pass=passes:not_a_pass",), "--gt-pass=passes:not_a_pass: a pass is a function, and 3 is none"),
-        (("--gt-pass=passes:fsdp", "--gt-kind=any"), "--gt-kind=any: passes:fsdp is an adapter of kind 'bucketing'"),
-        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing, separate"),
+        (
+            ("--gt-pass=passes:none",),
+            "--gt-pass=passes:none: module 'passes' has no attribute 'none'",
+        ),
+        (
+            ("--gt-pass=passes:not_a_pass",),
+            "--gt-pass=passes:not_a_pass: a pass is a function, and 3 is none",
+        ),
+        (
+            ("--gt-pass=passes:fsdp", "--gt-kind=any"),
+            "--gt-kind=any: passes:fsdp is an adapter of kind 'bucketing'",
+        ),
+        (
+            ("--gt-pass=passes:fsdp", "--gt-kind=fast"),
+            "--gt-kind=fast: expected one of any, bucketing, separate",
+        ),
         (
             ("--gt-pass=passes:fsdp", "--gt-conformance-against=passes.py"),
             "this is no table that --gt-conformance wrote",

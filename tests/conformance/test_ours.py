@@ -20,8 +20,12 @@ ours = gt.joint_transformer_block_bucketing_reordering_pass
 test_our_bucketing = bucketing(ours, strict=True)
 test_our_bucketing_of_separate_graphs = separate(ours, strict=True)
 refuses_none = {"D11": "refuses no graph"}
-test_our_canonicalisation = canonicalisation(gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none)
-test_our_deduplication = deduplication(gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none)
+test_our_canonicalisation = canonicalisation(
+    gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none
+)
+test_our_deduplication = deduplication(
+    gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none
+)
 test_our_recomputation = remat(gt.selective_activation_remat_pass, strict=True)
 
 
@@ -31,5 +35,7 @@ def gathers_again(gm):
 
 
 test_our_memory_policy = memory_policy(gathers_again, strict=True, not_claimed=refuses_none)
-test_our_reassignment = reassignment(gt.reassign_collective_pgs_pass, strict=True, not_claimed=refuses_none)
+test_our_reassignment = reassignment(
+    gt.reassign_collective_pgs_pass, strict=True, not_claimed=refuses_none
+)
 test_our_chunking = chunking(gt.chunk_pass, strict=True)

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from pytest_gtrainer import ChunkError, canonicalize_graph_pass, chunk_pass, facts, selective_activation_remat_pass
+from pytest_gtrainer import (
+    ChunkError,
+    canonicalize_graph_pass,
+    chunk_pass,
+    facts,
+    selective_activation_remat_pass,
+)
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_TO_ALL, EXTRA_GROUP, WAIT, extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
@@ -77,7 +83,11 @@ def swaps_gradients(gm, plan):
     gm = ours(gm, bucket_plan=plan)
     (results,) = gm.graph.output_node().args
     names = list(gm.graph.output_node().meta["gt_outputs"])
-    swapped, one, other = list(results), names.index("layers.0.w2.weight"), names.index("layers.0.w3.weight")
+    swapped, one, other = (
+        list(results),
+        names.index("layers.0.w2.weight"),
+        names.index("layers.0.w3.weight"),
+    )
     swapped[one], swapped[other] = results[other], results[one]
     gm.graph.output_node().args = (swapped,)
     return gm
@@ -140,7 +150,9 @@ def packs_by_module(gm, plan):
     executed = [member.parameter for member in fsdp_all_gathers(gm)]
     managed = list(gm.graph.output_node().meta["gt_managed_order"])
     modules = list(dict.fromkeys(fqn.rpartition(".")[0] for fqn in managed))
-    order = sorted(managed, key=lambda fqn: (modules.index(fqn.rpartition(".")[0]), executed.index(fqn)))
+    order = sorted(
+        managed, key=lambda fqn: (modules.index(fqn.rpartition(".")[0]), executed.index(fqn))
+    )
     return ours(gm, bucket_plan=plan, payload_order=order)
 
 
@@ -159,8 +171,12 @@ def gathers_in_another_dtype(gm, plan):
         value = launch.meta["val"]
         if value.dtype is torch.float32 and "fsdp_bucket" in launch.meta:
             with gm.graph.inserting_before(launch):
-                smaller = gm.graph.call_function(aten._to_copy.default, (launch.args[0],), {"dtype": torch.bfloat16})
-            smaller.meta = launch.args[0].meta | {"val": launch.args[0].meta["val"].to(torch.bfloat16)}
+                smaller = gm.graph.call_function(
+                    aten._to_copy.default, (launch.args[0],), {"dtype": torch.bfloat16}
+                )
+            smaller.meta = launch.args[0].meta | {
+                "val": launch.args[0].meta["val"].to(torch.bfloat16)
+            }
             launch.args = (smaller, *launch.args[1:])
             launch.meta["val"] = value.to(torch.bfloat16)
     return gm
@@ -213,7 +229,11 @@ def raises_an_error(gm, plan):
 
 
 def orders_by_hash(gm, plan):
-    return ours(gm, bucket_plan=plan, payload_order=list(set(gm.graph.output_node().meta["gt_managed_order"])))
+    return ours(
+        gm,
+        bucket_plan=plan,
+        payload_order=list(set(gm.graph.output_node().meta["gt_managed_order"])),
+    )
 
 
 def refuses_half_way(gm, plan):
@@ -226,9 +246,16 @@ def packs_experts_as_executed(gm, plan):
     executed = [member.parameter for member in fsdp_all_gathers(gm)]
     managed = list(gm.graph.output_node().meta["gt_managed_order"])
     experts = {fqn.rpartition(".")[0] for fqn in managed if ".experts." in fqn}
-    place = {module: managed.index(next(fqn for fqn in managed if fqn.startswith(module))) for module in experts}
+    place = {
+        module: managed.index(next(fqn for fqn in managed if fqn.startswith(module)))
+        for module in experts
+    }
     order = sorted(
-        managed, key=lambda fqn: (place.get(fqn.rpartition(".")[0], managed.index(fqn)), executed.index(fqn))
+        managed,
+        key=lambda fqn: (
+            place.get(fqn.rpartition(".")[0], managed.index(fqn)),
+            executed.index(fqn),
+        ),
     )
     return ours(gm, bucket_plan=plan, payload_order=order)
 
@@ -250,7 +277,11 @@ MISTAKES = [
     ("D1", cuts_a_layer, "bucket 'layers.0', all_gather in fwd: expected one of"),
     ("D2", packs_as_executed, "layers.0.norm.weight stands where FSDP2 packs layers.0.w1.weight"),
     ("D2", packs_by_module, "layers.0.shift stands where FSDP2 packs layers.0.scale"),
-    ("D4", packs_as_registered, "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 8, expected 0"),
+    (
+        "D4",
+        packs_as_registered,
+        "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 8, expected 0",
+    ),
     ("D6", exchanges_twice, "all_reduce of \\[2, 3, 8\\] over tp: 2 before the pass, 3 behind it"),
     ("D7", gathers_in_another_dtype, "travelled as torch.float32, now as torch.bfloat16"),
     ("D8", leaves_no_marks, 'has no meta\\["fsdp_bucket"\\]'),
@@ -258,7 +289,11 @@ MISTAKES = [
     ("E1", does_not_reorder, "the gather of a bucket hides nothing"),
     ("E2", does_not_reorder, "nothing runs beside it"),
     ("E4", moves_compute, "compute has moved"),
-    ("D11", refuses_half_way, "it refused a collective without a value and left the graph half rewritten"),
+    (
+        "D11",
+        refuses_half_way,
+        "it refused a collective without a value and left the graph half rewritten",
+    ),
     ("process", orders_by_hash, "another process has another graph of Recipe"),
     (
         "D2",
@@ -357,7 +392,9 @@ def bounds_activations(gm):
         with gm.graph.inserting_after(node):
             bounded = gm.graph.call_function(aten.clamp.default, (node, -100, 100))
         bounded.meta = dict(node.meta)
-        node.replace_all_uses_with(bounded, delete_user_cb=lambda user, bounded=bounded: user is not bounded)
+        node.replace_all_uses_with(
+            bounded, delete_user_cb=lambda user, bounded=bounded: user is not bounded
+        )
     return gm
 
 
@@ -369,13 +406,20 @@ def fuses_products(count, *, swaps=False):
         of_left = {}
         for node in found(gm, aten.mm.default):
             of_left.setdefault(node.args[0], []).append(node)
-        for left, products in [(left, each[:count]) for left, each in of_left.items() if len(each) == 3]:
+        for left, products in [
+            (left, each[:count]) for left, each in of_left.items() if len(each) == 3
+        ]:
             meta, widths = dict(products[-1].meta), [node.meta["val"].shape[1] for node in products]
             with gm.graph.inserting_before(products[-1]):
-                right = gm.graph.call_function(aten.cat.default, ([node.args[1] for node in products], 1))
+                right = gm.graph.call_function(
+                    aten.cat.default, ([node.args[1] for node in products], 1)
+                )
                 fused = gm.graph.call_function(aten.mm.default, (left, right))
                 parts = gm.graph.call_function(aten.split_with_sizes.default, (fused, widths, 1))
-                made = [gm.graph.call_function(operator.getitem, (parts, place)) for place in range(count)]
+                made = [
+                    gm.graph.call_function(operator.getitem, (parts, place))
+                    for place in range(count)
+                ]
             right.meta, fused.meta, parts.meta = dict(meta), dict(meta), dict(meta)
             early = {user for node in products for user in node.users if user < made[-1]}
             for reader in sorted(early, reverse=True):
@@ -456,8 +500,15 @@ def moves(*kinds, of=lambda member: True):
     """Collectives of these kinds."""
 
     def moving(gm):
-        for node in [node for node in gm.graph.nodes if launches(node.target) and kind_of(node) in kinds and of(node)]:
-            node.args = (*node.args[:-1], extra_group(str(group_of(node)).removesuffix(EXTRA_GROUP)))
+        for node in [
+            node
+            for node in gm.graph.nodes
+            if launches(node.target) and kind_of(node) in kinds and of(node)
+        ]:
+            node.args = (
+                *node.args[:-1],
+                extra_group(str(group_of(node)).removesuffix(EXTRA_GROUP)),
+            )
         return gm
 
     return moving
@@ -475,7 +526,10 @@ def remembers_groups(gm):
     """In a table of its module, beyond the end of a world."""
     for member in fsdp_all_gathers(gm):
         launch, ranks = member.launch, group_ranks(str(group_of(member.launch)))
-        launch.args = (*launch.args[:-1], EXTRAS.setdefault(ranks, extra_group(str(group_of(launch)))))
+        launch.args = (
+            *launch.args[:-1],
+            EXTRAS.setdefault(ranks, extra_group(str(group_of(launch)))),
+        )
     return gm
 
 
@@ -512,7 +566,9 @@ def copies_chunks(gm, example_inputs=None, *, config, twin):
             with gm.graph.inserting_after(part):
                 copied = gm.graph.call_function(aten.clone.default, (part,), name="copied_chunk")
             copied.meta = dict(part.meta)
-            part.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+            part.replace_all_uses_with(
+                copied, delete_user_cb=lambda user, copied=copied: user is not copied
+            )
     return gm
 
 
@@ -554,7 +610,9 @@ def crashes_where_it_should_refuse(gm, example_inputs=None, *, config, twin):
 def packs_gradients_as_executed(gm, *, bucket_plan):
     """Where they stand in a graph of their own."""
     is_backward = "loss" not in gm.graph.output_node().meta["gt_outputs"]
-    return ours(gm, bucket_plan=bucket_plan, payload_order="execution" if is_backward else "managed")
+    return ours(
+        gm, bucket_plan=bucket_plan, payload_order="execution" if is_backward else "managed"
+    )
 
 
 def expects_a_loss(gm, *, bucket_plan):
@@ -572,7 +630,12 @@ def averages_all_but_one(gm):
 
 
 MISTAKES_OF_KINDS = [
-    ("ddp", "D17", averages_all_but_one, "it is gone: all_reduce of lm_head.weight in bwd, 512 bytes a rank"),
+    (
+        "ddp",
+        "D17",
+        averages_all_but_one,
+        "it is gone: all_reduce of lm_head.weight in bwd, 512 bytes a rank",
+    ),
     (
         "separate",
         "D2",
@@ -585,7 +648,12 @@ MISTAKES_OF_KINDS = [
         expects_a_loss,
         r"on Recipe\(part=backward\):\nexpects_a_loss raised ValueError: there is no loss",
     ),
-    ("canonicalisation", "aliases", drops_clones(0), "output 0 shared memory with nothing, and shares it with input 0"),
+    (
+        "canonicalisation",
+        "aliases",
+        drops_clones(0),
+        "output 0 shared memory with nothing, and shares it with input 0",
+    ),
     ("canonicalisation", "aliases", drops_clones(1), "against before"),
     ("canonicalisation", "aliases", drops_clones(2), "first at output 2: stride"),
     ("canonicalisation", "spelling", keeps_views, "the same step in two spellings has two texts"),
@@ -595,7 +663,12 @@ MISTAKES_OF_KINDS = [
         joins_in_one_layer,
         r"layers.1.w1.\w+ in fwd: expected the first gather, .*, alone; found",
     ),
-    ("deduplication", "A11", joins_both_directions, r" in bwd: expected the first gather, .*, alone; found none"),
+    (
+        "deduplication",
+        "A11",
+        joins_both_directions,
+        r" in bwd: expected the first gather, .*, alone; found none",
+    ),
     ("deduplication", "written", joins_gathers, "against before"),
     *(
         ("deduplication", "fresh", merges_equal(target), "against before")
@@ -607,26 +680,51 @@ MISTAKES_OF_KINDS = [
             aten.rand_like.default,
         )
     ),
-    ("any", "fresh", merges_equal(aten.empty_like.default, aten.uniform_.default), "against before"),
+    (
+        "any",
+        "fresh",
+        merges_equal(aten.empty_like.default, aten.uniform_.default),
+        "against before",
+    ),
     ("any", "fresh", merges_equal(aten.empty_like.default, aten.fill_.Scalar), "against before"),
     ("any", "fresh", fuses_products(3), "against before"),
     ("any", "fresh", fuses_products(2, swaps=True), "against before"),
     ("deduplication", "fresh", fuses_sums, "against before"),
-    ("deduplication", "D9", doubles_in_place, r"first at lm_head.weight afterwards, element \(0, 0\)"),
+    (
+        "deduplication",
+        "D9",
+        doubles_in_place,
+        r"first at lm_head.weight afterwards, element \(0, 0\)",
+    ),
     ("deduplication", "D9", draws_for_nobody, "first at random state of torch.cpu afterwards"),
     ("deduplication", "D9", bounds_activations, "against before, on inputs with large numbers"),
     ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
     ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),
     ("remat", "M2", shares_metadata, 'shares its meta\\["custom"\\]'),
-    ("remat", "random", does_not_look(aten.bernoulli_.float, aten.div_.Scalar), "bernoulli_.*_recomputed draws again"),
+    (
+        "remat",
+        "random",
+        does_not_look(aten.bernoulli_.float, aten.div_.Scalar),
+        "bernoulli_.*_recomputed draws again",
+    ),
     ("remat", "memory", keeps_both, "the peak was"),
-    ("reassignment", "F1", moves("all_gather", "reduce_scatter"), "is no all-gather of a parameter and has moved"),
+    (
+        "reassignment",
+        "F1",
+        moves("all_gather", "reduce_scatter"),
+        "is no all-gather of a parameter and has moved",
+    ),
     ("reassignment", "F1", moves("all_gather"), "is no all-gather of a parameter and has moved"),
     ("reassignment", "F1", moves_one, "expected another group of 0's ranks"),
     ("reassignment", "F4", remembers_groups, "of a world that is gone"),
     ("reassignment", "F4", remembers_names, "of a world that is gone"),
     ("chunking", "G1", does_not_chunk, "chunked graph against eager chunking"),
-    ("chunking", "routes", exchanges_twice_a_chunk, r"moe=True, .*\n4 all-to-alls became 9: expected 2 for each"),
+    (
+        "chunking",
+        "routes",
+        exchanges_twice_a_chunk,
+        r"moe=True, .*\n4 all-to-alls became 9: expected 2 for each",
+    ),
     ("chunking", "routes", swaps_chunks, "chunked graph against eager chunking"),
     ("chunking", "G5", copies_chunks, "which is contiguous"),
     ("chunking", "G8", chunks_anything, "inside=exchanges, .* was taken in silence"),
@@ -662,7 +760,9 @@ def test_a_pass_that_does_not_end_is_told(request):
     told = r"never_ends on Recipe\(\) did not end within 0.2 s of CPU time; it was at .*[.]py:\d+"
     with pytest.raises(AssertionError, match=told):
         judge(RULES["E6"], adapter, request)
-    assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert (
+        signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    )
 
 
 def test_a_pass_that_waits_has_more_time_by_the_clock(request, monkeypatch):
@@ -719,7 +819,9 @@ def test_a_shorter_limit_of_somebody_else_stays():
 
 
 @pytest.mark.second_tier("generated", "growth", "process", "cost-runs_twenty_times")
-@pytest.mark.parametrize(("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize(
+    ("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None)
+)
 def test_a_mistake_is_told(rule, mistake, told, request, tmp_path, monkeypatch):
     """The graph that it was given is kept, as a pass file."""
     monkeypatch.setattr(rules, "MOST_RUNS", 8)  # to shrink what fails on every model
@@ -744,21 +846,30 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
         return gm
 
     with pytest.raises(pytest.skip.Exception, match="proves nothing"):
-        judge(RULES[rule], Adapter(nothing, RULES[rule].kinds[0] if rule in OF_KINDS else "bucketing"), request)
+        judge(
+            RULES[rule],
+            Adapter(nothing, RULES[rule].kinds[0] if rule in OF_KINDS else "bucketing"),
+            request,
+        )
     if rule == "D2":
-        with pytest.raises(AssertionError, match=r"D2 .* proves nothing: Recipe.*: it changes nothing"):
+        with pytest.raises(
+            AssertionError, match=r"D2 .* proves nothing: Recipe.*: it changes nothing"
+        ):
             judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
 
 
 def test_what_is_not_claimed_is_not_run(request):
-    adapter = Adapter(raises_an_error, "bucketing", call=raises_an_error, not_claimed={"E*": "orders nothing"})
+    adapter = Adapter(
+        raises_an_error, "bucketing", call=raises_an_error, not_claimed={"E*": "orders nothing"}
+    )
     with pytest.raises(pytest.skip.Exception, match="not claimed: orders nothing"):
         judge(RULES["E2"], adapter, request)
 
 
 def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request, gt_artifacts):
     with pytest.raises(
-        AssertionError, match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept"
+        AssertionError,
+        match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept",
     ):
         judge(RULES["E6"], Adapter(raises_an_error, "bucketing", call=raises_an_error), request)
     kept = (gt_artifacts / "raises_an_error-E6.fxgraph").read_text()
@@ -769,10 +880,13 @@ def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request
         ours(gm, bucket_plan=plan)
 
     with pytest.raises(
-        AssertionError, match="returned NoneType, expected a GraphModule; if it works in place, say in_"
+        AssertionError,
+        match="returned NoneType, expected a GraphModule; if it works in place, say in_",
     ):
         judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing), request)
-    judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
+    judge(
+        RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request
+    )
 
 
 def asks_for_a_gpu(gm, plan):
@@ -789,11 +903,19 @@ def gives_nodes_of_another_graph(gm, plan):
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        (asks_for_a_gpu, "asks_for_a_gpu raised (AssertionError|RuntimeError|AcceleratorError): .*(CUDA|NVIDIA)"),
-        (gives_nodes_of_another_graph, "returned a graph whose output reads mean, a node of another graph"),
+        (
+            asks_for_a_gpu,
+            "asks_for_a_gpu raised (AssertionError|RuntimeError|AcceleratorError): .*(CUDA|NVIDIA)",
+        ),
+        (
+            gives_nodes_of_another_graph,
+            "returned a graph whose output reads mean, a node of another graph",
+        ),
     ],
 )
-def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_told(mistake, told, request, gt_artifacts):
+def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_told(
+    mistake, told, request, gt_artifacts
+):
     """In a sentence, with the graph kept, and by each rule: the others go on."""
     for rule in ("E6", "D9", "metadata"):
         with pytest.raises(AssertionError, match=told):
@@ -806,20 +928,30 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
         facts.collecting() as told,
         pytest.raises(AssertionError, match="the graph cannot be judged: AttributeError: "),
     ):
-        judge(RULES["D2"], Adapter(forgets_a_launchs_value, "bucketing", call=forgets_a_launchs_value), request)
-    assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [("D2", "error")]
+        judge(
+            RULES["D2"],
+            Adapter(forgets_a_launchs_value, "bucketing", call=forgets_a_launchs_value),
+            request,
+        )
+    assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [
+        ("D2", "error")
+    ]
 
 
 def test_a_rule_that_is_known_to_be_broken_has_to_fail_and_by_an_assertion():
     """So that the entry is taken out when the pass is mended, and an error is not taken for it. Only its own mark."""
     cases = cases_of(Adapter(ours, "bucketing", broken={"D2": "issue 12"}))
-    marks = {case.id: [mark.kwargs for mark in case.marks if mark.name == "xfail"] for case in cases}
+    marks = {
+        case.id: [mark.kwargs for mark in case.marks if mark.name == "xfail"] for case in cases
+    }
     assert marks.pop("D2") == [{"reason": "issue 12", "strict": True, "raises": AssertionError}]
     assert not any(marks.values())
 
 
 def test_an_adapter_that_says_what_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"^kind='bucket': expected one of any, bucketing, separate, canon"):
+    with pytest.raises(
+        ValueError, match=r"^kind='bucket': expected one of any, bucketing, separate, canon"
+    ):
         Adapter(ours, "bucket")
     with pytest.raises(ValueError, match=r"^there is no rule 'D99'; there are E6, E7,"):
         bucketing(ours, not_claimed={"D99": "never heard of"})

@@ -19,13 +19,17 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize(("page", "tests"), [("compile", 6), ("inductor-passes", 5), ("foreign-graphs", 4)])
+@pytest.mark.parametrize(
+    ("page", "tests"), [("compile", 6), ("inductor-passes", 5), ("foreign-graphs", 4)]
+)
 def test_the_tests_of_a_page(pytester, page, tests):
     shown = blocks(DOCS / f"{page}.md")
     for language, text in shown:
         if language == "python" and (name := re.match(r"# (test_\w+\.py)\n", text)):
             (pytester.path / name[1]).write_text(text)
-    run = pytester.runpytest_subprocess("--gt-create-goldens", "-rP", "-p", "no:randomly", "--rootdir=.")
+    run = pytester.runpytest_subprocess(
+        "--gt-create-goldens", "-rP", "-p", "no:randomly", "--rootdir=."
+    )
     run.assert_outcomes(passed=tests)
     for language, text in shown:
         if language == "text":
@@ -52,11 +56,17 @@ def test_what_the_page_of_migration_recommends_runs(monkeypatch):
     ours = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)[1::2]
     assert len(ours) == 5
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    names = {name: getattr(pytest_gtrainer, name) for name in ("gt_compile", "assert_graph", "assert_pass_bitwise")}
+    names = {
+        name: getattr(pytest_gtrainer, name)
+        for name in ("gt_compile", "assert_graph", "assert_pass_bitwise")
+    }
     names |= {"torch": torch, "gt_golden": Goldens(), "noop_pass": lambda graph: None}
     square = torch.randn(8, 8)
     for block in ours:
-        given = {"x": square if "compiled(x)" in block and "[:2]" not in block else x, "model": Model()}
+        given = {
+            "x": square if "compiled(x)" in block and "[:2]" not in block else x,
+            "model": Model(),
+        }
         given |= {"compiled": torch.compile(two_products), "gm": make_fx(two_products)(square)}
         given |= {"fusion_pass": FuseNormAndQuant()}
         with torch.no_grad():
@@ -64,16 +74,32 @@ def test_what_the_page_of_migration_recommends_runs(monkeypatch):
 
 
 def test_the_table_of_operators_is_the_benchmarks():
-    table = (DOCS / "compile.md").read_text().partition("| operator | fp32 | bf16 |\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    table = (
+        (DOCS / "compile.md")
+        .read_text()
+        .partition("| operator | fp32 | bf16 |\n")[2]
+        .partition("\n\n")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]
+    ]
     assert [name for name, *_ in rows] == list(OPERATORS)
-    assert {outcome for _, *outcomes in rows for outcome in outcomes} == {"equal", "decomposition", "code generation"}
+    assert {outcome for _, *outcomes in rows for outcome in outcomes} == {
+        "equal",
+        "decomposition",
+        "code generation",
+    }
 
 
 @pytest.mark.second_tier
 def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
     """Every second block of its section on harnesses, as one test file; the first ones name torch's and others' own."""
-    section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2].partition("\n## ")[0]
+    section = (
+        (DOCS / "migration.md")
+        .read_text()
+        .partition("## Harness by harness")[2]
+        .partition("\n## ")[0]
+    )
     shown = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     theirs, ours = shown[::2], shown[1::2]
     assert len(theirs) == len(ours) == 7
@@ -88,7 +114,9 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 """
     pytester.makepyfile("\n".join([head, *ours]))
     writing = ("--gt-create-goldens", "--gt-goldens-in-ci")
-    run = pytester.runpytest_subprocess("--gt-device=cpu", "--gt-require=ranks", *writing, "-p", "no:randomly")
+    run = pytester.runpytest_subprocess(
+        "--gt-device=cpu", "--gt-require=ranks", *writing, "-p", "no:randomly"
+    )
     run.assert_outcomes(passed=7)
     run.stdout.fnmatch_lines(["goldens   2 created"])
 
@@ -97,7 +125,9 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
     """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong number fails both."""
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]
-    theirs = re.findall(r"```python\n(class Test(?:ReduceScatter|Graph)\(.*?)```", section, re.DOTALL)
+    theirs = re.findall(
+        r"```python\n(class Test(?:ReduceScatter|Graph)\(.*?)```", section, re.DOTALL
+    )
     head = """
 import expecttest, torch, torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -105,6 +135,10 @@ from torch.testing._internal.common_distributed import MultiProcessTestCase
 """
     pytester.makepyfile("\n".join([head, *theirs]))
     pytester.runpytest_subprocess("--gt-device=cpu", "-p", "no:randomly").assert_outcomes(passed=2)
-    wrong = "\n".join([head, *theirs]).replace("[self.rank] * 2", "[self.rank] * 3").replace("sin()", "cos()")
+    wrong = (
+        "\n".join([head, *theirs])
+        .replace("[self.rank] * 2", "[self.rank] * 3")
+        .replace("sin()", "cos()")
+    )
     pytester.makepyfile(wrong)
     pytester.runpytest_subprocess("--gt-device=cpu", "-p", "no:randomly").assert_outcomes(failed=2)

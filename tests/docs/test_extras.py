@@ -24,7 +24,10 @@ def named_extras(text: str) -> set[str]:
 
 
 def files() -> list[Path]:
-    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")]
+    found = [
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+    ]
     for folder in FOLDERS:
         found += [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
     return found
@@ -34,7 +37,9 @@ def test_every_extra_that_is_named_exists():
     extras = PROJECT["optional-dependencies"]
     places = {extra: path for path in files() for extra in named_extras(path.read_text())}
     assert places.keys() >= {"conformance"}, "the search finds what is known to be named"
-    missing = {extra: str(path.relative_to(ROOT)) for extra, path in places.items() if extra not in extras}
+    missing = {
+        extra: str(path.relative_to(ROOT)) for extra, path in places.items() if extra not in extras
+    }
     assert not missing
 
 
@@ -52,4 +57,6 @@ def test_how_an_extra_is_named(text: str, found: set[str]):
 
 
 def test_the_extra_of_conformance_brings_what_its_rule_imports():
-    assert any(each.startswith("hypothesis") for each in PROJECT["optional-dependencies"]["conformance"])
+    assert any(
+        each.startswith("hypothesis") for each in PROJECT["optional-dependencies"]["conformance"]
+    )

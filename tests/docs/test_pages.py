@@ -33,23 +33,32 @@ def missing_tests(page):
     return [
         f"{file}::{name}"
         for file, name in named
-        if not (ROOT / file).exists() or not re.search(rf"^ *def {name}", (ROOT / file).read_text(), re.MULTILINE)
+        if not (ROOT / file).exists()
+        or not re.search(rf"^ *def {name}", (ROOT / file).read_text(), re.MULTILINE)
     ]
 
 
 def test_every_expectation_is_held_by_a_test_that_exists():
     """And the twin: a name that is not there is seen."""
     page = (PAGES / "expectations.md").read_text()
-    rows = re.findall(r"^\| (\d+) \|.*\| `tests/[^|]*` \| (met|partly: .+|not: .+) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \|.*\| `tests/[^|]*` \| (met|partly: .+|not: .+) \|$", page, re.MULTILINE
+    )
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
     assert len(rows) >= 33
     assert missing_tests(page) == []
-    assert missing_tests("`tests/docs/test_pages.py::test_gone`") == ["tests/docs/test_pages.py::test_gone"]
+    assert missing_tests("`tests/docs/test_pages.py::test_gone`") == [
+        "tests/docs/test_pages.py::test_gone"
+    ]
 
 
 @pytest.mark.second_tier
 def test_the_example_of_a_pass_is_followed(tmp_path):
-    page = (PAGES / "how-to" / "add-a-pass.md").read_text().partition("## A pass in a training step")[0]
+    page = (
+        (PAGES / "how-to" / "add-a-pass.md")
+        .read_text()
+        .partition("## A pass in a training step")[0]
+    )
     (tmp_path / "page.md").write_text(page)
     assert follow(tmp_path / "page.md", tmp_path, Path(sys.executable).parent) == 2
 
@@ -112,14 +121,24 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated
 def test_every_public_name_stands_on_a_reference_page():
     """By its path on the page of the library; the kinds of conformance in the table of their page."""
     paths = re.findall(r"^::: ([\w.]+)$", (PAGES / "library.md").read_text(), re.MULTILINE)
-    kinds = re.findall(r"^\| `[\w-]+` \| `(\w+)` \|", (PAGES / "conformance.md").read_text(), re.MULTILINE)
+    kinds = re.findall(
+        r"^\| `[\w-]+` \| `(\w+)` \|", (PAGES / "conformance.md").read_text(), re.MULTILINE
+    )
     assert len(paths) == len(set(paths))
-    homes = {f"pytest_gtrainer.{home}.{name}" for name, home in pytest_gtrainer._HOME.items() if home != name}
-    assert homes - set(paths) == set(), "a public name needs its line `::: path.of.it` in docs/library.md"
+    homes = {
+        f"pytest_gtrainer.{home}.{name}"
+        for name, home in pytest_gtrainer._HOME.items()
+        if home != name
+    }
+    assert homes - set(paths) == set(), (
+        "a public name needs its line `::: path.of.it` in docs/library.md"
+    )
     shown = {path.rpartition(".")[2] for path in paths} | set(kinds)
     for part in ("graphtext", "checks", "testing", "conformance"):
         tree = ast.parse((ROOT / "pytest_gtrainer" / part / "__init__.py").read_text())
-        (public,) = (ast.literal_eval(node.value) for node in tree.body if "__all__ = " in ast.unparse(node))
+        (public,) = (
+            ast.literal_eval(node.value) for node in tree.body if "__all__ = " in ast.unparse(node)
+        )
         assert set(public) - shown == set(), part
 
 
@@ -128,19 +147,30 @@ def test_the_site_loads_nothing_from_the_network(generated, tmp_path, monkeypatc
     assert "highlightjs: false" in (ROOT / "mkdocs.yml").read_text()
     assert ".highlight .k " in generated.colours()
     monkeypatch.setitem(sys.modules, "mkdocs.exceptions", SimpleNamespace(PluginError=RuntimeError))
-    (tmp_path / "page.html").write_text('<a href="https://a.org">a</a><link rel="stylesheet" href="css/code.css">')
+    (tmp_path / "page.html").write_text(
+        '<a href="https://a.org">a</a><link rel="stylesheet" href="css/code.css">'
+    )
     generated.on_post_build(SimpleNamespace(site_dir=tmp_path))
     (tmp_path / "page.html").write_text('<link rel="stylesheet" href="https://a.org/b.css">')
-    with pytest.raises(RuntimeError, match=r'page.html loads from the network: <link .*"https://a.org/b.css"'):
+    with pytest.raises(
+        RuntimeError, match=r'page.html loads from the network: <link .*"https://a.org/b.css"'
+    ):
         generated.on_post_build(SimpleNamespace(site_dir=tmp_path))
 
 
 @pytest.mark.second_tier
 def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(generated, monkeypatch):
-    monkeypatch.setattr(generated, "behaviours", lambda: {"Z9": ("Things", "a | b"), "Z8": ("Others", "c")})
+    monkeypatch.setattr(
+        generated, "behaviours", lambda: {"Z9": ("Things", "a | b"), "Z8": ("Others", "c")}
+    )
     page = generated.behaviours_page()
     assert "| Z9 | a \\| b | none by this id |" in page
-    assert page.index("## Things") < page.index("| Z9 |") < page.index("## Others") < page.index("| Z8 |")
+    assert (
+        page.index("## Things")
+        < page.index("| Z9 |")
+        < page.index("## Others")
+        < page.index("| Z8 |")
+    )
 
 
 def test_generated_pages(generated):
@@ -155,8 +185,14 @@ def test_the_architecture_names_rooms_and_files_that_exist():
 
     text = (PAGES / "architecture.md").read_text()
     package = ROOT / "pytest_gtrainer"
-    named = {name for name in re.findall(r"`([a-z_/]+(?:/|\.py))`", text) if not name.startswith("tests/")}
+    named = {
+        name
+        for name in re.findall(r"`([a-z_/]+(?:/|\.py))`", text)
+        if not name.startswith("tests/")
+    }
     assert len(named) > 15
     assert {name for name in named if not (package / name).exists()} == set()
     picture = text.partition("## Rooms")[2].partition("## Who")[0]
-    assert {room for rooms in ROOMS for room in rooms if not re.search(rf"\b{room}\b", picture)} == set()
+    assert {
+        room for rooms in ROOMS for room in rooms if not re.search(rf"\b{room}\b", picture)
+    } == set()

@@ -16,11 +16,15 @@ FROM_RUNS = ("buckets", "terminal")
 
 @pytest.mark.parametrize("name", [name for name in DRAWINGS if name not in FROM_RUNS])
 def test_a_drawing_is_up_to_date(name):
-    assert DRAWINGS[name]() == (PICTURES / f"{name}.svg").read_text(), "make pictures draws it again"
+    assert DRAWINGS[name]() == (PICTURES / f"{name}.svg").read_text(), (
+        "make pictures draws it again"
+    )
 
 
 @pytest.mark.second_tier
-@pytest.mark.skipif(installed_minor() != (2, 13), reason="drawn under torch 2.13, the pin of this repository")
+@pytest.mark.skipif(
+    installed_minor() != (2, 13), reason="drawn under torch 2.13, the pin of this repository"
+)
 @pytest.mark.parametrize("name", FROM_RUNS)
 def test_a_picture_of_a_run_is_what_the_run_says(name):
     sides = [DRAWINGS[name](), (PICTURES / f"{name}.svg").read_text()]
@@ -40,6 +44,8 @@ def test_a_difference_would_be_seen(monkeypatch):
 def test_every_picture_is_shown_and_every_picture_that_is_shown_exists():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = {
-        name for page in pages for name in re.findall(r"!\[[^\]]+\]\([./a-z]*pictures/([\w.]+)\)", page.read_text())
+        name
+        for page in pages
+        for name in re.findall(r"!\[[^\]]+\]\([./a-z]*pictures/([\w.]+)\)", page.read_text())
     }
     assert shown == {path.name for path in PICTURES.iterdir()}

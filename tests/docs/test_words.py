@@ -20,13 +20,17 @@ def docstrings():
         yield name, inspect.getdoc(found) or ""
         if inspect.isclass(found):
             own = {each: value for each, value in vars(found).items() if not each.startswith("_")}
-            yield from ((f"{name}.{each}", inspect.getdoc(value) or "") for each, value in own.items())
+            yield from (
+                (f"{name}.{each}", inspect.getdoc(value) or "") for each, value in own.items()
+            )
 
 
 def test_public_docstrings_have_no_ids_of_behaviours():
     texts = dict(docstrings())
     assert len(texts) > 100
-    assert not [f"{name}: {CODE.search(text)[0]}" for name, text in texts.items() if CODE.search(text)]
+    assert not [
+        f"{name}: {CODE.search(text)[0]}" for name, text in texts.items() if CODE.search(text)
+    ]
 
 
 def bases(node):
@@ -35,10 +39,22 @@ def bases(node):
 
 def said(tree):
     """The texts of a module that a user may meet: strings that are no docstrings, and the docstrings of its errors."""
-    holders = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    holders = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
     docstrings = {node: node.body[0].value for node in holders if ast.get_docstring(node)}
-    inner = {each for node, each in docstrings.items() if "Error" not in str(list(map(ast.unparse, bases(node))))}
-    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    inner = {
+        each
+        for node, each in docstrings.items()
+        if "Error" not in str(list(map(ast.unparse, bases(node))))
+    }
+    texts = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     return [node.value for node in texts if node not in inner]
 
 
@@ -62,7 +78,9 @@ def untold(name, function):
     arguments = set(inspect.signature(function).parameters) - OURS_BY_CONVENTION
     missing = {argument for argument in arguments if not re.search(rf"\b{argument}\b", text)}
     source = inspect.getsource(inspect.unwrap(function))
-    raising = re.search(r"^    +raise [A-Z]", source, re.MULTILINE) and not re.search("Raises:|Error", text)
+    raising = re.search(r"^    +raise [A-Z]", source, re.MULTILINE) and not re.search(
+        "Raises:|Error", text
+    )
     return [f"{name}: {what}" for what in sorted(missing | ({"raises"} if raising else set()))]
 
 
@@ -80,7 +98,9 @@ def test_public_functions_say_what_they_take_and_raise():
 
 
 _PLURALS = "lines|tensors|tests|operators|differences"
-COUNTS = re.compile(rf"\{{(?!counted|facts)[^{{}}]*len\([^{{}}]*\}}( more)? ({_PLURALS})\b(?! are called)")
+COUNTS = re.compile(
+    rf"\{{(?!counted|facts)[^{{}}]*len\([^{{}}]*\}}( more)? ({_PLURALS})\b(?! are called)"
+)
 """A number that may be one, before a plural: ``facts.counted`` spells it."""
 
 

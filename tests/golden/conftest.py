@@ -27,7 +27,9 @@ def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
 
 
 @pytest.fixture
-def run_here(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def run_here(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., pytest.RunResult]:
     """As ``run``, in this process, which is faster; what is counted there is not counted here.
 
     Several files are given by name: ``run_here(None, "-x", test_one="...", test_two="...")``.
@@ -36,7 +38,9 @@ def run_here(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a test file may change within a second
     monkeypatch.setattr("sys.dont_write_bytecode", True)
 
-    def run_here(source: str | None, *arguments: str, with_cache: bool = False, **files: str) -> pytest.RunResult:
+    def run_here(
+        source: str | None, *arguments: str, with_cache: bool = False, **files: str
+    ) -> pytest.RunResult:
         if source is not None:
             files["test_it"] = source
         if files:
@@ -54,7 +58,10 @@ def goldens(pytester: pytest.Pytester) -> Callable[[], dict[str, str]]:
 
     def read() -> dict[str, str]:
         files = (file for file in Path(pytester.path, "golden").rglob("*") if file.is_file())
-        return {file.relative_to(pytester.path / "golden").as_posix(): file.read_text() for file in files}
+        return {
+            file.relative_to(pytester.path / "golden").as_posix(): file.read_text()
+            for file in files
+        }
 
     return read
 

@@ -31,14 +31,20 @@ def saved(pytester):
     def read(place="out"):
         top = pytester.path / place
         files = (file for file in top.rglob("*") if file.is_file())
-        return {file.relative_to(top).as_posix(): file.read_text() for file in files} if top.exists() else None
+        return (
+            {file.relative_to(top).as_posix(): file.read_text() for file in files}
+            if top.exists()
+            else None
+        )
 
     return read
 
 
 @pytest.mark.second_tier("under xdist]")
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "under xdist"])
-def test_a_failure_leaves_what_was_obtained_and_says_where(run, run_here, put_goldens, saved, workers):
+def test_a_failure_leaves_what_was_obtained_and_says_where(
+    run, run_here, put_goldens, saved, workers
+):
     put_goldens(GOLDENS[0])
     put_goldens(GOLDENS[1], text=OLD)
     result = (run if workers else run_here)(SOURCE, "--gt-artifacts", "out", "test_it.py", *workers)
@@ -65,11 +71,15 @@ def test_nothing_is_made_when_nothing_failed(run_here, put_goldens, saved):
 
 def test_nothing_is_made_without_the_option(run_here, pytester):
     run_here(SOURCE)
-    made = (name for name in os.listdir(pytester.path) if not name.startswith("."))  # of other plugins
+    made = (
+        name for name in os.listdir(pytester.path) if not name.startswith(".")
+    )  # of other plugins
     assert sorted(made) == ["test_it.py", "tox.ini"]
 
 
-def test_a_relative_folder_is_below_where_pytest_was_called_or_the_ini_file_lies(run_here, pytester, saved):
+def test_a_relative_folder_is_below_where_pytest_was_called_or_the_ini_file_lies(
+    run_here, pytester, saved
+):
     pytester._monkeypatch.chdir(pytester.mkdir("called_here"))
     run_here(None, "--gt-artifacts=out", "..", test_it=SOURCE)
     assert "test_it/test_missing/obtained.txt" in saved("called_here/out")
@@ -78,12 +88,15 @@ def test_a_relative_folder_is_below_where_pytest_was_called_or_the_ini_file_lies
     assert saved("from_ini") == saved("called_here/out")
 
 
-@pytest.mark.parametrize(("place", "sentence"), [
-    ("test_it.py", "is a file: give a folder"),
-    (".", "holds the root directory itself: give a folder of its own"),
-    ("..", "holds the root directory itself: give a folder of its own"),
-    ("golden/out", "lies among the goldens: give a folder of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("test_it.py", "is a file: give a folder"),
+        (".", "holds the root directory itself: give a folder of its own"),
+        ("..", "holds the root directory itself: give a folder of its own"),
+        ("golden/out", "lies among the goldens: give a folder of its own"),
+    ],
+)
 def test_a_folder_that_cannot_be_one_stops_the_run(run_here, place, sentence):
     result = run_here(SOURCE, f"--gt-artifacts={place}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -94,11 +107,13 @@ def test_a_folder_that_cannot_be_written_hides_no_failure(run_here, pytester):
     (pytester.mkdir("out") / "test_it").write_text("a file in the way")
     result = run_here(SOURCE, "--gt-artifacts=out", "-ktest_missing")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([
-        "*golden/test_it/test_missing.txt is missing",
-        "*nothing saved in out: test_it is a file, expected a directory: remove it",
-        "*pytest test_it.py::test_missing --gt-update-goldens",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*golden/test_it/test_missing.txt is missing",
+            "*nothing saved in out: test_it is a file, expected a directory: remove it",
+            "*pytest test_it.py::test_missing --gt-update-goldens",
+        ]
+    )
 
 
 def test_artifacts_are_not_run_as_tests(run_here, pytester):
@@ -111,7 +126,9 @@ def test_artifacts_are_not_run_as_tests(run_here, pytester):
 
 
 def test_the_fixture_is_a_temporary_folder_without_the_option(run_here, pytester):
-    run_here("def test_a(gt_artifacts, tmp_path): assert gt_artifacts == tmp_path").assert_outcomes(passed=1)
+    run_here("def test_a(gt_artifacts, tmp_path): assert gt_artifacts == tmp_path").assert_outcomes(
+        passed=1
+    )
 
 
 SAVE = """
@@ -160,10 +177,18 @@ def test_a_folder_that_cannot_be_written_is_a_warning(run_here, pytester, case):
     text = result.stdout.str()
     assert "INTERNALERROR" not in text + result.stderr.str()
     assert "\0" not in text
-    lines = [line for line in text.splitlines() if reason in line or "is a file, expected a directory" in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if reason in line or "is a file, expected a directory" in line
+    ]
     assert any("nothing saved in" in line for line in lines), "the golden"
-    assert any("ArtifactWarning: --gt-artifacts: nothing was saved:" in line for line in lines), "the verdict"
-    assert any("ArtifactWarning: --gt-artifacts:" in line and "was not made" in line for line in lines), "the fixture"
+    assert any("ArtifactWarning: --gt-artifacts: nothing was saved:" in line for line in lines), (
+        "the verdict"
+    )
+    assert any(
+        "ArtifactWarning: --gt-artifacts:" in line and "was not made" in line for line in lines
+    ), "the fixture"
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EROFS", "EIO"])
@@ -174,7 +199,11 @@ def test_a_disk_that_fails_while_it_is_written_is_a_warning(run_here, monkeypatc
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fails)  # the last call before a file gets its name
-    result = run_here(THREE.replace("gt_artifacts == tmp_path", "gt_artifacts.is_dir()"), "--gt-artifacts=out")
+    result = run_here(
+        THREE.replace("gt_artifacts == tmp_path", "gt_artifacts.is_dir()"), "--gt-artifacts=out"
+    )
     result.assert_outcomes(failed=2, passed=1, warnings=1)
-    result.stdout.fnmatch_lines([f"*ArtifactWarning: --gt-artifacts: nothing was saved: *{os.strerror(code)}*"])
+    result.stdout.fnmatch_lines(
+        [f"*ArtifactWarning: --gt-artifacts: nothing was saved: *{os.strerror(code)}*"]
+    )
     assert "INTERNALERROR" not in result.stdout.str()

@@ -73,7 +73,9 @@ def test_another_torch_is_mentioned_after_the_words():
 def test_only_the_schedule():
     lines = LAYER.splitlines(keepends=True)
     moved = GRAPH.replace(LAYER, "".join([*lines[2:4], *lines[:2], *lines[4:]]))
-    assert said(GRAPH, moved).startswith("same dataflow, other schedule (4 of 12 operators moved)\n")
+    assert said(GRAPH, moved).startswith(
+        "same dataflow, other schedule (4 of 12 operators moved)\n"
+    )
 
 
 def test_only_the_spelling():
@@ -86,17 +88,23 @@ def test_only_the_spelling():
 
 def test_only_modules_buckets_or_tags():
     tagged = GRAPH.replace("f32[2] = aten.mul", "f32[2] | must_save = aten.mul")
-    assert said(GRAPH, tagged).startswith("same dataflow, same schedule, other modules, buckets or tags\n")
+    assert said(GRAPH, tagged).startswith(
+        "same dataflow, same schedule, other modules, buckets or tags\n"
+    )
 
 
 def test_only_what_no_value_uses():
     text = GRAPH.replace("fsdp = ", "tp = group(range(0, 2))\nfsdp = ")
-    assert said(GRAPH, text).startswith("same dataflow, same schedule, other definitions at the head\n")
+    assert said(GRAPH, text).startswith(
+        "same dataflow, same schedule, other definitions at the head\n"
+    )
 
 
 def test_all_of_it():
     obtained = GRAPH.replace("aten.mul", "aten.div")
-    assert said(GRAPH, obtained).startswith("the dataflow differs, first at aten.div in fwd layers.0.norm\n")
+    assert said(GRAPH, obtained).startswith(
+        "the dataflow differs, first at aten.div in fwd layers.0.norm\n"
+    )
 
 
 def test_what_was_lost_is_named_where_nothing_is_new():
@@ -108,7 +116,9 @@ def test_what_was_lost_is_named_where_nothing_is_new():
 
 
 def test_no_line_is_wider_than_a_terminal():
-    operands = ", ".join(f"layers[{number}].a_rather_long_module_name.value" for number in range(40))
+    operands = ", ".join(
+        f"layers[{number}].a_rather_long_module_name.value" for number in range(40)
+    )
     wide = HEAD + f"if fwd:\n  with {'a' * 300}:\n    cat: f32[2] = aten.cat([{operands}])\n"
     obtained = wide.replace("layers[39]", "layers[38]").replace("aten.cat", "aten.stack")
     lines = said(wide, obtained).splitlines()
@@ -127,7 +137,8 @@ def test_lines_that_differ_out_of_sight_are_cut_on_the_left():
 
 def test_words_are_at_most_a_dozen():
     modules = [
-        f"  with m{number}{'x' * number}:\n    a{number}: f32[2] = aten.op{number}(I[0])\n" for number in range(30)
+        f"  with m{number}{'x' * number}:\n    a{number}: f32[2] = aten.op{number}(I[0])\n"
+        for number in range(30)
     ]
     golden = HEAD + "if I:\n  I[0]: f32[2]\nif fwd:\n" + "".join(modules)
     words, _, _ = said(golden, golden.replace("aten.op", "aten.other")).partition("\n\n")
@@ -136,13 +147,19 @@ def test_words_are_at_most_a_dozen():
 
 
 def test_the_number_of_lines_is_given():
-    golden = HEAD + "if fwd:\n" + "".join(f"  a{number}: f32[2] = aten.op()\n" for number in range(300))
-    _, _, lines = (difference("graph", golden, golden.replace("op(", "other("), limit=10) or "").partition("\n\n")
+    golden = (
+        HEAD + "if fwd:\n" + "".join(f"  a{number}: f32[2] = aten.op()\n" for number in range(300))
+    )
+    _, _, lines = (
+        difference("graph", golden, golden.replace("op(", "other("), limit=10) or ""
+    ).partition("\n\n")
     assert len(lines.splitlines()) == 11
     assert lines.endswith("\n… and more")
 
 
-@pytest.mark.parametrize("damage", ["if fwd:\n  with L:\n    what is this\n", "if fwd:\n  x: f32[2] = = aten.mm((\n"])
+@pytest.mark.parametrize(
+    "damage", ["if fwd:\n  with L:\n    what is this\n", "if fwd:\n  x: f32[2] = = aten.mm((\n"]
+)
 def test_what_is_no_statement_is_compared_as_a_line(damage):
     golden = "# gtrainer graph v2\n" + damage
     assert "\n+" in said(golden, golden + "  and more\n")
@@ -213,9 +230,13 @@ def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
     """Neither names in a damaged one, nor the header, nor an environment of numbers, nor the name of an unused file."""
     run(GRAPH_OF_TESTS, "--gt-create-goldens")
     folder = pytester.path / "golden" / "test_it"
-    of_case = {case: folder / f"test_graph-{case}.fxgraph" for case in ("header", "damaged", "field")}
+    of_case = {
+        case: folder / f"test_graph-{case}.fxgraph" for case in ("header", "damaged", "field")
+    }
     text = of_case["header"].read_text()
-    of_case["header"].write_text(re.sub("# torch: .*", f"# torch: 2.13.0{ODD}", text).replace("f32[2]", "f32[3]"))
+    of_case["header"].write_text(
+        re.sub("# torch: .*", f"# torch: 2.13.0{ODD}", text).replace("f32[2]", "f32[3]")
+    )
     of_case["damaged"].write_text(text.replace("f32[2]", f"f32[2] @ {ODD}"))
     of_case["field"].write_text(text.replace("graph v2", f"graph v9{ODD}"))
     numbers = folder / "test_numbers.numbers.json"
@@ -228,7 +249,12 @@ def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
     shown = result.stdout.str()
     assert "\x1b" not in shown
     assert "\u202e" not in shown
-    for told in ("made with torch 2.13.0%s", "remake it with `%s`", "device cpu%s, instructions", "test_gone%s.txt"):
+    for told in (
+        "made with torch 2.13.0%s",
+        "remake it with `%s`",
+        "device cpu%s, instructions",
+        "test_gone%s.txt",
+    ):
         assert told.replace("%s", "\\x1b[31m\\u202e") in shown
 
 
@@ -242,4 +268,7 @@ def test_letters_that_look_alike_are_named(run, goldens):
     assert "in ASCII: 'now' in the golden, 'now\\u200b' in what was obtained" in shown
     assert "in ASCII" not in run(source.format("a\nplay\nnow\n")).stdout.str()
     heads = [f"# gtrainer graph v2\n# test: {letter}\n" for letter in ("\u0430", "a")]
-    assert "in ASCII" not in judge("graph", heads[0] + "if P:\n", heads[1] + "if P:\n  P.a: _\n").reasons
+    assert (
+        "in ASCII"
+        not in judge("graph", heads[0] + "if P:\n", heads[1] + "if P:\n  P.a: _\n").reasons
+    )

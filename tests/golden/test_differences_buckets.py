@@ -58,12 +58,16 @@ ALL = every("w1", "w2", "norm")
 
 def test_a_bucket_lost_a_parameter():
     """As in the example of the design."""
-    whole, less = (scatters("layers[2]", *layer(2, *modules)) for modules in (("w1", "norm"), ("w1",)))
+    whole, less = (
+        scatters("layers[2]", *layer(2, *modules)) for modules in (("w1", "norm"), ("w1",))
+    )
     assert words(whole, less)[0] == "RS bucket layers.2/bwd lost layers.2.norm.weight"
 
 
 def test_all_buckets_lost_one():
-    assert words(ALL, every("w1", "w2")) == ["AG bucket layers[0..2]/fwd lost layers[0..2].norm.weight"]
+    assert words(ALL, every("w1", "w2")) == [
+        "AG bucket layers[0..2]/fwd lost layers[0..2].norm.weight"
+    ]
 
 
 def test_a_bucket_gained_parameters():
@@ -74,7 +78,9 @@ def test_a_bucket_gained_parameters():
 
 def test_a_bucket_gained_a_parameter_that_it_has_already():
     """Once more is one member more."""
-    once, twice = (gathers("layers[0]", *layer(0, *names)) for names in (("w1", "w2"), ("w1", "w2", "w1")))
+    once, twice = (
+        gathers("layers[0]", *layer(0, *names)) for names in (("w1", "w2"), ("w1", "w2", "w1"))
+    )
     assert words(once, twice)[0] == "AG bucket layers.0/fwd gained layers.0.w1.weight"
     assert words(twice, once)[0] == "AG bucket layers.0/fwd lost layers.0.w1.weight"
 
@@ -92,13 +98,21 @@ def test_gradients_stand_in_another_order():
 
 def test_other_orders_of_gathers_do_not_hide_those_of_gradients():
     """However many there are: a gradient's bits may depend on the order, a gathered parameter's do not."""
-    plan = {"a": ("0.w1", "0.w2"), "b": ("0.norm", "1.w1"), "c": ("1.w2", "1.norm"), "d": ("2.w1", "2.w2")}
+    plan = {
+        "a": ("0.w1", "0.w2"),
+        "b": ("0.norm", "1.w1"),
+        "c": ("1.w2", "1.norm"),
+        "d": ("2.w1", "2.w2"),
+    }
     old, new = (
         "".join(gathers(bucket, *members[::step]) for bucket, members in plan.items())
         + scatters("layers[2]", *layer(2, "w1", "w2")[::step])
         for step in (1, -1)
     )
-    assert any(sentence.startswith("RS bucket layers.2/bwd: members in another order") for sentence in words(old, new))
+    assert any(
+        sentence.startswith("RS bucket layers.2/bwd: members in another order")
+        for sentence in words(old, new)
+    )
 
 
 def test_the_order_of_outputs_is_not_that_of_members():
@@ -129,7 +143,9 @@ def test_the_same_order_is_not_told():
 
 
 def test_buckets_merged():
-    merged = gathers("layers[0], layers[1]", *layer(0, "w1", "w2", "norm"), *layer(1, "w1", "w2", "norm"))
+    merged = gathers(
+        "layers[0], layers[1]", *layer(0, "w1", "w2", "norm"), *layer(1, "w1", "w2", "norm")
+    )
     rest = gathers("layers[2]", *layer(2, "w1", "w2", "norm"))
     assert words(ALL, merged + rest) == [
         "AG buckets layers.0/fwd and layers.1/fwd merged into bucket layers.0+layers.1/fwd",
@@ -138,7 +154,9 @@ def test_buckets_merged():
 
 
 def test_buckets_split():
-    parts = gathers("layers[2].w1, layers[2].w2", *layer(2, "w1", "w2")) + gathers("layers[2].norm", "2.norm")
+    parts = gathers("layers[2].w1, layers[2].w2", *layer(2, "w1", "w2")) + gathers(
+        "layers[2].norm", "2.norm"
+    )
     old = gathers("layers[2]", *layer(2, "w1", "w2", "norm"))
     assert words(old, parts) == [
         "AG bucket layers.2/fwd split into bucket layers.2.w1+layers.2.w2/fwd (2 members), "
@@ -148,15 +166,26 @@ def test_buckets_split():
 
 
 def test_a_parameter_moved_to_another_bucket():
-    new = gathers("layers[0]", *layer(0, "w1", "w2")) + gathers("layers[1]", "0.norm", *layer(1, "w1", "w2", "norm"))
+    new = gathers("layers[0]", *layer(0, "w1", "w2")) + gathers(
+        "layers[1]", "0.norm", *layer(1, "w1", "w2", "norm")
+    )
     old = "".join(gathers(f"layers[{n}]", *layer(n, "w1", "w2", "norm")) for n in (0, 1))
-    assert words(old, new)[0] == "AG bucket layers.0/fwd lost layers.0.norm.weight to bucket layers.1/fwd"
+    assert (
+        words(old, new)[0]
+        == "AG bucket layers.0/fwd lost layers.0.norm.weight to bucket layers.1/fwd"
+    )
 
 
 def test_buckets_lost_and_gained():
     fewer = gathers("layers[0]", *layer(0, "w1", "w2", "norm"))
-    assert words(ALL, fewer)[0] == "lost AG bucket layers[1, 2]/fwd of w1.weight, w2.weight, norm.weight"
-    assert words(fewer, ALL)[0] == "gained AG bucket layers[1, 2]/fwd of w1.weight, w2.weight, norm.weight"
+    assert (
+        words(ALL, fewer)[0]
+        == "lost AG bucket layers[1, 2]/fwd of w1.weight, w2.weight, norm.weight"
+    )
+    assert (
+        words(fewer, ALL)[0]
+        == "gained AG bucket layers[1, 2]/fwd of w1.weight, w2.weight, norm.weight"
+    )
 
 
 SINGLE = "".join(
@@ -204,7 +233,9 @@ def test_groups_that_only_exchanged_their_numbers(numbers):
     uses = gathers("layers[0]", "0.w1", group="fsdp") + gathers("layers[1]", "1.w1", group="fsdp_2")
     exchanged = gathers("layers[0]", "0.w1", group=one) + gathers("layers[1]", "1.w1", group=two)
     text = diff(HEAD + TWO_GROUPS + uses, HEAD + TWO_GROUPS + exchanged)
-    assert text == "" or text.startswith("same dataflow, same schedule: only the spelling differs\n\n")
+    assert text == "" or text.startswith(
+        "same dataflow, same schedule: only the spelling differs\n\n"
+    )
 
 
 def test_other_ranks():
@@ -234,9 +265,14 @@ for i in all_gather.layers[0:3]:  # x3
 def test_a_layout_says_the_same_of_its_payloads():
     swapped = LAYOUT.replace("L.w1", "L.w0").replace("L.w2", "L.w1").replace("L.w0", "L.w2")
     words = diff(LAYOUT, swapped).partition("\n\n")[0].splitlines()
-    assert words[0] == "AG bucket layers[0..2]/layout: members in another order: w2.weight where w1.weight was"
+    assert (
+        words[0]
+        == "AG bucket layers[0..2]/layout: members in another order: w2.weight where w1.weight was"
+    )
     less = LAYOUT.replace("  L.w2.weight: at(16, bytes=16)\n", "")
-    assert diff(LAYOUT, less).startswith("AG bucket layers[0..2]/layout lost layers[0..2].w2.weight\n")
+    assert diff(LAYOUT, less).startswith(
+        "AG bucket layers[0..2]/layout lost layers[0..2].w2.weight\n"
+    )
 
 
 def test_what_else_changed_of_a_layout():

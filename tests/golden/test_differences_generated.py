@@ -18,7 +18,9 @@ from pytest_gtrainer.graphtext import GraphLine, diff, unfold
 pytestmark = pytest.mark.second_tier
 
 ROOT = Path(__file__).parents[2]
-TEXTS = sorted([*ROOT.glob("fixtures/graphs/*/*.fxgraph"), *ROOT.glob("golden/tests/passes/**/*.fxgraph")])
+TEXTS = sorted(
+    [*ROOT.glob("fixtures/graphs/*/*.fxgraph"), *ROOT.glob("golden/tests/passes/**/*.fxgraph")]
+)
 _NUMBERED = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -27,15 +29,23 @@ def text_of(records: Sequence[GraphLine]) -> str:
     lines = []
     for section, members in itertools.groupby(records, key=lambda record: record.section):
         if section:
-            lines.append(f"for i in {section}:" if _NUMBERED.fullmatch(section) else f"if {section}:")
+            lines.append(
+                f"for i in {section}:" if _NUMBERED.fullmatch(section) else f"if {section}:"
+            )
         for _, heading, text in members:
-            lines += [f"  with {heading}:", f"    {text}"] if heading else [f"  {text}" if section else text]
+            lines += (
+                [f"  with {heading}:", f"    {text}"]
+                if heading
+                else [f"  {text}" if section else text]
+            )
     return "\n".join(lines) + "\n"
 
 
 def small() -> list[tuple[GraphLine, ...]]:
     found = [unfold(path.read_text()) for path in TEXTS]
-    return [records for records in found if len(records) < 200 and unfold(text_of(records)) == records]
+    return [
+        records for records in found if len(records) < 200 and unfold(text_of(records)) == records
+    ]
 
 
 def dropped(draw: st.DrawFn, records: list[GraphLine]) -> None:

@@ -82,7 +82,10 @@ def shuffled(lines):
         pytest.param(lambda lines: lines[2000:] + lines[:2000], id="exchanged"),
         pytest.param(shuffled, id="shuffled"),
         pytest.param(lambda lines: [line + "!" for line in lines], id="all"),
-        pytest.param(lambda lines: [line + "!" if n % 3 else line for n, line in enumerate(lines)], id="a third"),
+        pytest.param(
+            lambda lines: [line + "!" if n % 3 else line for n, line in enumerate(lines)],
+            id="a third",
+        ),
         pytest.param(lambda lines: [f"line {n * 11 % 200}" for n in range(4000)], id="repeated"),
     ],
 )
@@ -96,9 +99,18 @@ def test_a_line_is_read_a_few_times_only(lines, change):
 
 def test_a_text_diff_is_unified():
     assert text_diff(["a", "b", "c"], ["a", "c", "d"]) == [
-        "--- golden", "+++ obtained", "@@ -1,3 +1,3 @@", " a", "-b", " c", "+d"
-    ]  # fmt: skip
-    assert text_diff(NUMBERED, [*NUMBERED[:3000], "new", *NUMBERED[3000:]])[2] == "@@ -2998,6 +2998,7 @@"
+        "--- golden",
+        "+++ obtained",
+        "@@ -1,3 +1,3 @@",
+        " a",
+        "-b",
+        " c",
+        "+d",
+    ]
+    assert (
+        text_diff(NUMBERED, [*NUMBERED[:3000], "new", *NUMBERED[3000:]])[2]
+        == "@@ -2998,6 +2998,7 @@"
+    )
 
 
 def test_it_is_bounded():
@@ -161,7 +173,9 @@ def test_sections_that_are_cut_otherwise():
 
 def test_one_operator_renumbers_names_that_are_not_shown():
     module = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    mul: f32[2] = aten.mul(I[0])\n"
-    old = module + "".join(f"    mul_{n + 1}: f32[2] = aten.mul(mul{f'_{n}' if n else ''}, {n})\n" for n in range(50))
+    old = module + "".join(
+        f"    mul_{n + 1}: f32[2] = aten.mul(mul{f'_{n}' if n else ''}, {n})\n" for n in range(50)
+    )
     new = module + "    mul_1: f32[2] = aten.mul(mul, 7.5)\n"
     new += "".join(f"    mul_{n + 2}: f32[2] = aten.mul(mul_{n + 1}, {n})\n" for n in range(50))
     words, _, lines = diff(old, new).partition("\n\n")

@@ -73,26 +73,42 @@ def test_without_prefetching():
         "same dataflow, other schedule (6 of 24 operators moved)",
         "launch of AG layers[1..3] moved behind the compute of layers[i-1]",
     ]
-    assert words(on_demand(), prefetched())[1:] == ["launch of AG layers[1..3] moved before the compute of layers[i-1]"]
+    assert words(on_demand(), prefetched())[1:] == [
+        "launch of AG layers[1..3] moved before the compute of layers[i-1]"
+    ]
 
 
 def test_launches_that_only_passed_the_wait():
     late = ["launch 0"]
     for layer in range(4):
-        late += [f"wait {layer}", *([f"launch {layer + 1}"] if layer < 3 else []), f"compute {layer}"]
-    assert words(late, prefetched())[1:] == ["launch of AG layers[1..3] moved before the wait of AG layers[i-1]"]
-    assert words(prefetched(), late)[1:] == ["launch of AG layers[1..3] moved behind the wait of AG layers[i-1]"]
+        late += [
+            f"wait {layer}",
+            *([f"launch {layer + 1}"] if layer < 3 else []),
+            f"compute {layer}",
+        ]
+    assert words(late, prefetched())[1:] == [
+        "launch of AG layers[1..3] moved before the wait of AG layers[i-1]"
+    ]
+    assert words(prefetched(), late)[1:] == [
+        "launch of AG layers[1..3] moved behind the wait of AG layers[i-1]"
+    ]
 
 
 def test_one_wait_moved():
     early = moved("wait 2", behind="wait 1")
-    assert words(prefetched(), early)[1:] == ["wait of AG layers.2 moved before the compute of layers.1"]
-    assert words(early, prefetched())[1:] == ["wait of AG layers.2 moved behind the compute of layers.1"]
+    assert words(prefetched(), early)[1:] == [
+        "wait of AG layers.2 moved before the compute of layers.1"
+    ]
+    assert words(early, prefetched())[1:] == [
+        "wait of AG layers.2 moved behind the compute of layers.1"
+    ]
 
 
 def test_collectives_are_told_before_compute():
     """However much compute has moved."""
-    backward = [f"if bwd:\n  with m{number}:\n    sin: f32[4, 4] = aten.sin(I.x)\n" for number in range(6)]
+    backward = [
+        f"if bwd:\n  with m{number}:\n    sin: f32[4, 4] = aten.sin(I.x)\n" for number in range(6)
+    ]
     old = schedule(*prefetched()).replace(OUT, "".join(backward) + OUT)
     new = schedule(*moved("wait 2", behind="wait 1")).replace(OUT, "".join(backward[::-1]) + OUT)
     said = diff(old, new).partition("\n\n")[0].splitlines()
@@ -104,8 +120,12 @@ def test_two_layers_were_passed():
     """The last of them is named."""
     steps = prefetched()
     steps.insert(1, steps.pop(steps.index("launch 3")))
-    assert words(steps, prefetched())[1:] == ["launch of AG layers.3 moved behind the compute of layers.1"]
-    assert words(prefetched(), steps)[1:] == ["launch of AG layers.3 moved before the compute of layers.0"]
+    assert words(steps, prefetched())[1:] == [
+        "launch of AG layers.3 moved behind the compute of layers.1"
+    ]
+    assert words(prefetched(), steps)[1:] == [
+        "launch of AG layers.3 moved before the compute of layers.0"
+    ]
 
 
 def test_collectives_of_one_module_are_numbered():
@@ -124,17 +144,33 @@ def test_only_a_part_of_a_layer_was_passed():
     whole = schedule(*moved("wait 2", behind="wait 1"))
     wait, relu = WAIT.format(layer="layers[2]"), "  with layers[1]:\n    relu"
     half = whole.replace(wait, "").replace(relu, wait + relu)
-    assert diff(whole, half).splitlines()[1] == "wait of AG layers.2 moved behind aten.mm in fwd layers.1.mlp"
-    assert diff(half, whole).splitlines()[1] == "wait of AG layers.2 moved before aten.mm in fwd layers.1.mlp"
+    assert (
+        diff(whole, half).splitlines()[1]
+        == "wait of AG layers.2 moved behind aten.mm in fwd layers.1.mlp"
+    )
+    assert (
+        diff(half, whole).splitlines()[1]
+        == "wait of AG layers.2 moved before aten.mm in fwd layers.1.mlp"
+    )
 
 
 def test_most_of_a_layer_was_passed():
     """The first operator of each layer stands before the launch that the rest of it was to hide."""
     ahead, late = (
-        [f"{step} {layer}" for layer in range(4) for step in ("norm", *steps, "wait", "compute", "tail")]
+        [
+            f"{step} {layer}"
+            for layer in range(4)
+            for step in ("norm", *steps, "wait", "compute", "tail")
+        ]
         for steps in (("launch next",), ("launch",))
     )
-    ahead = ["launch 0", *(step.replace("next 0", "1").replace("next 1", "2").replace("next 2", "3") for step in ahead)]
+    ahead = [
+        "launch 0",
+        *(
+            step.replace("next 0", "1").replace("next 1", "2").replace("next 2", "3")
+            for step in ahead
+        ),
+    ]
     said = words([step for step in ahead if "next" not in step], late)
     assert said[1] == "launch of AG layers[1..3] moved behind most of the compute of layers[i-1]"
 
@@ -145,9 +181,17 @@ def test_what_serves_a_collective_moves_with_it():
     view = "    view: bf16[4, 4] = aten.view(wait_tensor, [4, 4])\n"
     relu = "  with layers[0]:\n    relu"
     start, end = text.split("  with layers[0].mlp:", 1)
-    alone = start.replace(view, "") + "  with bucket(layers[0]):\n" + view + "  with layers[0].mlp:" + end
+    alone = (
+        start.replace(view, "")
+        + "  with bucket(layers[0]):\n"
+        + view
+        + "  with layers[0].mlp:"
+        + end
+    )
     assert diff(text, alone) == "", "the records are the same"
-    cast = "  with layers[1]:\n    _to_copy: bf16[2, 4] = aten._to_copy(P.layers[1].w, dtype=bf16)\n"
+    cast = (
+        "  with layers[1]:\n    _to_copy: bf16[2, 4] = aten._to_copy(P.layers[1].w, dtype=bf16)\n"
+    )
     early = text.replace(cast, "").replace("if fwd:\n", "if fwd:\n" + cast)
     assert diff(text, early).splitlines()[:2] == [
         "same dataflow, other schedule (1 of 24 operators moved)",
@@ -182,7 +226,10 @@ def test_reductions_of_the_backward():
     ]
     text = HEAD + "if bwd:\n" + "".join(f"  {line}" for line in lines)
     late = HEAD + "if bwd:\n" + "".join(f"  {lines[place]}" for place in (0, 1, 3, 2))
-    assert diff(text, late).splitlines()[1] == "wait of RS layers.1/bwd moved behind the compute of layers.0/bwd"
+    assert (
+        diff(text, late).splitlines()[1]
+        == "wait of RS layers.1/bwd moved behind the compute of layers.0/bwd"
+    )
 
 
 # -- orders that results depend on
@@ -239,7 +286,9 @@ def test_a_reader_of_something_else():
 
 
 def test_changes_in_place_in_another_order():
-    said = exchanged("mul_ = aten.mul_.Tensor(B.count, I[0])", "add_ = aten.add_.Tensor(B.count, I[0])")
+    said = exchanged(
+        "mul_ = aten.mul_.Tensor(B.count, I[0])", "add_ = aten.add_.Tensor(B.count, I[0])"
+    )
     assert said[1].startswith("results may differ: what reads count and aten.")
 
 
@@ -253,7 +302,11 @@ def test_a_reader_through_a_view():
 
 def test_readers_between_two_changes_may_change_places():
     """The twin: both read the same."""
-    said = exchanged("sin = aten.sin(B.count)", "cos = aten.cos(B.count)", "add_ = aten.add_.Tensor(B.count, I[0])")
+    said = exchanged(
+        "sin = aten.sin(B.count)",
+        "cos = aten.cos(B.count)",
+        "add_ = aten.add_.Tensor(B.count, I[0])",
+    )
     assert not any("results" in sentence for sentence in said)
 
 

@@ -50,16 +50,23 @@ def after(*changes: tuple[str, str]) -> list[str]:
 
 # -- whole modules
 
-SIX = TEXT.replace("[0:4]", "[0:6]").replace("[1:4]", "[1:6]").replace("layers[3].add", "layers[5].add")
+SIX = (
+    TEXT.replace("[0:4]", "[0:6]")
+    .replace("[1:4]", "[1:6]")
+    .replace("layers[3].add", "layers[5].add")
+)
 
 
 def test_what_a_new_layer_does_is_one_sentence_for_all_of_them():
     new = "new: layers[4, 5], with 1 parameter, 3 operators in fwd"
     assert words(TEXT, SIX) == [new]
-    assert words(SIX.replace("aten.relu", "aten.gelu"), TEXT) == [
-        new.replace("new", "gone"),
-        "fwd layers[0..3].mlp: lost aten.gelu, gained aten.relu",  # what else has changed is not hidden
-    ]
+    assert (
+        words(SIX.replace("aten.relu", "aten.gelu"), TEXT)
+        == [
+            new.replace("new", "gone"),
+            "fwd layers[0..3].mlp: lost aten.gelu, gained aten.relu",  # what else has changed is not hidden
+        ]
+    )
 
 
 def test_a_layer_that_was_there_is_not_new():
@@ -72,7 +79,9 @@ def test_a_layer_that_was_there_is_not_new():
 
 
 def test_operators_by_module_with_all_layers():
-    assert after(("aten.relu", "aten.gelu")) == ["fwd layers[0..3].mlp: lost aten.relu, gained aten.gelu"]
+    assert after(("aten.relu", "aten.gelu")) == [
+        "fwd layers[0..3].mlp: lost aten.relu, gained aten.gelu"
+    ]
 
 
 def test_what_holds_of_most_layers_is_said_first():
@@ -110,7 +119,9 @@ def test_collectives_are_counted():
 
 def test_a_dtype_is_told_where_it_comes_from():
     """What follows from it is only counted."""
-    assert after(("P.L.w: f32", "P.L.w: bf16")) == ["dtype of parameter layers[0..3].w: f32 became bf16"]
+    assert after(("P.L.w: f32", "P.L.w: bf16")) == [
+        "dtype of parameter layers[0..3].w: f32 became bf16"
+    ]
     all_bf16 = [(f"{name}: f32", f"{name}: bf16") for name in ("P.L.w", "mm", "relu")]
     assert after(*all_bf16) == [
         "dtype of parameter layers[0..3].w: f32 became bf16",
@@ -133,35 +144,45 @@ def test_a_cast_to_another_dtype_is_said_once():
 def test_a_shape_and_strides_are_no_dtype():
     expected = "type of aten.relu in fwd layers[0..3].mlp: f32[2, 4] became f32[2, 4][1, 2]"
     assert after(("relu: f32[2, 4]", "relu: f32[2, 4][1, 2]")) == [expected]
-    assert after(("I[1]: f32[2, 4]", "I[1]: f32[1, 4]")) == ["type of input 1: f32[2, 4] became f32[1, 4]"]
+    assert after(("I[1]: f32[2, 4]", "I[1]: f32[1, 4]")) == [
+        "type of input 1: f32[2, 4] became f32[1, 4]"
+    ]
 
 
 # -- literals and operands
 
 
 def test_a_literal():
-    expected = "arguments of aten.add.Tensor in fwd layers[0..3]: ·, ·, alpha=1 became ·, ·, alpha=2"
+    expected = (
+        "arguments of aten.add.Tensor in fwd layers[0..3]: ·, ·, alpha=1 became ·, ·, alpha=2"
+    )
     assert after(("alpha=1", "alpha=2")) == [expected]
 
 
 def test_an_item_is_a_literal():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
     sin = "    sin: f32[1] = aten.sin(topk[0])\n"
-    assert words(text + sin, text + sin.replace("[0]", "[1]")) == ["arguments of aten.sin in fwd m: ·[0] became ·[1]"]
+    assert words(text + sin, text + sin.replace("[0]", "[1]")) == [
+        "arguments of aten.sin in fwd m: ·[0] became ·[1]"
+    ]
 
 
 def test_items_in_another_order():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
     add = "    add: f32[1] = aten.add.Tensor({})\n"
     told = words(text + add.format("topk[0], topk[1]"), text + add.format("topk[1], topk[0]"))
-    assert told == ["arguments of aten.add.Tensor in fwd m are in another order: ·[0], ·[1] became ·[1], ·[0]"]
+    assert told == [
+        "arguments of aten.add.Tensor in fwd m are in another order: ·[0], ·[1] became ·[1], ·[0]"
+    ]
 
 
 def test_an_item_of_what_was_lost_is_not_told():
     """The reader of one output of the operand that was lost: the loss says it."""
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    split: [f32[1], f32[1]] = aten.split(I[0], 1)\n"
     copied = "    clone: f32[1] = aten.clone(split[0])\n    sin: f32[1] = aten.sin(clone)\n"
-    assert words(text + copied, text + "    sin: f32[1] = aten.sin(split[0])\n") == ["fwd m: lost aten.clone"]
+    assert words(text + copied, text + "    sin: f32[1] = aten.sin(split[0])\n") == [
+        "fwd m: lost aten.clone"
+    ]
 
 
 def test_a_literal_beside_an_operand_that_was_lost():
@@ -181,23 +202,42 @@ def test_an_operand_is_another_value():
 
 @pytest.mark.parametrize(
     ("operands", "others"),
-    [("cos, sin, sin", ""), ("cos, tan, sin", " (and 1 more operand)"), ("cos, tan, cos", " (and 2 more operands)")],
+    [
+        ("cos, sin, sin", ""),
+        ("cos, tan, sin", " (and 1 more operand)"),
+        ("cos, tan, cos", " (and 2 more operands)"),
+    ],
 )
 def test_of_several_operands_that_are_others_the_first_is_told(operands, others):
-    lines = ["exp = aten.exp(I[0])", "sin = aten.sin(I[1])", "cos = aten.cos(I[0])", "tan = aten.tan(I[1])"]
-    old, new = (module(*lines, f"add = aten.addcmul({read})") for read in ("exp, sin, sin", operands))
-    assert words(old, new) == [f"aten.addcmul in fwd m reads m.cos instead of m.exp as operand 1{others}"]
+    lines = [
+        "exp = aten.exp(I[0])",
+        "sin = aten.sin(I[1])",
+        "cos = aten.cos(I[0])",
+        "tan = aten.tan(I[1])",
+    ]
+    old, new = (
+        module(*lines, f"add = aten.addcmul({read})") for read in ("exp, sin, sin", operands)
+    )
+    assert words(old, new) == [
+        f"aten.addcmul in fwd m reads m.cos instead of m.exp as operand 1{others}"
+    ]
 
 
 def test_operands_that_are_others_are_counted_before_they_are_in_another_order():
     lines = ["exp = aten.exp(I[0])", "sin = aten.sin(I[1])"]
-    old, new = (module(*lines, f"cat = aten.cat([{read}])") for read in ("exp, exp, sin", "sin, sin, exp"))
-    assert words(old, new) == ["aten.cat in fwd m reads m.sin instead of m.exp as operand 1 (and 2 more operands)"]
+    old, new = (
+        module(*lines, f"cat = aten.cat([{read}])") for read in ("exp, exp, sin", "sin, sin, exp")
+    )
+    assert words(old, new) == [
+        "aten.cat in fwd m reads m.sin instead of m.exp as operand 1 (and 2 more operands)"
+    ]
 
 
 def test_a_size_of_the_data_is_another_one():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
-    first, second = (f"    view: f32[2, 2] = aten.view(I[0], [sym({symbol}), -1])\n" for symbol in ("u0", "u1"))
+    first, second = (
+        f"    view: f32[2, 2] = aten.view(I[0], [sym({symbol}), -1])\n" for symbol in ("u0", "u1")
+    )
     said = ["aten.view in fwd m reads size 1 of m.pair instead of size 0 of m.pair as operand 2"]
     assert words(text + first, text + second) == said
 
@@ -231,8 +271,12 @@ def module(*lines: str) -> str:
 
 def test_exchanged_lines_are_told_as_such():
     """The twin: names are counted in the order of the lines, so both lines have the name of the other."""
-    old = module("mul = aten.mul(I[0], 2)", "mul_1 = aten.mul(I[1], 2)", "add = aten.add(mul, mul_1)")
-    new = module("mul = aten.mul(I[1], 2)", "mul_1 = aten.mul(I[0], 2)", "add = aten.add(mul_1, mul)")
+    old = module(
+        "mul = aten.mul(I[0], 2)", "mul_1 = aten.mul(I[1], 2)", "add = aten.add(mul, mul_1)"
+    )
+    new = module(
+        "mul = aten.mul(I[1], 2)", "mul_1 = aten.mul(I[0], 2)", "add = aten.add(mul_1, mul)"
+    )
     assert diff(old, new).partition("\n\n")[0].splitlines() == [
         "same dataflow, other schedule (1 of 3 operators moved)",
         "m.mul moved behind m.mul_1",
@@ -242,7 +286,9 @@ def test_exchanged_lines_are_told_as_such():
 def test_values_are_told_apart_by_what_they_are_computed_from():
     """Also where something before them has changed: no operand is another one here."""
     old = module("exp = aten.exp(I[0])", "mul = aten.mul(exp, I[0])", "mul_1 = aten.mul(exp, I[1])")
-    new = module("expm1 = aten.expm1(I[0])", "mul = aten.mul(expm1, I[1])", "mul_1 = aten.mul(expm1, I[0])")
+    new = module(
+        "expm1 = aten.expm1(I[0])", "mul = aten.mul(expm1, I[1])", "mul_1 = aten.mul(expm1, I[0])"
+    )
     assert words(old, new) == [
         "fwd m: lost aten.exp, gained aten.expm1",
         "m.mul moved behind m.mul_1",
@@ -257,9 +303,17 @@ def test_values_are_told_apart_by_the_operators_that_they_are_computed_from():
         "mul = aten.mul(sin, 2)",
         "mul_1 = aten.mul(cos, 2)",
     )
-    new = module("expm1 = aten.expm1(I[0])", "sin = aten.sin(expm1)", "cos = aten.cos(expm1)",
-                 "mul = aten.mul(cos, 2)", "mul_1 = aten.mul(sin, 2)")  # fmt: skip
-    assert words(old, new) == ["fwd m: lost aten.exp, gained aten.expm1", "m.mul moved behind m.mul_1"]
+    new = module(
+        "expm1 = aten.expm1(I[0])",
+        "sin = aten.sin(expm1)",
+        "cos = aten.cos(expm1)",
+        "mul = aten.mul(cos, 2)",
+        "mul_1 = aten.mul(sin, 2)",
+    )
+    assert words(old, new) == [
+        "fwd m: lost aten.exp, gained aten.expm1",
+        "m.mul moved behind m.mul_1",
+    ]
 
 
 # -- modules and tags
@@ -270,15 +324,20 @@ def test_values_are_told_apart_by_the_operators_that_they_are_computed_from():
     [
         ("", " | must_save", "none became must_save"),
         (" | must_save", " | prefer_recompute", "must_save became prefer_recompute"),
-        (" | unowned | custom(stage=1)", " | unowned | custom(stage=2)",
-         "unowned | custom(stage=1) became unowned | custom(stage=2)"),
+        (
+            " | unowned | custom(stage=1)",
+            " | unowned | custom(stage=2)",
+            "unowned | custom(stage=1) became unowned | custom(stage=2)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_tags(old, new, said):
     sides = [TEXT.replace("mm: f32[2, 4]", f"mm: f32[2, 4]{tag}") for tag in (old, new)]
     assert words(*sides) == [f"tags of aten.mm in fwd layers[0..3].mlp: {said}"]
     verdict = diff(*sides).splitlines()[0]
-    assert verdict == "same dataflow, same schedule, other modules, buckets or tags", "and not the spelling alone"
+    assert verdict == "same dataflow, same schedule, other modules, buckets or tags", (
+        "and not the spelling alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,12 +357,21 @@ def test_the_lines_of_what_has_changed_are_shown(old, new):
     text = diff(TEXT, TEXT.replace(old, new).replace(*beside)).partition("\n\n")[2]
     assert "+I[2]: f32[2, 4]" in text
     for sign, part in (("-", old), ("+", new)):
-        assert any(line.startswith(sign) and part in line for line in text.splitlines()), f"no {sign}{part} in {text}"
+        assert any(line.startswith(sign) and part in line for line in text.splitlines()), (
+            f"no {sign}{part} in {text}"
+        )
 
 
 def test_of_many_sentences_the_weightiest_are_said_and_the_others_counted():
-    remarks = [Remark(Weight.REST, f"rest {n}") for n in range(9)] + [Remark(Weight.DTYPE, "a dtype")]
-    assert sentences(remarks, limit=4) == ["a dtype", "rest 0", "rest 1", "… and 7 more such differences"]
+    remarks = [Remark(Weight.REST, f"rest {n}") for n in range(9)] + [
+        Remark(Weight.DTYPE, "a dtype")
+    ]
+    assert sentences(remarks, limit=4) == [
+        "a dtype",
+        "rest 0",
+        "rest 1",
+        "… and 7 more such differences",
+    ]
     assert len(sentences(remarks, limit=10)) == 10
 
 
@@ -311,7 +379,9 @@ def test_payloads_that_are_issued_in_another_order():
     """Of a layout: each has its members, in their order."""
     lines = [f"  payload(fsdp, f32, fwd, bytes=8)\n  {name}: at(0, bytes=8)\n" for name in "abc"]
     head = "fsdp = group(range(0, 2))\nif all_gather:\n"
-    said = diff(head + "".join(lines), head + "".join([lines[1], lines[0], lines[2]])).partition("\n\n")[0]
+    said = diff(head + "".join(lines), head + "".join([lines[1], lines[0], lines[2]])).partition(
+        "\n\n"
+    )[0]
     assert "payloads are issued in another order" in said.splitlines()
     fewer = diff(head + "".join(lines), head + "".join(lines[:2])).partition("\n\n")[0]
     assert "another order" not in fewer, "one that is lost moves none"
@@ -327,14 +397,18 @@ def test_values_belong_to_another_module():
 
 def test_values_of_the_forward_went_to_the_backward():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    sin: f32[2] = aten.sin(I[0])\n"
-    assert words(text, text.replace("if fwd", "if bwd")) == ["aten.sin of fwd m belongs to bwd m now"]
+    assert words(text, text.replace("if fwd", "if bwd")) == [
+        "aten.sin of fwd m belongs to bwd m now"
+    ]
 
 
 # -- inputs, outputs, definitions
 
 
 def test_inputs():
-    assert after(("  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n")) == ["gained input 2"]
+    assert after(("  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n")) == [
+        "gained input 2"
+    ]
     weights = "for i in P.layers[0:4]:\n  P.L.w: f32[4, 4]\n"
     assert after((weights, weights + "  P.L.b: f32[4]\n")) == ["gained parameter layers[0..3].b"]
     assert after(("if P:\n  P.embed.weight: f32[8, 4]\n", "")) == ["lost parameter embed.weight"]
@@ -362,15 +436,21 @@ def test_outputs():
 def test_an_output_that_is_defined_at_the_head(one, other):
     head = "fsdp = group(range(0, 2))\ntp = group(range(0, 4))\ns0 = size(16)\ns1 = size(24)\n"
     text = head + f"if I:\n  I[0]: f32[s0, s1]\nif out:\n  n = {one}\n  x = I[0]\n"
-    assert words(text, text.replace(f"n = {one}", f"n = {other}")) == [f"output n is {other} instead of {one}"]
+    assert words(text, text.replace(f"n = {one}", f"n = {other}")) == [
+        f"output n is {other} instead of {one}"
+    ]
 
 
 def test_many_outputs_that_are_others_are_said_once():
     lines = "".join(f"    x{n}: f32[2] = aten.op{n}()\n" for n in range(10))
-    text = f"if fwd:\n  with m:\n{lines}if out:\n" + "".join(f"  out{n} = fwd.m.x{n}\n" for n in range(10))
+    text = f"if fwd:\n  with m:\n{lines}if out:\n" + "".join(
+        f"  out{n} = fwd.m.x{n}\n" for n in range(10)
+    )
     other = text
     for number in range(0, 10, 2):
-        other = other.replace(f"out{number} = fwd.m.x{number}", f"out{number} = fwd.m.x{number + 1}")
+        other = other.replace(
+            f"out{number} = fwd.m.x{number}", f"out{number} = fwd.m.x{number + 1}"
+        )
     assert words(text, other) == ["output out0 is m.x1 instead of m.x0 (and 4 more like this)"]
 
 
@@ -382,7 +462,10 @@ def test_definitions():
 
 def test_what_changed_inside_of_a_body():
     body = "def cond_graph_0():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n    sin: f32[2] = aten.sin(A[0])\n"
-    text = body + "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    cond: f32[2] = hop.cond(I[0], cond_graph_0)\n"
+    text = (
+        body
+        + "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    cond: f32[2] = hop.cond(I[0], cond_graph_0)\n"
+    )
     assert words(text, text.replace("aten.sin", "aten.cos")) == [
         "in cond_graph_0: the dataflow differs, first at aten.cos in fwd _",
         "in cond_graph_0: fwd _: lost aten.sin, gained aten.cos",

@@ -22,12 +22,16 @@ def test_any_parameter_gives_a_safe_name(parameter):
     assert path.suffix == ".fxgraph"
     for part in path.parts:
         assert len(part) < 200
-        assert set(part) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,=+-~")
+        assert set(part) <= set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,=+-~"
+        )
 
 
 def test_parameters_much_alike_have_own_files():
     alike = [*ODD, "a_b", "linear", "LINEAR", "x" * 299, "x" * 80, "_", "end", "a:b?*"]
-    paths = {str(naming.golden_path(f"{NODE}[{parameter}]", None, "text")).lower() for parameter in alike}
+    paths = {
+        str(naming.golden_path(f"{NODE}[{parameter}]", None, "text")).lower() for parameter in alike
+    }
     assert len(paths) == len(alike), "two parameters share a file where file systems ignore case"
 
 
@@ -42,13 +46,31 @@ def test_the_group_that_xdist_appends_to_a_test_does_not_count():
 GRAPH = "# gtrainer graph v2\nif fwd:\n  with norm:\n    a: f32[2] = aten.a()\n"
 
 
-@pytest.mark.parametrize(("golden", "sentence"), [
-    (GRAPH.replace("if", "<<<<<<< ours\nif"), "the golden has merge conflict marks at line 2: resolve *"),
-    (GRAPH.replace("v2", "v7"), "the golden has format v7 and this pytest-gtrainer reads v2: *, so upgrade"),
-    (GRAPH.replace("v2", "v1"), "the golden has the old format v1, *: remake it with --gt-update-goldens, at a *"),
-    ("if fwd:\n  a: f32[2] = aten.a()\n", "the golden does not begin with `# gtrainer graph v2`: *"),
-    (GRAPH.replace("if fwd", "if x:\n  x\nfor x"), "the golden is not graph text: line 4: expected `for *"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("golden", "sentence"),
+    [
+        (
+            GRAPH.replace("if", "<<<<<<< ours\nif"),
+            "the golden has merge conflict marks at line 2: resolve *",
+        ),
+        (
+            GRAPH.replace("v2", "v7"),
+            "the golden has format v7 and this pytest-gtrainer reads v2: *, so upgrade",
+        ),
+        (
+            GRAPH.replace("v2", "v1"),
+            "the golden has the old format v1, *: remake it with --gt-update-goldens, at a *",
+        ),
+        (
+            "if fwd:\n  a: f32[2] = aten.a()\n",
+            "the golden does not begin with `# gtrainer graph v2`: *",
+        ),
+        (
+            GRAPH.replace("if fwd", "if x:\n  x\nfor x"),
+            "the golden is not graph text: line 4: expected `for *",
+        ),
+    ],
+)
 def test_a_damaged_graph_is_one_sentence(golden, sentence):
     from fnmatch import fnmatch
 

@@ -40,7 +40,9 @@ def test_a_graph_has_a_header_and_a_difference_in_words(run_here, goldens, monke
     assert lines[2:4] == [f"# torch: {torch.__version__}", remake]
     monkeypatch.setenv("CHANGED", "1")
     result = run_here(None)
-    result.stdout.fnmatch_lines(["*test_graph.fxgraph differs", "*fwd _: lost aten.sin, gained aten.cos"])
+    result.stdout.fnmatch_lines(
+        ["*test_graph.fxgraph differs", "*fwd _: lost aten.sin, gained aten.cos"]
+    )
     result.stdout.no_fnmatch_line("*made with torch*")
 
 
@@ -67,7 +69,9 @@ def test_graph(gt_mesh, gt_golden):
 def test_a_difference_says_in_which_world_the_golden_was_made(run_here, monkeypatch):
     run_here(WORLD, "--gt-update-goldens").assert_outcomes(passed=1)
     monkeypatch.setenv("CHANGED", "3")
-    run_here(None).stdout.fnmatch_lines(["*made in fake, 2 ranks, rank 0; this is fake, 3 ranks, rank 0"])
+    run_here(None).stdout.fnmatch_lines(
+        ["*made in fake, 2 ranks, rank 0; this is fake, 3 ranks, rank 0"]
+    )
 
 
 def test_of_a_partial_view_the_whole_graph_is_kept_too(run_here, pytester, monkeypatch):
@@ -76,8 +80,11 @@ def test_of_a_partial_view_the_whole_graph_is_kept_too(run_here, pytester, monke
     run_here(None, "--gt-artifacts=out").assert_outcomes(failed=1)
     folder = pytester.path / "out/test_it/test_graph"
     assert {file.name for file in folder.iterdir()} == {
-        "obtained.fxgraph", "golden.fxgraph", "graph.fxgraph", "difference.diff",
-    }  # fmt: skip
+        "obtained.fxgraph",
+        "golden.fxgraph",
+        "graph.fxgraph",
+        "difference.diff",
+    }
     assert "# view: schedule\n" in (folder / "obtained.fxgraph").read_text()
     whole = (folder / "graph.fxgraph").read_text()
     assert "# view:" not in whole
@@ -110,7 +117,9 @@ def test_a_layout_tells_who_sits_where(run_here, goldens, monkeypatch):
 
 def test_a_view_is_of_a_graph(run_here):
     result = run_here("def test_a(gt_golden): gt_golden.check('text', view='schedule')")
-    result.stdout.fnmatch_lines(["*TypeError: view='schedule' says how much of a graph to show, and this is of str"])
+    result.stdout.fnmatch_lines(
+        ["*TypeError: view='schedule' says how much of a graph to show, and this is of str"]
+    )
 
 
 UNFAITHFUL = """
@@ -146,7 +155,9 @@ def test_a_text_that_would_not_be_read_back_is_not_written(run_here, goldens):
     result = run_here(UNFAITHFUL, "--gt-update-goldens")
     result.assert_outcomes(passed=2, failed=1)
     assert list(goldens()) == ["test_it/test_graph-plain.fxgraph"]
-    result.stdout.fnmatch_lines(["*restless.fxgraph was not written: it would be read back as another graph: line *"])
+    result.stdout.fnmatch_lines(
+        ["*restless.fxgraph was not written: it would be read back as another graph: line *"]
+    )
 
 
 DYNAMIC = '''
@@ -170,8 +181,12 @@ def test_it(gt_golden):
 '''
 
 
-@pytest.mark.parametrize(("sizes", "outcome"), [("symbols", "passed"), ("both", "failed"), ("examples", "failed")])
-def test_one_golden_serves_two_batches_where_sizes_are_symbols(run_here, monkeypatch, sizes, outcome):
+@pytest.mark.parametrize(
+    ("sizes", "outcome"), [("symbols", "passed"), ("both", "failed"), ("examples", "failed")]
+)
+def test_one_golden_serves_two_batches_where_sizes_are_symbols(
+    run_here, monkeypatch, sizes, outcome
+):
     """The twin: with their examples it does not."""
     monkeypatch.setenv("SIZES", sizes)
     monkeypatch.setenv("BATCH", "16")

@@ -33,7 +33,10 @@ def extra_of(name: str) -> str:
 def reducing_in(group: str) -> fx.GraphModule:
     gm = small_graph(lambda x: x.relu(), torch.zeros(4))
     (relu,) = [node for node in gm.graph.nodes if node.op == "call_function"]
-    relu.target, relu.args = torch.ops._c10d_functional.all_reduce.default, (relu.args[0], "sum", group)
+    relu.target, relu.args = (
+        torch.ops._c10d_functional.all_reduce.default,
+        (relu.args[0], "sum", group),
+    )
     return gm
 
 
@@ -48,7 +51,9 @@ def test_a_golden_refuses_a_group_that_does_not_exist_here(gt_golden):
         stale = reducing_in(NAMES["0"])
         assert "group(None)" in graphtext.render(stale)
         for view in ("full", "schedule"):
-            with pytest.raises(UntoldGroup, match=r"all_reduce.* process group '.*outlived the world"):
+            with pytest.raises(
+                UntoldGroup, match=r"all_reduce.* process group '.*outlived the world"
+            ):
                 gt_golden.check(stale, view, view=view)
     NAMES.clear()
 
@@ -67,6 +72,9 @@ def test_the_end_of_a_world_empties_tables_of_groups():
 
 def test_what_the_end_of_a_world_cannot_empty_is_named(monkeypatch):
     module = sys.modules[__name__]
-    told = pytest.warns(UserWarning, match=r"test_groups_of_ended_worlds\.KEPT still holds a process group of a world")
+    told = pytest.warns(
+        UserWarning,
+        match=r"test_groups_of_ended_worlds\.KEPT still holds a process group of a world",
+    )
     with told, fake_world(make_spec("fake", size=2)):
         monkeypatch.setattr(module, "KEPT", (dist.new_group([0, 1]),), raising=False)

@@ -28,12 +28,30 @@ ALL = ("dp", ["range(0, 4)"] * 4)
 PAIRS = ("tp", ["range(0, 2)", "range(0, 2)", "range(2, 4)", "range(2, 4)"])
 STRIDED = ("dp", ["range(0, 4, 2)", "range(1, 5, 2)", "range(0, 4, 2)", "range(1, 5, 2)"])
 WRONG = {
-    "paired with 1 for 2": (["[0, 1]", "[0, 1]", "[2, 3]", "[1, 3]"], r"rank 2 has \[2, 3\], .* rank 3 has \[1, 3\]"),
-    "in no group": (["[0, 1]", "[0, 1]", "[0, 1]", "[0, 1]"], r"rank 2 has \[0, 1\], which does not hold rank 2"),
-    "other size": (["[0, 1]", "[0, 1]", "[2, 3]", "[3]"], r"rank 2 has \[2, 3\], .* rank 3 has \[3\]"),
-    "other order": (["[0, 1]", "[1, 0]", "[2, 3]", "[2, 3]"], r"rank 0 has \[0, 1\], .* rank 1 has \[1, 0\]"),
-    "beyond the world": (["[0, 1]", "[0, 1]", "[2, 7]", "[3]"], r"its member rank 7 names no group"),
-    "twice": (["[0, 1]", "[0, 1]", "[2, 2]", "[3]"], r"rank 2 has \[2, 2\], which holds a rank twice"),
+    "paired with 1 for 2": (
+        ["[0, 1]", "[0, 1]", "[2, 3]", "[1, 3]"],
+        r"rank 2 has \[2, 3\], .* rank 3 has \[1, 3\]",
+    ),
+    "in no group": (
+        ["[0, 1]", "[0, 1]", "[0, 1]", "[0, 1]"],
+        r"rank 2 has \[0, 1\], which does not hold rank 2",
+    ),
+    "other size": (
+        ["[0, 1]", "[0, 1]", "[2, 3]", "[3]"],
+        r"rank 2 has \[2, 3\], .* rank 3 has \[3\]",
+    ),
+    "other order": (
+        ["[0, 1]", "[1, 0]", "[2, 3]", "[2, 3]"],
+        r"rank 0 has \[0, 1\], .* rank 1 has \[1, 0\]",
+    ),
+    "beyond the world": (
+        ["[0, 1]", "[0, 1]", "[2, 7]", "[3]"],
+        r"its member rank 7 names no group",
+    ),
+    "twice": (
+        ["[0, 1]", "[0, 1]", "[2, 2]", "[3]"],
+        r"rank 2 has \[2, 2\], which holds a rank twice",
+    ),
 }
 
 
@@ -54,7 +72,10 @@ UNTOLD = {
     "regular": ((ALL, PAIRS, STRIDED), None),
     "uneven": ((("ep", ["range(0, 3)"] * 3 + ["[3]"]),), "ep = [0, 1, 2] [3]"),
     "all reversed": ((("dp", ["[3, 2, 1, 0]"] * 4),), "dp = [3, 2, 1, 0]"),
-    "not a mesh's": ((("tp", ["[0, 1]"] * 2 + ["[2, 4]", "[3, 5]"] * 2),), "tp = [0, 1] [2, 4] [3, 5]"),
+    "not a mesh's": (
+        (("tp", ["[0, 1]"] * 2 + ["[2, 4]", "[3, 5]"] * 2),),
+        "tp = [0, 1] [2, 4] [3, 5]",
+    ),
     "a second one": ((ALL, ("ep", ["[0, 3]", "[1, 2]", "[1, 2]", "[0, 3]"])), "ep = [0, 3] [1, 2]"),
     "of no ranks": ((("lost", ["None"] * 4),), None),
 }
@@ -75,14 +96,17 @@ def test_a_golden_shows_the_groups_of_all_ranks_where_the_first_does_not_tell_th
 def test_a_golden_with_other_groups_differs():
     """V4: the first rank's group is the same, and so is the text below the header."""
     straight = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 4]", "[3, 5]"] * 2))).text
-    crossed = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 5]", "[3, 4]", "[3, 4]", "[2, 5]"]))).text
+    crossed = showing_groups(
+        claims(("tp", ["[0, 1]"] * 2 + ["[2, 5]", "[3, 4]", "[3, 4]", "[2, 5]"]))
+    ).text
     told = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 3]"] * 2 + ["[4, 5]"] * 2))).text
     assert judge("graph", straight, straight).outcome == "equal"
     assert "the golden has tp = [0, 1] [2, 4] [3, 5], obtained tp = [0, 1] [2, 5] [3, 4]" in (
         judge("graph", straight, crossed).reasons
     )
-    assert "the golden has those that the first rank's group tells, obtained tp = [0, 1] [2, 4] [3, 5]" in (
-        judge("graph", told, straight).reasons
+    assert (
+        "the golden has those that the first rank's group tells, obtained tp = [0, 1] [2, 4] [3, 5]"
+        in (judge("graph", told, straight).reasons)
     )
 
 

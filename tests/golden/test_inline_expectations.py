@@ -38,7 +38,9 @@ def source(pytester) -> Callable[..., str]:
     return lambda name="test_it.py": (pytester.path / name).read_text()
 
 
-PLAIN = HEAD + '''
+PLAIN = (
+    HEAD
+    + '''
 def test_function():
     same("one\\ntwo\\n", """""")
     same("met", """met""")
@@ -57,20 +59,28 @@ expected = expecttest.Expect("""zero""")
 def test_expect():
     expected.assert_expected("five")
 '''
+)
 
 
 def test_one_run_accepts_all_as_expecttest_itself_would(run, run_file, pytester, source):
     result = run_file(PLAIN, UPDATE)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["inline    2 created, 3 updated"])
-    assert [path.name for path in pytester.path.iterdir() if path.suffix in (".py", ".bak", ".tmp")] == ["test_it.py"]
+    assert [
+        path.name for path in pytester.path.iterdir() if path.suffix in (".py", ".bak", ".tmp")
+    ] == ["test_it.py"]
     ours = source()
     (pytester.path / "test_it.py").write_text(PLAIN)
     pytester._monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
     pytester.runpytest_subprocess("-p", "no:gtrainer").assert_outcomes(passed=3)
     assert ours == source()
     assert ours.count('"""four"""') == 0
-    assert ours.count("'''four'''") == ours.count('"""\\\none\ntwo\n"""') == ours.count("'TEMP'\"\"\"") == 1
+    assert (
+        ours.count("'''four'''")
+        == ours.count('"""\\\none\ntwo\n"""')
+        == ours.count('\'TEMP\'"""')
+        == 1
+    )
     pytester._monkeypatch.delenv("EXPECTTEST_ACCEPT")
     run(None).assert_outcomes(passed=3)
 
@@ -79,13 +89,21 @@ def test_without_the_flag_a_mismatch_fails_with_the_command_for_its_test(run, ru
     text = PLAIN + "def test_other():\n    same('x', 'x')\n    assert 'x' == 'y'\n"
     result = run_file(text, "--gt-gpus=4")
     result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines([
-        "*Mismatch between actual and expect strings:*", "*- inline expectation -*", "to accept what was obtained:",
-        "  pytest test_it.py::test_function --gt-gpus=4 --gt-update-goldens",
-        "*AssertionError: 'zero\\nzero\\n' != 'four'*", "*- inline expectation -*", "to accept what was obtained:",
-        "  pytest test_it.py::TestCase::test_method --gt-gpus=4 --gt-update-goldens",
-    ])  # fmt: skip
-    assert result.stdout.lines.count("to accept what was obtained:") == 3, "not for the failure of test_other"
+    result.stdout.fnmatch_lines(
+        [
+            "*Mismatch between actual and expect strings:*",
+            "*- inline expectation -*",
+            "to accept what was obtained:",
+            "  pytest test_it.py::test_function --gt-gpus=4 --gt-update-goldens",
+            "*AssertionError: 'zero\\nzero\\n' != 'four'*",
+            "*- inline expectation -*",
+            "to accept what was obtained:",
+            "  pytest test_it.py::TestCase::test_method --gt-gpus=4 --gt-update-goldens",
+        ]
+    )
+    assert result.stdout.lines.count("to accept what was obtained:") == 3, (
+        "not for the failure of test_other"
+    )
     assert source() == text
     result.stdout.no_fnmatch_line("inline *")
 
@@ -93,11 +111,15 @@ def test_without_the_flag_a_mismatch_fails_with_the_command_for_its_test(run, ru
 def test_the_flag_that_creates_leaves_what_is_expected_already(run_file, source):
     result = run_file(PARAMETERS, "--gt-create-goldens")
     result.assert_outcomes(passed=5, failed=2, errors=1)
-    result.stdout.fnmatch_lines(["*test_it.py:14: one inline expectation, but*", "inline    1 created"])
+    result.stdout.fnmatch_lines(
+        ["*test_it.py:14: one inline expectation, but*", "inline    1 created"]
+    )
     assert source() == PARAMETERS.replace('"new", """"""', '"new", """new"""')
 
 
-NOT_PASSED = HEAD + '''
+NOT_PASSED = (
+    HEAD
+    + '''
 @pytest.fixture
 def broken():
     yield
@@ -113,6 +135,7 @@ def test_golden(gt_golden):
     gt_golden.check("text")
 def test_passed(): same("new", """new""")
 '''
+)
 
 
 def test_a_test_that_does_not_pass_updates_nothing(run, run_file, pytester, source):
@@ -121,7 +144,9 @@ def test_a_test_that_does_not_pass_updates_nothing(run, run_file, pytester, sour
     assert source() == NOT_PASSED
 
 
-PARAMETERS = HEAD + '''
+PARAMETERS = (
+    HEAD
+    + '''
 @pytest.mark.parametrize("x", [1, 2, 3])
 def test_alike(x):
     same("new", """""")
@@ -134,19 +159,26 @@ def test_loop():
     for x in "ab":
         same(x, """""")
 '''
+)
 
 
 def test_one_expectation_of_several_tests_is_accepted_once_if_all_agree(run, run_file, source):
     result = run_file(PARAMETERS, UPDATE)
     result.assert_outcomes(passed=7, errors=2)
     problem = "one inline expectation, but different texts, so none is accepted: give each its own"
-    result.stdout.fnmatch_lines([
-        "*ERROR at teardown of test_unlike[[]1] *", f"test_it.py:10: {problem}",
-        "  test_it.py::test_unlike[[]1[]]: '1'", "  test_it.py::test_unlike[[]2[]]: '2'",
-        "*ERROR at teardown of test_loop *", f"test_it.py:14: {problem}",
-        "  test_it.py::test_loop: 'a'", "  test_it.py::test_loop: 'b'",
-        "inline    1 created",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_unlike[[]1] *",
+            f"test_it.py:10: {problem}",
+            "  test_it.py::test_unlike[[]1[]]: '1'",
+            "  test_it.py::test_unlike[[]2[]]: '2'",
+            "*ERROR at teardown of test_loop *",
+            f"test_it.py:14: {problem}",
+            "  test_it.py::test_loop: 'a'",
+            "  test_it.py::test_loop: 'b'",
+            "inline    1 created",
+        ]
+    )
     assert source() == PARAMETERS.replace('"new", """"""', '"new", """new"""')
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
@@ -154,7 +186,8 @@ def test_one_expectation_of_several_tests_is_accepted_once_if_all_agree(run, run
 def many(spelled: Callable[[int], str]) -> str:
     """Expectations of many heights, whose order in the file is not that of the tests."""
     return HEAD + "".join(
-        f"def test_{n * 7 % 10}():\n    same('new' + '\\n' * {n % 3}, '''{spelled(n)}''')\n" for n in range(10)
+        f"def test_{n * 7 % 10}():\n    same('new' + '\\n' * {n % 3}, '''{spelled(n)}''')\n"
+        for n in range(10)
     )
 
 
@@ -172,7 +205,9 @@ def test_workers_send_their_expectations_and_one_process_writes(run, run_file, p
     run(None).assert_outcomes(passed=20)
 
 
-CRASH = HEAD + '''
+CRASH = (
+    HEAD
+    + '''
 def test_1(): same("new", """old 1""")
 def test_2(): same("new", """old 2""")
 def test_3():
@@ -180,6 +215,7 @@ def test_3():
     os._exit(1)
 def test_4(): same("new", """old 4""")
 '''
+)
 
 
 def test_what_passed_before_a_worker_crashed_is_not_lost(run, run_file, source):
@@ -192,11 +228,15 @@ def test_what_passed_before_a_worker_crashed_is_not_lost(run, run_file, source):
     assert source() == expected
 
 
-@pytest.mark.parametrize(("ending", "options"), [
-    ("assert False", ["-x"]),
-    ("raise KeyboardInterrupt", []),
-    ("request.addfinalizer(interrupted)", []),
-], ids=["-x", "an interrupt", "an interrupt of the teardown"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [
+        ("assert False", ["-x"]),
+        ("raise KeyboardInterrupt", []),
+        ("request.addfinalizer(interrupted)", []),
+    ],
+    ids=["-x", "an interrupt", "an interrupt of the teardown"],
+)
 def test_what_passed_before_the_run_was_stopped_is_accepted(run, run_file, source, ending, options):
     text = CRASH.replace("test_3()", "test_3(request)").replace("os._exit(1)", ending)
     text += "def interrupted(): raise KeyboardInterrupt\n"
@@ -212,7 +252,9 @@ def test_ci_is_refused_by_flag_and_by_variable(run, run_file, source, monkeypatc
     monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
     result = run_file(PLAIN)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: EXPECTTEST_ACCEPT is refused where CI is set*, or give --gt-goldens-in-ci*"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: EXPECTTEST_ACCEPT is refused where CI is set*, or give --gt-goldens-in-ci*"]
+    )
     assert source() == PLAIN
     run_file(PLAIN, "--gt-goldens-in-ci").assert_outcomes(passed=3)
     assert source() != PLAIN
@@ -221,7 +263,9 @@ def test_ci_is_refused_by_flag_and_by_variable(run, run_file, source, monkeypatc
 FAILING = "def test_x():\n    same('new', '''old''')\n    assert False\n"
 
 
-def test_the_variable_of_expecttest_is_served_in_the_same_way(run, run_file, pytester, source, monkeypatch):
+def test_the_variable_of_expecttest_is_served_in_the_same_way(
+    run, run_file, pytester, source, monkeypatch
+):
     monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
     result = run_file(OLD + FAILING)
     result.assert_outcomes(passed=10, failed=1)
@@ -235,13 +279,16 @@ CHANGED = "test_it.py was changed while the tests ran: none of its inline expect
 
 def test_a_file_that_was_changed_while_the_tests_ran_is_left_as_it_is(run_file, source):
     """Since it was imported, that is, though no expectation has been met before."""
-    changing = HEAD + '''
+    changing = (
+        HEAD
+        + '''
 def test_a():
     with open(__file__, "a") as file:
         file.write("# from an editor\\n")
 def test_b(): same("new", """old""")
 def test_c(): same("new", """older""")
 '''
+    )
     result = run_file(changing, UPDATE)
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines([CHANGED])
@@ -249,7 +296,9 @@ def test_c(): same("new", """older""")
 
 
 @pytest.mark.long
-def test_a_file_that_workers_have_imported_in_different_states_is_left_as_it_is(run_file, pytester, source):
+def test_a_file_that_workers_have_imported_in_different_states_is_left_as_it_is(
+    run_file, pytester, source
+):
     """One worker's lines are those of a file that is no more, and the other's of the present one."""
     pytester.makeconftest("""
         import os, pathlib, time
@@ -297,7 +346,9 @@ def test_what_cannot_be_accepted_fails_in_one_sentence(run, run_file, pytester, 
     outside = pytester.path.parent / "outside_of_the_tree.py"
     outside.write_text(HEAD + "def check(): same('new', '''old''')\n")
     pytester._monkeypatch.setenv("PYTHONPATH", str(pytester.path.parent), prepend=os.pathsep)
-    text = HEAD + '''
+    text = (
+        HEAD
+        + '''
 import outside_of_the_tree
 OLD = "old"
 def test_variable(): same("new", OLD)
@@ -305,37 +356,47 @@ def test_letters(): same("\\x00", """old""")
 def test_outside(): outside_of_the_tree.check()
 def test_fine(): same("new", """old""")
 '''
+    )
     result = run_file(text, UPDATE)
     result.assert_outcomes(passed=3, failed=1, errors=2)
     problem = "there is no string literal that reads as the old expectation in the call there"
-    result.stdout.fnmatch_lines_random([
-        f"test_it.py:6: the inline expectation is not accepted: {problem}",
-        f"{outside} lies outside of the root directory: none of its inline expectations is accepted, *",
-        "E * Failed: the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check",
-        "inline    1 updated",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines_random(
+        [
+            f"test_it.py:6: the inline expectation is not accepted: {problem}",
+            f"{outside} lies outside of the root directory: none of its inline expectations is accepted, *",
+            "E * Failed: the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check",
+            "inline    1 updated",
+        ]
+    )
     assert outside.read_text().endswith("'''old''')\n")
-    assert source() == text.replace('test_fine(): same("new", """old"""', 'test_fine(): same("new", """new"""')
+    assert source() == text.replace(
+        'test_fine(): same("new", """old"""', 'test_fine(): same("new", """new"""'
+    )
 
 
 def test_a_run_inside_a_run_accepts_only_by_its_own_flag(run, run_file, pytester):
     """A test of somebody's plugin: its pytest runs are in this process."""
     pytester.makeconftest("pytest_plugins = ['pytester']")
-    result = run('''
+    result = run(
+        '''
 def test_inner(pytester):
     pytester.makepyfile("import expecttest\\ndef test_a():\\n    expecttest.assert_expected_inline('new', 'old')")
     pytester.runpytest_inprocess().assert_outcomes(failed=1)
     pytester.runpytest_inprocess("--gt-update-goldens").assert_outcomes(passed=1)
     import expecttest
     expecttest.assert_expected_inline("new", """old""")
-''', UPDATE)  # fmt: skip
+''',
+        UPDATE,
+    )
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["inline    1 updated"])
 
 
 def test_where_expecttest_is_not_installed_goldens_work_alone(run, run_file, pytester, goldens):
     pytester.makepyfile(without_expecttest="import sys\nsys.modules['expecttest'] = None")
-    result = run("def test_a(gt_golden): gt_golden.check('one')", "-p", "without_expecttest", UPDATE)
+    result = run(
+        "def test_a(gt_golden): gt_golden.check('one')", "-p", "without_expecttest", UPDATE
+    )
     result.assert_outcomes(passed=1)
     assert goldens() == {"test_it/test_a.txt": "one\n"}
 
@@ -343,4 +404,7 @@ def test_where_expecttest_is_not_installed_goldens_work_alone(run, run_file, pyt
 def test_a_run_that_updates_nothing_does_not_import_expecttest():
     code = "import sys, pytest\npytest.main(['--version'])\npytest.main(['--collect-only', '-q', '/dev/null'])\n"
     code += "raise SystemExit('expecttest' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
+        == 0
+    )

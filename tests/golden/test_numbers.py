@@ -34,13 +34,16 @@ def test_a_file_tells_the_environment_and_every_bit(run_here, goldens):
     content = json.loads(goldens()[FILE])
     (entry,) = content.pop("entries")
     assert content == {
-        "gtrainer": "numbers v1", "test": "test_it.py::test_loss",
+        "gtrainer": "numbers v1",
+        "test": "test_it.py::test_loss",
         "remake": "pytest test_it.py::test_loss --gt-update-goldens",
-    }  # fmt: skip
+    }
     assert entry["environment"] == {
-        "torch": torch.__version__.partition("+")[0], "device": "cpu",
-        "instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "torch": torch.__version__.partition("+")[0],
+        "device": "cpu",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
     assert list(entry["values"]) == ["9", "10", "digest", "losses"]
     assert entry["values"]["losses"] == LOSSES["losses"]
     run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
@@ -51,11 +54,15 @@ def test_the_last_bit_counts_and_is_named(run_here, goldens):
     before = goldens()
     result = run_here(SOURCE.format([1.0, math.nextafter(2.0, 3.0)]))
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([
-        f"*golden/{FILE} differs", "*in this environment (torch 2*, device cpu, instructions *, threads *)",
-        "*[[]1[]]: 2.0 became 2.0000000000000004", "*pytest test_it.py::test_loss --gt-update-goldens",
-        "goldens   1 different",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            f"*golden/{FILE} differs",
+            "*in this environment (torch 2*, device cpu, instructions *, threads *)",
+            "*[[]1[]]: 2.0 became 2.0000000000000004",
+            "*pytest test_it.py::test_loss --gt-update-goldens",
+            "goldens   1 different",
+        ]
+    )
     assert goldens() == before
 
 
@@ -67,11 +74,13 @@ def test_in_another_environment_they_are_recorded_and_not_judged(run_here, golde
     result = run_here(None, "--gt-artifacts=out")
     result.assert_outcomes(passed=1)
     recorded = "out/test_it/test_loss/obtained.numbers.json"
-    result.stdout.fnmatch_lines([
-        "goldens   1 not judged",
-        f"not judged: golden/{FILE} has no numbers for this environment (torch 2*, threads *), "
-        f"but for torch 2.12.0, *, threads 64; obtained: {recorded}",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "goldens   1 not judged",
+            f"not judged: golden/{FILE} has no numbers for this environment (torch 2*, threads *), "
+            f"but for torch 2.12.0, *, threads 64; obtained: {recorded}",
+        ]
+    )
     (entry,) = json.loads((pytester.path / recorded).read_text())["entries"]
     assert entry["values"] == [1.0]
     assert goldens() == before
@@ -86,7 +95,9 @@ def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, py
     run_here(None, flag).stdout.fnmatch_lines(["goldens   1 created"])
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [1.0]]
     run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
-    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 updated"])
+    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(
+        ["goldens   1 updated"]
+    )
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [2.0]]
 
 
@@ -94,30 +105,44 @@ def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, py
 @pytest.mark.parametrize(
     ("made", "device", "outcome"),
     [
-        ("{release}+cpu", "cpu", "equal"), ("{release}+cu132", "cpu", "equal"), ("{release}", "cpu", "equal"),
-        ("{release}+git1f2e3d", "cpu", "not judged"), ("2.12.0+cpu", "cpu", "not judged"),
+        ("{release}+cpu", "cpu", "equal"),
+        ("{release}+cu132", "cpu", "equal"),
+        ("{release}", "cpu", "equal"),
+        ("{release}+git1f2e3d", "cpu", "not judged"),
+        ("2.12.0+cpu", "cpu", "not judged"),
         ("{release}+cpu", "cuda NVIDIA H100", "not judged"),
     ],
-)  # fmt: skip
-def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(run_here, goldens, pytester, made, device, outcome):
+)
+def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(
+    run_here, goldens, pytester, made, device, outcome
+):
     """Neither in files of before, which hold it; another source, a build of one's own, another device do."""
     run_here(SOURCE.format([1.0]), "--gt-create-goldens")
     content = json.loads(goldens()[FILE])
     release = torch.__version__.partition("+")[0]
-    content["entries"][0]["environment"] |= {"torch": made.format(release=release), "device": device}
+    content["entries"][0]["environment"] |= {
+        "torch": made.format(release=release),
+        "device": device,
+    }
     (pytester.path / "golden" / FILE).write_text(json.dumps(content))
     run_here(None).stdout.fnmatch_lines([f"goldens   1 {outcome}"])
 
 
 def test_of_the_environment_the_tag_of_a_wheel_counts_on_a_gpu_alone():
     """It tells cuBLAS and cuDNN there."""
-    found = [values.decisive({"torch": "2.13.0+cu130", "device": device})["torch"] for device in ("cpu", "cuda H100")]
+    found = [
+        values.decisive({"torch": "2.13.0+cu130", "device": device})["torch"]
+        for device in ("cpu", "cuda H100")
+    ]
     assert found == ["2.13.0", "2.13.0+cu130"]
 
 
 def test_an_entry_keeps_its_place_among_those_of_other_environments():
     fields, (one, two, three) = {"test": "a"}, [values.Entry({"threads": n}, n) for n in (1, 2, 3)]
-    golden, again = values.text_of(fields, [one, two, three]), values.text_of(fields, [values.Entry({"threads": 2}, 7)])
+    golden, again = (
+        values.text_of(fields, [one, two, three]),
+        values.text_of(fields, [values.Entry({"threads": 2}, 7)]),
+    )
     assert [entry.values for entry in values.entries_of(values.merged(golden, again))] == [1, 7, 3]
 
 
@@ -126,7 +151,9 @@ def test_wheels_of_one_release_share_an_entry(run_here, goldens, pytester):
     content = json.loads(goldens()[FILE])
     content["entries"][0]["environment"]["torch"] += "+cu132"
     (pytester.path / "golden" / FILE).write_text(json.dumps(content))
-    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 updated"])
+    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(
+        ["goldens   1 updated"]
+    )
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[2.0]]
 
 
@@ -165,22 +192,51 @@ DAMAGED = [
     ("{", "is not JSON (*): restore or remake it"),
     ("[" * 100_000, "is nested too deeply: restore or remake it"),
     ("[]", 'does not say "gtrainer": "numbers v1": restore or remake it'),
-    ('{"gtrainer": "numbers v1"}', "has no list of entries with environment and values: restore or remake it"),
-    ('{"gtrainer": "numbers v1", "entries": [{"values": 1}]}', "has no list of entries *: restore or remake it"),
-    ('{"gtrainer": "numbers v9"}', "has format v9 and this pytest-gtrainer reads v1: * a newer one, so upgrade"),
+    (
+        '{"gtrainer": "numbers v1"}',
+        "has no list of entries with environment and values: restore or remake it",
+    ),
+    (
+        '{"gtrainer": "numbers v1", "entries": [{"values": 1}]}',
+        "has no list of entries *: restore or remake it",
+    ),
+    (
+        '{"gtrainer": "numbers v9"}',
+        "has format v9 and this pytest-gtrainer reads v1: * a newer one, so upgrade",
+    ),
     ('{"gtrainer": "numbers v1", "entries": []}', "has no list of entries *: restore or remake it"),
     ('{"gtrainer": "numbers v1", "entries": {}}', "has no list of entries *: restore or remake it"),
     (file_of({"values": 1}, {"environment": {}}), "has no list of entries *: restore or remake it"),
-    (file_of({"values": 1}, {"values": 2}), "has two entries with different values for one environment *: remove one"),
+    (
+        file_of({"values": 1}, {"values": 2}),
+        "has two entries with different values for one environment *: remove one",
+    ),
     (file_of({"values": 1}, {"values": 1.0}), "has two entries with different values for *"),
-    (file_of({"environment": {"threads": 1}, "values": 1}, {"values": 1}, {"values": 2}), "has two entries with *"),
-    (file_of({"environment": CPU, "values": 1}, {"environment": CUDA_WHEEL, "values": 2}),
-     "has two entries with different values for one environment (torch 2.13.0, device cpu): remove one"),
-    (file_of({"values": 2}).replace('"values": 2', '"values": 1, "values": 2'), "has the key 'values' twice *"),
-    (file_of({"values": {"a": 1}}).replace('"a": 1', '"a": 1, "a": 2'), "has the key 'a' twice in one object: *"),
-    (file_of({"values": 1}, entries_=[]).replace("entries_", "entries"), "has the key 'entries' twice *"),
+    (
+        file_of({"environment": {"threads": 1}, "values": 1}, {"values": 1}, {"values": 2}),
+        "has two entries with *",
+    ),
+    (
+        file_of({"environment": CPU, "values": 1}, {"environment": CUDA_WHEEL, "values": 2}),
+        "has two entries with different values for one environment (torch 2.13.0, device cpu): remove one",
+    ),
+    (
+        file_of({"values": 2}).replace('"values": 2', '"values": 1, "values": 2'),
+        "has the key 'values' twice *",
+    ),
+    (
+        file_of({"values": {"a": 1}}).replace('"a": 1', '"a": 1, "a": 2'),
+        "has the key 'a' twice in one object: *",
+    ),
+    (
+        file_of({"values": 1}, entries_=[]).replace("entries_", "entries"),
+        "has the key 'entries' twice *",
+    ),
     (file_of({"values": 1}, value=2), "has the unknown key 'value', which nothing compares: *"),
-    (file_of({"values": 1, "Values": 2}), "has the unknown key 'Values', which nothing compares: *"),
+    (
+        file_of({"values": 1, "Values": 2}),
+        "has the unknown key 'Values', which nothing compares: *",
+    ),
     (file_of({"values": 1}).replace(": 1}", ": nan}"), "is not JSON (*): restore or remake it"),
     ("<<<<<<< ours\n{}", "has merge conflict marks at line 1: resolve the merge, or remake it"),
 ]
@@ -196,22 +252,36 @@ def test_a_damaged_file_is_one_sentence_and_kept(run_here, put_goldens, goldens,
     assert goldens() == {FILE: text}
 
 
-@pytest.mark.parametrize("text", [
-    file_of({"environment": CPU, "values": float("nan")}, {"environment": CUDA_WHEEL, "values": float("nan")}),
-    file_of({"values": {"b": 1, "a": 2}}, {"values": {"a": 2, "b": 1}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        file_of(
+            {"environment": CPU, "values": float("nan")},
+            {"environment": CUDA_WHEEL, "values": float("nan")},
+        ),
+        file_of({"values": {"b": 1, "a": 2}}, {"values": {"a": 2, "b": 1}}),
+    ],
+)
 def test_two_entries_that_say_the_same_are_no_damage(text):
     """Files of before have one for each wheel."""
     assert len(values.entries_of(text)) == 2
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    ([float("nan")], "[0] is NaN: other *, so it proves nothing"),
-    ({"loss": 1.0, "norm": float("-inf"), "last": [float("nan")]}, "last[0] is NaN, and 1 more: *"),
-    ([1e308], None),
-    (["NaN"], None),
-])  # fmt: skip
-@pytest.mark.parametrize("flag", ["--gt-create-goldens", "--gt-unused-goldens=warn"], ids=["created", "equal"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([float("nan")], "[0] is NaN: other *, so it proves nothing"),
+        (
+            {"loss": 1.0, "norm": float("-inf"), "last": [float("nan")]},
+            "last[0] is NaN, and 1 more: *",
+        ),
+        ([1e308], None),
+        (["NaN"], None),
+    ],
+)
+@pytest.mark.parametrize(
+    "flag", ["--gt-create-goldens", "--gt-unused-goldens=warn"], ids=["created", "equal"]
+)
 def test_numbers_that_are_not_finite_are_named_in_the_summary(run_here, value, said, flag):
     """V6"""
     run_here("from math import inf, nan\n" + SOURCE.format(value), "--gt-create-goldens")
@@ -226,34 +296,60 @@ def test_numbers_that_are_not_finite_are_named_in_the_summary(run_here, value, s
 # -- values
 
 
-@pytest.mark.parametrize(("one", "other"), [
-    (0.0, -0.0), (1, 1.0), (True, 1), ([], {}), ([1], [1, 2]), ({"a": 1}, {"a": 1, "b": None}), (float("inf"), 1e308),
-    ("1", 1), (None, False), ([[], 1], [[1], 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.0, -0.0),
+        (1, 1.0),
+        (True, 1),
+        ([], {}),
+        ([1], [1, 2]),
+        ({"a": 1}, {"a": 1, "b": None}),
+        (float("inf"), 1e308),
+        ("1", 1),
+        (None, False),
+        ([[], 1], [[1], 1]),
+    ],
+)
 def test_what_is_not_the_same_differs(one, other):
-    entries = [values.text_of({}, [values.Entry({}, values.plain(value))]) for value in (one, other)]
+    entries = [
+        values.text_of({}, [values.Entry({}, values.plain(value))]) for value in (one, other)
+    ]
     assert judge("numbers", *entries).outcome == "different"
     assert judge("numbers", entries[0], entries[0]).outcome == "equal"
 
 
-@pytest.mark.parametrize("value", [float("nan"), 5e-324, 0.1, -0.0, 2**70, "ü\n\u2028", {"a.b": {"": []}}])
+@pytest.mark.parametrize(
+    "value", [float("nan"), 5e-324, 0.1, -0.0, 2**70, "ü\n\u2028", {"a.b": {"": []}}]
+)
 def test_a_value_survives_its_text(value):
     """NaN included, which is not equal to itself."""
-    (entry,) = values.entries_of(values.text_of({}, [values.Entry({"torch": "x"}, values.plain(value))]))
+    (entry,) = values.entries_of(
+        values.text_of({}, [values.Entry({"torch": "x"}, values.plain(value))])
+    )
     assert repr(entry.values) == repr(value)
 
 
 def test_the_order_of_keys_does_not_count():
     one, other = values.plain({"b": 1, "a": 2}), values.plain({"a": 2, "b": 1})
-    assert values.text_of({}, [values.Entry({}, one)]) == values.text_of({}, [values.Entry({}, other)])
+    assert values.text_of({}, [values.Entry({}, one)]) == values.text_of(
+        {}, [values.Entry({}, other)]
+    )
 
 
-@pytest.mark.parametrize(("value", "error", "sentence"), [
-    ([{"a": {1}}], TypeError, "numbers are made of int, *; not of set at [0]['a']"),
-    ([torch.zeros(2)], TypeError, "*; not of Tensor at [0]: give its digest, or item() of a single value"),
-    ({1.5: 0}, TypeError, "keys of numbers are str or int; not 1.5"),
-    ({1: 0, "1": 0}, ValueError, "two keys of numbers are spelled '1': give one another name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "error", "sentence"),
+    [
+        ([{"a": {1}}], TypeError, "numbers are made of int, *; not of set at [0]['a']"),
+        (
+            [torch.zeros(2)],
+            TypeError,
+            "*; not of Tensor at [0]: give its digest, or item() of a single value",
+        ),
+        ({1.5: 0}, TypeError, "keys of numbers are str or int; not 1.5"),
+        ({1: 0, "1": 0}, ValueError, "two keys of numbers are spelled '1': give one another name"),
+    ],
+)
 def test_what_is_no_number_is_refused_with_its_place(value, error, sentence):
     from fnmatch import fnmatchcase
 

@@ -25,13 +25,19 @@ def under(monkeypatch):
     return under
 
 
-def test_each_version_has_a_file_and_an_older_ones_holds_until_there_is_a_newer(run_here, goldens, under):
+def test_each_version_has_a_file_and_an_older_ones_holds_until_there_is_a_newer(
+    run_here, goldens, under
+):
     under(13)
-    run_here(SOURCE.format("a"), "--gt-create-goldens").stdout.fnmatch_lines(["goldens   1 created"])
+    run_here(SOURCE.format("a"), "--gt-create-goldens").stdout.fnmatch_lines(
+        ["goldens   1 created"]
+    )
     under(14)
     run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
     under(15)
-    run_here(SOURCE.format("b"), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 created"])
+    run_here(SOURCE.format("b"), "--gt-update-goldens").stdout.fnmatch_lines(
+        ["goldens   1 created"]
+    )
     assert goldens() == {V13: "a\n", V15: "b\n"}
     run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
     under(14)
@@ -55,10 +61,14 @@ def test_where_an_older_ones_does_not_hold_both_flags_write_one_for_this_version
     put_goldens(V13, text="a\n")
     under(15)
     result = run_here(SOURCE.format("b"))
-    result.stdout.fnmatch_lines([
-        f"*golden/{V13} differs", "*-a", "*+b",
-        f"*it stays as it is: what is accepted goes to golden/{V15}, for this torch and newer ones",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            f"*golden/{V13} differs",
+            "*-a",
+            "*+b",
+            f"*it stays as it is: what is accepted goes to golden/{V15}, for this torch and newer ones",
+        ]
+    )
     assert goldens() == {V13: "a\n"}
     run_here(None, flag).stdout.fnmatch_lines(["goldens   1 created"])
     assert goldens() == {V13: "a\n", V15: "b\n"}
@@ -74,7 +84,9 @@ def test_its_own_file_is_updated_and_not_created_anew(run_here, goldens, put_gol
 
 @pytest.mark.second_tier("14", "15")
 @pytest.mark.parametrize("minor", [13, 14, 15])
-def test_those_of_other_versions_are_neither_unused_nor_pruned(run_here, goldens, put_goldens, under, minor):
+def test_those_of_other_versions_are_neither_unused_nor_pruned(
+    run_here, goldens, put_goldens, under, minor
+):
     put_goldens(V13, V15, text="a\n")
     under(minor)
     run_here(SOURCE.format("a"), "--gt-unused-goldens=fail").assert_outcomes(passed=1)
@@ -82,7 +94,9 @@ def test_those_of_other_versions_are_neither_unused_nor_pruned(run_here, goldens
     assert goldens() == {V13: "a\n", V15: "a\n"}
 
 
-def test_one_that_only_some_versions_check_is_not_unused_under_the_others(run_here, goldens, put_goldens, under):
+def test_one_that_only_some_versions_check_is_not_unused_under_the_others(
+    run_here, goldens, put_goldens, under
+):
     put_goldens(V15, text="a\n")
     under(13)
     run_here("def test_a(): pass", "--gt-unused-goldens=fail").assert_outcomes(passed=1)
@@ -92,9 +106,12 @@ def test_what_the_own_version_does_not_check_is_unused(run_here, goldens, put_go
     """The twin: without ``per``, without its test, and the plain file beside one that is kept per version."""
     put_goldens(V13, V15, "test_it/test_a.txt", "test_it/test_gone@torch=2.13.txt", text="a\n")
     under(15)
-    run_here(SOURCE.format("a"), "--gt-prune-goldens").stdout.fnmatch_lines([
-        "removed golden/test_it/test_a.txt", "removed golden/test_it/test_gone@torch=2.13.txt",
-    ])  # fmt: skip
+    run_here(SOURCE.format("a"), "--gt-prune-goldens").stdout.fnmatch_lines(
+        [
+            "removed golden/test_it/test_a.txt",
+            "removed golden/test_it/test_gone@torch=2.13.txt",
+        ]
+    )
     put_goldens("test_it/test_b.txt", text="b\n")
     source = "def test_a(): pass\ndef test_b(gt_golden): gt_golden.check('b')"
     run_here(source, "--gt-prune-goldens").stdout.fnmatch_lines([f"removed golden/{V15}"])
@@ -112,9 +129,18 @@ def test_two_checks_of_one_test(run_here, goldens, under):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ("'a', per='python'", "*per='python': a golden is kept per=\"torch\", or without it serves all versions"),
-        ("[1.0], per='torch'", '*per="torch" is not for numbers: their file has an entry for each environment anyway'),
-        ("'a', 'torch=2.15'", "*the name 'torch=2.15' is how goldens kept per version*: give per='torch'"),
+        (
+            "'a', per='python'",
+            "*per='python': a golden is kept per=\"torch\", or without it serves all versions",
+        ),
+        (
+            "[1.0], per='torch'",
+            '*per="torch" is not for numbers: their file has an entry for each environment anyway',
+        ),
+        (
+            "'a', 'torch=2.15'",
+            "*the name 'torch=2.15' is how goldens kept per version*: give per='torch'",
+        ),
     ],
 )
 def test_what_cannot_be_kept_so_is_refused_in_a_sentence(run_here, goldens, arguments, why):
@@ -126,7 +152,9 @@ def test_what_cannot_be_kept_so_is_refused_in_a_sentence(run_here, goldens, argu
 
 def test_a_torch_without_a_version_is_refused(run_here, monkeypatch):
     monkeypatch.setattr(check, "installed_minor", lambda: None)
-    run_here(SOURCE.format("a")).stdout.fnmatch_lines(['*per="torch" needs a version like 2.15, and that of *'])
+    run_here(SOURCE.format("a")).stdout.fnmatch_lines(
+        ['*per="torch" needs a version like 2.15, and that of *']
+    )
 
 
 @pytest.mark.second_tier

@@ -73,7 +73,9 @@ def test_what_is_no_file_is_neither_waited_for_nor_replaced(golden, make, senten
     make(golden)
     before = golden.lstat().st_ino if golden.parent.is_dir() else golden.parent.stat().st_ino
     assert refusals(golden) == [sentence, sentence]
-    assert before == (golden.lstat().st_ino if golden.parent.is_dir() else golden.parent.stat().st_ino)
+    assert before == (
+        golden.lstat().st_ino if golden.parent.is_dir() else golden.parent.stat().st_ino
+    )
 
 
 @pytest.mark.parametrize("link", ["file", "folder", "dangling"])
@@ -113,10 +115,16 @@ def test_a_link_to_what_is_no_golden_is_refused(tmp_path, there):
     (tmp_path / "conftest.py").write_text("import pytest\n")
     golden = tmp_path / "golden/g"
     golden.symlink_to(f"../{there}")
-    for access in (lambda: store.read(golden, tmp_path), lambda: store.write(golden, tmp_path, "two\n")):
+    for access in (
+        lambda: store.read(golden, tmp_path),
+        lambda: store.write(golden, tmp_path, "two\n"),
+    ):
         with pytest.raises(store.GoldenFileError) as error:
             access()
-        assert str(error.value) == f"golden/g leads to {there}, which is no golden, by a link: replace it by a file"
+        assert (
+            str(error.value)
+            == f"golden/g leads to {there}, which is no golden, by a link: replace it by a file"
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "golden"]
     assert (tmp_path / "conftest.py").read_text() == "import pytest\n"
 
@@ -150,7 +158,10 @@ def test_a_golden_of_50_mb_is_refused_without_reading_it(golden, monkeypatch):
     monkeypatch.setattr(os, "open", never)
     with pytest.raises(store.DamagedGolden) as error:
         store.read(golden, golden.parents[1])
-    assert str(error.value) == "golden/g has 48 MiB, where a golden has at most 16: restore or remake it"
+    assert (
+        str(error.value)
+        == "golden/g has 48 MiB, where a golden has at most 16: restore or remake it"
+    )
 
 
 def test_the_longest_golden_is_read_and_written_and_one_byte_more_is_not(golden):
@@ -158,15 +169,20 @@ def test_the_longest_golden_is_read_and_written_and_one_byte_more_is_not(golden)
     longest = "x" * (store.LONGEST - 1) + "\n"
     store.write(golden, root, longest)
     assert store.read(golden, root) == longest
-    with pytest.raises(store.GoldenFileError, match="was not written: the obtained text has 16 MiB, where"):
+    with pytest.raises(
+        store.GoldenFileError, match="was not written: the obtained text has 16 MiB, where"
+    ):
         store.write(golden, root, "x" + longest)
     assert golden.stat().st_size == store.LONGEST
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("a\0b\n", "golden/g was not written: the obtained text has a NUL byte at byte 1"),
-    ("a\ud800\n", "golden/g was not written: the obtained text is not valid UTF-8 at byte 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a\0b\n", "golden/g was not written: the obtained text has a NUL byte at byte 1"),
+        ("a\ud800\n", "golden/g was not written: the obtained text is not valid UTF-8 at byte 1"),
+    ],
+)
 def test_a_text_that_could_not_be_read_again_is_not_written(golden, text, problem):
     with pytest.raises(store.GoldenFileError) as error:
         store.write(golden, golden.parents[1], text)
@@ -179,10 +195,13 @@ def test_line_ends_and_byte_order_marks_do_not_count(golden):
     assert store.read(golden, golden.parents[1]) == "one\ntwo\nthree\n"
 
 
-@pytest.mark.parametrize(("there", "new", "named"), [
-    ("golden/t/test_A", "golden/t/test_a", "golden/t/test_A differs from test_a"),
-    ("golden/T/test_a", "golden/t/test_a", "golden/T differs from t"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("there", "new", "named"),
+    [
+        ("golden/t/test_A", "golden/t/test_a", "golden/t/test_A differs from test_a"),
+        ("golden/T/test_a", "golden/t/test_a", "golden/T differs from t"),
+    ],
+)
 def test_a_new_name_may_not_differ_from_another_only_in_case(tmp_path, there, new, named):
     store.write(tmp_path / there, tmp_path, "one\n")
     with pytest.raises(store.GoldenFileError) as error:
@@ -211,12 +230,15 @@ def test_a_run_says_each_sentence_and_an_update_replaces_only_files(run, pyteste
     os.mkfifo(folder / "test_a-pipe.txt")
     result = run(RUN)
     result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines([
-        "*test_a-bytes.txt is not valid UTF-8 at byte 0: restore or remake it",
-        "*test_a-folder.txt is a directory, expected a file: remove it",
-        "*test_a-marks.txt differs", "*the golden has merge conflict marks at line 1: resolve the merge, or remake it",
-        "*test_a-pipe.txt is a pipe, a socket or a device, expected a file: remove it",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*test_a-bytes.txt is not valid UTF-8 at byte 0: restore or remake it",
+            "*test_a-folder.txt is a directory, expected a file: remove it",
+            "*test_a-marks.txt differs",
+            "*the golden has merge conflict marks at line 1: resolve the merge, or remake it",
+            "*test_a-pipe.txt is a pipe, a socket or a device, expected a file: remove it",
+        ]
+    )
     result = run(None, "--gt-update-goldens")
     result.assert_outcomes(passed=2, failed=2)
     result.stdout.fnmatch_lines(["goldens   2 different, 2 updated"])
@@ -226,7 +248,9 @@ def test_a_run_says_each_sentence_and_an_update_replaces_only_files(run, pyteste
 
 def test_a_golden_is_not_run_as_a_doctest(run, pytester):
     example = ">>> open('ran', 'w').close()\n"
-    run(f"def test_a(gt_golden): gt_golden.check({example!r})", "--gt-update-goldens").assert_outcomes(passed=1)
+    run(
+        f"def test_a(gt_golden): gt_golden.check({example!r})", "--gt-update-goldens"
+    ).assert_outcomes(passed=1)
     pytester.maketxtfile(test_of_its_own=">>> 1\n1\n")
     run(None).assert_outcomes(passed=2)  # test_a, and the doctest that is no golden
     assert not (pytester.path / "ran").exists()

@@ -52,13 +52,23 @@ def states(folder: Path) -> dict[str, int]:
     for file in folder.iterdir():
         number = int(found[1]) if (found := re.fullmatch(r"test_a-(\d+)\.txt", file.name)) else -1
         content = file.read_text()
-        whole = next((state for state in ("old", "new") if content == text(state, number)), "neither")
-        what = whole if number >= 0 else "temporary" if store._TEMPORARY.fullmatch(file.name) else file.name
+        whole = next(
+            (state for state in ("old", "new") if content == text(state, number)), "neither"
+        )
+        what = (
+            whole
+            if number >= 0
+            else "temporary"
+            if store._TEMPORARY.fullmatch(file.name)
+            else file.name
+        )
         counts[what] = counts.get(what, 0) + 1
     return counts
 
 
-@pytest.mark.parametrize("deadly", [100, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 123, 199))])
+@pytest.mark.parametrize(
+    "deadly", [100, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 123, 199))]
+)
 def test_killed_in_the_middle_of_200_every_golden_is_old_or_new(run, pytester, monkeypatch, deadly):
     folder = pytester.path / "golden/test_it"
     folder.mkdir(parents=True)
@@ -99,13 +109,18 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
 STEPS = [(builtins, "open"), (os, "fsync"), (os, "replace")]
 
 
-@pytest.mark.parametrize(("number", "way_out"), [
-    (errno.ENOSPC, "No space left on device"),
-    (errno.EROFS, "Read-only file system"),
-    (errno.EIO, "Input/output error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EROFS, "Read-only file system"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
 @pytest.mark.parametrize(("module", "step"), STEPS, ids=[step for _, step in STEPS])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, module, step, number, way_out):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path, monkeypatch, module, step, number, way_out
+):
     golden = tmp_path / "golden/g"
     store.write(golden, tmp_path, "old\n")
 
@@ -124,7 +139,9 @@ def python(code: str, *arguments: object) -> int:
     """Run code that has ``golden``, ``root`` and ``store`` in a process of its own."""
     head = "import os, signal, sys\nfrom pathlib import Path\nfrom pytest_gtrainer.golden import store\n"
     head += "golden, root = Path(sys.argv[1]), Path(sys.argv[2])\n"
-    return subprocess.run([sys.executable, "-c", head + code, *map(str, arguments)], timeout=60).returncode
+    return subprocess.run(
+        [sys.executable, "-c", head + code, *map(str, arguments)], timeout=60
+    ).returncode
 
 
 def test_removing_takes_a_golden_and_empty_folders_and_nothing_out_of_the_tree(tmp_path):
@@ -140,7 +157,10 @@ def test_removing_takes_a_golden_and_empty_folders_and_nothing_out_of_the_tree(t
     assert [path.name for path in (root / "golden/a").iterdir()] == ["two"]
     with pytest.raises(store.GoldenFileError) as error:
         store.remove(root / "golden/folder/three", root)
-    assert str(error.value) == "golden/folder/three was not removed: it lies out of the tree, behind a link"
+    assert (
+        str(error.value)
+        == "golden/folder/three was not removed: it lies out of the tree, behind a link"
+    )
     assert (outside / "three").exists()
 
 
@@ -187,7 +207,10 @@ def test_a_lock_that_another_run_keeps_is_one_sentence(tmp_path, monkeypatch):
     holder.start()
     try:
         assert held.wait(30)
-        with pytest.raises(store.GoldenFileError, match=r"^g was not written: another run has held the lock .*: let"):
+        with pytest.raises(
+            store.GoldenFileError,
+            match=r"^g was not written: another run has held the lock .*: let",
+        ):
             store.write(tmp_path / "g", tmp_path, "x\n")
     finally:
         let_go.set()
@@ -197,7 +220,10 @@ def test_a_lock_that_another_run_keeps_is_one_sentence(tmp_path, monkeypatch):
 
 def test_writers_of_one_file_leave_one_whole_text(tmp_path):
     texts = [str(number) * 100_000 + "\n" for number in range(8)]
-    writers = [threading.Thread(target=store.write, args=(tmp_path / "g", tmp_path, text)) for text in texts]
+    writers = [
+        threading.Thread(target=store.write, args=(tmp_path / "g", tmp_path, text))
+        for text in texts
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -233,9 +259,13 @@ def test_no_change_of_a_file_is_lost_between_reading_and_writing(tmp_path, add):
     assert file.read_text().splitlines() == ["first"] + 79 * ["next"]
 
 
-@pytest.mark.parametrize(("workers", "goldens_each"), [
-    pytest.param(2, 20, id="short"), pytest.param(8, 200, id="long", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workers", "goldens_each"),
+    [
+        pytest.param(2, 20, id="short"),
+        pytest.param(8, 200, id="long", marks=pytest.mark.long),
+    ],
+)
 def test_two_runs_of_many_workers_at_once_lose_nothing(pytester, goldens, workers, goldens_each):
     """Each run has its own test file, and both have one in common."""
     pytester.makeini("[pytest]")
@@ -248,21 +278,38 @@ def test_two_runs_of_many_workers_at_once_lose_nothing(pytester, goldens, worker
     names = ("one", "both", "two")
     pytester.makepyfile(**{f"test_{name}": source for name in names})
     processes = [
-        pytester.popen([sys.executable, "-m", "pytest", *QUICK, f"-n{workers}",
-                        "--basetemp", pytester.path / f"temp_{own}", f"test_{own}.py", "test_both.py",
-                        "--gt-update-goldens"], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        pytester.popen(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                *QUICK,
+                f"-n{workers}",
+                "--basetemp",
+                pytester.path / f"temp_{own}",
+                f"test_{own}.py",
+                "test_both.py",
+                "--gt-update-goldens",
+            ],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )
         for own in ("one", "two")
-    ]  # fmt: skip
+    ]
     for process in processes:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output.decode()
         assert f"{2 * goldens_each} passed" in output.decode()
-    expected = {f"test_{name}/test_a-{x}.txt": f"text {x}\n" for name in names for x in range(goldens_each)}
+    expected = {
+        f"test_{name}/test_a-{x}.txt": f"text {x}\n" for name in names for x in range(goldens_each)
+    }
     assert goldens() == expected
 
 
 @pytest.mark.parametrize(("umask", "before", "mode"), [(0o022, None, 0o644), (0o022, 0o600, 0o600)])
-def test_a_new_golden_may_be_read_by_others_and_an_old_one_keeps_its_mode(tmp_path, umask, before, mode):
+def test_a_new_golden_may_be_read_by_others_and_an_old_one_keeps_its_mode(
+    tmp_path, umask, before, mode
+):
     if before is not None:
         (tmp_path / "g").touch(before)
     previous = os.umask(umask)
@@ -284,7 +331,9 @@ def test_a(gt_golden):
 """
     result = run(source, "--gt-update-goldens")
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["golden/test_it/test_a.txt was not written: No space left on device"])
+    result.stdout.fnmatch_lines(
+        ["golden/test_it/test_a.txt was not written: No space left on device"]
+    )
     assert goldens() == {}
 
 
@@ -304,7 +353,9 @@ def test_the_lock_lies_where_no_other_user_can_put_a_link(tmp_path, monkeypatch)
 
 def test_no_filelock_is_allowed_that_follows_links():
     """Those before 3.20.1 do."""
-    (floor,) = [each for each in metadata.requires("pytest-gtrainer") if each.startswith("filelock")]
+    (floor,) = [
+        each for each in metadata.requires("pytest-gtrainer") if each.startswith("filelock")
+    ]
     assert tuple(map(int, re.fullmatch(r"filelock>=([\d.]+)", floor)[1].split("."))) >= (3, 20, 1)
 
 
@@ -314,7 +365,8 @@ def test_a_folder_of_locks_that_is_a_link_is_one_sentence(tmp_path, monkeypatch,
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"gtrainer-locks-{os.getuid()}").symlink_to(to)
     with pytest.raises(
-        store.GoldenFileError, match=r"^g was not written: .*gtrainer-locks-\d+, .* is no folder: remove it"
+        store.GoldenFileError,
+        match=r"^g was not written: .*gtrainer-locks-\d+, .* is no folder: remove it",
     ):
         store.write(tmp_path / "g", tmp_path, "x\n")
     assert [*(tmp_path / "elsewhere").iterdir()] == []

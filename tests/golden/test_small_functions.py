@@ -25,17 +25,31 @@ from pytest_gtrainer.golden.values import Entry, differences
 
 
 def test_paths():
-    assert str(golden_path("tests/test_a.py::test_c", "after", "text")) == "golden/tests/test_a/test_c@after.txt"
-    assert str(golden_path("test_a.py::test_c[a/b]", None, "text")) == "golden/test_a/test_c-a_b~c14cddc0.txt"
+    assert (
+        str(golden_path("tests/test_a.py::test_c", "after", "text"))
+        == "golden/tests/test_a/test_c@after.txt"
+    )
+    assert (
+        str(golden_path("test_a.py::test_c[a/b]", None, "text"))
+        == "golden/test_a/test_c-a_b~c14cddc0.txt"
+    )
     told = [safe(name) for name in ("bf16-8", "Linear", "con", "")]
     assert told == ["bf16-8", "Linear~e6950b45", "con~1143da2b", "~e3b0c442"]
     assert torch_of(PurePosixPath("golden/test_a/test_c@torch=2.15.fxgraph")) == (2, 15)
     assert torch_of(PurePosixPath("test_c@after.txt")) is None
     assert str(stem_of_test("tests/test_a.py::test_c[8]")) == "golden/tests/test_a/test_c-8"
     assert str(place_of_tests("tests/test_a.py")) == "golden/tests/test_a"
-    assert str(stem_of_golden(PurePosixPath("golden/test_a/test_c-8@after.numbers.json"))) == "golden/test_a/test_c-8"
+    assert (
+        str(stem_of_golden(PurePosixPath("golden/test_a/test_c-8@after.numbers.json")))
+        == "golden/test_a/test_c-8"
+    )
     assert stem_of_golden(PurePosixPath("golden/test_a/notes.md")) is None
-    there = ["test_c@torch=2.9.txt", "test_c@torch=2.13.txt", "test_c@torch=2.15.txt", "test_c@x@torch=2.14.txt"]
+    there = [
+        "test_c@torch=2.9.txt",
+        "test_c@torch=2.13.txt",
+        "test_c@torch=2.15.txt",
+        "test_c@x@torch=2.14.txt",
+    ]
     held = standing(PurePosixPath("golden/test_c@torch=2.14.txt"), there)
     assert str(held) == "golden/test_c@torch=2.13.txt"
     own = PurePosixPath("golden/test_c@torch=2.15.txt")
@@ -49,7 +63,9 @@ def test_files(tmp_path):
     read_only = OSError(errno.EROFS, "Read-only file system")
     assert _reason(read_only) == "Read-only file system"
     (tmp_path / "test_a.py").touch()
-    assert [has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")] == [True, False]
+    assert [
+        has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")
+    ] == [True, False]
 
 
 def test_a_test_without_parameters_here_keeps_its_goldens_and_no_others(tmp_path):
@@ -57,11 +73,15 @@ def test_a_test_without_parameters_here_keeps_its_goldens_and_no_others(tmp_path
     (tmp_path / place).mkdir(parents=True)
     for name in ("test_c-8.txt", "test_c-bf16@after.txt", "test_cd.txt"):
         (tmp_path / place / name).touch()
-    assert Collection(empty_sets={place / "test_c"}, collected={place}).unowned(tmp_path) == [place / "test_cd.txt"]
+    assert Collection(empty_sets={place / "test_c"}, collected={place}).unowned(tmp_path) == [
+        place / "test_cd.txt"
+    ]
 
 
 def test_without_a_test_is_what_no_worker_has_collected(request):
-    plugin = UnusedGoldens(request.config, request.config.pluginmanager.getplugin("gtrainer-goldens"))
+    plugin = UnusedGoldens(
+        request.config, request.config.pluginmanager.getplugin("gtrainer-goldens")
+    )
     for told in (["golden/a.txt", "golden/b.txt"], ["golden/b.txt", "golden/c.txt"]):
         plugin.pytest_testnodedown(SimpleNamespace(workeroutput={_WORKER_OUTPUT: told}), None)
     assert plugin._workers_unowned == {PurePosixPath("golden/b.txt")}
@@ -76,13 +96,23 @@ def test_words():
 
 
 def test_what_ranks_claim():
-    assert Claim("", "", "graph", "fsdp = group(range(4, 8))\nif P:").common_text == "fsdp = group()\nif P:"
+    assert (
+        Claim("", "", "graph", "fsdp = group(range(4, 8))\nif P:").common_text
+        == "fsdp = group()\nif P:"
+    )
     claims = {0: [Claim("", "", "text", "a\nb\n")], 3: [Claim("", "", "text", "a\nc\n")]}
     told, _ = disagreement(claims)
-    assert told == "the golden differs between ranks, first on rank 3 at line 2:\n  rank 0: b\n  rank 3: c"
+    assert (
+        told
+        == "the golden differs between ranks, first on rank 3 at line 2:\n  rank 0: b\n  rank 3: c"
+    )
     one, two = (Expectation("test_a.py", 3, "", text, "") for text in ("x", "y"))
-    (said,) = disagreements([("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less").values()
-    problem = "test_a.py:3: one inline expectation, but different texts, so none is accepted: expect less"
+    (said,) = disagreements(
+        [("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less"
+    ).values()
+    problem = (
+        "test_a.py:3: one inline expectation, but different texts, so none is accepted: expect less"
+    )
     assert said == f"{problem}\n  rank 0: 'x'\n  rank 2: 'y'"
 
 

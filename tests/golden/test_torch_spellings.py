@@ -57,16 +57,27 @@ def text(body: str, version: str | None) -> str:
 def in_a_body(body: str) -> str:
     """The same graph inside of another."""
     lines = [f"  {line}" for line in body.strip().splitlines()]
-    return "\n".join([
-        "", "def cond_graph_0():", *lines, "if I:", "  I[0]: f32[4, 2]", "if fwd:",
-        "  cond: (f32[2, 2, 3],) = hop.cond(True, cond_graph_0, cond_graph_0, (I[0],))",
-        "if out:", "  yield fwd._.cond[0]", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "",
+            "def cond_graph_0():",
+            *lines,
+            "if I:",
+            "  I[0]: f32[4, 2]",
+            "if fwd:",
+            "  cond: (f32[2, 2, 3],) = hop.cond(True, cond_graph_0, cond_graph_0, (I[0],))",
+            "if out:",
+            "  yield fwd._.cond[0]",
+            "",
+        ]
+    )
 
 
 @pytest.mark.parametrize("place", [str, in_a_body], ids=["the graph", "a graph inside it"])
 @pytest.mark.parametrize(("made", "running"), [(OLD, NEW), (NEW, OLD)], ids=["newer", "older"])
-def test_a_golden_of_another_torch_is_equal_where_only_the_spelling_is_another(place, made, running):
+def test_a_golden_of_another_torch_is_equal_where_only_the_spelling_is_another(
+    place, made, running
+):
     """P6: both ways."""
     bodies = {OLD: place(OLD_BODY), NEW: place(NEW_BODY)}
     assert difference("graph", text(bodies[made], made), text(bodies[running], running)) is None
@@ -98,17 +109,23 @@ def test_a_real_change_beside_another_spelling_differs(place, there, changed):
 
 
 def test_another_order_beside_another_spelling_differs():
-    first, second = NEW_BODY[NEW_BODY.index("    alias_1:") : NEW_BODY.index("    add:")].splitlines(keepends=True)
+    first, second = NEW_BODY[
+        NEW_BODY.index("    alias_1:") : NEW_BODY.index("    add:")
+    ].splitlines(keepends=True)
     in_order = "    sin: f32[2, 2, 3] = aten.sin(alias)\n"
     old = OLD_BODY.replace("    alias: f32", in_order.replace("alias", "detach") + "    alias: f32")
     new = NEW_BODY.replace(first + second, in_order + first + second)
     assert difference("graph", text(old, OLD), text(new, NEW)) is None
     moved = NEW_BODY.replace(first + second, first + in_order + second)
-    assert difference("graph", text(old, OLD), text(moved, NEW)).startswith("same dataflow, other schedule (1 of 10")
+    assert difference("graph", text(old, OLD), text(moved, NEW)).startswith(
+        "same dataflow, other schedule (1 of 10"
+    )
 
 
 def test_a_difference_tells_the_real_change_alone_and_whose_words_it_uses():
-    told = difference("graph", text(OLD_BODY, OLD), text(NEW_BODY.replace("aten.exp", "aten.sin"), NEW))
+    told = difference(
+        "graph", text(OLD_BODY, OLD), text(NEW_BODY.replace("aten.exp", "aten.sin"), NEW)
+    )
     assert told.splitlines()[:4] == [
         "the dataflow differs, first at aten.sin in fwd loss",
         "fwd loss: lost aten.exp, gained aten.sin",
@@ -117,13 +134,19 @@ def test_a_difference_tells_the_real_change_alone_and_whose_words_it_uses():
         "",
     ]
     shown = [line.partition(":")[0] for line in told.splitlines()[6:] if line[0] in "+-"]
-    assert shown == ["-loss | exp", "-loss | add", "+loss | exp", "+loss | add"]  # the sine and its reader
+    assert shown == [
+        "-loss | exp",
+        "-loss | add",
+        "+loss | exp",
+        "+loss | add",
+    ]  # the sine and its reader
 
 
 @pytest.mark.parametrize(
-    ("made", "running"), [(OLD, OLD), (NEW, "2.15.1"), (None, NEW), ("of my own", NEW)],
+    ("made", "running"),
+    [(OLD, OLD), (NEW, "2.15.1"), (None, NEW), ("of my own", NEW)],
     ids=["one version", "one minor version", "not told", "not known"],
-)  # fmt: skip
+)
 def test_where_torch_is_the_same_or_not_known_every_word_counts(made, running):
     assert difference("graph", text(OLD_BODY, made), text(NEW_BODY, running)) is not None
 
@@ -169,13 +192,20 @@ def test_one_golden_of_a_traced_step_serves_all_versions(gt_golden):
 def test_the_table_says_what_this_torch_does():
     """Each entry is of a supported version; its new word, and not its old one, is traced since then."""
     running = environment.minor_version(torch.__version__)
-    traced = [(str(node.target).removesuffix(".default"), node) for node in traced_mlp().graph.nodes]
+    traced = [
+        (str(node.target).removesuffix(".default"), node) for node in traced_mlp().graph.nodes
+    ]
     for spelling in SPELLINGS:
         word, other = (spelling.after, spelling.before)[:: 1 if running >= spelling.since else -1]
         of = [
-            name for name, node in traced
-            if not spelling.of or str(node.all_input_nodes[:1]).startswith(f"[{spelling.of.removeprefix('aten.')}")
-        ]  # fmt: skip
+            name
+            for name, node in traced
+            if not spelling.of
+            or str(node.all_input_nodes[:1]).startswith(f"[{spelling.of.removeprefix('aten.')}")
+        ]
         assert word in of
         assert other not in of
-    assert all(environment.FIRST < spelling.since <= environment.LAST and spelling.reason for spelling in SPELLINGS)
+    assert all(
+        environment.FIRST < spelling.since <= environment.LAST and spelling.reason
+        for spelling in SPELLINGS
+    )

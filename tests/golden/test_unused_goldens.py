@@ -42,7 +42,14 @@ def told(result: pytest.RunResult) -> list[str]:
 
 
 def test_each_way_to_become_unused_is_found(run_here, put_goldens, goldens):
-    put_goldens(*USED, *UNUSED, "test_it/README.md", "notes.txt", "test_it/.hidden.txt", "test_it/.gt-0-1-2.tmp")
+    put_goldens(
+        *USED,
+        *UNUSED,
+        "test_it/README.md",
+        "notes.txt",
+        "test_it/.hidden.txt",
+        "test_it/.gt-0-1-2.tmp",
+    )
     before = goldens()
     result = run_here(SOURCE)
     result.assert_outcomes(passed=3)
@@ -54,7 +61,9 @@ def test_each_way_to_become_unused_is_found(run_here, put_goldens, goldens):
 def test_what_the_summary_lists_is_bounded(run_here, put_goldens):
     put_goldens(*USED, *(f"test_it/test_c-{x:02}.txt" for x in range(50)))
     result = run_here(SOURCE)
-    result.stdout.fnmatch_lines(["  golden/test_it/test_c-07.txt", "  … and 42 more", "*3 passed*"], consecutive=True)
+    result.stdout.fnmatch_lines(
+        ["  golden/test_it/test_c-07.txt", "  … and 42 more", "*3 passed*"], consecutive=True
+    )
     result.stdout.fnmatch_lines(["goldens   3 equal, 50 unused"])
 
 
@@ -79,21 +88,29 @@ def test_goldens_of_tests_that_came_to_no_check_are_kept(run_here, put_goldens, 
     own = "test_one/test_a-8.txt" if "parametrize" in source else "test_one/test_a.txt"
     put_goldens(own, "test_two/test_b.txt", "test_two/test_c.txt")
     result = run_here(
-        None, "-mnot slow", "--gt-prune-goldens", "-Wignore",
-        test_one=source, test_two="def test_b(gt_golden): gt_golden.check('test_b')",
-    )  # fmt: skip
+        None,
+        "-mnot slow",
+        "--gt-prune-goldens",
+        "-Wignore",
+        test_one=source,
+        test_two="def test_b(gt_golden): gt_golden.check('test_b')",
+    )
     result.stdout.fnmatch_lines(["goldens   1 equal, 1 removed"])
     assert sorted(goldens()) == [own, "test_two/test_b.txt"]
 
 
 def test_the_twin_a_test_that_passes_without_its_check_loses_its_golden(run_here, put_goldens):
     put_goldens("test_one/test_a.txt", "test_one/test_b.txt")
-    result = run_here(None, test_one="def test_a(): pass\ndef test_b(gt_golden): gt_golden.check('test_b')")
+    result = run_here(
+        None, test_one="def test_a(): pass\ndef test_b(gt_golden): gt_golden.check('test_b')"
+    )
     assert told(result) == ["test_one/test_a.txt"]
 
 
 def test_goldens_of_files_that_are_not_collected_are_kept(run_here, put_goldens, pytester):
-    put_goldens(*USED, "test_ignored/test_a.txt", "test_gone/test_a.txt", "sub_x/test_far/test_a.txt")
+    put_goldens(
+        *USED, "test_ignored/test_a.txt", "test_gone/test_a.txt", "sub_x/test_far/test_a.txt"
+    )
     pytester.makeconftest("collect_ignore = ['test_ignored.py']")
     folder = pytester.mkdir("sub x")  # its goldens lie in `sub_x~…`, which `sub_x` is not
     (folder / "test_far.py").write_text("")
@@ -118,7 +135,9 @@ def test_tests_that_a_plugin_adds_have_goldens_too(run_here, put_goldens, pytest
     assert told(run_here(SOURCE)) == ["test_it/test_c.txt"]
 
 
-def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(run_here, put_goldens, pytester):
+def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(
+    run_here, put_goldens, pytester
+):
     """As plugins do it that run a test in another process."""
     put_goldens(*USED, "test_it/test_a@name.txt", "test_it/test_c.txt")
     pytester.makeconftest("""
@@ -179,7 +198,9 @@ def test_links_that_loop_do_not_end_the_run(run_here, put_goldens, pytester):
 
 def test_another_use_of_the_folders_name_is_left_alone(run_here, put_goldens, goldens):
     put_goldens("cases/one.txt", "cases/two.json")
-    result = run_here("def test_a(): pass", "--gt-prune-goldens", "--disable-warnings")  # pytest's own name plugins
+    result = run_here(
+        "def test_a(): pass", "--gt-prune-goldens", "--disable-warnings"
+    )  # pytest's own name plugins
     assert "gtrainer" not in result.stdout.str().partition("collected")[2]
     assert len(goldens()) == 2
 
@@ -200,7 +221,9 @@ PARTS = {
 
 @pytest.mark.second_tier("--setup")
 @pytest.mark.parametrize(("arguments", "reason"), PARTS.values(), ids=PARTS)
-def test_a_run_of_a_part_says_nothing_and_removes_nothing(run_here, put_goldens, goldens, pytester, arguments, reason):
+def test_a_run_of_a_part_says_nothing_and_removes_nothing(
+    run_here, put_goldens, goldens, pytester, arguments, reason
+):
     put_goldens(*USED, *UNUSED, "test_other/test_d.txt")
     pytester.mkdir("empty")
     files = {"test_it": SOURCE, "test_other": "def test_d(): pass"}
@@ -236,7 +259,9 @@ STOPS = {
 
 @pytest.mark.second_tier("exit")
 @pytest.mark.parametrize(("arguments", "body"), STOPS.values(), ids=STOPS)
-def test_a_run_that_stops_early_says_nothing_and_removes_nothing(run_here, put_goldens, goldens, arguments, body):
+def test_a_run_that_stops_early_says_nothing_and_removes_nothing(
+    run_here, put_goldens, goldens, arguments, body
+):
     put_goldens(*USED, *UNUSED)
     files = {"test_a": f"def test_a(): {body}", "test_it": SOURCE}
     assert told(run_here(None, *arguments, **files)) == []
@@ -255,26 +280,47 @@ def test_an_interrupted_run_removes_nothing(run, put_goldens, goldens):
 def test_a_stop_at_the_very_last_test_is_none(run_here, put_goldens):
     """The twin: everything has run."""
     put_goldens(*USED, *UNUSED)
-    assert told(run_here(None, "-x", test_it=SOURCE, test_z="def test_z(): assert False")) == list(UNUSED)
+    assert told(run_here(None, "-x", test_it=SOURCE, test_z="def test_z(): assert False")) == list(
+        UNUSED
+    )
 
 
 def test_after_a_failed_collection_nothing_is_said(run_here, put_goldens):
     put_goldens(*USED, *UNUSED, "test_broken/test_z.txt")
-    result = run_here(SOURCE, "--continue-on-collection-errors", "--gt-unused-goldens=fail", test_broken="1 / 0")
+    result = run_here(
+        SOURCE, "--continue-on-collection-errors", "--gt-unused-goldens=fail", test_broken="1 / 0"
+    )
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines(["unused goldens were not looked for: collection failed"])
     result.stdout.no_fnmatch_line(TITLE)
 
 
-@pytest.mark.parametrize(("testpaths", "arguments", "is_full"), [
-    ("", [], True), ("", ["."], True), ("", ["tests"], True), ("", ["tests/test_it.py"], False),
-    ("", ["tests/test_it.py", "tests/test_more.py"], True),
-    ("tests", [], True), ("tests", ["tests"], True), ("tests", ["."], True), ("tests", ["tests/test_it.py"], False),
-    ("tests more", [], True), ("tests more", ["more", "tests"], True), ("tests more", ["more"], False),
-])  # fmt: skip
-def test_which_paths_are_all_of_them(pytester, run_here, put_goldens, testpaths, arguments, is_full):
+@pytest.mark.parametrize(
+    ("testpaths", "arguments", "is_full"),
+    [
+        ("", [], True),
+        ("", ["."], True),
+        ("", ["tests"], True),
+        ("", ["tests/test_it.py"], False),
+        ("", ["tests/test_it.py", "tests/test_more.py"], True),
+        ("tests", [], True),
+        ("tests", ["tests"], True),
+        ("tests", ["."], True),
+        ("tests", ["tests/test_it.py"], False),
+        ("tests more", [], True),
+        ("tests more", ["more", "tests"], True),
+        ("tests more", ["more"], False),
+    ],
+)
+def test_which_paths_are_all_of_them(
+    pytester, run_here, put_goldens, testpaths, arguments, is_full
+):
     put_goldens(*(f"tests/{name}" for name in USED), "tests/test_more/test_z.txt")
-    for folder, name, source in (("tests", "test_it", SOURCE), ("tests", "test_more", ""), ("more", "test_m", "")):
+    for folder, name, source in (
+        ("tests", "test_it", SOURCE),
+        ("tests", "test_more", ""),
+        ("more", "test_m", ""),
+    ):
         (pytester.path / folder).mkdir(exist_ok=True)
         (pytester.path / folder / f"{name}.py").write_text(source)
     pytester.makeini(f"[pytest]\ntestpaths = {testpaths}")
@@ -307,7 +353,9 @@ def test_workers_together_tell_it_once(run, put_goldens, goldens):
     put_goldens(*USED, *UNUSED)
     result = run(SOURCE, "-n2", "--gt-prune-goldens", "--gt-unused-goldens=fail")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["goldens   3 equal, 5 removed", *(f"removed golden/{name}" for name in UNUSED)])
+    result.stdout.fnmatch_lines(
+        ["goldens   3 equal, 5 removed", *(f"removed golden/{name}" for name in UNUSED)]
+    )
     assert (result.ret, sorted(goldens())) == (0, sorted(USED))
 
 
@@ -318,14 +366,20 @@ def test_after_a_worker_has_died_nothing_is_removed(run, put_goldens, goldens):
     source = SOURCE + "\ndef test_c():\n    import os\n    os._exit(7)"
     result = run(source, "-n1", "--gt-prune-goldens", "--gt-update-goldens")
     result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(["goldens   1 created, 2 equal", "unused goldens were not looked for: worker gw0*died"])
+    result.stdout.fnmatch_lines(
+        ["goldens   1 created, 2 equal", "unused goldens were not looked for: worker gw0*died"]
+    )
     assert sorted(goldens()) == sorted({*USED, *UNUSED})
 
 
 @pytest.mark.second_tier
 def test_workers_that_stop_at_a_failure_remove_nothing(run, put_goldens, goldens):
     put_goldens(*USED, *UNUSED)
-    source = "import time\ndef test_0():\n    assert False\n" + SOURCE + "\ndef test_z(): time.sleep(1)\n"
+    source = (
+        "import time\ndef test_0():\n    assert False\n"
+        + SOURCE
+        + "\ndef test_z(): time.sleep(1)\n"
+    )
     result = run(source, "-n2", "-x", "--gt-prune-goldens")
     result.stdout.fnmatch_lines(["unused goldens were not looked for: *"])
     assert len(goldens()) == len(USED) + len(UNUSED)
@@ -338,8 +392,12 @@ GRAPH = '# gtrainer graph v2\ndefault = device("{}")\nif fwd:\n  a: f32[2] = ate
 NUMBERS = '{{"gtrainer": "numbers v1", "entries": [{{"environment": {{"device": "{}"}}, "values": 1}}]}}\n'
 
 
-@pytest.mark.parametrize(("device", "outcome"), [("cuda", "3 not judged"), ("cpu", "1 not judged, 2 unused")])
-def test_what_only_a_gpu_could_judge_is_not_unused_without_one(run_here, put_goldens, device, outcome):
+@pytest.mark.parametrize(
+    ("device", "outcome"), [("cuda", "3 not judged"), ("cpu", "1 not judged, 2 unused")]
+)
+def test_what_only_a_gpu_could_judge_is_not_unused_without_one(
+    run_here, put_goldens, device, outcome
+):
     """By its name, its devices, its environments."""
     put_goldens("test_it/test_a.txt", "test_it/test_b-nccl.txt")
     put_goldens("test_it/test_a@after.fxgraph", text=GRAPH.format(device))
@@ -357,23 +415,31 @@ def test_they_can_fail_the_run(run_here, put_goldens, pytester):
     result.assert_outcomes(passed=3)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert told(result) == list(UNUSED)
-    result.stdout.fnmatch_lines(["a run with unused goldens has failed, as --gt-unused-goldens=fail was given"])
+    result.stdout.fnmatch_lines(
+        ["a run with unused goldens has failed, as --gt-unused-goldens=fail was given"]
+    )
     assert told(run_here(None, "--gt-unused-goldens=ignore")) == []
     pytester.makeini("[pytest]\ngt_unused_goldens = fail")
     assert run_here(None).ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_pruning_removes_them_says_each_and_leaves_no_empty_folder(run_here, put_goldens, goldens, pytester):
+def test_pruning_removes_them_says_each_and_leaves_no_empty_folder(
+    run_here, put_goldens, goldens, pytester
+):
     put_goldens(*USED, *UNUSED, "test_it/README.md")
     result = run_here(SOURCE, "--gt-prune-goldens", ".")  # a path may follow the flag
-    result.stdout.fnmatch_lines(["goldens   3 equal, 5 removed", *(f"removed golden/{name}" for name in UNUSED)])
+    result.stdout.fnmatch_lines(
+        ["goldens   3 equal, 5 removed", *(f"removed golden/{name}" for name in UNUSED)]
+    )
     assert result.ret == 0
     assert sorted(goldens()) == sorted([*USED, "test_it/README.md"])
     assert not (pytester.path / "golden/old").exists()
     assert told(run_here(None)) == []
 
 
-def test_what_cannot_be_removed_is_still_unused(run_here, put_goldens, goldens, monkeypatch, pytester):
+def test_what_cannot_be_removed_is_still_unused(
+    run_here, put_goldens, goldens, monkeypatch, pytester
+):
     put_goldens(*USED, "test_it/test_c.txt")
     pytester.makeconftest("""
         import os, pathlib
@@ -382,8 +448,12 @@ def test_what_cannot_be_removed_is_still_unused(run_here, put_goldens, goldens, 
                 raise OSError(30, os.strerror(30))
             pathlib.Path.unlink = unlink
     """)
-    monkeypatch.setattr("pathlib.Path.unlink", __import__("pathlib").Path.unlink)  # put back afterwards
+    monkeypatch.setattr(
+        "pathlib.Path.unlink", __import__("pathlib").Path.unlink
+    )  # put back afterwards
     result = run_here(SOURCE, "--gt-prune-goldens")
     sentence = "golden/test_it/test_c.txt was not removed: Read-only file system"
-    result.stdout.fnmatch_lines(["goldens   3 equal, 1 unused", sentence, TITLE, "  golden/test_it/test_c.txt"])
+    result.stdout.fnmatch_lines(
+        ["goldens   3 equal, 1 unused", sentence, TITLE, "  golden/test_it/test_c.txt"]
+    )
     assert result.ret == pytest.ExitCode.TESTS_FAILED

@@ -38,7 +38,9 @@ def test_a_file_is_replaced_and_keeps_its_mode(root):
     after = write(root).stat()
     assert files(root) == {"test_c.txt": "new\n"}
     assert stat.S_IMODE(after.st_mode) == 0o640
-    assert after.st_ino != before, "another file took its name: a reader of the old one reads it to its end"
+    assert after.st_ino != before, (
+        "another file took its name: a reader of the old one reads it to its end"
+    )
 
 
 def test_a_new_one_may_be_read_by_others(root):
@@ -54,7 +56,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(root, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(store.GoldenFileError, match=r"test_c\.txt was not written: No space left on device"):
+    with pytest.raises(
+        store.GoldenFileError, match=r"test_c\.txt was not written: No space left on device"
+    ):
         write(root)
     assert files(root) == {"test_c.txt": "old\n"}
 
@@ -72,8 +76,12 @@ def test_only_old_temporaries_of_writers_are_swept(root):
 
 def test_what_is_merged_comes_from_the_file_as_it_is_then(root):
     assert write(root, merge=lambda old: old + "more\n").read_text() == "old\nmore\n"
-    assert write(root, NEW, merge=lambda old: old + "more\n").read_text() == "new\n", "where there is none, it is new"
-    with pytest.raises(store.GoldenFileError, match="was not written: the obtained text has a NUL byte at byte 1"):
+    assert write(root, NEW, merge=lambda old: old + "more\n").read_text() == "new\n", (
+        "where there is none, it is new"
+    )
+    with pytest.raises(
+        store.GoldenFileError, match="was not written: the obtained text has a NUL byte at byte 1"
+    ):
         write(root, merge=lambda old: "a\0")
     assert (root / OLD).read_text() == "old\nmore\n"
 
@@ -96,7 +104,9 @@ def test_a_link_stays_a_link_and_one_out_of_the_tree_is_refused(root, tmp_path_f
     outside.write_text("precious")
     (root / NEW).unlink()
     (root / NEW).symlink_to(outside)
-    with pytest.raises(store.GoldenFileError, match="leads out of the tree by a link: replace it by a file"):
+    with pytest.raises(
+        store.GoldenFileError, match="leads out of the tree by a link: replace it by a file"
+    ):
         write(root, NEW)
     assert outside.read_text() == "precious"
 
@@ -144,7 +154,9 @@ CREATED = ('same("made", """""")', 'same("made", """made""")')
     ],
     ids=["without a flag", "updated", "created"],
 )
-def test_expectations_of_tests_that_pass_are_accepted(run_here, pytester, monkeypatch, flags, changes, counts):
+def test_expectations_of_tests_that_pass_are_accepted(
+    run_here, pytester, monkeypatch, flags, changes, counts
+):
     """A test that fails behind its expectation changes nothing, nor does one literal for two texts."""
     monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
     (pytester.path / "test_it.py").write_text(INLINE)
@@ -156,4 +168,6 @@ def test_expectations_of_tests_that_pass_are_accepted(run_here, pytester, monkey
     assert (pytester.path / "test_it.py").read_text() == expected
     result.stdout.fnmatch_lines([counts])
     if "--gt-update-goldens" in flags:
-        result.stdout.fnmatch_lines(["*one inline expectation, but different texts, so none is accepted: give each*"])
+        result.stdout.fnmatch_lines(
+            ["*one inline expectation, but different texts, so none is accepted: give each*"]
+        )

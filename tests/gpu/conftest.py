@@ -20,7 +20,9 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
     if not torch.cuda.is_available():
         cause = "needs a GPU: not judged"
         if options.get(request.config, "require") == "cuda":
-            pytest.fail(f"{cause}, and --gt-require=cuda lets no such test be skipped", pytrace=False)
+            pytest.fail(
+                f"{cause}, and --gt-require=cuda lets no such test be skipped", pytrace=False
+            )
         facts.emit("skip", cause=cause)
         pytest.skip(cause)
     yield "cuda"
@@ -31,14 +33,21 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A line for each claim, by topic: held, failed or not judged, with what was measured."""
     topics: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
-    for outcome, said in (("passed", "held"), ("skipped", "not judged"), ("failed", "FAILED"), ("error", "FAILED")):
+    for outcome, said in (
+        ("passed", "held"),
+        ("skipped", "not judged"),
+        ("failed", "FAILED"),
+        ("error", "FAILED"),
+    ):
         for report in terminalreporter.getreports(outcome):
             if not isinstance(report, pytest.TestReport) or not report.nodeid.startswith(HERE):
                 continue  # of collection, or of another folder
             if outcome == "passed" and report.when != "call":
                 continue
             topic, _, test = report.nodeid.removeprefix(HERE).partition("::")
-            measured = "; ".join(str(value) for key, value in report.user_properties if key == "measured")
+            measured = "; ".join(
+                str(value) for key, value in report.user_properties if key == "measured"
+            )
             topics[topic][test.removeprefix("test_").replace("_", " ")] = said, measured
     if not any(said != "not judged" for tests in topics.values() for said, _ in tests.values()):
         return

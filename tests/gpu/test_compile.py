@@ -37,14 +37,18 @@ def test_every_stage_is_on_the_gpu(gt_world):
     record = compiled_run(Rescale(2.0))
     for name, stage in record.only.stages.items():
         values = pytree.tree_leaves([node.meta.get("val") for node in stage.graph.nodes])
-        assert {str(value.device) for value in values if isinstance(value, torch.Tensor)} == {"cuda:0"}, name
+        assert {str(value.device) for value in values if isinstance(value, torch.Tensor)} == {
+            "cuda:0"
+        }, name
         text = graphtext.render(stage)
         assert graphtext.render(graphtext.parse(text)) == text
 
 
 def test_a_pass_that_changes_no_bit_and_its_twin_that_does(gt_world):
     assert_pass_bitwise(compiled_run(Rescale(2.0)).passes("Rescale")[0])
-    with pytest.raises(BitwiseDifference, match="Rescale on the forward graph 0/0 changed the numbers"):
+    with pytest.raises(
+        BitwiseDifference, match="Rescale on the forward graph 0/0 changed the numbers"
+    ):
         assert_pass_bitwise(compiled_run(Rescale(3.0)).passes("Rescale")[0])
 
 
@@ -52,7 +56,9 @@ def test_generated_code_is_eager_or_blamed(gt_world):
     """A sum of two products in bf16 is rounded once by a fused kernel, three times by eager's."""
     x = torch.randn(64, 1000, device="cuda")
     assert assert_compiled_bitwise(lambda x: torch.relu(x @ x.T), x).outcome == "equal"
-    with pytest.raises(BitwiseDifference, match="compiled against eager: code generation changed the numbers"):
+    with pytest.raises(
+        BitwiseDifference, match="compiled against eager: code generation changed the numbers"
+    ):
         assert_compiled_bitwise(lambda x: x * 3 + x * 5, x.bfloat16())
 
 
@@ -93,6 +99,8 @@ def test_a_compiled_step_repeats_itself(gt_world, gt_deterministic, record_prope
 
     step()
     wanted = ("fresh Inductor cache", "stream jitter")
-    report = assert_run_to_run(step, pressures=[pressure for pressure in PRESSURES if pressure.name in wanted])
+    report = assert_run_to_run(
+        step, pressures=[pressure for pressure in PRESSURES if pressure.name in wanted]
+    )
     record_property("measured", str(report).replace("\n", "; "))
     assert {*wanted} <= {*report.equal}

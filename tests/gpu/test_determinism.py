@@ -14,7 +14,9 @@ from pytest_gtrainer import assert_run_to_run, digest
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.run_to_run import PRESSURES
 
-OURS = [pressure for pressure in PRESSURES if "thread" not in pressure.name]  # threads do no work of a GPU
+OURS = [
+    pressure for pressure in PRESSURES if "thread" not in pressure.name
+]  # threads do no work of a GPU
 
 
 def scattered() -> torch.Tensor:
@@ -77,7 +79,11 @@ def run(program: str, **environ: str) -> str:
     if not environ["CUBLAS_WORKSPACE_CONFIG"]:
         del environ["CUBLAS_WORKSPACE_CONFIG"]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout + done.stderr
 
@@ -103,11 +109,16 @@ def test_cuda_that_starts_inside_a_block_is_deterministic_ever_after(cuda):
 def test_a_block_that_comes_too_late_is_refused(cuda):
     """CUDA started without the workspace: the error names the variable and both ways out."""
     printed = run(PROGRAM.format(before='torch.ones(2, 2, device="cuda")'))
-    assert "DeterminismError: CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None" in printed
+    assert (
+        "DeterminismError: CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"
+        in printed
+    )
     assert "product" not in printed.replace("print", "")
 
 
 def test_the_workspace_in_the_environment_is_in_time(cuda):
-    printed = run(PROGRAM.format(before='torch.ones(2, 2, device="cuda")'), CUBLAS_WORKSPACE_CONFIG=":16:8")
+    printed = run(
+        PROGRAM.format(before='torch.ones(2, 2, device="cuda")'), CUBLAS_WORKSPACE_CONFIG=":16:8"
+    )
     assert printed.count("product") == 3, printed
     assert len({*printed.splitlines()}) == 1, printed

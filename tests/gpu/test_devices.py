@@ -40,13 +40,17 @@ def test_a_promise_of_more_gpus_is_an_error(cuda, pytester):
     pytester.makepyfile(SUITE)
     run = pytester.runpytest_subprocess(f"--gt-gpus={more}")
     assert run.ret == 4
-    run.stderr.fnmatch_lines([f"ERROR: --gt-gpus={more}: only * GPUs are visible; promise at most *"])
+    run.stderr.fnmatch_lines(
+        [f"ERROR: --gt-gpus={more}: only * GPUs are visible; promise at most *"]
+    )
 
 
 def test_a_hidden_gpu_is_none(cuda, pytester, monkeypatch):
     """``CUDA_VISIBLE_DEVICES`` is obeyed: ranks run on the CPU, and the header says so."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    pytester.makepyfile("import pytest\n@pytest.mark.gt_world('ranks', size=2)\ndef test_it(gt_world): pass")
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.gt_world('ranks', size=2)\ndef test_it(gt_world): pass"
+    )
     run = pytester.runpytest_subprocess("--gt-gpus=2")
     run.assert_outcomes(passed=1)
     assert "2 CPU ranks (gloo), no GPU used" in run.stdout.str()
@@ -64,7 +68,9 @@ def test_two_workers_share_a_gpu(cuda, pytester):
     """Under ``-n 2`` its ranks are leased: never two workers at a time, and none waits forever."""
     pytest.importorskip("xdist")
     for name in ("a", "b"):
-        pytester.makepyfile(**{f"test_{name}": SUITE.replace("test_the_owner", f"test_owner_{name}")})
+        pytester.makepyfile(
+            **{f"test_{name}": SUITE.replace("test_the_owner", f"test_owner_{name}")}
+        )
     run = pytester.runpytest_subprocess("-n", "2", "--gt-gpus=1", "-k", "test_on_a_rank or owner")
     run.assert_outcomes(passed=4)
 
@@ -85,8 +91,13 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
     """)
     run = pytester.runpytest_subprocess("--gt-gpus=1", "-v")
     run.assert_outcomes(passed=2, failed=2)
-    for name, told in (("asserts_on_the_device", "rank 0: AcceleratorError: "), ("never_looks", "*left running: ")):
-        run.stdout.fnmatch_lines([f"_* test_{name} _*", f"{told}CUDA error: device-side assert triggered*"])
+    for name, told in (
+        ("asserts_on_the_device", "rank 0: AcceleratorError: "),
+        ("never_looks", "*left running: "),
+    ):
+        run.stdout.fnmatch_lines(
+            [f"_* test_{name} _*", f"{told}CUDA error: device-side assert triggered*"]
+        )
 
 
 def test_what_was_compiled_before_does_not_keep_ranks_from_starting(cuda, pytester):

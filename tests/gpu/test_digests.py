@@ -7,9 +7,18 @@ from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, comp
 from pytest_gtrainer.numerics.digest import ALGORITHMS
 
 DTYPES = [
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -25,8 +34,16 @@ def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def test_equal_those_of_a_copy_on_the_cpu(cuda, dtype, algorithm):
     """Contiguous, with holes, transposed, empty, and larger than a leaf of 4 MiB."""
     large = some(dtype, 3 << 20)
-    for tensor in (some(dtype, 7, 5), some(dtype, 8, 6)[::2, 1::2], some(dtype, 4, 9).T, some(dtype, 0), large):
-        there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=cuda).copy_(tensor)
+    for tensor in (
+        some(dtype, 7, 5),
+        some(dtype, 8, 6)[::2, 1::2],
+        some(dtype, 4, 9).T,
+        some(dtype, 0),
+        large,
+    ):
+        there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=cuda).copy_(
+            tensor
+        )
         assert digest(there, algorithm=algorithm) == digest(tensor, algorithm=algorithm)
 
 
@@ -57,7 +74,10 @@ def test_the_cost_of_a_digest(cuda, record_property):
     """``mix128`` stays on the GPU: of 4 GiB sixteen bytes a leaf come to the host."""
     tensor = torch.randint(0, 1 << 30, (1 << 30,), dtype=torch.int32, device=cuda)
     took = {}
-    for name, work in (("sum", lambda: tensor.sum()), ("mix128", lambda: digest(tensor, algorithm="mix128"))):
+    for name, work in (
+        ("sum", lambda: tensor.sum()),
+        ("mix128", lambda: digest(tensor, algorithm="mix128")),
+    ):
         work()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -65,7 +85,9 @@ def test_the_cost_of_a_digest(cuda, record_property):
         end.record()
         end.synchronize()
         took[name] = start.elapsed_time(end)
-    record_property("measured", f"4 GiB: mix128 takes {took['mix128'] / took['sum']:.0f} times a sum")
+    record_property(
+        "measured", f"4 GiB: mix128 takes {took['mix128'] / took['sum']:.0f} times a sum"
+    )
     changed = tensor.clone()
     changed[-1] += 1
     assert digest(changed, algorithm="mix128") != digest(tensor, algorithm="mix128")

@@ -17,8 +17,14 @@ def test_a_step_is_traced_on_the_gpu(gt_world, gt_mesh, record_property):
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32"))
     held = torch.cuda.memory_allocated() - before
     state = sum(tensor.numel() * tensor.element_size() for tensor in _local_state(run.model))
-    record_property("measured", f"{held / 2**20:.1f} MiB held, the model's shards are {state / 2**20:.1f} MiB")
-    devices = {str(value.device) for node in run.traced.gm.graph.nodes for value in _tensors(node.meta.get("val"))}
+    record_property(
+        "measured", f"{held / 2**20:.1f} MiB held, the model's shards are {state / 2**20:.1f} MiB"
+    )
+    devices = {
+        str(value.device)
+        for node in run.traced.gm.graph.nodes
+        for value in _tensors(node.meta.get("val"))
+    }
     assert devices == {"cuda:0"}
     assert held <= state + 2**20
 
@@ -46,4 +52,6 @@ def _local_state(model):
 
 
 def _tensors(value):
-    return [each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [
+        each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)
+    ]

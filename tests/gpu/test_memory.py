@@ -55,7 +55,10 @@ def test_training_leaves_nothing(gt_mesh, record_property):
         train_graph(llama3_training(gt_mesh, "bf16_fp32", steps=2))
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    record_property("measured", " ".join(f"{each / 2**20:.1f}" for each in held) + " MiB after each of three runs")
+    record_property(
+        "measured",
+        " ".join(f"{each / 2**20:.1f}" for each in held) + " MiB after each of three runs",
+    )
     assert held[2] - held[1] < 2**20
 
 
@@ -74,7 +77,9 @@ def test_the_peak_of_a_step(gt_mesh, record_property):
     torch.cuda.reset_peak_memory_stats()
     run.run()
     peak = torch.cuda.max_memory_allocated() - before
-    record_property("measured", f"peak {peak / 2**20:.1f} MiB, of {made / 2**20:.1f} MiB that the graph makes")
+    record_property(
+        "measured", f"peak {peak / 2**20:.1f} MiB, of {made / 2**20:.1f} MiB that the graph makes"
+    )
     assert peak < made
 
 

@@ -68,12 +68,16 @@ def test_a_backward_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_trains_as_eager_fsdp2(gt_mesh, gt_deterministic, training, precision):
     """Loss, gradients, weights and optimiser state of every step. One rank gathers nothing: there is no layout."""
-    assert_bitwise_equal(train_graph(training(gt_mesh, precision)), train_eager(training(gt_mesh, precision)))
+    assert_bitwise_equal(
+        train_graph(training(gt_mesh, precision)), train_eager(training(gt_mesh, precision))
+    )
 
 
 def test_another_precision_differs(gt_mesh, gt_deterministic):
     """The twin that must differ."""
-    exact, rounded = (llama3_training(gt_mesh, precision, steps=2) for precision in ("fp32", "bf16_fp32"))
+    exact, rounded = (
+        llama3_training(gt_mesh, precision, steps=2) for precision in ("fp32", "bf16_fp32")
+    )
     assert_bitwise_different(train_graph(rounded), train_eager(exact))
 
 

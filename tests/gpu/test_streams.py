@@ -36,7 +36,9 @@ def on_two_streams(*, waits: bool, late: str) -> torch.Tensor:
 @pytest.mark.parametrize("late", NAMES)
 def test_a_run_that_waits_is_equal(cuda, late):
     torch.cuda.init()
-    report = assert_run_to_run(lambda: on_two_streams(waits=True, late=late), pressures=[LATE[late]])
+    report = assert_run_to_run(
+        lambda: on_two_streams(waits=True, late=late), pressures=[LATE[late]]
+    )
     assert report.equal[-1] == late
 
 
@@ -45,7 +47,9 @@ def test_a_run_that_does_not_wait_is_caught(cuda, late):
     """The race goes well on a quiet GPU; with late streams it does not, unless both share a queue of the hardware."""
     torch.cuda.init()
     with pytest.raises(BitwiseDifference) as caught:
-        assert_run_to_run(lambda: on_two_streams(waits=False, late=late), 2, pressures=[LATE[late]] * 5)
+        assert_run_to_run(
+            lambda: on_two_streams(waits=False, late=late), 2, pressures=[LATE[late]] * 5
+        )
     assert "does not repeat itself under this pressure" in str(caught.value)
 
 
@@ -64,6 +68,9 @@ def test_streams_are_really_late(cuda, record_property):
         done.record()
     times = [start.elapsed_time(event) for _, event in begun]
     own = start.elapsed_time(done)
-    record_property("measured", f"late by {min(times):.0f} to {max(times):.0f} ms, the run's own by {own:.1f} ms")
+    record_property(
+        "measured",
+        f"late by {min(times):.0f} to {max(times):.0f} ms, the run's own by {own:.1f} ms",
+    )
     assert min(times) > 10
     assert max(own, min(times)) + 10 < max(times)

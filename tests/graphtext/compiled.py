@@ -26,7 +26,9 @@ class Block(nn.Module):
         return x + (y if self.scale is None else y * self.scale)
 
 
-def stages(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> dict[str, fx.GraphModule]:
+def stages(
+    function: Callable[..., Any], *args: Any, dynamic: bool | None = None
+) -> dict[str, fx.GraphModule]:
     """``dynamo``, ``forward`` and, if the result has a gradient, ``backward``."""
     found: dict[str, fx.GraphModule] = {}
 

@@ -31,7 +31,15 @@ NUMBERS = (1, -3, 0.5, -0.0, float("inf"), 1e-30, True)
 
 def _unary(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     target = draw(
-        st.sampled_from([aten.sin.default, aten.neg.default, aten.relu.default, aten.t.default, aten.abs_.default])
+        st.sampled_from(
+            [
+                aten.sin.default,
+                aten.neg.default,
+                aten.relu.default,
+                aten.t.default,
+                aten.abs_.default,
+            ]
+        )
     )
     return graph.call_function(target, (draw(st.sampled_from(pool)),))
 
@@ -45,31 +53,43 @@ def _binary(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
 
 def _cast(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     dtype = draw(st.sampled_from(DTYPES[:3]))
-    keywords = {"dtype": dtype} | draw(st.sampled_from([{}, {"memory_format": torch.contiguous_format}]))
+    keywords = {"dtype": dtype} | draw(
+        st.sampled_from([{}, {"memory_format": torch.contiguous_format}])
+    )
     return graph.call_function(aten._to_copy.default, (draw(st.sampled_from(pool)),), keywords)
 
 
 def _several(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     parts = graph.call_function(aten.split.Tensor, (draw(st.sampled_from(pool)), 2))
     _mark(draw, parts)
-    return graph.call_function(torch.ops.aten.cat.default, ([_item(graph, parts, 1), _item(graph, parts, 0)],))
+    return graph.call_function(
+        torch.ops.aten.cat.default, ([_item(graph, parts, 1), _item(graph, parts, 0)],)
+    )
 
 
 def _eight_bits(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
-    small = graph.call_function(aten._to_copy.default, (draw(st.sampled_from(pool)),), {"dtype": DTYPES[3]})
+    small = graph.call_function(
+        aten._to_copy.default, (draw(st.sampled_from(pool)),), {"dtype": DTYPES[3]}
+    )
     _mark(draw, small)
     return graph.call_function(aten._to_copy.default, (small,), {"dtype": torch.float32})
 
 
 def _channels_last(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     image = graph.call_function(aten.reshape.default, (draw(st.sampled_from(pool)), [1, 4, 2, 2]))
-    turned = graph.call_function(aten.clone.default, (image,), {"memory_format": torch.channels_last})
+    turned = graph.call_function(
+        aten.clone.default, (image,), {"memory_format": torch.channels_last}
+    )
     return graph.call_function(aten.reshape.default, (turned, [4, 4]))
 
 
 def _constant(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     """Small ones are told by their values, large ones by a digest."""
-    value = draw(st.sampled_from([torch.tensor(-0.0), torch.arange(4), torch.full((4, 4), 0.1), torch.ones(4, 1) > 0]))
+    value = draw(
+        st.sampled_from(
+            [torch.tensor(-0.0), torch.arange(4), torch.full((4, 4), 0.1), torch.ones(4, 1) > 0]
+        )
+    )
     module, name = graph.owning_module, f"constant_{len(graph.nodes)}"
     assert module is not None
     module.register_buffer(name, value.clone())
@@ -112,9 +132,19 @@ def _body(target: Any) -> fx.GraphModule:
 
 
 STEPS = (
-    _unary, _unary, _binary, _binary, _cast, _several,
-    _eight_bits, _channels_last, _constant, _elsewhere, _sized, _branch,
-)  # fmt: skip
+    _unary,
+    _unary,
+    _binary,
+    _binary,
+    _cast,
+    _several,
+    _eight_bits,
+    _channels_last,
+    _constant,
+    _elsewhere,
+    _sized,
+    _branch,
+)
 
 
 def _item(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
@@ -130,11 +160,16 @@ def _mark(draw: Any, node: fx.Node) -> None:
         node.meta["autograd_backward"] = True
     if draw(st.integers(0, 5)) == 0:
         roots = draw(st.lists(st.sampled_from(FQNS[1:]), min_size=1, max_size=2, unique=True))
-        node.meta["fsdp_bucket"] = {"plan_fqns": roots, "direction": draw(st.sampled_from(["fwd", "bwd"]))}
+        node.meta["fsdp_bucket"] = {
+            "plan_fqns": roots,
+            "direction": draw(st.sampled_from(["fwd", "bwd"])),
+        }
         if draw(st.booleans()):
             return
     custom = {"module_fqn": fqn} if fqn else {}
-    custom |= draw(st.sampled_from([{}, {}, {"stage": 1}, {"note": "x y", "parts": [1, "a", None]}]))
+    custom |= draw(
+        st.sampled_from([{}, {}, {"stage": 1}, {"note": "x y", "parts": [1, "a", None]}])
+    )
     if custom:
         node.meta["custom"] = custom
     policy = draw(st.sampled_from(POLICIES))
@@ -156,7 +191,9 @@ def graphs(draw: st.DrawFn, steps: int = 12) -> tuple[fx.GraphModule, list[torch
                 "fqn": draw(st.sampled_from(["0", "1.tokens", "layers.0.w", "L.w", "a-b.2"])),
             }
         pool.append(node)
-        inputs.append(torch.linspace(-2, 2, 16).reshape(4, 4).to(draw(st.sampled_from(DTYPES[:3]))) + place)
+        inputs.append(
+            torch.linspace(-2, 2, 16).reshape(4, 4).to(draw(st.sampled_from(DTYPES[:3]))) + place
+        )
     for _ in range(draw(st.integers(1, steps))):
         node = draw(st.sampled_from(STEPS))(draw, graph, pool)
         _mark(draw, node)
@@ -164,7 +201,9 @@ def graphs(draw: st.DrawFn, steps: int = 12) -> tuple[fx.GraphModule, list[torch
     results = draw(st.lists(st.sampled_from([*pool, None]), min_size=1, max_size=3))
     graph.output(draw(st.sampled_from([tuple, list, lambda r: r[0], lambda r: {"a": r}]))(results))
     gm.recompile()
-    _add_values(gm, inputs, draw(st.sampled_from(["real", "real", "real", "fake", "symbolic", "symbolic"])))
+    _add_values(
+        gm, inputs, draw(st.sampled_from(["real", "real", "real", "fake", "symbolic", "symbolic"]))
+    )
     return gm, inputs
 
 

@@ -45,7 +45,9 @@ def described(gm: fx.GraphModule) -> list[Any]:
         if node.op in ("placeholder", "output") or is_computed(node):
             places[node] = len(places)
             operands = pytree.tree_map_only(
-                fx.Node, lambda operand: _operand(gm, operand, places), [node.args, sorted(node.kwargs.items())]
+                fx.Node,
+                lambda operand: _operand(gm, operand, places),
+                [node.args, sorted(node.kwargs.items())],
             )
             target = node.target if node.op not in ("placeholder", "output") else node.op
             lines.append((target, _plain(operands), _meta(node)))
@@ -70,14 +72,20 @@ def _attribute(gm: Any, path: str) -> Any:
 
 def _plain(value: Any) -> Any:
     """Literals so that ``==`` tells bits: repr tells -0.0 and nan, and 1 from 1.0 and True."""
-    return repr(pytree.tree_map_only((torch.SymInt, torch.SymFloat), lambda v: str(v.node.hint), value))
+    return repr(
+        pytree.tree_map_only((torch.SymInt, torch.SymFloat), lambda v: str(v.node.hint), value)
+    )
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
     kept = ("gt_input", "gt_outputs", "fsdp_bucket", "recompute")
     told = {key: node.meta.get(key) for key in kept}
     if node.op not in ("placeholder", "output"):
-        custom = {key: value for key, value in (node.meta.get("custom") or {}).items() if key != "module_fqn"}
+        custom = {
+            key: value
+            for key, value in (node.meta.get("custom") or {}).items()
+            if key != "module_fqn"
+        }
         told |= {"fqn": node_fqn(node), "direction": direction(node), "custom": custom}
     return {**told, "val": _kind(node.meta.get("val"))}
 
@@ -88,7 +96,10 @@ def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return None
-        shape, strides = [expression(e) for e in value.shape], [expression(s) for s in value.stride()]
+        shape, strides = (
+            [expression(e) for e in value.shape],
+            [expression(s) for s in value.stride()],
+        )
         usual = is_contiguous(shape, strides)
         return (
             value.dtype,
@@ -96,7 +107,9 @@ def _kind(value: Any) -> Any:
             [_hint(e) for e in value.shape],
             usual or [_hint(s) for s in value.stride()],
         )
-    fixed = isinstance(value, torch.SymInt) and value.node.expr.is_number  # symbolic no more: a guard has fixed it
+    fixed = (
+        isinstance(value, torch.SymInt) and value.node.expr.is_number
+    )  # symbolic no more: a guard has fixed it
     return ("int" if fixed else type(value).__name__, _hint(value))
 
 

@@ -10,7 +10,13 @@ import torch
 from pytest_gtrainer.graphtext import unfold
 from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow, statement
 from pytest_gtrainer.graphtext.differences.remarks import where
-from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of, draws_numbers, effects, written
+from pytest_gtrainer.graphtext.equivalence import (
+    Numbers,
+    digests_of,
+    draws_numbers,
+    effects,
+    written,
+)
 
 TEXT = """\
 fsdp = group(range(0, 8))
@@ -51,10 +57,16 @@ def digest_of(text: str) -> int:
 def test_references_are_resolved():
     graph = dataflow(unfold(TEXT))
     names = [f"{where(value.scope)} {value.name}".strip() for value in graph.values]
-    read = {name: [names[source] for source in value.sources] for name, value in zip(names, graph.values, strict=True)}
+    read = {
+        name: [names[source] for source in value.sources]
+        for name, value in zip(names, graph.values, strict=True)
+    }
     assert read["fwd embed mul"] == ["I 0"]
     assert read["fwd bucket layers.0 all_gather_into_tensor"] == ["P layers.0.w"]
-    assert read["fwd layers.0 add"] == ["fwd layers.0.attention topk", "fwd bucket layers.0 wait_tensor"]
+    assert read["fwd layers.0 add"] == [
+        "fwd layers.0.attention topk",
+        "fwd bucket layers.0 wait_tensor",
+    ]
     assert read["fwd layers.1 add"] == ["fwd layers.0 add", "P layers.1.w"]
     assert read["bwd layers.1 mul"] == ["fwd layers.1 add", "fwd layers.0.attention topk"]
     assert [(result.name, names[int(str(result.operands[0]))]) for result in graph.results] == [
@@ -72,14 +84,19 @@ def test_a_heading_may_name_another_space():
 def test_an_operator_among_the_inputs_is_no_reason_to_give_up():
     """A line that was moved by hand: it is no input, and its name alone says where it stands."""
     text = "for i in P.layers[0]:\n  P.L.w: f32[2]\n  mm: f32[2] = aten.mm(P.L.w, P.L.w)\n"
-    assert [value.scope.owners for value in dataflow(unfold(text)).values] == [("layers.0.w",), ("mm",)]
+    assert [value.scope.owners for value in dataflow(unfold(text)).values] == [
+        ("layers.0.w",),
+        ("mm",),
+    ]
 
 
 @pytest.mark.parametrize(
     "line",
     [
         pytest.param("mm_{}: f32[{}, u{}] = aten.mm(x_{}, L.y[{}], {}, dtype=f32)", id="numbers"),
-        pytest.param('mm_{}: f32[{}, u{}] = aten.mm("é", x_{}, "é", L.y[{}], {}, dtype=f32)', id="not ASCII"),
+        pytest.param(
+            'mm_{}: f32[{}, u{}] = aten.mm("é", x_{}, "é", L.y[{}], {}, dtype=f32)', id="not ASCII"
+        ),
     ],
 )
 def test_lines_that_differ_in_numbers_are_told_apart(line):
@@ -101,18 +118,29 @@ def test_lines_that_differ_in_numbers_are_told_apart(line):
         pytest.param("embed.mul, 1)", "embed.mul, 1, largest=True)", id="keyword"),
         pytest.param("topk[0], bucket", "topk[1], bucket", id="item"),
         pytest.param("layers[i-1].add, P", "embed.mul, P", id="operand"),
-        pytest.param("aten.mul.Tensor(saved.L.add, saved.layers[i-1].attention.topk[1])",
-                     "aten.mul.Tensor(saved.layers[i-1].attention.topk[1], saved.L.add)", id="order of operands"),
-        pytest.param("mul: f32[4, 2] = aten.mul.Tensor(I", "mul: bf16[4, 2] = aten.mul.Tensor(I", id="dtype"),
-        pytest.param("f32[16, 4] = _c10d_functional.wait", "f32[16, 4][1, 16] = _c10d_functional.wait", id="strides"),
+        pytest.param(
+            "aten.mul.Tensor(saved.L.add, saved.layers[i-1].attention.topk[1])",
+            "aten.mul.Tensor(saved.layers[i-1].attention.topk[1], saved.L.add)",
+            id="order of operands",
+        ),
+        pytest.param(
+            "mul: f32[4, 2] = aten.mul.Tensor(I", "mul: bf16[4, 2] = aten.mul.Tensor(I", id="dtype"
+        ),
+        pytest.param(
+            "f32[16, 4] = _c10d_functional.wait",
+            "f32[16, 4][1, 16] = _c10d_functional.wait",
+            id="strides",
+        ),
         pytest.param("P.L.w: f32[2, 4]", "P.L.w: f32[2, 4] @ cuda", id="device of an input"),
-        pytest.param("I[0]: f32[4, 2]\n", "I[0]: f32[4, 2]\n  I[1]: f32[4, 2]\n", id="one more input"),
+        pytest.param(
+            "I[0]: f32[4, 2]\n", "I[0]: f32[4, 2]\n  I[1]: f32[4, 2]\n", id="one more input"
+        ),
         pytest.param("range(0, 8)", "range(0, 4)", id="ranks of a group"),
         pytest.param("loss = fwd.layers[1].add", "loss = fwd.layers[0].add", id="result"),
         pytest.param("  loss =", "  total =", id="name of a result"),
         pytest.param("if out:\n", "returns = list\nif out:\n", id="convention"),
     ],
-)  # fmt: skip
+)
 def test_what_changes_the_digest(old, new):
     assert old in TEXT
     assert digest_of(TEXT.replace(old, new)) != digest_of(TEXT)
@@ -121,7 +149,11 @@ def test_what_changes_the_digest(old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("add: f32[4, 2] = aten.add.Tensor(L.a", "add_7: f32[4, 2] = aten.add.Tensor(L.a", id="name"),
+        pytest.param(
+            "add: f32[4, 2] = aten.add.Tensor(L.a",
+            "add_7: f32[4, 2] = aten.add.Tensor(L.a",
+            id="name",
+        ),
         pytest.param(" | must_save", "", id="tag"),
         pytest.param("with embed:", "with _:", id="module"),
         pytest.param("bucket(L)", "bucket(L, norm)", id="bucket"),
@@ -172,7 +204,10 @@ def test_symbols_are_what_brings_them_in():
     """Their numbers follow from the schedule."""
     assert digest_of(SWAPPED) == digest_of(MOE)
     cat = dataflow(unfold(MOE)).values[3]
-    assert [operand for operand in cat.operands if isinstance(operand, Symbol)] == [Symbol(1, 0), Symbol(2, 0)]
+    assert [operand for operand in cat.operands if isinstance(operand, Symbol)] == [
+        Symbol(1, 0),
+        Symbol(2, 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +229,11 @@ def test_a_size_is_the_same_whatever_the_numbers_of_its_symbols(one, other, same
 def test_symbols_of_layers_are_told_apart():
     """Each layer's own `L.u0` is another one."""
     values = dataflow(unfold(MOE.replace("layers[0]", "layers[0:2]"))).values
-    told = [[each for each in value.operands if isinstance(each, Symbol)] for value in values if value.name == "cat"]
+    told = [
+        [each for each in value.operands if isinstance(each, Symbol)]
+        for value in values
+        if value.name == "cat"
+    ]
     assert told == [[Symbol(1, 0), Symbol(2, 0)], [Symbol(5, 0), Symbol(6, 0)]]
 
 
@@ -227,7 +266,9 @@ if fwd:
 
 
 def test_groups_of_the_same_ranks_are_told_by_who_shares_them():
-    exchanged = TWINS.replace("fsdp)", "fsdp_0)").replace("fsdp_2)", "fsdp)").replace("fsdp_0)", "fsdp_2)")
+    exchanged = (
+        TWINS.replace("fsdp)", "fsdp_0)").replace("fsdp_2)", "fsdp)").replace("fsdp_0)", "fsdp_2)")
+    )
     assert digest_of(exchanged) == digest_of(TWINS)
     parted = TWINS.replace("(a.all_reduce, 8, fsdp_2)", "(a.all_reduce, 8, fsdp)")
     assert digest_of(parted) != digest_of(TWINS)
@@ -266,7 +307,9 @@ def test_a_body_counts_by_its_dataflow():
 
 
 def values_of(*lines: str):
-    text = "if I:\n  I[0]: f32[2]\n  I[1]: f32[2]\nif fwd:\n" + "".join(f"  {line}\n" for line in lines)
+    text = "if I:\n  I[0]: f32[2]\n  I[1]: f32[2]\nif fwd:\n" + "".join(
+        f"  {line}\n" for line in lines
+    )
     return dataflow(unfold(text))
 
 
@@ -295,7 +338,10 @@ def test_what_is_changed_in_place(line, targets):
         ("aten.mul.Tensor(I[0], 0.1)", False),
         ("aten._scaled_dot_product_flash_attention_for_cpu(I[0], I[0], I[0], 0.0, True)", False),
         ("aten._scaled_dot_product_flash_attention_for_cpu(I[0], I[0], I[0], 0.1, True)", True),
-        ("aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], 0.0, True, scale=0.125)", False),
+        (
+            "aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], 0.0, True, scale=0.125)",
+            False,
+        ),
     ],
 )
 def test_what_draws_random_numbers(call, draws):
@@ -303,9 +349,13 @@ def test_what_draws_random_numbers(call, draws):
 
 
 CELLS = {"gru", "lstm", "rnn_relu", "rnn_tanh", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
-ATTENTION = re.compile(r"attention|sdp|_nested_|_mem_eff_|_cudnn_init")  # drawing if their dropout is not zero
+ATTENTION = re.compile(
+    r"attention|sdp|_nested_|_mem_eff_|_cudnn_init"
+)  # drawing if their dropout is not zero
 COPIES = {"contiguous", "to", "pin_memory", "coalesce", "copy"}  # in most graphs
-OTHER_MEMORY = re.compile(r"indices|values|sparse|nested|autocast|_primal|_dual|_test_|_inverse|linalg_")
+OTHER_MEMORY = re.compile(
+    r"indices|values|sparse|nested|autocast|_primal|_dual|_test_|_inverse|linalg_"
+)
 
 
 def operators_of_torch(has):
@@ -320,14 +370,22 @@ def test_what_draws_and_what_is_a_view_is_what_torch_says():
     for name in torch._C._dispatch_get_all_op_names():
         getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0], None)
     random = operators_of_torch(lambda op: torch.Tag.nondeterministic_seeded in op.tags)
-    silent = sorted(n for n in random - CELLS if not ATTENTION.search(n) and not draws(f"aten.{n}(I[0])"))
+    silent = sorted(
+        n for n in random - CELLS if not ATTENTION.search(n) and not draws(f"aten.{n}(I[0])")
+    )
     assert not silent, "they draw random numbers, and another order of them would not be told"
-    views = {name for name in operators_of_torch(lambda op: op.is_view) if not OTHER_MEMORY.search(name)} - COPIES
+    views = {
+        name for name in operators_of_torch(lambda op: op.is_view) if not OTHER_MEMORY.search(name)
+    } - COPIES
     apart = []
     for name in sorted(views):
-        graph = values_of(f"it: f32[2] = aten.{name}(I[0])", "add_: f32[2] = aten.add_.Tensor(it, I[1])")
+        graph = values_of(
+            f"it: f32[2] = aten.{name}(I[0])", "add_: f32[2] = aten.add_.Tensor(it, I[1])"
+        )
         apart += [name] if effects(graph).histories.keys() != {0} else []
-    assert not apart, "they are views, and a write to them would not be told as one to what they look at"
+    assert not apart, (
+        "they are views, and a write to them would not be told as one to what they look at"
+    )
 
 
 def draws(call):
@@ -361,4 +419,6 @@ def test_a_view_of_a_view_of_what_was_changed_in_place_shares_its_storage_too():
         "sin: f32[2] = aten.sin(I[0])",
         "mul_: f32[2] = aten.mul_.Tensor(t, 2)",
     )
-    assert effects(graph).histories == {0: [(2, []), (6, [5])]}, "all by the input at which they look"
+    assert effects(graph).histories == {0: [(2, []), (6, [5])]}, (
+        "all by the input at which they look"
+    )

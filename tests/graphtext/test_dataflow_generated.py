@@ -29,7 +29,9 @@ def in_another_order(gm: fx.GraphModule, seed: int) -> fx.GraphModule:
     waiting = [node for node in gm.graph.nodes if node.op != "output"]
     while waiting:
         inputs = [node for node in waiting if node.op == "placeholder"][:1]
-        ready = inputs or [node for node in waiting if all(operand in copies for operand in node.all_input_nodes)]
+        ready = inputs or [
+            node for node in waiting if all(operand in copies for operand in node.all_input_nodes)
+        ]
         node = draw.choice(ready)
         waiting.remove(node)
         copies[node] = graph.node_copy(node, copies.__getitem__)

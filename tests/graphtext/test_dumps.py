@@ -41,7 +41,11 @@ def load_args(reader):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(8, 8)
+        self.up, self.norm, self.down = (
+            nn.Linear(8, 16, bias=False),
+            nn.BatchNorm1d(16),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x):
         left, right = checkpoint(self.body, x, use_reentrant=False).chunk(2, 1)
@@ -59,7 +63,11 @@ def computed(gm: fx.GraphModule):
         if node.op in ("call_function", "call_method"):
             operands = fx.node.map_arg((node.args, node.kwargs), lambda source: place[source])
             value = node.meta.get("val", node.meta.get("example_value"))
-            layout = (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else None
+            layout = (
+                (value.dtype, value.shape, value.stride())
+                if isinstance(value, torch.Tensor)
+                else None
+            )
             told.append((node.op, str(node.target), str(operands), layout))
     return told
 
@@ -77,7 +85,9 @@ def stages():
     return {name: getattr(record, name) for name in names.split()}
 
 
-@pytest.mark.parametrize("stage", ["joint", "forward", "backward", "forward_after_passes", "backward_after_passes"])
+@pytest.mark.parametrize(
+    "stage", ["joint", "forward", "backward", "forward_after_passes", "backward_after_passes"]
+)
 def test_the_code_of_a_stage_is_read_as_its_graph(stages, stage):
     gm, text = stages[stage], shown(stages[stage])
     assert computed(parse(text)) == computed(gm)
@@ -98,11 +108,16 @@ def test_dynamos_code_has_methods_operators_of_python_and_bodies(stages):
 
 def test_a_runnable_file_tells_types_of_inputs_alone():
     gm = parse(RUNNABLE)
-    assert [node.meta["val"].stride() for node in gm.graph.find_nodes(op="placeholder")] == [(8, 1), (1, 2)]
+    assert [node.meta["val"].stride() for node in gm.graph.find_nodes(op="placeholder")] == [
+        (8, 1),
+        (1, 2),
+    ]
     text = render(gm)
     assert "mm: f32[2, 4] = aten.mm(A.primals_2, permute)" in text
     assert "returns = list" in text
-    assert text != render(parse(RUNNABLE.replace("(2, 8), (1, 2), dtype=torch.float32", "(3, 8), (1, 3)")))
+    assert text != render(
+        parse(RUNNABLE.replace("(2, 8), (1, 2), dtype=torch.float32", "(3, 8), (1, 3)"))
+    )
     first, full = gm(torch.ones(4, 8), torch.ones(2, 8))
     assert first.equal(torch.full((2, 2), 8.0))
     assert full.item() == 0
@@ -111,19 +126,55 @@ def test_a_runnable_file_tells_types_of_inputs_alone():
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("(4, 8), is", "(4, 7), is", "line 1: the file tells types of inputs alone, and no fake tensor passes: "),
-        ("aten.mm.default", "aten.mn.default", "line 10, column 9: torch has no operator `aten.mn`"),
+        (
+            "(4, 8), is",
+            "(4, 7), is",
+            "line 1: the file tells types of inputs alone, and no fake tensor passes: ",
+        ),
+        (
+            "aten.mm.default",
+            "aten.mn.default",
+            "line 10, column 9: torch has no operator `aten.mn`",
+        ),
         ("full = torch", "full = self.constant + torch", "line 13, column 9: no `constant`: "),
-        ("torch.ops.aten.full.default([], 0.0, ", "print(", "line 13, column 16: expected a call of an operator"),
-        ("getitem = split[0]", "getitem = self.held", "line 12, column 9: the dump does not hold `self.held`: "),
-        ("getitem = split[0]", "split.data = mm", "line 12, column 9: expected a line of a graph's code"),
-        ("(self, primals_1, ", "(self, ", "line 8, column 5: there are 1 inputs, and load_args tells 2"),
+        (
+            "torch.ops.aten.full.default([], 0.0, ",
+            "print(",
+            "line 13, column 16: expected a call of an operator",
+        ),
+        (
+            "getitem = split[0]",
+            "getitem = self.held",
+            "line 12, column 9: the dump does not hold `self.held`: ",
+        ),
+        (
+            "getitem = split[0]",
+            "split.data = mm",
+            "line 12, column 9: expected a line of a graph's code",
+        ),
+        (
+            "(self, primals_1, ",
+            "(self, ",
+            "line 8, column 5: there are 1 inputs, and load_args tells 2",
+        ),
         ("def forward", "def backward", "line 4, column 1: Repro has no forward"),
-        ("def load", "class B(nn.Module):\n    pass\ndef load", "line 16, column 1: this holds several graphs"),
-        ("(self, primals_1, ", '(self, primals_1: "f99(2)", ', "line 8, column 23: expected a type like"),
-        ("(self, primals_1, ", '(self, primals_1: "f99[2]", ', "line 8, column 23: `f99` is no dtype"),
+        (
+            "def load",
+            "class B(nn.Module):\n    pass\ndef load",
+            "line 16, column 1: this holds several graphs",
+        ),
+        (
+            "(self, primals_1, ",
+            '(self, primals_1: "f99(2)", ',
+            "line 8, column 23: expected a type like",
+        ),
+        (
+            "(self, primals_1, ",
+            '(self, primals_1: "f99[2]", ',
+            "line 8, column 23: `f99` is no dtype",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
     assert RUNNABLE.count(old) == 1
     with pytest.raises(TextError) as told:
@@ -131,10 +182,14 @@ def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
     assert str(told.value).startswith(problem)
 
 
-@pytest.mark.parametrize(("told", "value"), [("0.1", 0.1), ("1e-05", 1e-05), ("2.0", 2.0), ("3", 3)])
+@pytest.mark.parametrize(
+    ("told", "value"), [("0.1", 0.1), ("1e-05", 1e-05), ("2.0", 2.0), ("3", 3)]
+)
 def test_a_number_of_a_dump_keeps_its_kind(told, value):
     """0.1 was read as the whole number 0."""
-    gm = parse(f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n        return x\n')
+    gm = parse(
+        f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n        return x\n'
+    )
     kept = gm.graph.find_nodes(op="placeholder")[1].meta["val"]
     assert (type(kept), kept) == (type(value), value)
 
@@ -142,13 +197,17 @@ def test_a_number_of_a_dump_keeps_its_kind(told, value):
 def test_a_dump_that_is_nested_too_deeply_is_told():
     deep = f"reader.tensor(0, ({'-' * 2000}2,))\n"
     with pytest.raises(TextError, match="nested too deeply"):
-        parse(f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        return x\n\n{deep}')
+        parse(
+            f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        return x\n\n{deep}'
+        )
 
 
 @pytest.mark.second_tier
 def test_every_graph_that_tlparse_shows_is_read(tmp_path):
     """Also with dynamic sizes; what lies beside the graphs is told to be none."""
-    tlparse = shutil.which("tlparse", path=f"{ROOT}/.venv/beside/bin{os.pathsep}{os.environ['PATH']}")
+    tlparse = shutil.which(
+        "tlparse", path=f"{ROOT}/.venv/beside/bin{os.pathsep}{os.environ['PATH']}"
+    )
     if tlparse is None:
         pytest.skip("tlparse is not installed: make env")
     program = (
@@ -159,12 +218,19 @@ def test_every_graph_that_tlparse_shows_is_read(tmp_path):
     traced = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=traced, check=True, capture_output=True)
     (log,) = (tmp_path / "trace").iterdir()
-    subprocess.run([tlparse, log, "-o", tmp_path / "out", "--no-browser"], check=True, capture_output=True)
+    subprocess.run(
+        [tlparse, log, "-o", tmp_path / "out", "--no-browser"], check=True, capture_output=True
+    )
     read = {}
     for file in sorted((tmp_path / "out").glob("*/*.txt")):
         if "(torch.nn.Module):" in file.read_text():
             gm = parse(file.read_text())
             assert ": _" not in render(gm), file.name
             read[file.name.rpartition("_")[0]] = len(gm.graph.nodes)
-    stages = {"dynamo_output_graph", "aot_joint_graph", "aot_forward_graph", "inductor_post_grad_graph"}
+    stages = {
+        "dynamo_output_graph",
+        "aot_joint_graph",
+        "aot_forward_graph",
+        "inductor_post_grad_graph",
+    }
     assert stages | {"aot_backward_graph", "fx_graph_runnable"} <= read.keys()

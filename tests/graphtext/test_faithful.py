@@ -65,7 +65,9 @@ def test_a_line_that_cannot_be_read_is_told():
     gm = graph_of(aten.add.Tensor, Restless())
     found = unfaithful(gm, render(gm))
     assert "is given by its digest only" in found
-    assert found.splitlines()[1].startswith("  text:  add: f32[2] = aten.add.Tensor(A[0], const('Restless', ")
+    assert found.splitlines()[1].startswith(
+        "  text:  add: f32[2] = aten.add.Tensor(A[0], const('Restless', "
+    )
 
 
 def test_a_graph_that_calls_python_is_only_compared():

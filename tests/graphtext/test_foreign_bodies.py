@@ -50,7 +50,9 @@ class Checkpointed(Base):
 
 class Conditional(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.layers[0](x), lambda x: self.layers[1](x) * 2, (x,))
+        return torch.cond(
+            x.sum() > 0, lambda x: self.layers[0](x), lambda x: self.layers[1](x) * 2, (x,)
+        )
 
 
 class Regions(Base):
@@ -75,12 +77,24 @@ class Flexible(nn.Module):
         return flex_attention(heads, heads, heads, score_mod=score, block_mask=self.mask)
 
 
-MODELS = {"checkpoint": Checkpointed, "cond": Conditional, "invoke_subgraph": Regions, "flex_attention": Flexible}
+MODELS = {
+    "checkpoint": Checkpointed,
+    "cond": Conditional,
+    "invoke_subgraph": Regions,
+    "flex_attention": Flexible,
+}
 SOURCES = [
-    ("checkpoint", "dynamo"), ("cond", "dynamo"), ("cond", "forward"), ("cond", "export"),
-    ("invoke_subgraph", "dynamo"), ("invoke_subgraph", "forward"), ("invoke_subgraph", "backward"),
-    ("flex_attention", "dynamo"), ("flex_attention", "forward"), ("flex_attention", "backward"),
-]  # fmt: skip
+    ("checkpoint", "dynamo"),
+    ("cond", "dynamo"),
+    ("cond", "forward"),
+    ("cond", "export"),
+    ("invoke_subgraph", "dynamo"),
+    ("invoke_subgraph", "forward"),
+    ("invoke_subgraph", "backward"),
+    ("flex_attention", "dynamo"),
+    ("flex_attention", "forward"),
+    ("flex_attention", "backward"),
+]
 _INLINING = ("inline_single_use_invoke_subgraph",)
 _made: dict[Any, dict[str, Any]] = {}
 
@@ -105,7 +119,9 @@ def text_of(
         with config.patch({name: False for name in _INLINING if hasattr(config, name)}):
             _made[key] = stages(model, x)
     graphs = _made[key]
-    return graphtext.render(change(graphs[which]), names=None if which == "dynamo" else graphs["dynamo"])
+    return graphtext.render(
+        change(graphs[which]), names=None if which == "dynamo" else graphs["dynamo"]
+    )
 
 
 @pytest.mark.second_tier("cond-export", "flex_attention-dynamo")
@@ -127,11 +143,17 @@ def test_a_body_renders_and_is_read_back(operator, which):
     "invoke_subgraph-dynamo-dtype",
     "invoke_subgraph-dynamo-shape",
 )
-@pytest.mark.parametrize("change", [{"activation": torch.tanh}, {"rows": 128}, {"dtype": torch.float64}],
-                         ids=["operator", "shape", "dtype"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [{"activation": torch.tanh}, {"rows": 128}, {"dtype": torch.float64}],
+    ids=["operator", "shape", "dtype"],
+)
 @pytest.mark.parametrize(("operator", "which"), SOURCES)
 def test_what_a_body_computes_changes_its_text(operator, which, change):
-    bodies = [text.partition("\nif ")[0] for text in (text_of(operator, which), text_of(operator, which, **change))]
+    bodies = [
+        text.partition("\nif ")[0]
+        for text in (text_of(operator, which), text_of(operator, which, **change))
+    ]
     if operator == "flex_attention" and "rows" in change:  # a score has no shape
         bodies = [text_of(operator, which), text_of(operator, which, **change)]
     assert bodies[0] != bodies[1]
@@ -166,7 +188,9 @@ def test_a_body_that_layers_share_has_what_their_names_have_in_common():
 
 
 def doubled(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, x * weight), (torch.zeros((), dtype=int), x))[1]
+    return torch.while_loop(
+        lambda n, x: n < 3, lambda n, x: (n + 1, x * weight), (torch.zeros((), dtype=int), x)
+    )[1]
 
 
 def summed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +205,14 @@ def mapped(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        (doubled, ["I.while_loop.carried[0]: i64[()]", "I.while_loop.carried[1]: f32[4, 8]", "I.weight: f32[8]"]),
+        (
+            doubled,
+            [
+                "I.while_loop.carried[0]: i64[()]",
+                "I.while_loop.carried[1]: f32[4, 8]",
+                "I.weight: f32[8]",
+            ],
+        ),
         (summed, ["I.scan.carried[0]: f32[8]", "I.scan.each[0]: f32[8]", "I.weight: f32[8]"]),
         (mapped, ["I.map_impl.each[0]: f32[8]", "I.weight: f32[8]"]),
     ],

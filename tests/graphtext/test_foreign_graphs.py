@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from pytest_gtrainer import assert_graph, assert_same_layout, bucket_layout, check_graph, graphtext, timeline
+from pytest_gtrainer import (
+    assert_graph,
+    assert_same_layout,
+    bucket_layout,
+    check_graph,
+    graphtext,
+    timeline,
+)
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.graph.foreign import adopted, sorted_nodes
 from pytest_gtrainer.graph.nodes import direction
@@ -27,9 +34,13 @@ class Model(nn.Module):
         return x if mask is None else x * mask["row"]
 
 
-def graphs_of(model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 4) -> dict[str, fx.GraphModule]:
+def graphs_of(
+    model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 4
+) -> dict[str, fx.GraphModule]:
     """Of one training step."""
-    return stages(model.to(dtype), torch.randn(rows, 8, dtype=dtype), {"row": torch.ones(8, dtype=dtype)})
+    return stages(
+        model.to(dtype), torch.randn(rows, 8, dtype=dtype), {"row": torch.ones(8, dtype=dtype)}
+    )
 
 
 @functools.cache
@@ -63,7 +74,9 @@ def test_the_text_is_read_back_as_the_same_graph(graphs, which):
 
 
 def test_what_the_forward_keeps_has_one_name_in_both_graphs(graphs):
-    forward, backward = (graphtext.render(graphs[which], names=graphs["dynamo"]) for which in ("forward", "backward"))
+    forward, backward = (
+        graphtext.render(graphs[which], names=graphs["dynamo"]) for which in ("forward", "backward")
+    )
     assert "  L.up.mm = fwd.layers[0].up.mm\n" in forward
     assert "  I.kept.layers[0].up.mm: f32[4, 16]\n" in backward
     assert "  I.gradient.output_0: f32[4, 8]\n" in backward
@@ -96,7 +109,12 @@ def test_another_parameter_renumbers_nothing(graphs, which):
     """P2: only its own lines change."""
     other = changed_graphs(bias=True)
     lines = [
-        {str(line) for line in graphtext.lines_of(graphtext.parse(graphtext.render(each[which], names=each["dynamo"])))}
+        {
+            str(line)
+            for line in graphtext.lines_of(
+                graphtext.parse(graphtext.render(each[which], names=each["dynamo"]))
+            )
+        }
         for each in (graphs, other)
     ]
     changed = lines[0] ^ lines[1]
@@ -142,10 +160,21 @@ class Writes(nn.Module):
 def test_results_of_an_exported_program_are_named_by_its_signature():
     """P1: what is written to comes before what is returned, and another buffer would renumber it."""
     program = torch.export.export(Writes(), (torch.randn(4, 8), torch.zeros(1)))
-    names = ["updated.norm.running_mean", "updated.norm.running_var", "updated.norm.num_batches_tracked"]
-    for functional, written in ((program, []), (program.run_decompositions(), [*names, "updated.seen"])):
+    names = [
+        "updated.norm.running_mean",
+        "updated.norm.running_var",
+        "updated.norm.num_batches_tracked",
+    ]
+    for functional, written in (
+        (program, []),
+        (program.run_decompositions(), [*names, "updated.seen"]),
+    ):
         told = graphtext.render(functional).partition("if out:\n")[2].splitlines()
-        assert [line.partition(" = ")[0].strip() for line in told] == [*written, "output_0", "output_1"]
+        assert [line.partition(" = ")[0].strip() for line in told] == [
+            *written,
+            "output_0",
+            "output_1",
+        ]
     text = graphtext.render(functional)
     assert "  updated.seen = fwd._.add\n" in text
     assert "  output_1 = I.x\n" in text
@@ -167,10 +196,16 @@ def test_gradients_of_an_exported_step_are_named_after_their_parameters():
     told = graphtext.render(made).partition("if out:\n")[2].splitlines()
     assert [line.partition(" = ")[0].strip() for line in told] == ["loss", "output_0", "up.weight"]
     assert adopted(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
-    forward, _, backward = graphtext.render(made).partition("if bwd:\n")  # what is returned beside the loss is forward
-    assert [part.count("aten.add.") + part.count("aten.full_like") for part in (forward, backward)] == [1, 1]
+    forward, _, backward = graphtext.render(made).partition(
+        "if bwd:\n"
+    )  # what is returned beside the loss is forward
+    assert [
+        part.count("aten.add.") + part.count("aten.full_like") for part in (forward, backward)
+    ] == [1, 1]
     assert "  up.weight = bwd.up." in backward
-    assert graphtext.render(graphtext.parse(forward + "if bwd:\n" + backward)) == graphtext.render(made)
+    assert graphtext.render(graphtext.parse(forward + "if bwd:\n" + backward)) == graphtext.render(
+        made
+    )
 
 
 def test_a_model_names_the_first_inputs_of_a_graph():
@@ -187,7 +222,9 @@ def test_a_model_names_the_first_inputs_of_a_graph():
     assert "P.bias: f32[4]" in text
     with pytest.raises(ValueError, match=r"has shape \[4, 8\], weight of the model \[3, 8\]"):
         graphtext.render(gm, names=nn.Linear(8, 3))
-    with pytest.raises(ValueError, match=r"names has 'w', which is no input of the graph; these are bias_1,"):
+    with pytest.raises(
+        ValueError, match=r"names has 'w', which is no input of the graph; these are bias_1,"
+    ):
         graphtext.render(gm, names={"w": "weight"})
 
 
@@ -196,7 +233,10 @@ def test_a_model_names_the_first_inputs_of_a_graph():
     [
         (["loss", "weight", "bias"], ["output_0", "weight", "bias"]),
         (["weight", "bias"], ["weight", "bias"]),
-        (["loss", "weight", None], ["output_0", "weight", "bias"]),  # a parameter that the loss does not reach
+        (
+            ["loss", "weight", None],
+            ["output_0", "weight", "bias"],
+        ),  # a parameter that the loss does not reach
         (["loss", "bias", "weight"], []),
         (["loss", "weight"], []),
         (["weight"], []),
@@ -212,11 +252,15 @@ def test_a_model_names_the_last_results_if_they_can_be_its_gradients(returned, n
 
     def step(weight, bias, x):
         loss = torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,)).sum()
-        gradients = dict(zip(("weight", "bias"), torch.autograd.grad(loss, (weight, bias)), strict=True))
+        gradients = dict(
+            zip(("weight", "bias"), torch.autograd.grad(loss, (weight, bias)), strict=True)
+        )
         return [{"loss": loss, **gradients}.get(name) for name in returned]
 
     gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
-    assert "gt_outputs" not in adopted(gm, model).graph.output_node().meta  # no node is of the backward
+    assert (
+        "gt_outputs" not in adopted(gm, model).graph.output_node().meta
+    )  # no node is of the backward
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.meta["autograd_backward"] = True
@@ -253,7 +297,9 @@ def test_gradient_of_a_custom_function_is_of_the_backward():
 
 
 def test_what_is_no_graph_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"3 is of type int, not a graph: give a GraphModule, an fx\.Graph, or"):
+    with pytest.raises(
+        TypeError, match=r"3 is of type int, not a graph: give a GraphModule, an fx\.Graph, or"
+    ):
         graphtext.render(3)
 
 
@@ -269,7 +315,12 @@ def test_collectives_in_a_graph_of_dynamo_are_read(gt_world):
         return gm
 
     def step(weight, x):
-        return collectives.wait_tensor(collectives.all_gather_tensor(weight, 0, torch.distributed.group.WORLD)) * x
+        return (
+            collectives.wait_tensor(
+                collectives.all_gather_tensor(weight, 0, torch.distributed.group.WORLD)
+            )
+            * x
+        )
 
     torch.compiler.reset()
     torch.compile(step, backend=backend)(nn.Parameter(torch.ones(4)), torch.ones(8))
@@ -296,7 +347,9 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
     gather.meta["val"] = wait.meta["val"] = torch.empty(20)
     graph.output((wait,))
     payloads = bucket_layout(fx.GraphModule(model, graph)).payloads
-    places = [(slot.parameter, slot.offset, slot.nbytes) for payload in payloads for slot in payload.slots]
+    places = [
+        (slot.parameter, slot.offset, slot.nbytes) for payload in payloads for slot in payload.slots
+    ]
     assert places == [("0.weight", 0, 32), ("0.bias", 32, 8)]
 
 
@@ -316,18 +369,28 @@ def test_a_body_that_forward_and_backward_call_is_of_the_forward():
     for node in [x, *calls, *body.nodes]:
         node.meta["example_value"] = torch.empty(2)
     gm = fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
-    for directions, expected in ((("fwd", "fwd"), "fwd"), (("fwd", "bwd"), "fwd"), (("bwd", "bwd"), "bwd")):
+    for directions, expected in (
+        (("fwd", "fwd"), "fwd"),
+        (("fwd", "bwd"), "fwd"),
+        (("bwd", "bwd"), "bwd"),
+    ):
         for call, of_call in zip(calls, directions, strict=True):
             call.meta["autograd_backward"] = of_call == "bwd"
-        told = {direction(node) for node in adopted(gm).body.graph.nodes if node.op == "call_function"}
+        told = {
+            direction(node) for node in adopted(gm).body.graph.nodes if node.op == "call_function"
+        }
         assert told == {expected}, directions
 
 
 def test_parameters_of_two_models_that_are_not_called_keep_their_models_name():
     """Only where Dynamo found them tells of the models: no operator stands in a module of theirs."""
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
-    graph = stages(lambda one, other, x: x @ one.weight + x @ other.weight, one, other, torch.ones(2, 8))["dynamo"]
-    given = [node.meta["gt_input"]["fqn"] for node in adopted(graph).graph.find_nodes(op="placeholder")]
+    graph = stages(
+        lambda one, other, x: x @ one.weight + x @ other.weight, one, other, torch.ones(2, 8)
+    )["dynamo"]
+    given = [
+        node.meta["gt_input"]["fqn"] for node in adopted(graph).graph.find_nodes(op="placeholder")
+    ]
     assert sorted(given) == ["one.weight", "other.weight", "x"]
 
 
@@ -348,7 +411,10 @@ def test_a_backward_tells_the_sums_of_parameters_that_it_does_not_take(gt_world)
         def backward(ctx, gradient):
             x, weight = ctx.saved_tensors
             group = torch.distributed.group.WORLD
-            summed = [collectives.all_reduce(each, "avg", group) for each in (gradient.t() @ x, gradient.sum(0))]
+            summed = [
+                collectives.all_reduce(each, "avg", group)
+                for each in (gradient.t() @ x, gradient.sum(0))
+            ]
             return gradient @ weight, *map(collectives.wait_tensor, summed)
 
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
@@ -363,13 +429,20 @@ def test_a_backward_tells_the_sums_of_parameters_that_it_does_not_take(gt_world)
     assert "weight: f32[2, 4]" in text
     assert "bias: " not in text  # among what it takes
     payloads = bucket_layout(adopted(found["backward"], found["dynamo"])).payloads
-    assert sorted(payload.parameters[0].split(".")[-1] for payload in payloads) == ["bias", "bias", "weight", "weight"]
+    assert sorted(payload.parameters[0].split(".")[-1] for payload in payloads) == [
+        "bias",
+        "bias",
+        "weight",
+        "weight",
+    ]
 
 
 def test_an_empty_name_is_a_name():
     found = []
     torch.compiler.reset()
-    torch.compile(lambda d: d[""] + 1, backend=lambda gm, _: found.append(gm) or gm)({"": torch.ones(2)})
+    torch.compile(lambda d: d[""] + 1, backend=lambda gm, _: found.append(gm) or gm)(
+        {"": torch.ones(2)}
+    )
     assert "I.d" in graphtext.render(found[0])
 
 
@@ -389,7 +462,10 @@ def test_names_are_given_to_every_reader_of_graphs(gt_world):
 
     gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
     layout = bucket_layout(gm, names=model)
-    assert [payload.parameters for payload in layout.payloads] == [("one.weight",), ("other.weight",)]
+    assert [payload.parameters for payload in layout.payloads] == [
+        ("one.weight",),
+        ("other.weight",),
+    ]
     assert_same_layout(gm, layout, names=model)
     swapped = nn.Sequential(OrderedDict(once=model[0], other=model[1]))
     with pytest.raises(AssertionError, match=r"no all_gather of one.weight"):
@@ -398,14 +474,21 @@ def test_names_are_given_to_every_reader_of_graphs(gt_world):
     with check_graph(gm, names=model) as check:
         check.then("all_gather_into_tensor(P.one.weight, _, _)")
     assert any("P.one.weight" in str(line) for line in graphtext.lines_of(gm, names=model))
-    assert timeline(gm, names=model).spans == timeline(gm).spans  # labels name modules of nodes, which it has not
-    with pytest.raises(ValueError, match=r"'P.other.weight' is neither a captured node nor a graph input"):
+    assert (
+        timeline(gm, names=model).spans == timeline(gm).spans
+    )  # labels name modules of nodes, which it has not
+    with pytest.raises(
+        ValueError, match=r"'P.other.weight' is neither a captured node nor a graph input"
+    ):
         assert_graph(gm, "then all_gather_into_tensor(P.other.weight, _, _)")
 
 
 def test_a_model_of_more_parameters_than_the_graph_has_inputs_is_refused():
     gm = fx.symbolic_trace(lambda x: x + 1)
-    with pytest.raises(ValueError, match="the model has 2 parameters and buffers, the graph 1 inputs: give a mapping"):
+    with pytest.raises(
+        ValueError,
+        match="the model has 2 parameters and buffers, the graph 1 inputs: give a mapping",
+    ):
         graphtext.render(gm, names=nn.Linear(8, 3))
 
 

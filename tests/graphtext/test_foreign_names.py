@@ -37,7 +37,10 @@ def graphs() -> dict[str, fx.GraphModule]:
 
 def test_without_names_an_input_is_named_after_its_first_use(graphs):
     text = graphtext.render(graphs["forward"])
-    assert "for i in A.layers[1]:\n  A.L.up.mm_mat2: f32[16, 8]\n  A.L.norm.native_layer_norm_weight: f32[16]\n" in text
+    assert (
+        "for i in A.layers[1]:\n  A.L.up.mm_mat2: f32[16, 8]\n  A.L.norm.native_layer_norm_weight: f32[16]\n"
+        in text
+    )
     assert " aten.mm(A.L.up.mm_self, t)\n" in text
     assert "A[" not in text
     assert "primals" not in graphtext.render(graphs["backward"])
@@ -82,8 +85,12 @@ def test_inputs_of_one_first_use_are_counted():
     text = graphtext.render(found["forward"])
     assert "  A.mul_self: f32[2]\n  A.mul_other: f32[2]\n  A.mul_other_1: f32[2]\n" in text
     assert "mul_1: f32[2] = aten.mul.Tensor(A.mul_self, A.mul_other_1)" in text
-    found = stages(lambda x, y, z: torch.cat([z, y, x]) * x.sum(), *[torch.ones(2) for _ in range(3)])
-    assert "aten.cat([A.cat_tensors, A.cat_tensors_1, A.cat_tensors_2])" in graphtext.render(found["forward"])
+    found = stages(
+        lambda x, y, z: torch.cat([z, y, x]) * x.sum(), *[torch.ones(2) for _ in range(3)]
+    )
+    assert "aten.cat([A.cat_tensors, A.cat_tensors_1, A.cat_tensors_2])" in graphtext.render(
+        found["forward"]
+    )
 
 
 def test_an_input_that_is_first_a_keyword_is_named_after_that():
@@ -113,9 +120,16 @@ def test_two_models_keep_the_variables_that_hold_them():
 
 
 ODD = {
-    "it's": "I.d[\"it's\"]", "a b": 'I.d["a b"]', "a.b": 'I.d["a.b"]', 'q"': r'I.d["q\""]', "back\\": r'I.d["back\\"]',
-    (1, 2): 'I.d["(1, 2)"]', "class": 'I.d["class"]', 3: "I.d[3]", "": 'I.d[""]',
-}  # fmt: skip
+    "it's": 'I.d["it\'s"]',
+    "a b": 'I.d["a b"]',
+    "a.b": 'I.d["a.b"]',
+    'q"': r'I.d["q\""]',
+    "back\\": r'I.d["back\\"]',
+    (1, 2): 'I.d["(1, 2)"]',
+    "class": 'I.d["class"]',
+    3: "I.d[3]",
+    "": 'I.d[""]',
+}
 
 
 def test_odd_keys_of_a_dictionary_have_one_spelling_that_is_read_back():
@@ -130,7 +144,9 @@ def test_odd_keys_of_a_dictionary_have_one_spelling_that_is_read_back():
     for spelled in ["I.d.a.b", *ODD.values()]:
         assert f"  {spelled}: f32[2]\n" in text
     assert graphtext.render(graphtext.parse(text)) == text
-    assert graphtext.render(found["forward"], names=found["dynamo"]).count("I.d") == text.count("I.d")
+    assert graphtext.render(found["forward"], names=found["dynamo"]).count("I.d") == text.count(
+        "I.d"
+    )
 
 
 def rows(x, y):
@@ -166,7 +182,10 @@ def test_a_size_that_a_view_takes_is_no_view(dynamic):
 
 
 def test_another_way_to_tell_sizes_is_refused(dynamic):
-    with pytest.raises(ValueError, match="sizes='hints': dynamic sizes are written as 'both', 'symbols', 'examples'"):
+    with pytest.raises(
+        ValueError,
+        match="sizes='hints': dynamic sizes are written as 'both', 'symbols', 'examples'",
+    ):
         graphtext.render(dynamic[0]["dynamo"], sizes="hints")
 
 
@@ -176,7 +195,9 @@ def test_checks_know_modules_of_every_source(graphs, which):
     product = {"dynamo": "linear", "export": "aten.linear"}.get(which, "aten.mm")
     number = 4 if which == "backward" else 2
     assert_graph(gm, f"count {number} {product} in layers.1\nnever {product} in layers.1.norm")
-    with pytest.raises(ValueError, match=r"lies in 'layer\.1', did you mean .?layers\.1") as failure:
+    with pytest.raises(
+        ValueError, match=r"lies in 'layer\.1', did you mean .?layers\.1"
+    ) as failure:
         assert_graph(gm, f"never {product} in layer.1")
     hint = str(failure.value).rpartition("did you mean ")[2].rstrip("?").strip("`'")
     with pytest.raises(AssertionError):

@@ -62,7 +62,9 @@ def changes(before: str, after: str) -> list[str]:
 
 
 def test_equal_layers_are_told_once():
-    assert layout(GRAPH) == """\
+    assert (
+        layout(GRAPH)
+        == """\
 fsdp = group(range(0, 2))
 for i in all_gather.layers[0:3]:  # x3
   payload(fsdp, f32, fwd, bytes=36)
@@ -73,14 +75,20 @@ for i in reduce_scatter.layers[2::-1]:  # x3
   L.w: at(0, bytes=24)
   L.norm.w: at(24, bytes=12)
 """
-    assert len(layout(GRAPH.replace("[0:3]", "[0:126]").replace("[2::-1]", "[125::-1]")).splitlines()) == 9
+    )
+    assert (
+        len(layout(GRAPH.replace("[0:3]", "[0:126]").replace("[2::-1]", "[125::-1]")).splitlines())
+        == 9
+    )
 
 
 def test_swapped_members_change_their_own_lines():
     """D2: in one layer of three."""
     swapped = GATHER.replace("[reshape, P.L.norm.w]", "[P.L.norm.w, reshape]")
     alone, odd = (
-        GRAPH.replace(FORWARD, f"for i in fwd.layers[0:2]:\n{GATHER}for i in fwd.layers[2]:\n{body}")
+        GRAPH.replace(
+            FORWARD, f"for i in fwd.layers[0:2]:\n{GATHER}for i in fwd.layers[2]:\n{body}"
+        )
         for body in (GATHER, swapped)
     )
     assert changes(GRAPH, alone) == []
@@ -118,7 +126,9 @@ for i in fwd.layers[2:3]:
 
 def test_merged_buckets_are_of_no_layer():
     merged = GRAPH.replace("for i in fwd.layers[0:3]:\n", MERGED).partition("for i in bwd")[0]
-    assert layout(merged) == """\
+    assert (
+        layout(merged)
+        == """\
 fsdp = group(range(0, 2))
 if all_gather:
   payload(fsdp, f32, fwd, bytes=72)
@@ -131,10 +141,12 @@ for i in all_gather.layers[2]:
   L.w: at(0, bytes=24)
   L.norm.w: at(24, bytes=12)
 """
+    )
 
 
 def test_each_parameter_of_an_unbucketed_graph_has_a_payload():
-    assert layout("""\
+    assert (
+        layout("""\
 fsdp = group(range(0, 2))
 for i in P.layers[0:9]:
   P.L.a: f32[2]
@@ -145,7 +157,8 @@ for i in fwd.layers[0:9]:
     all_gather_into_tensor_1: f32[4] = _c10d_functional.all_gather_into_tensor(P.L.a, 2, fsdp)
     wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor)
     wait_tensor_1: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
-""") == """\
+""")
+        == """\
 fsdp = group(range(0, 2))
 for i in all_gather.layers[0:9]:  # x9
   payload(fsdp, f32, fwd, bytes=8)
@@ -153,6 +166,7 @@ for i in all_gather.layers[0:9]:  # x9
   payload(fsdp, f32, fwd, bytes=8)
   L.a: at(0, bytes=8)
 """
+    )
 
 
 def test_a_graph_without_sharded_parameters():
@@ -160,16 +174,22 @@ def test_a_graph_without_sharded_parameters():
 
 
 def test_a_view_is_no_graph():
-    with pytest.raises(TextError, match="line 1: this is the layout view of a graph, a part of it: render the full"):
+    with pytest.raises(
+        TextError, match="line 1: this is the layout view of a graph, a part of it: render the full"
+    ):
         parse(render(toy_graph(), "layout"))
 
 
 def test_a_graph_whose_groups_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match="process group 'fsdp' of the graph does not exist in this process"):
+    with pytest.raises(
+        ValueError, match="process group 'fsdp' of the graph does not exist in this process"
+    ):
         layout(GRAPH.replace("group(range(0, 2))", "group(None)"))
     elsewhere = parse(GRAPH)  # by another tracer, which writes no groups down
     del elsewhere.meta["gt_groups"]
-    with pytest.raises(ValueError, match="process group 'fsdp' of the graph does not exist in this process"):
+    with pytest.raises(
+        ValueError, match="process group 'fsdp' of the graph does not exist in this process"
+    ):
         bucket_layout(elsewhere)
 
 
@@ -194,7 +214,9 @@ def test_an_eager_model_has_the_layout_of_its_graph(gt_mesh):
         fully_shard(model.get_submodule(name), mesh=mesh)
     model(*inputs).backward()
     text = render_layout(eager_bucket_layout(model), header={"test": "x"})
-    assert text == """\
+    assert (
+        text
+        == """\
 # gtrainer graph v2
 # view: layout
 # test: x
@@ -216,8 +238,13 @@ if reduce_scatter:
   head.weight: at(0, bytes=32)
   head.bias: at(32, bytes=8)
 """
+    )
     config = TrainConfig(
-        model=Net, step=lambda model, x: model(x), batch=lambda step, rank: inputs, bucket_plan=modules, mesh=mesh
+        model=Net,
+        step=lambda model, x: model(x),
+        batch=lambda step, rank: inputs,
+        bucket_plan=modules,
+        mesh=mesh,
     )
     graph = render(GraphRun(config).traced.gm, "layout").replace(", fwd", "").replace(", bwd", "")
     assert sorted(map(str, unfold(graph))) == sorted(map(str, unfold(text)))
@@ -229,7 +256,12 @@ def payload(name: str, ranks: tuple[int, ...], dtype: torch.dtype = torch.bfloat
 
 def test_groups_without_a_process_group_are_named_by_the_mesh():
     """Ranks that lie along no dimension are told apart by a number."""
-    payloads = [payload("a", (0, 4)), payload("b", (0, 1, 2, 3)), payload("c", (0, 1)), payload("d", (2, 3))]
+    payloads = [
+        payload("a", (0, 4)),
+        payload("b", (0, 1, 2, 3)),
+        payload("c", (0, 1)),
+        payload("d", (2, 3)),
+    ]
     text = render_layout(BucketLayout(tuple(payloads)), mesh={"dp": 2, "fsdp": 4})
     assert text.splitlines()[2:] == [
         "dp = group(range(0, 8, 4))",
@@ -240,7 +272,10 @@ def test_groups_without_a_process_group_are_named_by_the_mesh():
         *(
             line
             for name, group in zip("abcd", ("dp", "fsdp", "group", "group_2"), strict=True)
-            for line in (f"  payload({group}, bf16, fwd, bwd, bytes=2_500_000)", f"  {name}: at(0, bytes=2_500_000)")
+            for line in (
+                f"  payload({group}, bf16, fwd, bwd, bytes=2_500_000)",
+                f"  {name}: at(0, bytes=2_500_000)",
+            )
         ),
     ]
 
@@ -277,7 +312,9 @@ def two(*body: str, out: str = "yield 1") -> str:
 def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
     """D17: the message names collective, parameters and the node."""
     first = ["stack: f32[4, 2] = aten.stack([P.a, P.b], 1)"] if "stack," in made else []
-    gather = "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(mix, 2, fsdp)"
+    gather = (
+        "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(mix, 2, fsdp)"
+    )
     with pytest.raises(UnreadLayout) as failure:
         two(*first, made, gather)
     words = f"gathers a, b, and the place of each in it cannot be read: at node {lost_at} their order is lost"
@@ -286,20 +323,32 @@ def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
 
 def test_collectives_of_activations_are_no_part_of_a_layout():
     """The twin: what a user's input goes into."""
-    assert two(
-        "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
-        "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
-        'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
-        "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
-        out="loss = fwd._.wait_tensor",
-    ) == "payloads = []\n"
+    assert (
+        two(
+            "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
+            "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
+            'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
+            "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
+            out="loss = fwd._.wait_tensor",
+        )
+        == "payloads = []\n"
+    )
 
 
 def test_a_parameter_that_is_gathered_twice_in_one_direction_is_listed_twice():
     """Once in each direction is one payload, as FSDP2 gathers it; a second time in the forward is another."""
     gather = "{}: f32[8] = _c10d_functional.all_gather_into_tensor(P.a, 2, fsdp)"
-    waits = [f"w{n}: f32[8] = _c10d_functional.wait_tensor({name})" for n, name in enumerate(("one", "other"))]
-    drawn = two(gather.format("one"), waits[0], gather.format("other"), waits[1], out="yield fwd._.w0\nyield fwd._.w1")
+    waits = [
+        f"w{n}: f32[8] = _c10d_functional.wait_tensor({name})"
+        for n, name in enumerate(("one", "other"))
+    ]
+    drawn = two(
+        gather.format("one"),
+        waits[0],
+        gather.format("other"),
+        waits[1],
+        out="yield fwd._.w0\nyield fwd._.w1",
+    )
     assert drawn.count("payload(fsdp, f32, fwd, bytes=16)") == 2, drawn
 
 
@@ -328,25 +377,30 @@ def test_members_that_are_joined_in_another_order_and_cut_again_keep_their_place
 def test_a_member_that_goes_elsewhere_is_refused():
     """D17: half of the bucket is told of no gradient."""
     sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mv: f32[4] = aten.mv(I.x, sin)"
-    with pytest.raises(UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mv \(aten::mv\)"):
+    with pytest.raises(
+        UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mv \(aten::mv\)"
+    ):
         two(*REDUCED, *sin, out="a = fwd._.split_with_sizes[0]\nb = fwd._.mv")
 
 
 def test_gradients_that_are_only_all_reduced_are_told():
     """As of DDP; each by itself, or in torch's bucket of them."""
-    assert two(
-        "cat: f32[8] = aten.cat([I.x, I.x])",
-        'all_reduce: f32[8] = _c10d_functional.all_reduce(cat, "avg", fsdp)',
-        "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_reduce)",
-        "split: [f32[4], f32[4]] = aten.split.Tensor(wait_tensor, 4)",
-        out="b = fwd._.split[0]\na = fwd._.split[1]",
-    ) == """\
+    assert (
+        two(
+            "cat: f32[8] = aten.cat([I.x, I.x])",
+            'all_reduce: f32[8] = _c10d_functional.all_reduce(cat, "avg", fsdp)',
+            "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_reduce)",
+            "split: [f32[4], f32[4]] = aten.split.Tensor(wait_tensor, 4)",
+            out="b = fwd._.split[0]\na = fwd._.split[1]",
+        )
+        == """\
 fsdp = group(range(0, 2))
 if all_reduce:
   payload(fsdp, f32, fwd, op="avg", bytes=32)
   b: at(0, bytes=16)
   a: at(16, bytes=16)
 """
+    )
 
 
 GATHERING = inner_graph(
@@ -369,7 +423,9 @@ if out:
 
 
 def test_what_a_graph_inside_the_graph_gathers_is_refused_and_not_left_out():
-    with pytest.raises(UnreadLayout, match=r"cond \(cond\) of w runs a graph of its own, in which all_gather"):
+    with pytest.raises(
+        UnreadLayout, match=r"cond \(cond\) of w runs a graph of its own, in which all_gather"
+    ):
         bucket_layout(parse(NESTED))
     of_activations = NESTED.replace("P.w", "I.x").replace("if P:", "if I:")
     assert bucket_layout(parse(of_activations)).payloads == ()
@@ -377,11 +433,16 @@ def test_what_a_graph_inside_the_graph_gathers_is_refused_and_not_left_out():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("aten.select.int(rows, 0, 0)", "aten.select.int(rows, 0, 1)"),
-     ("aten.slice.Tensor(rows, 1, 0, 4)", "aten.slice.Tensor(rows, 1, 4, 8)"),
-     ("aten.slice.Tensor(wait_tensor, 0, 0, 16, 2)", "aten.slice.Tensor(wait_tensor, 0, 1, 16, 2)")],
+    [
+        ("aten.select.int(rows, 0, 0)", "aten.select.int(rows, 0, 1)"),
+        ("aten.slice.Tensor(rows, 1, 0, 4)", "aten.slice.Tensor(rows, 1, 4, 8)"),
+        (
+            "aten.slice.Tensor(wait_tensor, 0, 0, 16, 2)",
+            "aten.slice.Tensor(wait_tensor, 0, 1, 16, 2)",
+        ),
+    ],
     ids=["select", "columns", "every other one"],
-)  # fmt: skip
+)
 def test_gradients_that_are_picked_in_an_unknown_way_are_refused_and_none_is_lost(first, second):
     """D17: the twin takes them apart by rows."""
     text = f"""\
@@ -399,7 +460,9 @@ if out:
   a = bwd._.one
   b = bwd._.two
 """
-    with pytest.raises(UnreadLayout, match=r"gives .*(a|b).*, and the place of each in it cannot be read"):
+    with pytest.raises(
+        UnreadLayout, match=r"gives .*(a|b).*, and the place of each in it cannot be read"
+    ):
         bucket_layout(parse(text))
     known = text.replace(first, "aten.slice.Tensor(wait_tensor, 0, 0, 8)")
     known = known.replace(second, "aten.slice.Tensor(wait_tensor, 0, 8, 16)")
@@ -439,56 +502,120 @@ IN_A_BUCKET = ("bwd._.split[0]", "bwd._.split[1]")
         (("x: f32[8] = aten.div.Tensor(wait_tensor, I.count)", SPLIT), IN_A_BUCKET),
         (("x: f32[8] = aten.mul.Tensor(I.count, wait_tensor)", SPLIT), IN_A_BUCKET),
         (("x: f32[8] = aten.mul.Tensor(wait_tensor, I.mask)", SPLIT), IN_A_BUCKET),
-        (("zero: b8[8] = aten.eq.Tensor(I.mask, I.count)", "x: f32[8] = aten.where.self(zero, I.mask, wait_tensor)",
-          SPLIT), IN_A_BUCKET),
-        ((SPLIT.replace("(x", "(wait_tensor"), "one: f32[4] = aten.div.Tensor(split[0], I.count)",
-          "two: f32[4] = aten.div.Tensor(split[1], I.count)"), ("bwd._.one", "bwd._.two")),
-        ((SPLIT.replace("(x", "(wait_tensor"),
-          "each: [f32[4], f32[4]] = aten._foreach_div.Tensor([split[0], split[1]], I.count)"),
-         ("bwd._.each[0]", "bwd._.each[1]")),
-        (("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)", "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
-          "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)", "low: f32[4] = aten.mul.Tensor(one, norm)"),
-         ("bwd._.low", "bwd._.two")),
-        (("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)", "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
-          "square: f32[8] = aten.pow.Tensor_Scalar(wait_tensor, 2)", "sum_1: f32[()] = aten.sum(square)"),
-         ("bwd._.one", "bwd._.two")),
+        (
+            (
+                "zero: b8[8] = aten.eq.Tensor(I.mask, I.count)",
+                "x: f32[8] = aten.where.self(zero, I.mask, wait_tensor)",
+                SPLIT,
+            ),
+            IN_A_BUCKET,
+        ),
+        (
+            (
+                SPLIT.replace("(x", "(wait_tensor"),
+                "one: f32[4] = aten.div.Tensor(split[0], I.count)",
+                "two: f32[4] = aten.div.Tensor(split[1], I.count)",
+            ),
+            ("bwd._.one", "bwd._.two"),
+        ),
+        (
+            (
+                SPLIT.replace("(x", "(wait_tensor"),
+                "each: [f32[4], f32[4]] = aten._foreach_div.Tensor([split[0], split[1]], I.count)",
+            ),
+            ("bwd._.each[0]", "bwd._.each[1]"),
+        ),
+        (
+            (
+                "one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)",
+                "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
+                "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)",
+                "low: f32[4] = aten.mul.Tensor(one, norm)",
+            ),
+            ("bwd._.low", "bwd._.two"),
+        ),
+        (
+            (
+                "one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)",
+                "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
+                "square: f32[8] = aten.pow.Tensor_Scalar(wait_tensor, 2)",
+                "sum_1: f32[()] = aten.sum(square)",
+            ),
+            ("bwd._.one", "bwd._.two"),
+        ),
     ],
-    ids=["divided", "factor-first", "masked", "where", "divided-apart", "foreach", "norm-of-bucket", "sum-of-squares"],
-)  # fmt: skip
+    ids=[
+        "divided",
+        "factor-first",
+        "masked",
+        "where",
+        "divided-apart",
+        "foreach",
+        "norm-of-bucket",
+        "sum-of-squares",
+    ],
+)
 def test_gradients_that_a_tensor_scales_or_a_norm_reads_are_members(kind, body, results):
     """D17: a token count, a loss scale, a clip coefficient; the bucket's norm beside its slices loses nobody."""
-    text = SCALED.format(reduced=REDUCTIONS[kind], body="\n    ".join(body), a=results[0], b=results[1])
+    text = SCALED.format(
+        reduced=REDUCTIONS[kind], body="\n    ".join(body), a=results[0], b=results[1]
+    )
     (payload,) = bucket_layout(parse(text)).payloads
     assert (payload.collective, payload.slots) == (kind, (Slot("a", 0, 16), Slot("b", 16, 16)))
 
 
 def test_an_all_reduced_count_is_no_gradient():
     """The twin: what gradients are divided by has a place of its own in no payload."""
-    body = ("count: f32[()] = _c10d_functional.all_reduce(I.count, \"sum\", fsdp)",
-            "waited: f32[()] = _c10d_functional.wait_tensor(count)",
-            "x: f32[8] = aten.div.Tensor(wait_tensor, waited)", SPLIT)  # fmt: skip
-    text = SCALED.format(reduced=REDUCTIONS["all_reduce"], body="\n    ".join(body), a=IN_A_BUCKET[0], b=IN_A_BUCKET[1])
+    body = (
+        'count: f32[()] = _c10d_functional.all_reduce(I.count, "sum", fsdp)',
+        "waited: f32[()] = _c10d_functional.wait_tensor(count)",
+        "x: f32[8] = aten.div.Tensor(wait_tensor, waited)",
+        SPLIT,
+    )
+    text = SCALED.format(
+        reduced=REDUCTIONS["all_reduce"],
+        body="\n    ".join(body),
+        a=IN_A_BUCKET[0],
+        b=IN_A_BUCKET[1],
+    )
     (payload,) = bucket_layout(parse(text)).payloads
     assert payload.parameters == ("a", "b")
-    of_one = SCALED.replace("[8]", "[1]").replace("f32[4]", "f32[1]").format(
-        reduced=REDUCTIONS["all_reduce"].replace("[8]", "[1]"), body="\n    ".join(body[:2] + (
-            "x: f32[1] = aten.div.Tensor(wait_tensor, waited)",)), a="bwd._.x", b="None")  # fmt: skip
+    of_one = (
+        SCALED.replace("[8]", "[1]")
+        .replace("f32[4]", "f32[1]")
+        .format(
+            reduced=REDUCTIONS["all_reduce"].replace("[8]", "[1]"),
+            body="\n    ".join(body[:2] + ("x: f32[1] = aten.div.Tensor(wait_tensor, waited)",)),
+            a="bwd._.x",
+            b="None",
+        )
+    )
     (payload,) = bucket_layout(parse(of_one)).payloads
     assert payload.slots == (Slot("a", 0, 4),)
 
 
 def test_a_member_behind_an_operator_that_picks_is_still_refused_beside_a_norm():
-    body = (SPLIT.replace("(x", "(wait_tensor"), "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)",
-            "two: f32[4] = aten.take(wait_tensor, I.count)")  # fmt: skip
-    text = SCALED.format(
-        reduced=REDUCTIONS["reduce_scatter"], body="\n    ".join(body), a="bwd._.split[0]", b="bwd._.two"
+    body = (
+        SPLIT.replace("(x", "(wait_tensor"),
+        "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)",
+        "two: f32[4] = aten.take(wait_tensor, I.count)",
     )
-    with pytest.raises(UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two \(aten::take\)"):
+    text = SCALED.format(
+        reduced=REDUCTIONS["reduce_scatter"],
+        body="\n    ".join(body),
+        a="bwd._.split[0]",
+        b="bwd._.two",
+    )
+    with pytest.raises(
+        UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two \(aten::take\)"
+    ):
         bucket_layout(parse(text))
 
 
 @pytest.mark.parametrize(
-    "two", ["aten.take(wait_tensor, I.count)", "aten.index_select(wait_tensor, 0, I.count)"], ids=["take", "index"]
+    "two",
+    ["aten.take(wait_tensor, I.count)", "aten.index_select(wait_tensor, 0, I.count)"],
+    ids=["take", "index"],
 )
 def test_a_lone_slice_is_no_padding_beside_another_reader(two):
     """D17: the member that leaves otherwise was lost, and the slice had the bytes of both."""
@@ -497,7 +624,9 @@ def test_a_lone_slice_is_no_padding_beside_another_reader(two):
     with pytest.raises(UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two"):
         bucket_layout(parse(SCALED.format(body="\n    ".join(body), b="bwd._.two", **given)))
     norm = "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)"
-    (payload,) = bucket_layout(parse(SCALED.format(body="\n    ".join([body[0], norm]), b="None", **given))).payloads
+    (payload,) = bucket_layout(
+        parse(SCALED.format(body="\n    ".join([body[0], norm]), b="None", **given))
+    ).payloads
     assert payload.slots == (Slot("a", 0, 32),)  # with its padding
 
 
@@ -531,8 +660,16 @@ def test_a_gradient_that_a_bucket_holds_twice_has_both_places():
 def test_a_bucket_of_which_nothing_is_left_in_order_is_refused():
     """D17: no part of it has a place, so it was no bucket of gradients."""
     given = {"reduced": REDUCTIONS["reduce_scatter"], "a": "bwd._.two", "b": "None"}
-    with pytest.raises(UnreadLayout, match=r"gives a, .* cannot be read: at node two \(aten::index_select\)"):
-        bucket_layout(parse(SCALED.format(body="two: f32[4] = aten.index_select(wait_tensor, 0, I.count)", **given)))
+    with pytest.raises(
+        UnreadLayout, match=r"gives a, .* cannot be read: at node two \(aten::index_select\)"
+    ):
+        bucket_layout(
+            parse(
+                SCALED.format(
+                    body="two: f32[4] = aten.index_select(wait_tensor, 0, I.count)", **given
+                )
+            )
+        )
 
 
 COALESCED = (
@@ -566,7 +703,11 @@ def test_each_tensor_of_a_coalesced_collective_is_a_payload():
 def test_gradients_are_followed_through_a_second_coalesced_collective():
     """As of hybrid sharding: the reduce-scatters were left out."""
     told = members(*COALESCED, *REPLICATED, out="a = fwd._.v0\nb = fwd._.v1")
-    assert told == [(kind, [fqn]) for kind, fqns in (("reduce_scatter", "ba"), ("all_reduce", "ab")) for fqn in fqns]
+    assert told == [
+        (kind, [fqn])
+        for kind, fqns in (("reduce_scatter", "ba"), ("all_reduce", "ab"))
+        for fqn in fqns
+    ]
 
 
 def test_members_of_two_dtypes_are_as_wide_as_the_widest():
@@ -587,21 +728,35 @@ SUM = (
 
 
 @pytest.mark.parametrize(
-    "moved", ["flip(a, [0])", "roll(a, [1], [0])", "take(a, I.at)", "gather(a, 0, I.at)", "index.Tensor(a, [I.at])"]
+    "moved",
+    [
+        "flip(a, [0])",
+        "roll(a, [1], [0])",
+        "take(a, I.at)",
+        "gather(a, 0, I.at)",
+        "index.Tensor(a, [I.at])",
+    ],
 )
 def test_a_whole_gradient_whose_elements_are_moved_is_refused(moved):
     """It was left out, or kept its place. The twin changes signs, which moves none."""
     text = TWO.replace("I.x: f32[4]", "I.at: i64[4]\n  I.x: f32[4]")
     body = "".join(f"    {line}\n" for line in SUM) + "    moved: f32[4] = aten."
-    with pytest.raises(UnreadLayout, match=r"sum_a gives a, .*: at node moved \(aten::[\w.]+\) their order is lost"):
+    with pytest.raises(
+        UnreadLayout, match=r"sum_a gives a, .*: at node moved \(aten::[\w.]+\) their order is lost"
+    ):
         layout(text.format(body=body + moved, out="  a = fwd._.moved"))
-    assert "a: at(0, bytes=16)" in layout(text.format(body=body + "neg(a)", out="  a = fwd._.moved"))
+    assert "a: at(0, bytes=16)" in layout(
+        text.format(body=body + "neg(a)", out="  a = fwd._.moved")
+    )
 
 
 def test_a_row_of_a_gradient_is_refused():
     """D17: which Python takes, as in a graph of Dynamo."""
     body = "".join(f"    {line}\n" for line in SUM)
-    with pytest.raises(UnreadLayout, match=r"sum_a gives a, .*: at node getitem \(.*getitem.*\) their order is lost"):
+    with pytest.raises(
+        UnreadLayout,
+        match=r"sum_a gives a, .*: at node getitem \(.*getitem.*\) their order is lost",
+    ):
         layout(TWO.format(body=body, out="  a = fwd._.a[0]"))
 
 
@@ -628,12 +783,16 @@ def of_several_results(before: tuple[str, ...], target, arguments, *items: int):
 
 
 @pytest.mark.parametrize("item", [0, 1])
-@pytest.mark.parametrize("last", [("last: f32[4] = aten.neg(I.x)",), SCATTERED], ids=["first", "after another"])
+@pytest.mark.parametrize(
+    "last", [("last: f32[4] = aten.neg(I.x)",), SCATTERED], ids=["first", "after another"]
+)
 def test_a_collective_in_place_that_gives_a_gradient_is_refused(item, last):
     """D17: it gives a list and what to wait for; nothing says over which ranks it goes."""
     target = torch.ops.c10d.allreduce_.default
     gm = of_several_results(last, target, lambda node: ([node], None, None, None), item, 0)
-    with pytest.raises(UnreadLayout, match=r"gives a, .*: c10d::allreduce_ is no collective that a layout knows"):
+    with pytest.raises(
+        UnreadLayout, match=r"gives a, .*: c10d::allreduce_ is no collective that a layout knows"
+    ):
         bucket_layout(gm)
 
 
@@ -641,7 +800,10 @@ def test_a_gradient_that_goes_through_products_of_a_gather_is_refused():
     """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of them."""
     fused = torch.ops.symm_mem.fused_all_gather_matmul.default
     gm = of_several_results(SCATTERED, fused, lambda node: (node, [node], 0, "fsdp"), 1, 0)
-    with pytest.raises(UnreadLayout, match=r"gives a, .*: symm_mem::fused_all_gather_matmul is no collective that a"):
+    with pytest.raises(
+        UnreadLayout,
+        match=r"gives a, .*: symm_mem::fused_all_gather_matmul is no collective that a",
+    ):
         bucket_layout(gm)
 
 
@@ -659,7 +821,9 @@ def test_of_a_buffer_for_all_ranks_the_part_of_this_one_is_read(part):
     if part == 0:
         assert members(*lines, out="yield fwd._.w") == [("all_gather", ["b", "a"])]
     else:
-        with pytest.raises(UnreadLayout, match=r"g gathers a, b, .* at node copy_in \(fsdp::all_gather_copy_in\)"):
+        with pytest.raises(
+            UnreadLayout, match=r"g gathers a, b, .* at node copy_in \(fsdp::all_gather_copy_in\)"
+        ):
             members(*lines, out="yield fwd._.w")
 
 
@@ -678,7 +842,11 @@ def test_where_nobody_says_what_an_input_is_computed_values_are_activations():
 
 def test_a_graph_that_is_not_sorted_is_refused_with_the_way_out():
     gm = parse(GRAPH)
-    cat, gather = (next(node for node in gm.graph.nodes if name in node.name) for name in ("cat", "all_gather"))
+    cat, gather = (
+        next(node for node in gm.graph.nodes if name in node.name) for name in ("cat", "all_gather")
+    )
     cat.prepend(gather)
-    with pytest.raises(ValueError, match=r"not sorted: all_gather\w+ uses cat before .*stable_topological_sort"):
+    with pytest.raises(
+        ValueError, match=r"not sorted: all_gather\w+ uses cat before .*stable_topological_sort"
+    ):
         bucket_layout(gm)

@@ -58,7 +58,9 @@ def test_a_model_told_and_read_back(gt_mesh, monkeypatch, architecture):
 
 
 @pytest.mark.gt_world("ranks", size=2)
-@pytest.mark.parametrize("architecture", ["llama3", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture", ["llama3", pytest.param("deepseek_v3", marks=pytest.mark.long)]
+)
 def test_a_model_read_back_trains_to_the_same_bits(gt_mesh, architecture):
     """On real ranks; in the twin one number of the text is another."""
     training = ARCHITECTURES[architecture][1]
@@ -121,8 +123,16 @@ def changed_layer(layer: int, of: int) -> list[str]:
 def change_in(text: str, layer: int) -> list[str]:
     """What changes in a text, types aside, when one number of one layer does."""
     gm = parse(text)
-    norm = next(n for n in gm.graph.nodes if 1e-05 in n.args and node_fqn(n) == f"layers.{layer}.attention_norm")
+    norm = next(
+        n
+        for n in gm.graph.nodes
+        if 1e-05 in n.args and node_fqn(n) == f"layers.{layer}.attention_norm"
+    )
     norm.args = (*norm.args[:-1], 2e-05)
     old, new = (header.body(each).splitlines() for each in (text, render(gm, mesh={"fsdp": 8})))
-    changes = [line for line in difflib.unified_diff(old, new, n=0) if not line.startswith(("---", "+++", "@@"))]
+    changes = [
+        line
+        for line in difflib.unified_diff(old, new, n=0)
+        if not line.startswith(("---", "+++", "@@"))
+    ]
     return [re.sub(r": f32\[.*\] =", " =", line) for line in changes]

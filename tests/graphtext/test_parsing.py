@@ -30,15 +30,23 @@ def test_layers():
     assert_comes_back(toy_graph(6, {3: torch.tanh}), tokens, *[x(8, 8) for _ in range(7)])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8]
+)
 def test_dtypes(dtype):
     value = torch.tensor([1, 2, 3]).to(dtype)
     assert_comes_back(
-        small_graph(lambda v: (v.view(3, 1), v.to(torch.float32) if not dtype.is_complex else v.abs()), value), value
+        small_graph(
+            lambda v: (v.view(3, 1), v.to(torch.float32) if not dtype.is_complex else v.abs()),
+            value,
+        ),
+        value,
     )
 
 
-@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 3, -7, True, 2**40])
+@pytest.mark.parametrize(
+    "number", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 3, -7, True, 2**40]
+)
 def test_numbers(number):
     assert_comes_back(small_graph(lambda v: aten.mul.Scalar(v, number), x(3)), x(3))
 
@@ -69,7 +77,11 @@ def test_mutations_are_kept_in_order():
 
 def test_strides_and_memory_formats():
     def step(v):
-        return v.to(memory_format=torch.channels_last), v.permute(0, 2, 3, 1), v.transpose(0, 1).contiguous()
+        return (
+            v.to(memory_format=torch.channels_last),
+            v.permute(0, 2, 3, 1),
+            v.transpose(0, 1).contiguous(),
+        )
 
     assert_comes_back(small_graph(step, x(2, 3, 4, 5)), x(2, 3, 4, 5))
 
@@ -78,17 +90,28 @@ def test_constants_small_and_large():
     small, large = torch.tensor([[1.0, -0.0], [float("inf"), 2.5]]).t(), x(64)
     gm = make_fx(lambda v: v * small.sum() + large[:2] + torch.tensor(3))(x(2))
     assert_comes_back(gm, x(2))
-    with pytest.raises(ValueError, match=r"is given by its digest only: give constants=graphtext\.constants"):
+    with pytest.raises(
+        ValueError, match=r"is given by its digest only: give constants=graphtext\.constants"
+    ):
         parse(render(gm))
 
 
 def test_results_of_every_shape():
-    for step in (lambda v: v + 1, lambda v: (v + 1,), lambda v: [v + 1, v], lambda v: {"a": v, "b": [v + 1, None]}):
+    for step in (
+        lambda v: v + 1,
+        lambda v: (v + 1,),
+        lambda v: [v + 1, v],
+        lambda v: {"a": v, "b": [v + 1, None]},
+    ):
         assert_comes_back(fx.symbolic_trace(step), x(3))
 
 
 def test_annotations_and_policies():
-    with fx.traceback.preserve_node_meta(), at("block"), fx.traceback.annotate({"stage": 1, "note": "a b"}):
+    with (
+        fx.traceback.preserve_node_meta(),
+        at("block"),
+        fx.traceback.annotate({"stage": 1, "note": "a b"}),
+    ):
         gm = small_graph(torch.tanh, x(3))
     node = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)[0]
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -101,7 +124,8 @@ def test_annotations_and_policies():
 
 
 @pytest.mark.parametrize(
-    "tag", ["chunk(L.moe, 0)", "chunk(L.moe, split_boundary)", "chunk(L.moe, materialization, eager)"]
+    "tag",
+    ["chunk(L.moe, 0)", "chunk(L.moe, split_boundary)", "chunk(L.moe, materialization, eager)"],
 )
 def test_regions_of_chunking(tag):
     text = f"""\
@@ -127,7 +151,10 @@ def test_nodes_without_a_module_stay_without():
             return y * 2
 
         gm = small_graph(step, x(3))
-    assert "with block:\n    add: f32[3] = aten.add.Tensor(A[0], 1)\n    mul: f32[3] | unowned" in render(gm)
+    assert (
+        "with block:\n    add: f32[3] = aten.add.Tensor(A[0], 1)\n    mul: f32[3] | unowned"
+        in render(gm)
+    )
     assert_comes_back(gm, x(3))
 
 
@@ -145,13 +172,17 @@ def test_modules_of_inputs_and_items_do_not_count():
     gm = small_graph(lambda v: v.split(2)[1], x(4))
     next(iter(gm.graph.nodes)).meta["gt_input"] = {"kind": "parameter", "fqn": "block.w"}
     for node in gm.graph.nodes:
-        node.meta["custom"] = {"module_fqn": "block"} if node.op == "placeholder" or is_item(node) else {}
+        node.meta["custom"] = (
+            {"module_fqn": "block"} if node.op == "placeholder" or is_item(node) else {}
+        )
     assert "owners = inferred" in render(gm)
     assert_comes_back(gm, x(4))
 
 
 def test_symbolic_shapes():
-    gm = make_fx(lambda v, w: (v.reshape(-1) * 2, w[: v.shape[0] // 2]), tracing_mode="symbolic")(x(6, 5), x(8))
+    gm = make_fx(lambda v, w: (v.reshape(-1) * 2, w[: v.shape[0] // 2]), tracing_mode="symbolic")(
+        x(6, 5), x(8)
+    )
     text = render(gm)
     assert "s0 = size(6)\ns1 = size(5)\ns2 = size(8)" in text
     assert "f32[s0*s1]" in text
@@ -188,7 +219,9 @@ def test_flex_attention():
     mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.zeros(1, 2, 128, 16)
-        gm = make_fx(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, score_mod=lambda s, *_: s * 2))(q, q, q)
+        gm = make_fx(
+            lambda q, k, v: flex_attention(q, k, v, block_mask=mask, score_mod=lambda s, *_: s * 2)
+        )(q, q, q)
     assert "hop.flex_attention(" in render(gm)
     assert_comes_back(gm)
 
@@ -204,7 +237,9 @@ def test_modules_that_are_called_come_from_outside():
 
     gm = fx.symbolic_trace(Calls())
     assert_comes_back(gm, x(2, 3))
-    with pytest.raises(ValueError, match=r"no text holds the module `seq.0`: give constants=\{'seq.0': module\}"):
+    with pytest.raises(
+        ValueError, match=r"no text holds the module `seq.0`: give constants=\{'seq.0': module\}"
+    ):
         parse(render(gm))
 
 
@@ -235,12 +270,17 @@ if out:
   yield fwd.w.wait_tensor
 """
     gm = parse(text)
-    launch = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)[
-        0
-    ]
+    launch = gm.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
+    )[0]
     assert launch.args[1:] == (8, "fsdp")
     assert render(gm) == "# gtrainer graph v2\n" + text
-    assert parse(text, groups={"fsdp": "17"}).graph.find_nodes(op="call_function", target=ALL_GATHER)[0].args[2] == "17"
+    assert (
+        parse(text, groups={"fsdp": "17"})
+        .graph.find_nodes(op="call_function", target=ALL_GATHER)[0]
+        .args[2]
+        == "17"
+    )
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"dp": 2, "fsdp": 4}, rank=5)
@@ -262,7 +302,10 @@ if fwd:
 @pytest.mark.parametrize("order", ["fsdp extra other", "other fsdp extra"])
 def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
     """All-gathers in an extra group, as for overlap, and a group that only its ranks tell."""
-    groups = {"fsdp": gt_mesh.get_group(), "extra": dist.new_group([0, 1, 2, 3], group_desc="mesh_fsdp_extra")}
+    groups = {
+        "fsdp": gt_mesh.get_group(),
+        "extra": dist.new_group([0, 1, 2, 3], group_desc="mesh_fsdp_extra"),
+    }
     groups["other"] = dist.new_group([0, 1, 2, 3])
     graph = fx.Graph()
     value = graph.placeholder("v")
@@ -297,7 +340,9 @@ def test_a_group_that_this_process_lacks_keeps_its_symbol():
     assert parse(text).meta["gt_groups"] == {"fsdp": (0, 1), "fsdp_2": (0, 1)}
 
 
-@pytest.mark.parametrize(("order", "told"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)])
+@pytest.mark.parametrize(
+    ("order", "told"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)]
+)
 def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, told):
     """D2: buckets are packed in it; it is told where it does not follow from the names, in any way that differs."""
     gm = parse("if P:\n  P.a.w: f32[2]\n  P.s: f32[2]\n  P.b.w: f32[2]\nif out:\n  yield P.s\n")
@@ -306,7 +351,9 @@ def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, tol
     assert (f"\nmanaged = {order.split()}\n" in text) == told, text
     if told:
         assert parse(text).graph.output_node().meta["gt_managed_order"] == tuple(order.split())
-        assert diff(render(parse(text.replace("managed = [", "managed = ['x', "))), text), "a golden sees the order"
+        assert diff(render(parse(text.replace("managed = [", "managed = ['x', "))), text), (
+            "a golden sees the order"
+        )
 
 
 def test_what_a_person_writes():

@@ -82,7 +82,10 @@ def _watch(event: str, arguments: tuple[object, ...], watching: list[bool] = _wa
         "object.__setattr__",
     ):
         return
-    if (event, *arguments[:1]) != ("open", "<unknown>"):  # Python itself looks for the line of a SyntaxError
+    if (event, *arguments[:1]) != (
+        "open",
+        "<unknown>",
+    ):  # Python itself looks for the line of a SyntaxError
         _seen.append(event)
 
 
@@ -137,10 +140,40 @@ def test_the_watch_sees_what_happens():
 
 TEXT = render(toy_graph(3))
 WORDS = [
-    "(", ")", "[", "]", ":", ",", "=", ".", "\n", "  ", "if ", "for i in ", "with ", "L", "_", "P", "[i-1]", "-1",
-    "'x'", "aten.add.Tensor", "group(", "const(", "sym(", "u0", "f32", "like(", "after(", "|", "@", "yield ", "None",
-    "1e400", "9999999999999999999",
-]  # fmt: skip
+    "(",
+    ")",
+    "[",
+    "]",
+    ":",
+    ",",
+    "=",
+    ".",
+    "\n",
+    "  ",
+    "if ",
+    "for i in ",
+    "with ",
+    "L",
+    "_",
+    "P",
+    "[i-1]",
+    "-1",
+    "'x'",
+    "aten.add.Tensor",
+    "group(",
+    "const(",
+    "sym(",
+    "u0",
+    "f32",
+    "like(",
+    "after(",
+    "|",
+    "@",
+    "yield ",
+    "None",
+    "1e400",
+    "9999999999999999999",
+]
 
 
 def damaged(seed: int, damages: int) -> str:
@@ -149,7 +182,9 @@ def damaged(seed: int, damages: int) -> str:
     text = TEXT
     for _ in range(damages):
         at, length = chance.randrange(len(text) + 1), chance.choice([1, 1, 3, 10, 40])
-        piece = chance.choice(["", chance.choice(WORDS), text[at : at + length] * 2, chr(chance.randrange(1, 256))])
+        piece = chance.choice(
+            ["", chance.choice(WORDS), text[at : at + length] * 2, chr(chance.randrange(1, 256))]
+        )
         text = text[:at] + piece + text[at + chance.choice([0, length]) :]
     return text
 
@@ -173,7 +208,10 @@ def test_many_damaged_texts_are_read_or_refused(seed, damages):
 INPUT = "for i in P.layers[0:{}]:\n  P.L.w: f32[2]\n"
 BODY = "def cond_graph_{}():\n  for i in P.layers[0:9000]:\n    P.L.w: f32[2]\n  if out:\n    yield P.layers[0].w\n"
 LARGE = {
-    "layers of a heading": (INPUT.format(99999), "expected 1 to 10000 layers in a heading, found 99999"),
+    "layers of a heading": (
+        INPUT.format(99999),
+        "expected 1 to 10000 layers in a heading, found 99999",
+    ),
     "layers of several headings": (
         "".join(INPUT.format(10000).replace("layers", f"a{n}") for n in range(7)),
         r"expected at most 655\d\d lines, layers counted out, found 70000",
@@ -183,31 +221,44 @@ LARGE = {
         "lines, layers counted out, found 90000",
     ),
     "layers that refer to a large one": (
-        "for i in fwd.layers[0]:\n" + "".join(f"  x{n}: _ = aten.rand([])\n" for n in range(99))
+        "for i in fwd.layers[0]:\n"
+        + "".join(f"  x{n}: _ = aten.rand([])\n" for n in range(99))
         + "for i in fwd.layers[1:9999]:\n  like(fwd.layers[0])\n",
         "lines, layers counted out, found",
     ),
-    "graphs inside the graph": ("".join(map(BODY.format, range(9))), "lines, layers counted out, found"),
+    "graphs inside the graph": (
+        "".join(map(BODY.format, range(9))),
+        "lines, layers counted out, found",
+    ),
     "a graph in a graph in a graph": (
-        "def a_graph_0():\n  " + BODY.format(0).replace("\n", "\n  ").rstrip() + "\n  "
-        + BODY.format(1).replace("9000", "9999").replace("\n", "\n  ").rstrip() + "\n"
+        "def a_graph_0():\n  "
+        + BODY.format(0).replace("\n", "\n  ").rstrip()
+        + "\n  "
+        + BODY.format(1).replace("9000", "9999").replace("\n", "\n  ").rstrip()
+        + "\n"
         + "".join(map(BODY.format, range(2, 8))),
         "lines, layers counted out, found",
     ),
     "one group": ("g = group(range(0, 99999999))\n", "at most 1048576 ranks together"),
-    "a group beyond any length": (f"g = group(range(0, {10**30}))\n", "at most 1048576 ranks together"),
+    "a group beyond any length": (
+        f"g = group(range(0, {10**30}))\n",
+        "at most 1048576 ranks together",
+    ),
     "groups together": (
         "".join(f"g{n} = group(range(0, 300000))\n" for n in range(9)),
         r"line 4, column 12: the groups of a text have at most 1048576 ranks together, and with `range.0, 300000.`",
     ),
     "groups of graphs inside the graph": (
-        "".join(f"def c_graph_{n}():\n  g = group(range(0, 300000))\n  if out:\n    yield 1\n" for n in range(9)),
+        "".join(
+            f"def c_graph_{n}():\n  g = group(range(0, 300000))\n  if out:\n    yield 1\n"
+            for n in range(9)
+        ),
         "at most 1048576 ranks together",
     ),
     "a list that is repeated": ("if out:\n  yield [0] * 999999999\n", "expected an operand"),
     "a text that is repeated": ("if out:\n  yield 'a' * 999999999\n", "expected an operand"),
     "a power": ("if out:\n  yield 9 ** 9 ** 9\n", "expected an operand"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -224,9 +275,14 @@ def test_rows_without_elements_are_not_counted_out():
     """A constant of that type took 35 seconds, and its text was as long as it has rows."""
     gm = parse("if out:\n  yield const(f32[1000000000, 0], [])\n")
     assert "const(f32[1000000000, 0], [])" in render(gm)
-    assert "const(f32[3, 0], [[], [], []])" in render(parse("if out:\n  yield const(f32[3, 0], [])\n"))
+    assert "const(f32[3, 0], [[], [], []])" in render(
+        parse("if out:\n  yield const(f32[3, 0], [])\n")
+    )
 
 
 def test_a_long_text_may_have_as_many_lines_as_it_has():
     lines = "".join(f"  P.w{n}: f32[2]\n" for n in range(20))
-    assert len(parse(f"if P:\n{lines}if out:\n  yield P.w0\n").graph.find_nodes(op="placeholder")) == 20
+    assert (
+        len(parse(f"if P:\n{lines}if out:\n  yield P.w0\n").graph.find_nodes(op="placeholder"))
+        == 20
+    )

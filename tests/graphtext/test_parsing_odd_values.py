@@ -43,10 +43,23 @@ INF, NAN = math.inf, math.nan
 
 @pytest.mark.parametrize(
     "value",
-    [complex(0.0, -0.0), complex(-0.0, -0.0), -1j, complex(-0.0, -3.0), 1 - 2j, complex(INF, 1), complex(1, NAN),
-     complex(0, INF), complex(0, -INF), complex(-INF, NAN), {-1: 2, "a": None}, numpy.float64(0.5), Phase.FIRST],
+    [
+        complex(0.0, -0.0),
+        complex(-0.0, -0.0),
+        -1j,
+        complex(-0.0, -3.0),
+        1 - 2j,
+        complex(INF, 1),
+        complex(1, NAN),
+        complex(0, INF),
+        complex(0, -INF),
+        complex(-INF, NAN),
+        {-1: 2, "a": None},
+        numpy.float64(0.5),
+        Phase.FIRST,
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_operands(value):
     gm = one_call(value)
     (again,) = operands(assert_comes_back(gm))
@@ -67,7 +80,9 @@ def test_annotations(custom):
     assert_comes_back(one_call(2, **custom))
 
 
-@pytest.mark.parametrize(("mark", "tag"), [(False, ""), (True, " | mismarked")], ids=["forward", "marked as backward"])
+@pytest.mark.parametrize(
+    ("mark", "tag"), [(False, ""), (True, " | mismarked")], ids=["forward", "marked as backward"]
+)
 def test_a_node_of_a_bucket_may_carry_the_mark_of_the_other_direction(mark, tag):
     gm = one_call(2)
     (node,) = gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)
@@ -79,7 +94,10 @@ def test_a_node_of_a_bucket_may_carry_the_mark_of_the_other_direction(mark, tag)
 
 def test_keys_of_several_kinds():
     gm = one_call(2)
-    gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)[0].meta["custom"] |= {1: 2, "b": 3}
+    gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)[0].meta["custom"] |= {
+        1: 2,
+        "b": 3,
+    }
     assert_comes_back(gm)
 
 
@@ -88,7 +106,9 @@ def test_annotations_that_are_no_literals_are_left_out():
     assert render(one_call(2, phase=Phase.FIRST, rate=numpy.float64(1))) == render(one_call(2))
 
 
-@pytest.mark.parametrize("fqn", ['a"b.c', "a\\b", 'layers.0.a"\\', "a\nb", "\ufb01.x", "l.\ufb01", "\xe9.x"])
+@pytest.mark.parametrize(
+    "fqn", ['a"b.c', "a\\b", 'layers.0.a"\\', "a\nb", "\ufb01.x", "l.\ufb01", "\xe9.x"]
+)
 def test_names_of_modules(fqn):
     assert_comes_back(one_call(2, fqn=fqn))
 
@@ -98,7 +118,9 @@ def test_layers_of_an_odd_container_are_told_by_another():
     value = graph.placeholder("x")
     for layer in range(3):
         for place in range(12):
-            value = graph.call_function(aten.sin.default if (layer, place) != (1, 6) else aten.cos.default, (value,))
+            value = graph.call_function(
+                aten.sin.default if (layer, place) != (1, 6) else aten.cos.default, (value,)
+            )
             value.meta["custom"] = {"module_fqn": f'it\'s "x".{layer}'}
     graph.output((value,))
     gm = fx.GraphModule({}, graph)
@@ -115,7 +137,11 @@ def with_constants(*values: torch.Tensor) -> fx.GraphModule:
 
 @pytest.mark.parametrize(
     "one",
-    [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(torch.int32), torch.arange(16.0).view(4, 4).t()],
+    [
+        torch.arange(16.0).view(4, 4),
+        torch.arange(16.0).view(torch.int32),
+        torch.arange(16.0).view(4, 4).t(),
+    ],
     ids=["shape", "dtype", "strides"],
 )
 def test_large_constants_of_equal_bytes_keep_their_types(one):
@@ -126,7 +152,11 @@ def test_large_constants_of_equal_bytes_keep_their_types(one):
 
 
 def test_constants_that_are_expanded_sparse_or_of_no_data():
-    assert_comes_back(with_constants(torch.ones(1).expand(4), torch.ones(1).expand(40), torch.ones(3, device="meta")))
+    assert_comes_back(
+        with_constants(
+            torch.ones(1).expand(4), torch.ones(1).expand(40), torch.ones(3, device="meta")
+        )
+    )
     sparse = with_constants(torch.eye(4).to_sparse())
     (relu,) = parse(render(sparse), constants=constants(sparse)).graph.find_nodes(
         op="call_function", target=aten.relu.default
@@ -136,9 +166,19 @@ def test_constants_that_are_expanded_sparse_or_of_no_data():
 
 @pytest.mark.parametrize(
     "operand",
-    ["range(0, 4, 0)", "range('a')", "range(A[0])", "const(f32[2][0], [1.0, 2.0])", "const(u64[1], [-1])",
-     "const(f32[2][1000000000000000], [1.0, 2.0])", "const(f32[2] @ hpu, [1.0, 2.0])", "+5", "+inf", "-infinity"],
-)  # fmt: skip
+    [
+        "range(0, 4, 0)",
+        "range('a')",
+        "range(A[0])",
+        "const(f32[2][0], [1.0, 2.0])",
+        "const(u64[1], [-1])",
+        "const(f32[2][1000000000000000], [1.0, 2.0])",
+        "const(f32[2] @ hpu, [1.0, 2.0])",
+        "+5",
+        "+inf",
+        "-infinity",
+    ],
+)
 def test_what_is_no_value_is_refused(operand):
     text = f"if A:\n  A[0]: f32[2]\nif fwd:\n  with _:\n    a: _ = aten.relu({operand})\n"
     with pytest.raises(TextError, match="line 5"):

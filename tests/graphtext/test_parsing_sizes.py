@@ -40,7 +40,11 @@ def test_a_size_that_no_layer_brings_in_is_the_same_in_all_layers():
     assert "cat: i64[layers[i-1].u0 + u0, 1]" in text
     assert "add: i64[layers[i-1].u0, 1]" in text, "layer 0 calls it u0, and layer 1 by that layer"
     again = assert_comes_back(gm)
-    extents = {node.meta["val"].shape[0].node.expr for node in again.graph.nodes if node.name in ("nonzero", "add")}
+    extents = {
+        node.meta["val"].shape[0].node.expr
+        for node in again.graph.nodes
+        if node.name in ("nonzero", "add")
+    }
     assert len(extents) == 1
 
 
@@ -77,10 +81,16 @@ def test_a_symbolic_operand_is_of_the_kind_of_its_expression(operand, kind):
 
 
 def test_a_number_may_be_larger_than_any_size():
-    text = OPERAND.format(example=4, operand="A[0]").replace("relu: f32[s0]", "relu: int[9223372036854775807]")
+    text = OPERAND.format(example=4, operand="A[0]").replace(
+        "relu: f32[s0]", "relu: int[9223372036854775807]"
+    )
     assert render(parse(text)) == text
 
 
 def test_strides_of_no_elements_are_those_of_torch():
     gm = parse("if I:\n  I.x: f32[2, 0, 4]\nif out:\n  yield I.x\n")
-    assert next(iter(gm.graph.nodes)).meta["val"].stride() == torch.empty(2, 0, 4).stride() == (4, 4, 1)
+    assert (
+        next(iter(gm.graph.nodes)).meta["val"].stride()
+        == torch.empty(2, 0, 4).stride()
+        == (4, 4, 1)
+    )

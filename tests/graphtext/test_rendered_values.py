@@ -105,7 +105,9 @@ def test_data_dependent_sizes_are_numbered_inside_their_layer():
         return x
 
     with torch.fx.traceback.preserve_node_meta():
-        text = render(make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.zeros(4)))
+        text = render(
+            make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.zeros(4))
+        )
     assert "nonzero: i64[L.u0, 1] = " in text
     assert "u1" not in text
 
@@ -119,7 +121,10 @@ def test_nested_graphs_are_told_once():
     text = render(make_fx(forward, tracing_mode="symbolic")(torch.zeros(4)))
     assert text.count("def cond_graph_") == 2, "one body for each branch, not for each call"
     assert "cond: (f32[s0],) = hop.cond(gt, cond_graph_0, cond_graph_1, (A[0], sym_size))" in text
-    assert "cond_1: (f32[s0],) = hop.cond(gt_1, cond_graph_0, cond_graph_1, (cond[0], sym_size))" in text
+    assert (
+        "cond_1: (f32[s0],) = hop.cond(gt_1, cond_graph_0, cond_graph_1, (cond[0], sym_size))"
+        in text
+    )
 
 
 def test_module_names_that_are_not_python():
@@ -170,7 +175,11 @@ def test_operators_as_arguments_and_constants_without_a_spelling_are_told_apart(
 
     def text(argument):
         graph = fx.Graph()
-        graph.output(graph.call_function(torch.ops.higher_order.out_dtype, (argument, graph.placeholder("x"))))
+        graph.output(
+            graph.call_function(
+                torch.ops.higher_order.out_dtype, (argument, graph.placeholder("x"))
+            )
+        )
         return render(fx.GraphModule({}, graph))
 
     arguments = [aten.mm.default, aten.add.Tensor, range(3), range(4)]

@@ -77,7 +77,9 @@ for i in fwd.layers[4:7]:
 
 def test_prefetching_at_a_glance():
     """E1: the next all-gather is launched before the wait of this one; equal layers are told once."""
-    assert schedule(PREFETCHED) == """\
+    assert (
+        schedule(PREFETCHED)
+        == """\
 fsdp = group(range(0, 2))
 if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[8, 8], bytes=128)
@@ -92,6 +94,7 @@ for i in fwd.layers[7]:
   wait(bucket(L).all_gather_into_tensor)
   compute(L, mm, mul, ops=2)
 """
+    )
 
 
 def schedule(graph: fx.GraphModule | str) -> str:
@@ -180,26 +183,36 @@ PACKED = """\
 
 def test_what_only_packs_and_unpacks_a_payload_is_not_compute():
     """Casts of parameters and copies into the payload, and copies out of it; they count as tensors."""
-    graph = TWO_PARAMETERS.replace("LAUNCHES", PACKED.format(first="layers[0]", bucket="bucket(layers[0])"))
+    graph = TWO_PARAMETERS.replace(
+        "LAUNCHES", PACKED.format(first="layers[0]", bucket="bucket(layers[0])")
+    )
     one_of_two = edited(
         graph,
-        ("_to_copy_1: bf16[2] = aten._to_copy(P.layers[0].b, dtype=bf16)",
-         "frexp: (bf16[2], i32[2]) = aten.frexp.Tensor(P.layers[0].b)"),
+        (
+            "_to_copy_1: bf16[2] = aten._to_copy(P.layers[0].b, dtype=bf16)",
+            "frexp: (bf16[2], i32[2]) = aten.frexp.Tensor(P.layers[0].b)",
+        ),
         ("layers[0]._to_copy_1", "layers[0].frexp[0]"),
-    )  # fmt: skip
-    assert schedule(graph) == schedule(one_of_two) == """\
+    )
+    assert (
+        schedule(graph)
+        == schedule(one_of_two)
+        == """\
 fsdp = group(range(0, 2))
 if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, tensors=2)
   wait(bucket(layers[0]).all_gather_into_tensor)
 """
+    )
 
 
 def test_packing_that_stands_elsewhere_is_compute():
     between = "  with embed:\n    zeros: f32[2] = aten.zeros([2])\n  with bucket(layers[0]):\n"
     packed = PACKED.format(first="layers[0]", bucket="bucket(layers[0])")
     apart = packed.replace("    all_gather", between + "    all_gather")
-    assert schedule(TWO_PARAMETERS.replace("LAUNCHES", apart)) == """\
+    assert (
+        schedule(TWO_PARAMETERS.replace("LAUNCHES", apart))
+        == """\
 fsdp = group(range(0, 2))
 for i in fwd.layers[0]:
   compute(L, _to_copy*2, ops=2)
@@ -209,6 +222,7 @@ if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56)
   wait(bucket(layers[0]).all_gather_into_tensor)
 """
+    )
 
 
 def test_merged_buckets_change_the_lines_of_their_collectives():
@@ -221,7 +235,9 @@ def test_merged_buckets_change_the_lines_of_their_collectives():
     all_gather_into_tensor: f32[56] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)
     wait_tensor: f32[56] = _c10d_functional.wait_tensor(all_gather_into_tensor)
 """
-    assert sorted(changes(*(TWO_PARAMETERS.replace("LAUNCHES", text) for text in (one + two, merged)))) == [
+    assert sorted(
+        changes(*(TWO_PARAMETERS.replace("LAUNCHES", text) for text in (one + two, merged)))
+    ) == [
         "+ fwd | launch(bucket(layers[0], layers[1]).all_gather_into_tensor, fsdp, f32[56], bytes=224, tensors=4)",
         "+ fwd | wait(bucket(layers[0], layers[1]).all_gather_into_tensor)",
         "- fwd | launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, tensors=2)",
@@ -232,7 +248,9 @@ def test_merged_buckets_change_the_lines_of_their_collectives():
 
 
 def test_a_bucket_of_many_modules_is_known_by_its_first():
-    text = PACKED.format(first="layers[0]", bucket="bucket(layers[0].norm, layers[0].attention, layers[0].moe)")
+    text = PACKED.format(
+        first="layers[0]", bucket="bucket(layers[0].norm, layers[0].attention, layers[0].moe)"
+    )
     assert "wait(bucket(layers[0].norm, ...).all_gather_into_tensor)\n" in schedule(
         TWO_PARAMETERS.replace("LAUNCHES", text)
     )
@@ -240,7 +258,8 @@ def test_a_bucket_of_many_modules_is_known_by_its_first():
 
 def test_the_backward_reduces_and_names_what_the_forward_launched():
     """The payload of a reduce-scatter is what goes in; ``saved`` as in the full text."""
-    assert schedule("""\
+    assert (
+        schedule("""\
 fsdp = group(range(0, 4))
 if I:
   I.x: f32[8]
@@ -263,7 +282,8 @@ if bwd:
     all_reduce: f32[4] = _c10d_functional.all_reduce(split[1], "sum", fsdp)
 if out:
   yield bwd.bucket(head).wait_tensor
-""") == """\
+""")
+        == """\
 fsdp = group(range(0, 4))
 if fwd:
   launch(head.all_reduce, fsdp, f32[8], op="sum", bytes=32)
@@ -274,11 +294,13 @@ if bwd:
   wait(bucket(head).reduce_scatter_tensor)
   launch(head.all_reduce, fsdp, f32[4], op="sum", bytes=16)
 """
+    )
 
 
 def test_experts_exchange_rows_of_data_dependent_number():
     """All-to-all: the wait for the device comes first among the operators, sizes are symbols of the layer."""
-    assert schedule("""\
+    assert (
+        schedule("""\
 ep = group(range(0, 2))
 if I:
   I.rows: bf16[8, 4]
@@ -294,13 +316,15 @@ if fwd:
     wait_tensor: bf16[u0, 4] = _c10d_functional.wait_tensor(all_to_all_single)
 if out:
   yield fwd.layers[0].moe.wait_tensor
-""") == """\
+""")
+        == """\
 ep = group(range(0, 2))
 for i in fwd.layers[0]:
   compute(L.moe, _local_scalar_dense, relu, ops=2)
   launch(L.moe.all_to_all_single, ep, bf16[L.u0, 4], bytes=8*L.u0)
   wait(L.moe.all_to_all_single)
 """
+    )
 
 
 def test_a_stretch_names_its_weightiest_operators_and_counts_all():
@@ -308,10 +332,13 @@ def test_a_stretch_names_its_weightiest_operators_and_counts_all():
         y = (x.t() @ x).exp().sin().cos().sin().tanh().sigmoid()
         return y.view(-1).reshape(1, 9), x.shape[0] + 1
 
-    assert schedule(small_graph(step, torch.zeros(3, 3))) == """\
+    assert (
+        schedule(small_graph(step, torch.zeros(3, 3)))
+        == """\
 if fwd:
   compute(_, mm, sin*2, exp, cos, tanh, ..., ops=7)
 """
+    )
 
 
 INTO_A_BUFFER = """\
@@ -331,14 +358,18 @@ if out:
 def test_a_buffer_for_the_result_is_no_payload_of_its_own():
     """The twin writes to a buffer that torch allocates: both move the same, in the schedule and in the timeline."""
     functional = INTO_A_BUFFER.replace("_out(", "(").replace(", out=empty", "").replace("_out", "")
-    assert "launch(_.all_gather_into_tensor_out, fsdp, f32[8], bytes=32)\n" in schedule(INTO_A_BUFFER)
+    assert "launch(_.all_gather_into_tensor_out, fsdp, f32[8], bytes=32)\n" in schedule(
+        INTO_A_BUFFER
+    )
     assert "launch(_.all_gather_into_tensor, fsdp, f32[8], bytes=32)\n" in schedule(functional)
     seconds = [timeline(parse(text)).total("collective") for text in (INTO_A_BUFFER, functional)]
     assert seconds[0] == seconds[1] > 0
 
 
 def test_a_timeline_of_a_group_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"cannot tell when all_gather_into_tensor_out .* group fsdp"):
+    with pytest.raises(
+        ValueError, match=r"cannot tell when all_gather_into_tensor_out .* group fsdp"
+    ):
         timeline(parse(INTO_A_BUFFER.replace("group(range(0, 2))", "group(None)")))
 
 
@@ -354,7 +385,9 @@ def test_collectives_in_place_hide_their_group_and_are_refused_by_name():
     gm = small_graph(lambda x: x.relu(), torch.zeros(4))
     (relu,) = [node for node in gm.graph.nodes if node.op == "call_function"]
     relu.target, relu.args = torch.ops.c10d.broadcast_.default, ([relu.args[0]], None, 0, 0)
-    with pytest.raises(ValueError, match=r"c10d\.broadcast_, a collective in place: .* trace .*_collectives"):
+    with pytest.raises(
+        ValueError, match=r"c10d\.broadcast_, a collective in place: .* trace .*_collectives"
+    ):
         render(gm, "schedule")
 
 
@@ -369,7 +402,9 @@ def test_packing_operators_of_torch_are_no_collectives():
 
 
 def test_a_graph_without_collectives():
-    assert schedule(toy_graph(9)) == """\
+    assert (
+        schedule(toy_graph(9))
+        == """\
 if fwd:
   compute(embed, mm, _to_copy, ops=2)
 for i in fwd.layers[0:9]:  # x9
@@ -377,10 +412,12 @@ for i in fwd.layers[0:9]:  # x9
 if fwd:
   compute(head, sum, ops=1)
 """
+    )
 
 
 def test_outermost_modules_have_stretches_of_their_own():
-    assert schedule("""\
+    assert (
+        schedule("""\
 if I:
   I.x: f32[2]
 if fwd:
@@ -392,21 +429,29 @@ if fwd:
     exp: f32[2] = aten.exp(head.first.cos)
 if out:
   yield fwd.head.second.exp
-""") == """\
+""")
+        == """\
 if fwd:
   compute(norm, sin, ops=1)
   compute(head, cos, exp, ops=2)
 """
+    )
 
 
 def test_a_layer_of_many_collectives_is_told_by_what_it_lacks():
     names = ["all_reduce", "all_reduce_1", "all_reduce_2", "all_reduce_3", "all_reduce_4"]
-    launches = [f'    {name}: f32[2] = _c10d_functional.all_reduce(P.L.w, "sum", tp)\n' for name in names]
-    waits = [f"    wait{name[10:]}: f32[2] = _c10d_functional.wait_tensor({name})\n" for name in names]
+    launches = [
+        f'    {name}: f32[2] = _c10d_functional.all_reduce(P.L.w, "sum", tp)\n' for name in names
+    ]
+    waits = [
+        f"    wait{name[10:]}: f32[2] = _c10d_functional.wait_tensor({name})\n" for name in names
+    ]
     body = "".join(["  with L:\n    neg: f32[2] = aten.neg(P.L.w)\n", *launches, *waits])
     odd = body.replace(waits[3], "")
     text = "tp = group(range(0, 2))\nfor i in P.layers[0:4]:\n  P.L.w: f32[2]\n"
-    assert schedule(f"{text}for i in fwd.layers[0:3]:\n{body}for i in fwd.layers[3]:\n{odd}").endswith("""\
+    assert schedule(
+        f"{text}for i in fwd.layers[0:3]:\n{body}for i in fwd.layers[3]:\n{odd}"
+    ).endswith("""\
 for i in fwd.layers[3]:  # as fwd.layers[0], but for
   like(fwd.layers[0])
   drop(wait(L.all_reduce_3))
@@ -452,7 +497,9 @@ if out:
 
 def test_a_graph_inside_the_graph_is_told_if_it_communicates():
     """Equal ones once; one that does not is an operator as any other; results of one collective are one wait."""
-    assert schedule(BRANCHES) == """\
+    assert (
+        schedule(BRANCHES)
+        == """\
 fsdp = group(range(0, 2))
 def cond_graph_0():
   fsdp = group(range(0, 2))
@@ -467,6 +514,7 @@ if fwd:
   launch(moe.all_gather_into_tensor_coalesced, fsdp, f32[16], bytes=64, tensors=2)
   wait(moe.all_gather_into_tensor_coalesced)
 """
+    )
 
 
 INSIDE_OF_A_BRANCH = f"""\
@@ -497,8 +545,11 @@ def test_a_graph_that_only_calls_one_that_communicates_is_told_too():
     text = schedule(INSIDE_OF_A_BRANCH)
     assert "  call(moe, cond, cond_graph_0)\n" in text
     assert "    launch(_.all_reduce, " in text
-    assert "launch" not in schedule(INSIDE_OF_A_BRANCH.replace(REDUCING[0], "all_reduce: f32[4] = aten.neg(A[0])")
-                                    .replace(REDUCING[1], "wait_tensor: f32[4] = aten.cos(all_reduce)"))  # fmt: skip
+    assert "launch" not in schedule(
+        INSIDE_OF_A_BRANCH.replace(REDUCING[0], "all_reduce: f32[4] = aten.neg(A[0])").replace(
+            REDUCING[1], "wait_tensor: f32[4] = aten.cos(all_reduce)"
+        )
+    )
 
 
 def test_a_launch_of_tensors_of_several_dtypes_counts_the_bytes_of_each():
@@ -555,7 +606,9 @@ def test_a_view_is_no_graph():
 
 
 def bucketed_llama3(mesh, monkeypatch, layers: int) -> fx.GraphModule:
-    monkeypatch.setitem(llama3.FLAVORS, "this", dataclasses.replace(llama3.FLAVORS["debug"], n_layers=layers))
+    monkeypatch.setitem(
+        llama3.FLAVORS, "this", dataclasses.replace(llama3.FLAVORS["debug"], n_layers=layers)
+    )
     config = llama3_training(mesh, "bf16_fp32", "this")
     return rewrite(trace_config(config, shard_traceably(config.model(), config)), config).gm
 
@@ -578,5 +631,11 @@ def test_a_bucketed_model_of_any_depth_needs_at_most_sixty_lines(gt_mesh, monkey
 
 def events(text: str, section: str) -> list[str]:
     """Launches and waits of a section, by name."""
-    (body,) = [body for body in re.split(r"\n(?=\S)", text) if body.startswith(f"for i in {section}:")]
-    return [line.strip().partition(", ")[0] for line in body.splitlines() if line.startswith(("  launch", "  wait"))]
+    (body,) = [
+        body for body in re.split(r"\n(?=\S)", text) if body.startswith(f"for i in {section}:")
+    ]
+    return [
+        line.strip().partition(", ")[0]
+        for line in body.splitlines()
+        if line.startswith(("  launch", "  wait"))
+    ]

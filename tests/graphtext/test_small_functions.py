@@ -40,7 +40,14 @@ from pytest_gtrainer.graphtext.sections import (
     stretches,
 )
 from pytest_gtrainer.graphtext.spelling import is_contiguous
-from pytest_gtrainer.graphtext.syntax import LinePlace, chain, key_of, links_of, scope_at, static_path
+from pytest_gtrainer.graphtext.syntax import (
+    LinePlace,
+    chain,
+    key_of,
+    links_of,
+    scope_at,
+    static_path,
+)
 from pytest_gtrainer.graphtext.torch_spellings import spellings_between
 
 HERE = Layer("layers", 3)
@@ -51,7 +58,9 @@ def test_header():
     assert nearest("xyz", ["aten.mm"]) == ""
     assert (version_of("# gtrainer graph v7\nif P:"), version_of("if P:")) == (7, None)
     assert write({"torch": "2.13.0"}) == ["# gtrainer graph v2", "# torch: 2.13.0"]
-    assert read("# gtrainer graph v2\n# torch: 2.13.0\nif P:\n  P.x: f32[2]  # y: z\n") == {"torch": "2.13.0"}
+    assert read("# gtrainer graph v2\n# torch: 2.13.0\nif P:\n  P.x: f32[2]  # y: z\n") == {
+        "torch": "2.13.0"
+    }
 
 
 def test_words_for_a_line_of_text():
@@ -62,7 +71,10 @@ def test_words_for_a_line_of_text():
     assert escaped("a" + chr(27) + "[31m" + chr(0x202E)) == r"a\x1b[31m\u202e"
     assert _became("f32[2]", "f32[4]") == "f32[2] became f32[4]"
     long = "[" + "f32[2], " * 20
-    assert _became(f"{long}f32[3]]", f"{long}f32[4]]") == "…f32[2], f32[2], f32[3]] became …f32[2], f32[2], f32[4]]"
+    assert (
+        _became(f"{long}f32[3]]", f"{long}f32[4]]")
+        == "…f32[2], f32[2], f32[3]] became …f32[2], f32[2], f32[4]]"
+    )
 
 
 def test_words_for_modules_and_layers():
@@ -72,7 +84,10 @@ def test_words_for_modules_and_layers():
     assert spell_sections(sections) == "fwd.layers[0..2], bwd, definitions"
     assert module_of(Scope(("layers.3.norm",), "fwd")) == "layers.3.norm"
     assert module_of(Scope(("norm", "lm_head"), "bwd", True)) == "norm+lm_head"
-    assert module_of(Scope(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True)) == "layers.1.a+2 more"
+    assert (
+        module_of(Scope(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True))
+        == "layers.1.a+2 more"
+    )
     assert where(Scope(("layers.3.norm",), "fwd")) == "fwd layers.3.norm"
     assert where(Scope(("norm",), "bwd", True)) == "bwd bucket norm"
     assert unit_of(Scope(("layers.3.attention.wq",), "bwd")) == "layers.3/bwd"
@@ -82,31 +97,61 @@ def test_words_for_modules_and_layers():
 def test_differences_in_lines():
     assert rising([0, 1, 5, 2, 3, 4]) == [0, 1, 3, 4, 5]  # places of a longest rising subsequence
     assert changes("abcd", "axcde") == [Change(1, 2, 1, 2), Change(4, 4, 4, 5)]
-    assert text_diff(["a", "b"], ["a", "c"]) == ["--- golden", "+++ obtained", "@@ -1,2 +1,2 @@", " a", "-b", "+c"]
+    assert text_diff(["a", "b"], ["a", "c"]) == [
+        "--- golden",
+        "+++ obtained",
+        "@@ -1,2 +1,2 @@",
+        " a",
+        "-b",
+        "+c",
+    ]
 
 
 def test_sizes_whatever_the_order_of_their_terms():
     def pair(one: str, another: str) -> tuple[str, str]:
         return canonical(one, ["b", "a"]), canonical(another, ["a", "b"])
 
-    for one, another in (("f32[\1 + \1, 2]", "f32[\1 + \1, 2]"), ("f32[-2*\1 + \1]", "f32[\1 - 2*\1]")):
+    for one, another in (
+        ("f32[\1 + \1, 2]", "f32[\1 + \1, 2]"),
+        ("f32[-2*\1 + \1]", "f32[\1 - 2*\1]"),
+    ):
         assert len({*pair(one, another)}) == 1
     assert len({*pair("f32[\1 - \1]", "f32[\1 - \1]")}) == 2
 
 
 def test_operators_and_groups():
-    assert [bare_name(name) for name in ("aten.add_.Tensor", "operator.add", "hop.cond")] == ["add_", "add", "cond"]
-    assert [word(name) for name in ("from", "add", "<lambda>", "0")] == ["from__kw", "add", "_lambda_", "_0"]
-    assert [spell_ranks(ranks) for ranks in ([0, 1, 2, 3], [0, 4])] == ["range(0, 4)", "range(0, 8, 4)"]
+    assert [bare_name(name) for name in ("aten.add_.Tensor", "operator.add", "hop.cond")] == [
+        "add_",
+        "add",
+        "cond",
+    ]
+    assert [word(name) for name in ("from", "add", "<lambda>", "0")] == [
+        "from__kw",
+        "add",
+        "_lambda_",
+        "_0",
+    ]
+    assert [spell_ranks(ranks) for ranks in ([0, 1, 2, 3], [0, 4])] == [
+        "range(0, 4)",
+        "range(0, 8, 4)",
+    ]
     assert [spell_ranks(ranks) for ranks in ([0, 1, 3], [5])] == ["[0, 1, 3]", "[5]"]
     mesh = {"dp": 2, "fsdp": 4}
-    assert [mesh_dimension(ranks, mesh) for ranks in ([0, 4], [4, 5, 6, 7], [0, 1])] == ["dp", "fsdp", None]
+    assert [mesh_dimension(ranks, mesh) for ranks in ([0, 4], [4, 5, 6, 7], [0, 1])] == [
+        "dp",
+        "fsdp",
+        None,
+    ]
 
 
 def test_paths_and_layers():
     assert split_layer("layers.3.attention.wq") == (HERE, "attention.wq")
     assert split_layer("norm") == (None, "norm")
-    assert [is_word(name) for name in ("wq", "class", "\ufb01")] == [True, False, False]  # the last is one letter
+    assert [is_word(name) for name in ("wq", "class", "\ufb01")] == [
+        True,
+        False,
+        False,
+    ]  # the last is one letter
     assert [_quoted(name) for name in ("en-de", 'a"b', "a\\b")] == ['"en-de"', r'"a\"b"', r'"a\\b"']
     assert spell_from("layers.0.attention", HERE) == "layers[0].attention"  # too far away
     assert spell_input("P", "layers.3.wq.weight", HERE) == "P.L.wq.weight"
@@ -150,7 +195,10 @@ def test_chains():
     assert static_path(links_of('heads["en-de"].layers[3]')) == "heads.en-de.layers.3"
     bucket = Scope(("layers.3.moe", "norm"), "fwd", is_bucket=True)
     assert scope_at(links_of("saved.bucket(L.moe, norm)"), LinePlace("bwd", HERE)) == bucket
-    assert (key_of("bwd.layers[3]"), key_of("fwd")) == (SectionKey("bwd", HERE), SectionKey("fwd", None))
+    assert (key_of("bwd.layers[3]"), key_of("fwd")) == (
+        SectionKey("bwd", HERE),
+        SectionKey("fwd", None),
+    )
 
 
 def test_spellings_between_versions():

@@ -39,7 +39,9 @@ def collectives(*groups: dist.ProcessGroup) -> torch.fx.GraphModule:
     with graph.graph.inserting_after(relu):
         for group in groups:
             arguments = (relu, "sum", group.group_name)
-            reduced = graph.graph.call_function(torch.ops._c10d_functional.all_reduce.default, arguments)
+            reduced = graph.graph.call_function(
+                torch.ops._c10d_functional.all_reduce.default, arguments
+            )
             reduced.meta["val"] = relu.meta["val"]
     return graph
 
@@ -58,7 +60,9 @@ def test_the_order_in_which_groups_are_made_does_not_show(gt_world, gt_mesh):
 @pytest.mark.gt_world("fake", mesh={"dp": 2, "fsdp": 4})
 def test_groups_are_named_by_mesh_dimension_and_told_apart(gt_world, gt_mesh):
     second = dist.new_group([0, 1, 2, 3])
-    text = render(collectives(second, gt_mesh.get_group("fsdp"), gt_mesh.get_group("dp")), mesh=gt_world.mesh)
+    text = render(
+        collectives(second, gt_mesh.get_group("fsdp"), gt_mesh.get_group("dp")), mesh=gt_world.mesh
+    )
     assert [line for line in text.splitlines() if "= group(" in line] == [
         "dp = group(range(0, 8, 4))",
         "fsdp = group(range(0, 4))",
@@ -69,13 +73,19 @@ def test_groups_are_named_by_mesh_dimension_and_told_apart(gt_world, gt_mesh):
 def test_a_group_of_no_process_group_is_still_a_symbol():
     graph = small_graph(lambda x: x.relu(), torch.zeros(4))
     (relu,) = [node for node in graph.graph.nodes if node.op == "call_function"]
-    relu.target, relu.args = torch.ops._c10d_functional.all_reduce.default, (relu.args[0], "sum", "17")
+    relu.target, relu.args = (
+        torch.ops._c10d_functional.all_reduce.default,
+        (relu.args[0], "sum", "17"),
+    )
     assert "group = group(None)" in render(graph)
     assert "17" not in render(graph)
 
 
 def test_a_change_in_one_layer_leaves_the_others_alone():
-    before, after = lines_of(toy_graph(6)), lines_of(toy_graph(6, {3: lambda x: torch.sin(x) * torch.cos(x)}))
+    before, after = (
+        lines_of(toy_graph(6)),
+        lines_of(toy_graph(6, {3: lambda x: torch.sin(x) * torch.cos(x)})),
+    )
     changed = {record.section for record in {*before} ^ {*after}}
     assert changed == {"fwd.layers[3]"}
 

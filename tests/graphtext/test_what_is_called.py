@@ -213,7 +213,9 @@ def other_kernel(out, BLOCK):
 
 
 def quantised(scale: float = 0.5, zero_point: int = 3) -> fx.GraphModule:
-    return holding(torch._make_per_tensor_quantized_tensor(torch.ones(4, dtype=torch.uint8), scale, zero_point))
+    return holding(
+        torch._make_per_tensor_quantized_tensor(torch.ones(4, dtype=torch.uint8), scale, zero_point)
+    )
 
 
 def quantised_by_channel(scale: float = 0.5, zero_point: int = 3) -> fx.GraphModule:
@@ -251,7 +253,10 @@ other_big = numpy.where(numpy.arange(5000) == 2500, 0, numpy.arange(5000))
 
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "another class": (lambda: traced(nn.ReLU()), lambda: traced(nn.Tanh())),
-    "the probability of a dropout": (lambda: traced(nn.Dropout(0.1)), lambda: traced(nn.Dropout(0.9))),
+    "the probability of a dropout": (
+        lambda: traced(nn.Dropout(0.1)),
+        lambda: traced(nn.Dropout(0.9)),
+    ),
     "in place": (lambda: traced(nn.ReLU()), lambda: traced(nn.ReLU(inplace=True))),
     "eps": (lambda: traced(nn.LayerNorm(4)), lambda: traced(nn.LayerNorm(4, eps=1e-3))),
     "stride": (lambda: traced(nn.Conv1d(2, 2, 3)), lambda: traced(nn.Conv1d(2, 2, 3, stride=2))),
@@ -269,29 +274,52 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: traced(nn.ReLU(), nn.Dropout(0.2)),
     ),
     "training": (lambda: traced(nn.Dropout(0.1)), lambda: traced(frozen(nn.Dropout(0.1)))),
-    "a parameter's shape": (lambda: leaf(Own(w=nn.Parameter(torch.ones(2)))),
-                            lambda: leaf(Own(w=nn.Parameter(torch.ones(3))))),
-    "a parameter's dtype": (lambda: traced(nn.Linear(2, 2)), lambda: traced(nn.Linear(2, 2).bfloat16())),
+    "a parameter's shape": (
+        lambda: leaf(Own(w=nn.Parameter(torch.ones(2)))),
+        lambda: leaf(Own(w=nn.Parameter(torch.ones(3)))),
+    ),
+    "a parameter's dtype": (
+        lambda: traced(nn.Linear(2, 2)),
+        lambda: traced(nn.Linear(2, 2).bfloat16()),
+    ),
     "no bias": (lambda: traced(nn.Linear(2, 2)), lambda: traced(nn.Linear(2, 2, bias=False))),
     "a buffer": (lambda: leaf(with_buffer(1.0)), lambda: leaf(with_buffer(2.0))),
     "a hook": (lambda: leaf(nn.ReLU()), lambda: leaf(hooked(times(2)))),
     "another hook": (lambda: leaf(hooked(times(3))), lambda: leaf(hooked(times(2)))),
     "an attribute of a user's module": (lambda: leaf(Own(factor=2)), lambda: leaf(Own(factor=3))),
     "a private one": (lambda: leaf(Own(_factor=2)), lambda: leaf(Own(_factor=3))),
-    "a tensor that is no buffer": (lambda: leaf(Own(t=torch.ones(9))), lambda: leaf(Own(t=torch.zeros(9)))),
-    "a function in an attribute": (lambda: leaf(Own(act=torch.relu)), lambda: leaf(Own(act=torch.tanh))),
-    "a module inside a module": (lambda: leaf(Own(act=nn.ReLU())), lambda: leaf(Own(act=nn.Tanh()))),
+    "a tensor that is no buffer": (
+        lambda: leaf(Own(t=torch.ones(9))),
+        lambda: leaf(Own(t=torch.zeros(9))),
+    ),
+    "a function in an attribute": (
+        lambda: leaf(Own(act=torch.relu)),
+        lambda: leaf(Own(act=torch.tanh)),
+    ),
+    "a module inside a module": (
+        lambda: leaf(Own(act=nn.ReLU())),
+        lambda: leaf(Own(act=nn.Tanh())),
+    ),
     "a subclass": (lambda: leaf(nn.ReLU()), lambda: leaf(OwnRelu())),
     "a body": (lambda: split(nn.ReLU()), lambda: split(nn.Tanh())),
     "a module in a body": (lambda: split(nn.Dropout(0.1)), lambda: split(nn.Dropout(0.9))),
-    "a body in a body": (lambda: split_twice(nn.Dropout(0.1)), lambda: split_twice(nn.Dropout(0.9))),
+    "a body in a body": (
+        lambda: split_twice(nn.Dropout(0.1)),
+        lambda: split_twice(nn.Dropout(0.9)),
+    ),
     "a cell": (lambda: calling(times(2)), lambda: calling(times(3))),
-    "a tensor in a cell": (lambda: calling(times(torch.ones(2))), lambda: calling(times(torch.zeros(2)))),
+    "a tensor in a cell": (
+        lambda: calling(times(torch.ones(2))),
+        lambda: calling(times(torch.zeros(2))),
+    ),
     "a closure in a cell": (lambda: calling(times(times(2))), lambda: calling(times(times(3)))),
     "a default": (lambda: calling(default_of(2)), lambda: calling(default_of(3))),
     "a named default": (lambda: calling(named_default_of(2)), lambda: calling(named_default_of(3))),
     "lambdas of one line": (lambda: calling(LOWER), lambda: calling(UPPER)),
-    "a partial": (lambda: calling(functools.partial(torch.add, 2)), lambda: calling(functools.partial(torch.add, 3))),
+    "a partial": (
+        lambda: calling(functools.partial(torch.add, 2)),
+        lambda: calling(functools.partial(torch.add, 3)),
+    ),
     "the function of a partial": (
         lambda: calling(functools.partial(times(2))),
         lambda: calling(functools.partial(times(3))),
@@ -302,10 +330,22 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "a bound method": (lambda: calling(Scaler(2).scale), lambda: calling(Scaler(3).scale)),
     "an object that is called": (lambda: calling(Scaler(2)), lambda: calling(Scaler(3))),
-    "two classes of one name": (lambda: calling(function_class(2).apply), lambda: calling(function_class(3).apply)),
-    "a function as an operand": (lambda: calling(torch.add, times(2)), lambda: calling(torch.add, times(3))),
-    "an object as an operand": (lambda: calling(torch.add, Scaler(2)), lambda: calling(torch.add, Scaler(3))),
-    "an object in slots": (lambda: calling(torch.add, Slotted(2)), lambda: calling(torch.add, Slotted(3))),
+    "two classes of one name": (
+        lambda: calling(function_class(2).apply),
+        lambda: calling(function_class(3).apply),
+    ),
+    "a function as an operand": (
+        lambda: calling(torch.add, times(2)),
+        lambda: calling(torch.add, times(3)),
+    ),
+    "an object as an operand": (
+        lambda: calling(torch.add, Scaler(2)),
+        lambda: calling(torch.add, Scaler(3)),
+    ),
+    "an object in slots": (
+        lambda: calling(torch.add, Slotted(2)),
+        lambda: calling(torch.add, Slotted(3)),
+    ),
     "an object in a list of an object": (
         lambda: calling(torch.add, Scaler([Scaler(2)])),
         lambda: calling(torch.add, Scaler([Scaler(3)])),
@@ -315,13 +355,28 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: calling(torch.add, function_class(3)),
     ),
     "an enum": (lambda: calling(torch.add, Colour.RED), lambda: calling(torch.add, Colour.BLUE)),
-    "a set": (lambda: calling(torch.add, Scaler({1, 2})), lambda: calling(torch.add, Scaler({1, 3}))),
+    "a set": (
+        lambda: calling(torch.add, Scaler({1, 2})),
+        lambda: calling(torch.add, Scaler({1, 3})),
+    ),
     "a big array": (lambda: calling(torch.add, big), lambda: calling(torch.add, other_big)),
-    "an array's dtype": (lambda: calling(torch.add, big), lambda: calling(torch.add, big.astype("uint64"))),
-    "an array's shape": (lambda: calling(torch.add, big), lambda: calling(torch.add, big.reshape(50, 100))),
-    "a number of NumPy": (lambda: calling(torch.add, numpy.float32(1)), lambda: calling(torch.add, numpy.float32(2))),
+    "an array's dtype": (
+        lambda: calling(torch.add, big),
+        lambda: calling(torch.add, big.astype("uint64")),
+    ),
+    "an array's shape": (
+        lambda: calling(torch.add, big),
+        lambda: calling(torch.add, big.reshape(50, 100)),
+    ),
+    "a number of NumPy": (
+        lambda: calling(torch.add, numpy.float32(1)),
+        lambda: calling(torch.add, numpy.float32(2)),
+    ),
     "a kernel": (lambda: kernel_graph(Jit(add_kernel)), lambda: kernel_graph(Jit(other_kernel))),
-    "a kernel's closure": (lambda: kernel_graph(Jit(times(2))), lambda: kernel_graph(Jit(times(3)))),
+    "a kernel's closure": (
+        lambda: kernel_graph(Jit(times(2))),
+        lambda: kernel_graph(Jit(times(3))),
+    ),
     "a kernel's constants": (
         lambda: kernel_graph(Jit(add_kernel), BLOCK=16),
         lambda: kernel_graph(Jit(add_kernel), BLOCK=32),
@@ -341,7 +396,10 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: returning(lambda x, y: {"b": x, "a": y}),
     ),
     "a list": (lambda: returning(lambda x, y: (x, y)), lambda: returning(lambda x, y: [x, y])),
-    "a list in a tuple": (lambda: returning(lambda x, y: (x, (y,))), lambda: returning(lambda x, y: (x, [y]))),
+    "a list in a tuple": (
+        lambda: returning(lambda x, y: (x, (y,))),
+        lambda: returning(lambda x, y: (x, [y])),
+    ),
     "one result": (lambda: returning(lambda x, y: x), lambda: returning(lambda x, y: (x,))),
     "a named tuple": (lambda: returning(lambda x, y: (x, y)), lambda: returning(Point)),
     "another named tuple": (lambda: returning(Pair), lambda: returning(Point)),
@@ -349,14 +407,26 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: exported(lambda x, y: {"a": x, "b": y}),
         lambda: exported(lambda x, y: {"b": x, "a": y}),
     ),
-    "a program's list": (lambda: exported(lambda x, y: (x, y)), lambda: exported(lambda x, y: [x, y])),
-    "a program's list in a tuple": (lambda: exported(lambda x, y: (x, (y,))), lambda: exported(lambda x, y: (x, [y]))),
-    "a program's one result": (lambda: exported(lambda x, y: x), lambda: exported(lambda x, y: (x,))),
+    "a program's list": (
+        lambda: exported(lambda x, y: (x, y)),
+        lambda: exported(lambda x, y: [x, y]),
+    ),
+    "a program's list in a tuple": (
+        lambda: exported(lambda x, y: (x, (y,))),
+        lambda: exported(lambda x, y: (x, [y])),
+    ),
+    "a program's one result": (
+        lambda: exported(lambda x, y: x),
+        lambda: exported(lambda x, y: (x,)),
+    ),
     "keys of what make_fx saw": (
         lambda: made(lambda x: {"a": x + 1, "b": x}),
         lambda: made(lambda x: {"b": x + 1, "a": x}),
     ),
-    "a named tuple that make_fx saw": (lambda: made(lambda x: Point(x + 1, x)), lambda: made(lambda x: Pair(x + 1, x))),
+    "a named tuple that make_fx saw": (
+        lambda: made(lambda x: Point(x + 1, x)),
+        lambda: made(lambda x: Pair(x + 1, x)),
+    ),
     "a dict of its own that make_fx saw": (
         lambda: made(lambda x: {"a": x + 1, "b": x}),
         lambda: made(lambda x: collections.OrderedDict(a=x + 1, b=x)),
@@ -365,7 +435,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: exported(lambda x, y: {"a": x, "b": y}).module(),
         lambda: exported(lambda x, y: {"b": x, "a": y}).module(),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -385,7 +455,10 @@ def moved(source: str, line: int) -> Callable[..., Any]:
 
 ALIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "values of parameters": (lambda: traced(nn.Linear(2, 2)), lambda: traced(nn.Linear(2, 2))),
-    "another object of equal state": (lambda: calling(torch.add, Scaler(2)), lambda: calling(torch.add, Scaler(2))),
+    "another object of equal state": (
+        lambda: calling(torch.add, Scaler(2)),
+        lambda: calling(torch.add, Scaler(2)),
+    ),
     "the order of a set": (
         lambda: calling(torch.add, Scaler({"a", "b", "c"})),
         lambda: calling(torch.add, Scaler({"c", "b", "a"})),
@@ -479,7 +552,10 @@ def lost_kernel() -> fx.GraphModule:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a lock": (lambda: calling(torch.add, threading.Lock()), "called .* has a lock .*its `repr` is an address"),
+    "a lock": (
+        lambda: calling(torch.add, threading.Lock()),
+        "called .* has a lock .*its `repr` is an address",
+    ),
     "a lock in an object": (
         lambda: calling(torch.add, Scaler(threading.Lock())),
         "has a Scaler .*`repr` is an address",
@@ -487,10 +563,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a generator": (lambda: calling(torch.add, torch.Generator()), "has a Generator"),
     "a `repr` that raises": (lambda: calling(torch.add, Loud()), "raises RuntimeError"),
     "a module of TorchScript": (lambda: leaf(torch.jit.script(Scripted())), "inner .*TorchScript"),
-    "a lock in a module": (lambda: leaf(Own(lock=threading.Lock())), "inner .*has a Own .*`repr` is an address"),
-    "a lock in a closure": (lambda: calling(times(threading.Lock())), "called .*scaled.*`repr` is an address"),
-    "what is nested deeply": (lambda: calling(torch.add, Scaler(deep(90))), "nested more than 40 deep"),
-    "a kernel that is gone": (lost_kernel, "Triton kernel that torch's table of kernels does not hold any more"),
+    "a lock in a module": (
+        lambda: leaf(Own(lock=threading.Lock())),
+        "inner .*has a Own .*`repr` is an address",
+    ),
+    "a lock in a closure": (
+        lambda: calling(times(threading.Lock())),
+        "called .*scaled.*`repr` is an address",
+    ),
+    "what is nested deeply": (
+        lambda: calling(torch.add, Scaler(deep(90))),
+        "nested more than 40 deep",
+    ),
+    "a kernel that is gone": (
+        lost_kernel,
+        "Triton kernel that torch's table of kernels does not hold any more",
+    ),
 }
 
 
@@ -506,14 +594,24 @@ def test_what_cannot_be_shown_is_refused_by_name(name: str):
 
 
 NOT_READ_BACK = {  # no text holds the class, or nothing is run that no graph shows
-    "a kernel", "a kernel's closure", "a kernel's constants", "a kernel's settings", "a named tuple",
+    "a kernel",
+    "a kernel's closure",
+    "a kernel's constants",
+    "a kernel's settings",
+    "a named tuple",
     "another named tuple",
     # torch.fx has no code for these
-    "a partial", "the function of a partial", "a named argument of a partial", "an object that is called",
+    "a partial",
+    "the function of a partial",
+    "a named argument of a partial",
+    "an object that is called",
     "a function as an operand",
-    "an object as an operand", "an object in slots", "an object in a list of an object", "a class as an operand",
+    "an object as an operand",
+    "an object in slots",
+    "an object in a list of an object",
+    "a class as an operand",
     "a set",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name not in NOT_READ_BACK])
@@ -530,8 +628,14 @@ def test_a_text_is_read_back(name: str):
     ("make", "message"),
     [
         (lambda: traced(nn.ReLU()), "no text holds the module `0`: give constants={'0': module}"),
-        (lambda: calling(times(2)), "no text holds the function `tests.graphtext.*scaled.*give constants"),
-        (lambda: calling(functools.partial(torch.add, 2)), "no text holds the function `functools.partial"),
+        (
+            lambda: calling(times(2)),
+            "no text holds the function `tests.graphtext.*scaled.*give constants",
+        ),
+        (
+            lambda: calling(functools.partial(torch.add, 2)),
+            "no text holds the function `functools.partial",
+        ),
         (lambda: calling(torch.add, Scaler(2)), "`const.'Scaler', .*is given by its digest only"),
         (lambda: kernel_graph(Jit(add_kernel)), "may run code that the graph does not show"),
         (lambda: returning(Point), "no text holds the class of the named tuple `.*Point`"),
@@ -550,14 +654,19 @@ def test_a_graph_without_code_is_refused_by_the_parser():
 
 def test_a_module_that_is_given_must_be_the_one_of_the_text():
     text = graphtext.render(traced(nn.Dropout(0.1)))
-    with pytest.raises(TextError, match=r"module given for `0` is another one .*p=0\.1.*found .*p=0\.9"):
+    with pytest.raises(
+        TextError, match=r"module given for `0` is another one .*p=0\.1.*found .*p=0\.9"
+    ):
         graphtext.parse(text, constants=graphtext.constants(traced(nn.Dropout(0.9))))
 
 
 def test_bodies_run_without_anything_given():
     gm = split_module(fx.symbolic_trace(Returns(lambda x, y: (x, y))), None, lambda node: 0)
     again = graphtext.parse(graphtext.render(gm))
-    assert [each.tolist() for each in again(torch.ones(2), torch.zeros(2))] == [[2.0, 2.0], [1.0, 1.0]]
+    assert [each.tolist() for each in again(torch.ones(2), torch.zeros(2))] == [
+        [2.0, 2.0],
+        [1.0, 1.0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -591,7 +700,9 @@ def test_a_module_reads_as_it_is_written():
 
 def test_a_golden_refuses_what_no_text_can_show(gt_golden):
     """V3: another lock would have the same text."""
-    with pytest.raises(HiddenValue, match=r"inner \(call_module of inner\) has a Own .*`repr` is an address"):
+    with pytest.raises(
+        HiddenValue, match=r"inner \(call_module of inner\) has a Own .*`repr` is an address"
+    ):
         gt_golden.check(leaf(Own(lock=threading.Lock())))
 
 
@@ -605,7 +716,9 @@ def test_names_that_would_command_a_terminal_are_escaped():
     setattr(module, odd, 3)
     graph = fx.Graph()
     x = graph.placeholder("x")
-    called = graph.create_node("call_function", function, (x, kind(), kind, {odd: 1}), {odd: x}, name="called")
+    called = graph.create_node(
+        "call_function", function, (x, kind(), kind, {odd: 1}), {odd: x}, name="called"
+    )
     method = graph.call_method(odd, (called,))
     called.meta["custom"] = {"module_fqn": odd, odd: odd, "k": odd}
     inner = graph.call_module("inner", (method,))

@@ -30,7 +30,9 @@ def toy_graph(layers: int = 4, activations: dict[int, Activation] | None = None)
     with preserve_node_meta():
         weights = [torch.zeros(8, 8) for _ in range(layers + 1)]
         gm = make_fx(forward, tracing_mode="fake")(torch.zeros(2, 8, dtype=torch.int64), *weights)
-    name_inputs(gm, ["tokens"], ["embed.weight", *(f"layers.{layer}.mlp.weight" for layer in range(layers))])
+    name_inputs(
+        gm, ["tokens"], ["embed.weight", *(f"layers.{layer}.mlp.weight" for layer in range(layers))]
+    )
     return gm
 
 

@@ -21,7 +21,9 @@ class Installed:
 
     def run(self, *arguments, cwd, status=0):
         """``python -m ...`` in that environment: its output."""
-        done = subprocess.run([self.python, "-m", *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [self.python, "-m", *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
@@ -49,7 +51,18 @@ def _make_environment(folder, package):
 def wheel(tmp_path_factory):
     """Built from this tree."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ROOT,
+    ]
     subprocess.run(command, check=True)
     (built,) = folder.glob("*.whl")
     return built

@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.second_tier
 
-TEST_FILE = '''
+TEST_FILE = """
 import pytest, torch
 from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
@@ -15,7 +15,7 @@ def test_my_step(gt_world, gt_mesh, gt_golden):
     traced = trace_step(model, lambda m, x: m(x).square().mean(), (x,))
     assert_bitwise_equal(traced.replay(model, x), model(x).square().mean().detach())
     gt_golden.check(traced)
-'''
+"""
 GOLDEN = "golden/test_mine/test_my_step.fxgraph"
 
 
@@ -39,13 +39,19 @@ def test_from_no_golden_to_green_and_to_a_changed_graph(elsewhere):
 
     green = elsewhere.runpytest_subprocess("-n", "1")
     green.assert_outcomes(passed=1)
-    green.stdout.fnmatch_lines(["worlds*1 test in ranks(2, *", "goldens*1 equal", "verdicts*1 equal"])
+    green.stdout.fnmatch_lines(
+        ["worlds*1 test in ranks(2, *", "goldens*1 equal", "verdicts*1 equal"]
+    )
 
     elsewhere.makepyfile(test_mine=TEST_FILE.replace(".square()", ".abs()"))
     changed = elsewhere.runpytest_subprocess("-p", "no:xdist")
     changed.assert_outcomes(failed=1)
-    changed.stdout.fnmatch_lines(["*aten.abs*", "*pytest test_mine.py::test_my_step --gt-update-goldens"])
-    changed.stdout.fnmatch_lines(["worlds*1 test in ranks(2, *", "goldens*1 different", "verdicts*1 equal"])
+    changed.stdout.fnmatch_lines(
+        ["*aten.abs*", "*pytest test_mine.py::test_my_step --gt-update-goldens"]
+    )
+    changed.stdout.fnmatch_lines(
+        ["worlds*1 test in ranks(2, *", "goldens*1 different", "verdicts*1 equal"]
+    )
 
 
 def test_with_the_plugin_disabled_only_the_fixtures_are_missing(elsewhere):

@@ -20,7 +20,10 @@ from pytest_gtrainer.options import OPTIONS
         (["-o", "gt_gpus="], "ERROR: gt_gpus=: expected a whole number, 1 or more"),
         (["--gt-timeout="], "ERROR: --gt-timeout=: expected a number of seconds above 0"),
         (["--gt-require="], "ERROR: --gt-require=: expected one of ranks, cuda"),
-        (["--gt-unused-goldens="], "ERROR: --gt-unused-goldens=: expected one of warn, fail, ignore"),
+        (
+            ["--gt-unused-goldens="],
+            "ERROR: --gt-unused-goldens=: expected one of warn, fail, ignore",
+        ),
         (["--gt-report="], "ERROR: --gt-report=: expected a path"),
         (["--gt-artifacts="], "ERROR: --gt-artifacts=: expected a path"),
         (["--gt-device=tpu"], "ERROR: --gt-device=tpu: expected one of auto, cpu, cuda"),
@@ -42,7 +45,9 @@ def test_no_option_takes_nothing_for_an_answer(pytester):
         result = pytester.runpytest_inprocess(*([said] if said in given else ["-o", said]))
         assert result.ret == pytest.ExitCode.USAGE_ERROR, said
         (error,) = [line for line in result.stderr.lines if line.startswith("ERROR: ")]
-        assert re.fullmatch(rf"ERROR: ({said}:|{said[:-1]}: invalid truth value '',) expected .+", error), error
+        assert re.fullmatch(
+            rf"ERROR: ({said}:|{said[:-1]}: invalid truth value '',) expected .+", error
+        ), error
 
 
 def test_cuda_without_a_gpu_is_a_usage_error(pytester, monkeypatch):
@@ -50,7 +55,9 @@ def test_cuda_without_a_gpu_is_a_usage_error(pytester, monkeypatch):
     pytester.makepyfile("def test_never_run(): raise SystemExit('ran')")
     result = pytester.runpytest_subprocess("--gt-device=cuda")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: --gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto"]
+    )
 
 
 MARKERS = [
@@ -59,13 +66,22 @@ MARKERS = [
     ('"ranks", "fake"', "gt_world takes one positional argument, the kind; not 2"),
     ('"ranks", size=0', "gt_world's size is a whole number, 1 or more; not 0"),
     ('"ranks", size="8"', "gt_world's size is a whole number, 1 or more; not '8'"),
-    ('"ranks", size=4, mesh={"fsdp": 8}', "gt_world's mesh fsdp=8 multiplies to 8, but its size is 4"),
-    ('"fake", size=6, mesh={"a": 2, "b": 2}', "gt_world's mesh a=2 x b=2 multiplies to 4, but its size is 6"),
+    (
+        '"ranks", size=4, mesh={"fsdp": 8}',
+        "gt_world's mesh fsdp=8 multiplies to 8, but its size is 4",
+    ),
+    (
+        '"fake", size=6, mesh={"a": 2, "b": 2}',
+        "gt_world's mesh a=2 x b=2 multiplies to 4, but its size is 6",
+    ),
     ('"fake", mesh=[8]', "gt_world's mesh maps dimension names to extents"),
     ('"fake", size=8, nodes=3', "gt_world's 8 ranks do not divide over 3 nodes"),
     ('"fake", size=8, rank=8', "gt_world's rank lies in 0..7; not 8"),
     ('"ranks", device="tpu"', "gt_world's device is one of cpu, cuda; not 'tpu'"),
-    ('"simulated", device="cuda"', 'gt_world("simulated", device="cuda"): a simulated world adds on the CPU'),
+    (
+        '"simulated", device="cuda"',
+        'gt_world("simulated", device="cuda"): a simulated world adds on the CPU',
+    ),
     ('"ranks", timeout=-1', "gt_world's timeout is a number of seconds above 0; not -1"),
     ('"ranks", sizes=8', "gt_world takes size, mesh, nodes, rank, device, timeout; not sizes"),
 ]
@@ -81,7 +97,9 @@ def test_a_marker_that_makes_no_sense_is_one_error_for_its_test(pytester):
     result = pytester.runpytest_subprocess("-rE")
     result.assert_outcomes(errors=len(MARKERS), passed=1)
     for number, (_, sentence) in enumerate(MARKERS):
-        result.stdout.fnmatch_lines([f"*ERROR at setup of test_{number} *", f"{glob_escaped(sentence)}*"])
+        result.stdout.fnmatch_lines(
+            [f"*ERROR at setup of test_{number} *", f"{glob_escaped(sentence)}*"]
+        )
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*plugin.py:*")
 
@@ -94,7 +112,9 @@ def test_fixtures_without_the_marker_name_it(pytester):
     pytester.makepyfile("def test_world(gt_world): pass\ndef test_mesh(gt_mesh): pass")
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8), or pytestmark*'])
+    result.stdout.fnmatch_lines(
+        ['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8), or pytestmark*']
+    )
 
 
 @pytest.mark.second_tier

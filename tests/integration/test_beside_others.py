@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.long
 
-TORCHS_OWN = '''
+TORCHS_OWN = """
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -71,7 +71,7 @@ def test_ours_calls_ranks(gt_ranks, gt_deterministic):
 @pytest.mark.gt_world("fake", size=64)
 def test_ours_in_a_fake_world(gt_world):
     assert dist.get_world_size() == 64
-'''
+"""
 
 
 def test_torchs_test_cases_run_beside_ours(pytester):
@@ -87,7 +87,7 @@ def test_torchs_test_cases_run_beside_ours(pytester):
     result.stdout.fnmatch_lines(["worlds    1 test in fake(64), 2 tests in ranks(2, *"])
 
 
-INDUCTOR = '''
+INDUCTOR = """
 import pytest, torch
 
 @pytest.mark.gt_world("ranks", size=2)
@@ -98,7 +98,7 @@ def test_compiled(gt_world, time):
 
     x = torch.arange(8.0) + gt_world.rank
     torch.testing.assert_close(torch.compile(step, backend="inductor", fullgraph=True)(x), step(x))
-'''
+"""
 
 
 def test_inductor_compiles_in_ranks(pytester):
@@ -107,7 +107,7 @@ def test_inductor_compiles_in_ranks(pytester):
     pytester.runpytest_subprocess("--gt-device=cpu", timeout=280).assert_outcomes(passed=2)
 
 
-COVERED = '''
+COVERED = """
 def only_on_ranks(rank):
     if rank == 1:
         return "one"
@@ -115,7 +115,7 @@ def only_on_ranks(rank):
 
 def never():
     return 1
-'''
+"""
 
 
 def test_coverage_is_measured_inside_ranks(installed, tmp_path):
@@ -131,7 +131,9 @@ def test_coverage_is_measured_inside_ranks(installed, tmp_path):
         'import pytest\n@pytest.mark.gt_world("ranks", size=2)\ndef test_it(gt_world):\n'
         "    from mine import only_on_ranks\n    assert only_on_ranks(gt_world.rank)\n"
     )
-    output = installed.run("pytest", "--cov", "--cov-report=term-missing", "--gt-device=cpu", cwd=tmp_path)
+    output = installed.run(
+        "pytest", "--cov", "--cov-report=term-missing", "--gt-device=cpu", cwd=tmp_path
+    )
     covered = re.search(r"^mine\.py +(\d+) +(\d+) .*?([\d, -]+)$", output, re.MULTILINE)
     assert covered, output
     assert covered[3].strip() == "8", output  # the body of never()
@@ -139,7 +141,15 @@ def test_coverage_is_measured_inside_ranks(installed, tmp_path):
 
 def test_random_order_and_a_time_limit(installed, tmp_path):
     """pytest-randomly shuffles and seeds, pytest-timeout stays in the parent; ranks run what they are told."""
-    tool = [installed.python, "-m", "pip", "install", "-q", "pytest-randomly>=4", "pytest-timeout>=2.3"]
+    tool = [
+        installed.python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "pytest-randomly>=4",
+        "pytest-timeout>=2.3",
+    ]
     subprocess.run(tool, check=True)
     (tmp_path / "test_it.py").write_text(
         "import random, pytest, torch.distributed as dist\n"
@@ -162,4 +172,3 @@ def test_the_twin_of_coverage(installed, tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it():\n    import mine\n")
     output = installed.run("pytest", "--cov", "--cov-report=term-missing", cwd=tmp_path)
     assert re.search(r"^mine\.py .* 3-5, 8$", output, re.MULTILINE), output
-

@@ -60,7 +60,10 @@ def test_it_holds_what_the_wheel_declares_and_no_numpy(clean, tmp_path):
     """So that the tests below judge a user's environment, not one of ours."""
     probe = "import importlib.util as u; print(*map(u.find_spec, ('numpy', 'fixtures')))"
     assert run(clean, "python", "-c", probe, cwd=tmp_path).stdout == "None None\n"
-    assert run(clean, "python", "-m", "pip", "check", cwd=tmp_path).stdout == "No broken requirements found.\n"
+    assert (
+        run(clean, "python", "-m", "pip", "check", cwd=tmp_path).stdout
+        == "No broken requirements found.\n"
+    )
 
 
 def test_the_tutorial_and_the_how_tos_are_followed(clean, tutorial):
@@ -81,4 +84,9 @@ def test_the_pass_and_the_workflow_of_a_repository_are_followed(clean, tmp_path)
 
 def test_every_how_to_is_followed():
     written = {page.stem for page in (ROOT / "docs" / "how-to").glob("*.md")}
-    assert written == {*PAGES, "add-a-pass", "ci-matrix", "transformers"}  # the last by test_llama_of_transformers.py
+    assert written == {
+        *PAGES,
+        "add-a-pass",
+        "ci-matrix",
+        "transformers",
+    }  # the last by test_llama_of_transformers.py

@@ -26,8 +26,19 @@ def example(tmp_path):
 
 def run(python, folder, *arguments):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [python, "-m", "pytest", "-q", "--gt-device=cpu", "-p", "no:hypothesispytest", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "--gt-device=cpu",
+        "-p",
+        "no:hypothesispytest",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280
+    )
     return done.stdout
 
 
@@ -35,7 +46,10 @@ def assert_caught(output):
     """By the pass file, by the golden, in bits; the control stands."""
     assert "3 failed, 1 passed" in output, output
     assert 'average.fxgraph:3: then reduce_scatter_tensor(I[0], "sum", ...) as scatter' in output
-    assert re.search(r"type of aten.div.Tensor in bwd bucket layers\[0, 1\]: f32\[216\] became f32\[1728\]", output)
+    assert re.search(
+        r"type of aten.div.Tensor in bwd bucket layers\[0, 1\]: f32\[216\] became f32\[1728\]",
+        output,
+    )
     assert re.search(r"sum_and_divide_pass\nE +different: \d+ of 11 tensors", output)
 
 
@@ -52,7 +66,14 @@ def test_the_readme_quotes_what_it_says():
 
 @pytest.mark.long
 def test_it_is_green_without_the_bug_from_an_installed_wheel(example, installed):
-    output = run(installed.python, example, "-p", "no:randomly", "--gt-require=ranks", "--gt-unused-goldens=fail")
+    output = run(
+        installed.python,
+        example,
+        "-p",
+        "no:randomly",
+        "--gt-require=ranks",
+        "--gt-unused-goldens=fail",
+    )
     assert "4 passed" in output, output
     assert "goldens   1 equal" in output
     assert_caught(run(installed.python, example, "--with-bug"))
@@ -62,7 +83,10 @@ def workflow():
     """Its jobs, each with the commands that it runs."""
     yaml = pytest.importorskip("yaml", reason="needs the extra `test`: pip install -e '.[test]'")
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
-    return {name: (job, [step["run"] for step in job["steps"] if "run" in step]) for name, job in jobs.items()}
+    return {
+        name: (job, [step["run"] for step in job["steps"] if "run" in step])
+        for name, job in jobs.items()
+    }
 
 
 def test_its_workflow_runs_options_that_exist():
@@ -93,5 +117,10 @@ def test_the_page_shows_the_workflow_and_runs_its_commands():
     page = ROOT / "docs" / "how-to" / "ci-matrix.md"
     shown = dict(blocks(page))
     assert shown["yaml"] == WORKFLOW.read_text()
-    followed = [command for language, text in blocks(page) if language == "console" for command, _ in commands(text)]
+    followed = [
+        command
+        for language, text in blocks(page)
+        if language == "console"
+        for command, _ in commands(text)
+    ]
     assert followed == [f"CI=1 {runs[-1]}" for _, runs in workflow().values()]

@@ -41,7 +41,10 @@ def test_it_is_bucketed_laid_out_rendered_and_timed(graph):
     passes = construct_default_graph_passes(bucket_plan=PLAN)
     rewritten = apply_graph_passes(graph, None, passes)
     for count, when in ((6, graph), (4, rewritten)):
-        assert_graph(when, f"count {count} all_gather_into_tensor in fwd\ncount {count} reduce_scatter_tensor in bwd")
+        assert_graph(
+            when,
+            f"count {count} all_gather_into_tensor in fwd\ncount {count} reduce_scatter_tensor in bwd",
+        )
     layout = bucket_layout(rewritten)
     assert {payload.label for payload in layout.payloads} == set(PLAN)
     assert [len(payload.slots) for payload in layout.of("all_gather")] == [1, 2, 2, 1]
@@ -56,7 +59,9 @@ def test_without_the_marks_of_the_backward_all_is_forward(graph):
     """The twin: nothing is guessed from names or order."""
     for node in graph.graph.nodes:
         node.meta.pop("autograd_backward", None)
-    assert_graph(graph, "count 6 reduce_scatter_tensor in bwd")  # what depends on a tangent is of the backward
+    assert_graph(
+        graph, "count 6 reduce_scatter_tensor in bwd"
+    )  # what depends on a tangent is of the backward
     for node in graph.graph.nodes:
         node.meta.pop("desc", None)
     with pytest.raises(AssertionError, match="reduce_scatter_tensor in bwd"):

@@ -15,20 +15,30 @@ def test_the_project_of_the_page(pytester):
     """Every hook has done its work: in this process, on two ranks, and when the ranks have ended."""
     for name, text in FILES.items():
         (pytester.path / name).write_text(text)
-    made = pytester.runpytest_subprocess("--gt-create-goldens", "--gt-device=cpu", "--gt-report=page.html", "-v")
+    made = pytester.runpytest_subprocess(
+        "--gt-create-goldens", "--gt-device=cpu", "--gt-report=page.html", "-v"
+    )
     made.assert_outcomes(passed=10)
-    made.stdout.fnmatch_lines([
-        "*::test_it_runs_with_every_model[[]small] PASSED*",
-        "*::test_it_runs_with_every_model[[]wide] PASSED*",
-        "*::test_it_runs_under_every_net[[]one rail] PASSED*",
-        "*::test_it_runs_under_every_net[[]four] PASSED*",
-    ])  # fmt: skip
+    made.stdout.fnmatch_lines(
+        [
+            "*::test_it_runs_with_every_model[[]small] PASSED*",
+            "*::test_it_runs_with_every_model[[]wide] PASSED*",
+            "*::test_it_runs_under_every_net[[]one rail] PASSED*",
+            "*::test_it_runs_under_every_net[[]four] PASSED*",
+        ]
+    )
     made.stdout.fnmatch_lines(["worlds *1 test in alone(1, gloo on cpu)*"])
     golden = pytester.path / "golden" / "test_hooks"
     graph = (golden / "test_what_drifts_is_not_in_the_golden.fxgraph").read_text()
     assert "aten.mul.Tensor(I[0], 3.14)" in graph
-    assert '"driver": "12.9"' in (golden / "test_numbers_belong_to_an_environment@losses.numbers.json").read_text()
-    assert sorted((pytester.path / "ended.txt").read_text().splitlines()) == ["rank 0 ends", "rank 1 ends"]
+    assert (
+        '"driver": "12.9"'
+        in (golden / "test_numbers_belong_to_an_environment@losses.numbers.json").read_text()
+    )
+    assert sorted((pytester.path / "ended.txt").read_text().splitlines()) == [
+        "rank 0 ends",
+        "rank 1 ends",
+    ]
     assert "driver 12.9" in (pytester.path / "page.html").read_text()
 
 
@@ -64,7 +74,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(
-    ("test", "conftest", "sentence"), BAD, ids=["nothing given", "given twice", "no such world", "our world", "a float"]
+    ("test", "conftest", "sentence"),
+    BAD,
+    ids=["nothing given", "given twice", "no such world", "our world", "a float"],
 )
 def test_what_cannot_be_is_one_sentence(pytester, test, conftest, sentence):
     pytester.makepyfile(test_it=test)

@@ -17,7 +17,10 @@ Requires-Dist: nvidia-nccl-cu13==2; platform_system == "Linux"
 Requires-Dist: triton~=3.9
 """
 # A library whose symbols have a version, and one whose symbols have none; no machine has these.
-CUDA = {"libcudart.so.99": ("cudaGetDeviceCount", "libcudart.so.99"), "libnccl.so.99": ("ncclInit", None)}
+CUDA = {
+    "libcudart.so.99": ("cudaGetDeviceCount", "libcudart.so.99"),
+    "libnccl.so.99": ("ncclInit", None),
+}
 
 
 @pytest.fixture
@@ -38,11 +41,17 @@ def site(tmp_path):
     for name, (function, version) in CUDA.items():
         script = folder / "versions"
         script.write_text(f"{version} {{ global: {function}; }};" if version else "{ global: *; };")
-        compile_library(folder / name, f"long {function}(void) {{ return 0; }}", f"-Wl,--version-script={script}")
+        compile_library(
+            folder / name,
+            f"long {function}(void) {{ return 0; }}",
+            f"-Wl,--version-script={script}",
+        )
     declared = "".join(f"long {function}(void);" for function, _ in CUDA.values())
     calls = " && ".join(f"{function}() == 35" for function, _ in CUDA.values())
     source = f"{declared} int both(void) {{ return {calls}; }}"
-    compile_library(folder / "libtorch.so", source, *(folder / name for name in CUDA), "-Wl,-rpath,$ORIGIN")
+    compile_library(
+        folder / "libtorch.so", source, *(folder / name for name in CUDA), "-Wl,-rpath,$ORIGIN"
+    )
     for name in CUDA:
         (folder / name).unlink()
     (tmp_path / "torch-2.15.0.dist-info").mkdir()
@@ -51,7 +60,19 @@ def site(tmp_path):
 
 
 def compile_library(path, source, *options):
-    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", path, "-x", "c", "-", "-x", "none"]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{path.name}",
+        "-o",
+        path,
+        "-x",
+        "c",
+        "-",
+        "-x",
+        "none",
+    ]
     subprocess.run([*command, *options], input=source, text=True, check=True)
 
 
@@ -81,14 +102,22 @@ def test_pip_is_not_told_of_cuda(light_torch, site):
 
 def test_tools_that_are_missing_are_named(light_torch, site, monkeypatch):
     monkeypatch.setenv("PATH", str(site))
-    with pytest.raises(light_torch.Refused, match=r"gcc, nm, readelf not found.*: install gcc and binutils"):
+    with pytest.raises(
+        light_torch.Refused, match=r"gcc, nm, readelf not found.*: install gcc and binutils"
+    ):
         light_torch.stub(site)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version", ["2.12.1", "2.13.999"], ids=["is not allowed", "is not on the index"])
+@pytest.mark.parametrize(
+    "version", ["2.12.1", "2.13.999"], ids=["is not allowed", "is not on the index"]
+)
 def test_a_torch_that_cannot_be_had(version, tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, version, tmp_path / "env"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, version, tmp_path / "env"], capture_output=True, text=True
+    )
     assert done.returncode == 3, done.stderr
-    assert f"light_torch: torch {version} cannot be had: pyproject.toml allows torch>=" in done.stderr
+    assert (
+        f"light_torch: torch {version} cannot be had: pyproject.toml allows torch>=" in done.stderr
+    )
     assert done.stderr.count("\n") == 1

@@ -35,7 +35,9 @@ def llama():
     Attention is the package's "eager" one: its "sdpa" takes another path where it sees fake tensors, so that a trace
     of grouped queries has other operators than the eager run, and in bf16 other bits.
     """
-    transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`: make test-transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs the extra `transformers`: make test-transformers"
+    )
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=36,
@@ -61,7 +63,11 @@ def next_token_step(model, tokens):
 
 
 def batch(step, rank):
-    return (torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)),)
+    return (
+        torch.randint(
+            0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)
+        ),
+    )
 
 
 @pytest.mark.gt_world("ranks", size=3, device="cpu")
@@ -72,7 +78,13 @@ def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(llama, gt_mesh):
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     config = TrainConfig(
-        model=llama, step=next_token_step, batch=batch, bucket_plan=PLAN, mesh=gt_mesh, mp_policy=policy, steps=2
+        model=llama,
+        step=next_token_step,
+        batch=batch,
+        bucket_plan=PLAN,
+        mesh=gt_mesh,
+        mp_policy=policy,
+        steps=2,
     )
     eager, graph = EagerRun(config), GraphRun(config)
     expected = eager.run()

@@ -30,7 +30,9 @@ def mixtral():
     Experts by the package's "batched_mm": its "eager" looks which experts have tokens, which no trace of shapes
     knows, and its "grouped_mm" takes bf16 only.
     """
-    transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`: make test-transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs the extra `transformers`: make test-transformers"
+    )
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=37,  # 3 ranks pad it
@@ -60,7 +62,11 @@ def next_token_step(model, tokens):
 
 
 def batch(step, rank):
-    return (torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)),)
+    return (
+        torch.randint(
+            0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)
+        ),
+    )
 
 
 @pytest.mark.gt_world("ranks", size=3, device="cpu")
@@ -70,7 +76,9 @@ def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(mixtral, gt_mesh, gt_
     The twins: payloads in the order of execution, whose bits are equal here, have another layout; and other bits
     differ. Deterministic, as threads add up the tokens of several experts in any order otherwise, eagerly, too.
     """
-    config = TrainConfig(model=mixtral, step=next_token_step, batch=batch, bucket_plan=PLAN, mesh=gt_mesh, steps=2)
+    config = TrainConfig(
+        model=mixtral, step=next_token_step, batch=batch, bucket_plan=PLAN, mesh=gt_mesh, steps=2
+    )
     eager, graph = EagerRun(config), GraphRun(config)
     expected = eager.run()
     layout = bucket_layout(graph.traced.gm)

@@ -37,11 +37,23 @@ def test_the_wheel_compiles_and_its_plugin_runs(installed, tmp_path, minor):
     zipfile.ZipFile(installed.wheel).extractall(site)
     subprocess.run([OTHERS[minor], "-W", "error", "-m", "compileall", "-q", site], check=True)
     (tmp_path / "test_it.py").write_text(PROJECT)
-    command = ["-m", "pytest", "-q", "-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ["PYTHONPATH"] = os.pathsep.join([str(site), sysconfig.get_path("purelib")])
     run = [OTHERS[minor], *command, "--gt-report=page.html"]
-    done = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        run, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdicts  1 equal" in done.stdout
     page = (tmp_path / "page.html").read_text()

@@ -30,7 +30,9 @@ def test_it(cell):
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     options = ("-p", "tests.parity.resume", "--resume=build/done.jsonl", "-p", "no:cacheprovider")
-    return lambda suite=SUITE, *more: run_project(tmp_path, *options, *more, files={"test_it.py": suite})
+    return lambda suite=SUITE, *more: run_project(
+        tmp_path, *options, *more, files={"test_it.py": suite}
+    )
 
 
 def test_what_passed_does_not_run_again_and_is_in_the_table(run, tmp_path, monkeypatch):
@@ -68,4 +70,6 @@ def test_a_rank_that_passed_does_not_speak_for_the_test(run, tmp_path):
     assert done == ['["test_it.py::test_it[None]", []]']
     second = run(ON_RANKS, "--gt-gpus=2")
     assert "1 done before, 1 to run" in second.output
-    assert "assert 1 != 1" in second.output, "a rank runs what is left, and nothing else breaks there"
+    assert "assert 1 != 1" in second.output, (
+        "a rank runs what is left, and nothing else breaks there"
+    )

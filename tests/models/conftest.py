@@ -32,7 +32,10 @@ def run_step(model: nn.Module, step: Callable[..., Tensor], batch: Batch) -> dic
     """The loss, under "loss", and every gradient by the parameter's name."""
     loss = step(model, *batch)
     loss.backward()
-    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    return {
+        "loss": loss.detach(),
+        **{name: parameter.grad for name, parameter in model.named_parameters()},
+    }
 
 
 @pytest.fixture(name="build")

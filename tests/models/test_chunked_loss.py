@@ -46,7 +46,9 @@ def loop(
 ) -> dict[str, Any]:
     """Chunk by chunk with everyday autograd; losses and weight gradients added up by ``folded``."""
     losses, slices, weights = [], [], []
-    for h, y in zip(hidden.detach().flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks), strict=True):
+    for h, y in zip(
+        hidden.detach().flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks), strict=True
+    ):
         leaf = h.clone().requires_grad_()
         loss = F.cross_entropy(head(leaf).float(), y, reduction="sum") / labels.numel()
         found = torch.autograd.grad(loss, [leaf, head.weight])
@@ -56,7 +58,9 @@ def loop(
     return {"loss": folded(losses, **fold), "hidden": inputs, "head": folded(weights, **fold)}
 
 
-def folded(terms: list[torch.Tensor], order: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def folded(
+    terms: list[torch.Tensor], order: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """The sum of ``terms`` in ``dtype``, first to last, or with ``order`` -1 last to first."""
     return reduce(add, [term.to(dtype) for term in terms[::order]])
 
@@ -65,7 +69,9 @@ def test_cross_entropy_is_the_mean_over_tokens_in_fp32(batch):
     logits = torch.randn(8, 16, 136).bfloat16()
     loss = cross_entropy(logits, batch[1])
     assert loss.dtype is torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten()))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+    )
 
 
 @pytest.mark.parametrize("chunks", [3, 0, -1, 256])
@@ -90,7 +96,9 @@ def test_one_chunk_equals_the_whole_loss(batch, hidden, head, dtype):
     """C2: the arithmetic is the same. In four chunks it is another, and the weight's bits differ."""
     hidden, head = hidden.detach().to(dtype).requires_grad_(), head.to(dtype)
     whole = grads_of(cross_entropy(head(hidden), batch[1]), hidden, head)
-    one, four = (grads_of(ChunkedCrossEntropy(n)(hidden, batch[1], head), hidden, head) for n in (1, 4))
+    one, four = (
+        grads_of(ChunkedCrossEntropy(n)(hidden, batch[1], head), hidden, head) for n in (1, 4)
+    )
     assert_bitwise_equal(one, whole, what="one chunk against the whole")
     assert_bitwise_different(four["head"], whole["head"], what="four chunks against the whole")
     torch.testing.assert_close(four, whole, atol=1e-3, rtol=2e-2)
@@ -113,7 +121,9 @@ def test_chunks_add_up_in_fp32(batch, hidden, head, chunks):
     hidden, head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
     actual = grads_of(ChunkedCrossEntropy(chunks)(hidden, batch[1], head), hidden, head)
     expected = loop(hidden, batch[1], head, chunks)
-    assert_bitwise_equal(actual, {**expected, "head": expected["head"].bfloat16()}, what="against the loop")
+    assert_bitwise_equal(
+        actual, {**expected, "head": expected["head"].bfloat16()}, what="against the loop"
+    )
     narrow = loop(hidden, batch[1], head, chunks, dtype=torch.bfloat16)
     assert_bitwise_different(actual["head"], narrow["head"], what="added up in bf16")
 
@@ -124,7 +134,9 @@ def test_gradients_are_scaled_before_their_one_cast(batch, hidden, head):
     actual = grads_of(ChunkedCrossEntropy(4)(hidden, batch[1], head) / 3, hidden, head)["head"]
     wide = loop(hidden, batch[1], head, 4)["head"]
     assert_bitwise_equal(actual, (wide * (torch.tensor(1.0) / 3)).bfloat16())
-    assert_bitwise_different(actual, (wide.bfloat16().float() / 3).bfloat16(), what="cast, then scaled")
+    assert_bitwise_different(
+        actual, (wide.bfloat16().float() / 3).bfloat16(), what="cast, then scaled"
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -132,7 +144,9 @@ def test_no_gradient_is_set_before_the_backward(build, batch, chunks):
     """C2."""
     model = build(FLAVOR, n_layers=1)
     loss = chunked_ce_step(chunks)(model, *batch)
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    assert [
+        name for name, parameter in model.named_parameters() if parameter.grad is not None
+    ] == []
     loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
@@ -140,7 +154,9 @@ def test_no_gradient_is_set_before_the_backward(build, batch, chunks):
 def test_gradients_of_two_losses_add_up(batch, hidden, head):
     loss = ChunkedCrossEntropy(4)
     (loss(hidden, batch[1], head) + loss(hidden, batch[1].flip(0), head)).backward()
-    once, other = (grads_of(loss(hidden, y, head), hidden, head) for y in (batch[1], batch[1].flip(0)))
+    once, other = (
+        grads_of(loss(hidden, y, head), hidden, head) for y in (batch[1], batch[1].flip(0))
+    )
     torch.testing.assert_close(head.weight.grad, once["head"] + other["head"])
 
 

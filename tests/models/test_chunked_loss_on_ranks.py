@@ -43,7 +43,10 @@ class Reductions(TorchDispatchMode):
 def eager(build, mesh, batch, step, dtypes) -> tuple[Results, list[int]]:
     """Loss and local gradients of one step under eager FSDP2, and the elements each reduction took."""
     sent, model = [], build(FLAVOR, n_layers=1)
-    options = {"mesh": mesh, "mp_policy": EagerPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])}
+    options = {
+        "mesh": mesh,
+        "mp_policy": EagerPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+    }
     for group in (model.tok_embeddings, *model.layers, [model.norm, model.lm_head], model):
         fully_shard(group, **options)
     with Reductions(sent):
@@ -68,7 +71,9 @@ def local_grads(model: torch.nn.Module) -> Results:
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_eager_sharded_training_reduces_the_head_once(gt_world, gt_mesh, build, batch, chunks, dtypes):
+def test_eager_sharded_training_reduces_the_head_once(
+    gt_world, gt_mesh, build, batch, chunks, dtypes
+):
     """C4: the same reductions as with the whole loss; in one chunk the same bits, too."""
     own = tuple(part.chunk(2)[gt_world.rank] for part in batch)
     whole, expected = eager(build, gt_mesh, own, ce_step, dtypes)

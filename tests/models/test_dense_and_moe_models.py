@@ -49,13 +49,17 @@ def test_tokens_become_logits_and_hidden_states(build, batch, flavor):
 
 
 @pytest.mark.parametrize(
-    ("flavor", "layer", "names"), [("llama3/debug", 0, LLAMA3_LAYER), ("deepseek_v3/debug", 1, MOE_LAYER)]
+    ("flavor", "layer", "names"),
+    [("llama3/debug", 0, LLAMA3_LAYER), ("deepseek_v3/debug", 1, MOE_LAYER)],
 )
 def test_parameters_have_the_names_and_registration_order_of_the_field(build, flavor, layer, names):
     prefix = f"layers.{layer}."
     all_names = [name for name, _ in build(flavor).named_parameters()]
     assert [name.removeprefix(prefix) for name in all_names if name.startswith(prefix)] == names
-    assert (all_names[0], all_names[-2:]) == ("tok_embeddings.weight", ["norm.weight", "lm_head.weight"])
+    assert (all_names[0], all_names[-2:]) == (
+        "tok_embeddings.weight",
+        ["norm.weight", "lm_head.weight"],
+    )
 
 
 @pytest.mark.parametrize("flavor", ["llama3/debug", "deepseek_v3/debug"])
@@ -87,7 +91,9 @@ def test_a_parameter_is_initialised_alike_in_models_of_other_depth():
     for model in models:
         model.init_weights(5)
     shallow, deep = (dict(model.named_parameters()) for model in models)
-    assert_bitwise_equal({n: p.detach() for n, p in shallow.items()}, {n: deep[n].detach() for n in shallow})
+    assert_bitwise_equal(
+        {n: p.detach() for n, p in shallow.items()}, {n: deep[n].detach() for n in shallow}
+    )
     one, other = deep["layers.0.attention.wk.weight"], deep["layers.1.attention.wk.weight"]
     assert not torch.equal(one, other), "two layers are not alike"
 
@@ -107,7 +113,9 @@ def test_init_weights_repairs_buffers_of_a_model_made_without_storage(build, fla
 @pytest.mark.parametrize("flavor", DEBUG)
 def test_gradients_reach_every_parameter(build, batch, run_step, flavor):
     results = run_step(build(flavor), ce_step, batch)
-    assert [name for name, value in results.items() if value is None or not value.abs().sum() > 0] == []
+    assert [
+        name for name, value in results.items() if value is None or not value.abs().sum() > 0
+    ] == []
     assert all(value.isfinite().all() for value in results.values())
 
 
@@ -118,7 +126,9 @@ def test_a_token_sees_only_what_comes_before_it(build, batch, flavor):
     changed[:, 9] = (changed[:, 9] + 1) % 136
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert (before[:, 9:] != after[:, 9:]).any(-1).all(), "the token and all after it see the change"
+    assert (before[:, 9:] != after[:, 9:]).any(-1).all(), (
+        "the token and all after it see the change"
+    )
 
 
 @pytest.mark.parametrize("flavor", DEBUG)
@@ -133,9 +143,13 @@ def test_the_traced_step_equals_the_eager_one(build, batch, run_step, flavor):
     model, replayed = build(flavor), build(flavor)
     expected = run_step(model, ce_step, batch)
     traced = trace_step(build(flavor), ce_step, batch)
-    actual = {"loss": traced.replay(replayed, *batch)} | {n: p.grad for n, p in replayed.named_parameters()}
+    actual = {"loss": traced.replay(replayed, *batch)} | {
+        n: p.grad for n, p in replayed.named_parameters()
+    }
     assert_bitwise_equal(actual, expected, what="traced against eager")
-    assert_bitwise_equal(dict(replayed.named_buffers()), dict(model.named_buffers()), what="buffers")
+    assert_bitwise_equal(
+        dict(replayed.named_buffers()), dict(model.named_buffers()), what="buffers"
+    )
     assert_bitwise_different(
         traced.replay(replayed, batch[0], batch[1].flip(1)), expected["loss"], what="other labels"
     )

@@ -38,7 +38,9 @@ def check_against_one_model(mesh, build, batch, run_step):
         reference = expected[name].chunk(ranks)[rank] if own else expected[name]
         if not own:
             dist.all_reduce(value, group=mesh.get_group())
-        torch.testing.assert_close(value / ranks, reference, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value / ranks, reference, msg=lambda text, name=name: f"{name}: {text}"
+        )
     for part, full in zip(model.moe_layers(), whole.moe_layers(), strict=True):
         dist.all_reduce(part.tokens_per_expert, group=mesh.get_group())
         assert part.tokens_per_expert.tolist() == full.tokens_per_expert.tolist()
@@ -77,9 +79,13 @@ def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch,
         for layer in (*eager.moe_layers(), *replayed.moe_layers()):
             layer.expert_bias[:2] += bias
         expected = run_step(eager, ce_step, own)
-        actual = {"loss": traced.replay(replayed, *own)} | {n: p.grad for n, p in replayed.named_parameters()}
+        actual = {"loss": traced.replay(replayed, *own)} | {
+            n: p.grad for n, p in replayed.named_parameters()
+        }
         assert_bitwise_equal(actual, expected, what=f"traced against eager, bias {bias}")
-        assert_bitwise_equal(dict(replayed.named_buffers()), dict(eager.named_buffers()), what="buffers")
+        assert_bitwise_equal(
+            dict(replayed.named_buffers()), dict(eager.named_buffers()), what="buffers"
+        )
         results.append(actual)
     assert_bitwise_different(*results, what="rows that go to other experts")
 

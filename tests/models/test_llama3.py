@@ -45,7 +45,9 @@ def test_rotary_embedding_of_an_odd_width_is_refused():
 def test_rms_norm_has_unit_root_mean_square_before_its_weight():
     norm = RMSNorm(32, eps=0.0)
     norm.weight.data.fill_(3.0)
-    torch.testing.assert_close(norm(torch.randn(4, 32) * 7).square().mean(-1), torch.full((4,), 9.0))
+    torch.testing.assert_close(
+        norm(torch.randn(4, 32) * 7).square().mean(-1), torch.full((4,), 9.0)
+    )
 
 
 def test_layers_and_widths_can_be_replaced():

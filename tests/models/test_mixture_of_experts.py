@@ -50,7 +50,10 @@ def test_every_parameter_of_a_moe_layer_lies_in_one_of_its_two_buckets(layer, bu
     """B3."""
     dense = ("attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts")
     names = [name for name, _ in build("deepseek_v3/debug").layers[1].named_parameters()]
-    homes = {name: [b for b in (*dense, "moe.routed_experts") if name.startswith(f"{b}.")] for name in names}
+    homes = {
+        name: [b for b in (*dense, "moe.routed_experts") if name.startswith(f"{b}.")]
+        for name in names
+    }
     assert {name: home for name, home in homes.items() if len(home) != 1} == {}
 
 
@@ -107,10 +110,14 @@ def test_softmax_scores_without_normalisation(x):
 def test_normalised_weights_add_up_to_the_scale(x):
     layer = MoE(64, MoEConfig(scale=2.5))
     scores = layer.router(x.flatten(0, 1))
-    torch.testing.assert_close(layer._weights(scores, scores.topk(2).indices).sum(-1), torch.full((32,), 2.5))
+    torch.testing.assert_close(
+        layer._weights(scores, scores.topk(2).indices).sum(-1), torch.full((32,), 2.5)
+    )
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(32, 2, 8), (7, 3, 8), (1, 1, 4), (5, 2, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(32, 2, 8), (7, 3, 8), (1, 1, 4), (5, 2, 3)]
+)
 def test_forced_balance_differs_by_at_most_one(tokens, top_k, experts):
     """K5."""
     chosen = balanced_choice(tokens, top_k, experts, torch.device("cpu"))
@@ -132,7 +139,9 @@ def test_a_token_chooses_within_its_best_groups():
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.4, 0.45, 0.1, 0.1]])
     limited = limit_groups(scores, n_groups=4, n_limited=2)
     assert limited.isfinite().tolist() == [[True, True, True, True, False, False, False, False]]
-    assert limit_groups(scores, 4, 1).isfinite().tolist() == [[False, False, True, True] + [False] * 4]
+    assert limit_groups(scores, 4, 1).isfinite().tolist() == [
+        [False, False, True, True] + [False] * 4
+    ]
     assert limit_groups(scores, 4, 4) is scores
 
 

@@ -16,7 +16,15 @@ NAMES = ("lm_head.weight", "layers.0.wq.weight")
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-OTHERS = [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32]
+OTHERS = [
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.uint32,
+]
 ALL = FLOATS + FP8 + OTHERS
 
 
@@ -25,7 +33,9 @@ def make_run(world_size: int = 2, steps: int = 2, rank: int | None = None) -> Re
     for step in range(steps):
         for each in record.expected_ranks:
             record.add(step, each, "loss", "loss", torch.tensor(2.5 - step / 4 + each / 8))
-            for number, (phase, name) in enumerate(product(("gradient", "weight", "optimizer"), NAMES)):
+            for number, (phase, name) in enumerate(
+                product(("gradient", "weight", "optimizer"), NAMES)
+            ):
                 record.add(step, each, phase, name, _values(20 * step + 10 * each + number))
     return record
 

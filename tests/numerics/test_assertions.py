@@ -47,7 +47,9 @@ def test_a_control_that_any_rank_may_fail_is_told_to_who_judges_all(run):
     """By its place, and whether it was equal; the rank itself goes on."""
     with facts.collecting() as told, facts.watching({"control": lambda **_: None}):
         assert_bitwise_different(run(), run(), on="any rank")
-        assert_bitwise_different(faulty((1, 0, "weight", NAMES[1])), run(), on="any rank", what="swapped")
+        assert_bitwise_different(
+            faulty((1, 0, "weight", NAMES[1])), run(), on="any rank", what="swapped"
+        )
     equal, different = [fact for fact in told if fact["kind"] == "control"]
     assert equal["equal"]
     assert re.fullmatch(r"test_assertions\.py:\d+", equal["what"])
@@ -97,7 +99,11 @@ def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
     with pytest.raises(AssertionError) as caught:
         assert_bitwise_equal(faulty((0, 1, "loss", "loss")), run())
     there = pickle.loads(pickle.dumps(caught.value))
-    assert (str(there), there.gt_origin, there.verdict) == (str(caught.value), (0, 1), caught.value.verdict)
+    assert (str(there), there.gt_origin, there.verdict) == (
+        str(caught.value),
+        (0, 1),
+        caught.value.verdict,
+    )
 
 
 def test_every_verdict_is_told(run):
@@ -113,7 +119,11 @@ def test_every_verdict_is_told(run):
         ):
             with pytest.raises(AssertionError):
                 check(*sides)
-    told = [(fact["outcome"], fact["tensors"], fact["what"]) for fact in seen if fact["kind"] == "verdict"]
+    told = [
+        (fact["outcome"], fact["tensors"], fact["what"])
+        for fact in seen
+        if fact["kind"] == "verdict"
+    ]
     assert told == [
         ("equal", 28, "graph against eager"),
         ("different as required", 28, "members swapped"),
@@ -123,7 +133,9 @@ def test_every_verdict_is_told(run):
     ]
 
 
-@pytest.mark.parametrize(("check", "must_differ"), [(assert_bitwise_equal, False), (assert_bitwise_different, True)])
+@pytest.mark.parametrize(
+    ("check", "must_differ"), [(assert_bitwise_equal, False), (assert_bitwise_different, True)]
+)
 def test_who_watches_comparisons_sees_both_sides_and_the_verdict(run, check, must_differ: bool):
     """The page of a failed test shows them; a bisection starts from them."""
     sides = (run(), faulty((0, 0, "loss", "loss")) if must_differ else run())

@@ -103,7 +103,9 @@ check_restored(before)
 
 
 @pytest.mark.second_tier("inside")
-@pytest.mark.parametrize("script", [IMPORTED_BEFORE, IMPORTED_INSIDE], ids=["before a block", "inside a block"])
+@pytest.mark.parametrize(
+    "script", [IMPORTED_BEFORE, IMPORTED_INSIDE], ids=["before a block", "inside a block"]
+)
 def test_torchs_harness_is_imported(script: str):
     """K3: all that ``deterministic`` sets is set, and put back."""
     done = subprocess.run([sys.executable, "-c", READ + script], capture_output=True, text=True)

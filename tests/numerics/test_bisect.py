@@ -40,14 +40,23 @@ def step(model, a, b, c):
     return model(a, b, c).square().sum()
 
 
-BATCH = (torch.full((32,), 1e8), torch.full((32,), -1e8), torch.ones(32))  # 1 + 0 on the left, 0 on the right
+BATCH = (
+    torch.full((32,), 1e8),
+    torch.full((32,), -1e8),
+    torch.ones(32),
+)  # 1 + 0 on the left, 0 on the right
 
 
 def reassociate_pass(gm, example_inputs, *, places: int = 1):
     """The planted fault: ``(a + b) + c`` becomes ``a + (b + c)``."""
     for node in list(gm.graph.nodes):
         inner = node.args[0] if node.args else None
-        if node.target is ADD and isinstance(inner, torch.fx.Node) and inner.target is ADD and places:
+        if (
+            node.target is ADD
+            and isinstance(inner, torch.fx.Node)
+            and inner.target is ADD
+            and places
+        ):
             places -= 1
             with gm.graph.inserting_before(node):
                 right = gm.graph.call_function(ADD, (inner.args[1], node.args[1]))
@@ -65,11 +74,16 @@ def copy_pass(gm, example_inputs, *, label: str = ""):
         with gm.graph.inserting_after(node):
             clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
         clone.meta = dict(node.meta)
-        node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+        node.replace_all_uses_with(
+            clone, delete_user_cb=lambda user, clone=clone: user is not clone
+        )
     return gm
 
 
-HARMLESS = [bind_options(eliminate_dead_code_pass), bind_options(canonicalize_graph_pass, rules=["detach", "view"])]
+HARMLESS = [
+    bind_options(eliminate_dead_code_pass),
+    bind_options(canonicalize_graph_pass, rules=["detach", "view"]),
+]
 HARMLESS += [bind_options(copy_pass, label=label) for label in "abc"]
 
 
@@ -109,12 +123,16 @@ def test_a_node_whose_operator_a_pass_exchanged_is_named_itself():
     exchanged = []
 
     def subtract_pass(gm, example_inputs):
-        node = next(node for node in gm.graph.nodes if node.target is ADD and node_fqn(node) == "sum")
+        node = next(
+            node for node in gm.graph.nodes if node.target is ADD and node_fqn(node) == "sum"
+        )
         node.target = torch.ops.aten.sub.Tensor
         exchanged.append(node.name)
         return gm
 
-    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(subtract_pass)], (Net(), *BATCH))
+    found = bisect_passes(
+        traced_net(), [*HARMLESS[:2], bind_options(subtract_pass)], (Net(), *BATCH)
+    )
     assert found.where == f"{exchanged[0]} = aten.sub.Tensor in the forward of sum"
 
 
@@ -174,28 +192,41 @@ def test_a_difference_that_is_taken_back_is_found_by_replaying_every_prefix():
 
 def test_a_wrong_result_of_a_buffer_counts():
     def count_twice_pass(gm, example_inputs):
-        node = next(node for node in gm.graph.nodes if node.target in (torch.ops.aten.add_.Tensor, ADD))
+        node = next(
+            node for node in gm.graph.nodes if node.target in (torch.ops.aten.add_.Tensor, ADD)
+        )
         node.args = (node.args[0], 2)
         return gm
 
-    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(count_twice_pass)], (Net(), *BATCH))
-    assert (found.number, [one.key.name for one in found.verdict.differences]) == (3, ["steps afterwards"])
+    found = bisect_passes(
+        traced_net(), [*HARMLESS[:2], bind_options(count_twice_pass)], (Net(), *BATCH)
+    )
+    assert (found.number, [one.key.name for one in found.verdict.differences]) == (
+        3,
+        ["steps afterwards"],
+    )
 
 
 def before_the_output(gm, target, *args):
     """Call an operator behind all others."""
     with gm.graph.inserting_before(gm.graph.output_node()):
         made = gm.graph.call_function(target, args)
-    made.meta = {"val": args[0].meta["val"] if isinstance(args[0], torch.fx.Node) else torch.zeros(2)}
+    made.meta = {
+        "val": args[0].meta["val"] if isinstance(args[0], torch.fx.Node) else torch.zeros(2)
+    }
     return gm
 
 
 def doubles_a_weight_pass(gm, example_inputs):
-    return before_the_output(gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[0], 2)
+    return before_the_output(
+        gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[0], 2
+    )
 
 
 def doubles_the_batch_pass(gm, example_inputs):
-    return before_the_output(gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[-1], 2)
+    return before_the_output(
+        gm, torch.ops.aten.mul_.Scalar, gm.graph.find_nodes(op="placeholder")[-1], 2
+    )
 
 
 def draws_pass(gm, example_inputs):
@@ -205,14 +236,20 @@ def draws_pass(gm, example_inputs):
 BESIDE_RESULTS = [
     (doubles_a_weight_pass, "scale afterwards, element (0)", "mul__scalar = aten.mul_.Scalar"),
     (doubles_the_batch_pass, "input 2 afterwards, element (0)", "mul__scalar = aten.mul_.Scalar"),
-    (draws_pass, "random state of torch.cpu afterwards, element (", "rand_default = aten.rand.default"),
+    (
+        draws_pass,
+        "random state of torch.cpu afterwards, element (",
+        "rand_default = aten.rand.default",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("wrong_pass", "what", "made"), BESIDE_RESULTS)
 def test_a_pass_that_changes_no_result_but_what_the_graph_leaves_is_named(wrong_pass, what, made):
     """V2"""
-    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(wrong_pass), *HARMLESS[2:]], (Net(), *BATCH))
+    found = bisect_passes(
+        traced_net(), [*HARMLESS[:2], bind_options(wrong_pass), *HARMLESS[2:]], (Net(), *BATCH)
+    )
     assert (found.outcome, found.number, found.inputs) == ("different", 3, "")
     lines = str(found).splitlines()
     assert lines[1].startswith(f"  every result is equal, but not {what}")
@@ -224,7 +261,9 @@ def test_a_pass_that_changes_no_result_but_what_the_graph_leaves_is_named(wrong_
 def test_also_in_a_simulated_world_on_each_rank(wrong_pass, what, gt_world):
     """V2"""
     flat = flat_inputs((Net(), *BATCH))
-    found = bisect_passes(traced_net(), [*HARMLESS, bind_options(wrong_pass)], [flat, flat], world=gt_world)
+    found = bisect_passes(
+        traced_net(), [*HARMLESS, bind_options(wrong_pass)], [flat, flat], world=gt_world
+    )
     assert (found.outcome, found.number) == ("different", 6)
     names = {(one.key.rank, one.key.name) for one in found.verdict.differences}
     assert names == {(rank, what.partition(", element")[0]) for rank in range(2)}
@@ -265,20 +304,28 @@ def test_a_pass_that_bounds_large_numbers_is_named_with_its_inputs():
 def test_extreme_inputs_of_a_simulated_world_are_those_of_all_ranks(gt_world):
     """V2"""
     flat = flat_inputs((Net(), *(torch.full((32,), value) for value in (1.0, 2.0, 3.0))))
-    found = bisect_passes(traced_net(), [*HARMLESS, bind_options(clamps_pass)], [flat, flat], world=gt_world)
+    found = bisect_passes(
+        traced_net(), [*HARMLESS, bind_options(clamps_pass)], [flat, flat], world=gt_world
+    )
     assert (found.number, found.inputs) == (6, "inputs with large numbers in some inputs")
 
 
 @pytest.mark.gt_world("fake", size=2)
 def test_a_fake_world_is_refused(gt_world):
     """W1"""
-    with pytest.raises(ValueError, match="a fake world moves no data, so no replay in it means anything"):
+    with pytest.raises(
+        ValueError, match="a fake world moves no data, so no replay in it means anything"
+    ):
         bisect_passes(traced_net(), HARMLESS, (Net(), *BATCH))
 
 
 def rewriting(config):
     traced = trace_config(config, shard_traceably(new_model(config), config))
-    return traced, [*HARMLESS, bind_options(reassociate_pass, places=100), bind_options(copy_pass, label="last")]
+    return traced, [
+        *HARMLESS,
+        bind_options(reassociate_pass, places=100),
+        bind_options(copy_pass, label="last"),
+    ]
 
 
 @pytest.mark.second_tier
@@ -294,10 +341,14 @@ def test_on_ranks_with_collectives(gt_mesh, gt_world):
 @pytest.mark.gt_world("ranks", size=2)
 def test_all_ranks_name_the_same_pass(gt_world):
     """On rank 0 every sum is one of zeros, which no order changes; it says so, and names the pass all the same."""
-    found = bisect_passes(traced_net(), pipeline(3), (Net(), *(each * gt_world.rank for each in BATCH)))
+    found = bisect_passes(
+        traced_net(), pipeline(3), (Net(), *(each * gt_world.rank for each in BATCH))
+    )
     assert (found.outcome, found.number) == ("different", 4)
     assert (found.node is None) == (gt_world.rank == 0)
-    assert ("no value that both graphs have differs on this rank" in str(found)) == (gt_world.rank == 0)
+    assert ("no value that both graphs have differs on this rank" in str(found)) == (
+        gt_world.rank == 0
+    )
 
 
 @pytest.mark.second_tier
@@ -309,4 +360,7 @@ def test_in_a_simulated_world(gt_mesh, gt_world):
     found = bisect_passes(traced, passes, [flat, flat], world=gt_world, meshes=[gt_mesh])
     assert (found.outcome, found.number) == ("different", 6)
     assert "  computed from what the pass made\n    add_tensor" in str(found)
-    assert bisect_passes(traced, HARMLESS, [flat, flat], world=gt_world, meshes=[gt_mesh]).outcome == "equal"
+    assert (
+        bisect_passes(traced, HARMLESS, [flat, flat], world=gt_world, meshes=[gt_mesh]).outcome
+        == "equal"
+    )

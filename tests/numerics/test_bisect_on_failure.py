@@ -79,10 +79,16 @@ def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
     assert "bisection: introduced by pass 6 of 6, doubles_a_weight_pass" in text
     assert "  every result is equal, but not scale afterwards, element (0)" in text
     assert "bisection: introduced by pass 6 of 6, draws_pass" in text
-    assert text.count("E       bisection: introduced by pass 3 of 6, reassociate_pass (7 replays)") == 2
+    assert (
+        text.count("E       bisection: introduced by pass 3 of 6, reassociate_pass (7 replays)")
+        == 2
+    )
     assert "rank 1: BitwiseDifference" in text
     assert "bisection: no pass of 5 changes a bit (2 replays)" in text
-    assert "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison" in text
+    assert (
+        "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"
+        in text
+    )
 
 
 ONE_BIT = """
@@ -133,22 +139,24 @@ def test_from_a_weight_to_the_pass_in_one_message(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=ONE_BIT)
     result = pytester.runpytest_inprocess("--gt-bisect")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([
-        "E *BitwiseDifference: graph against eager",
-        "E *different: [34] of * tensors, [34] elements",
-        "E *  first at step 1, rank 3, gradient of lm_head.weight, element (17, 5)",
-        "E *    actual   *  0x????????",
-        "E *    expected *  0x????????",
-        "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
-        "E *bisection of step 1: introduced by pass 6 of 9, next_up_pass (7 replays)",
-        "E *  first node whose value differs: view_default* = aten.view.default in the backward* on rank 3, "
-        "element (17, 5)",
-        "E *    actual   *  0x????????",
-        "E *    expected *  0x????????",
-        "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
-        "E *  computed from what the pass made",
-        "E *    where_self = aten.where.self in the backward*",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "E *BitwiseDifference: graph against eager",
+            "E *different: [34] of * tensors, [34] elements",
+            "E *  first at step 1, rank 3, gradient of lm_head.weight, element (17, 5)",
+            "E *    actual   *  0x????????",
+            "E *    expected *  0x????????",
+            "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
+            "E *bisection of step 1: introduced by pass 6 of 9, next_up_pass (7 replays)",
+            "E *  first node whose value differs: view_default* = aten.view.default in the backward* on rank 3, "
+            "element (17, 5)",
+            "E *    actual   *  0x????????",
+            "E *    expected *  0x????????",
+            "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
+            "E *  computed from what the pass made",
+            "E *    where_self = aten.where.self in the backward*",
+        ]
+    )
 
 
 LATER = """
@@ -188,14 +196,20 @@ def test_a_pass_that_changes_bits_in_what_is_expected_too_is_not_blamed(pytester
 
 def test_without_the_flag_nothing_is_bisected(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_inprocess("-k", "test_wrong and not rank and not beside and not state")
+    result = pytester.runpytest_inprocess(
+        "-k", "test_wrong and not rank and not beside and not state"
+    )
     result.assert_outcomes(failed=3, deselected=4)
     result.stdout.no_fnmatch_line("*bisection*")
 
 
-def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(pytester: pytest.Pytester):
+def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(
+    pytester: pytest.Pytester,
+):
     pytester.makepyfile(test_it=TEST)
-    result = pytester.runpytest_inprocess("--gt-gpus=2", "-k", "test_wrong and not else and not beside and not state")
+    result = pytester.runpytest_inprocess(
+        "--gt-gpus=2", "-k", "test_wrong and not else and not beside and not state"
+    )
     result.assert_outcomes(failed=3, deselected=4)
     told = [line for line in result.outlines if line.startswith("which pass")]
     names = ("test_wrong", "test_wrong_on_one_rank")  # no graph was rewritten in the third

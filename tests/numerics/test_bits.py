@@ -85,7 +85,10 @@ def _fake() -> torch.Tensor:
             lambda: torch.ones(2, 2).to_sparse(),
             "a torch.sparse_coo tensor of torch.float32 has no plain bytes",
         ),
-        (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor wraps other tensors: compare its parts"),
+        (
+            lambda: TwoTensor(torch.ones(2), torch.ones(2)),
+            "a TwoTensor wraps other tensors: compare its parts",
+        ),
     ],
 )
 def test_tensors_without_bytes_say_so(make, why: str):

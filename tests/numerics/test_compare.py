@@ -49,7 +49,10 @@ class TestEqual:
         plain, wrapped = nn.Linear(2, 2), nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
         wrapped["_orig_mod"].load_state_dict(plain.state_dict())
         assert compare(wrapped, plain).outcome == "equal"
-        assert compare(wrapped, {k: v.clone() for k, v in plain.state_dict().items()}).outcome == "equal"
+        assert (
+            compare(wrapped, {k: v.clone() for k, v in plain.state_dict().items()}).outcome
+            == "equal"
+        )
 
     def test_gradients_that_are_none_on_both_sides(self):
         assert compare([torch.ones(1), None], [torch.ones(1), None]).compared == 1
@@ -66,7 +69,9 @@ class TestNamesOfOneMemory:
         models = []
         for _ in range(2):
             torch.manual_seed(0)
-            model = nn.ModuleDict({"wte": nn.Embedding(4, 2), "norm": nn.LayerNorm(2), "lm_head": nn.Linear(2, 4)})
+            model = nn.ModuleDict(
+                {"wte": nn.Embedding(4, 2), "norm": nn.LayerNorm(2), "lm_head": nn.Linear(2, 4)}
+            )
             model["lm_head"].weight = model["wte"].weight
             models.append(model)
         for verdict in (compare(*models), compare(*(model.state_dict() for model in models))):
@@ -93,7 +98,9 @@ class TestNamesOfOneMemory:
         sides = []
         for _ in range(2):
             flat = torch.arange(8.0)
-            sides.append({"a": flat[:4], "b": flat[4:], "all": flat, "columns": flat.view(4, 2)[:, 0]})
+            sides.append(
+                {"a": flat[:4], "b": flat[4:], "all": flat, "columns": flat.view(4, 2)[:, 0]}
+            )
         assert compare(*sides).tied == ()
 
 
@@ -109,7 +116,10 @@ class TestUnverified:
 
     def test_one_side_captured_nothing(self, run):
         verdict = compare(run(), Record(2))
-        assert (verdict.outcome, verdict.reasons) == ("unverified", ("expected: nothing was captured",))
+        assert (verdict.outcome, verdict.reasons) == (
+            "unverified",
+            ("expected: nothing was captured",),
+        )
 
     def test_a_rank_is_missing_on_both_sides(self, run):
         verdict = compare(*(Record.merged([run(rank=0)]) for _ in range(2)))
@@ -136,7 +146,8 @@ class TestUnverified:
 
     def test_tensors_without_values(self):
         verdict = compare(
-            {"w": torch.ones(2, device="meta"), "b": torch.ones(1)}, {"w": torch.ones(2), "b": torch.ones(1)}
+            {"w": torch.ones(2, device="meta"), "b": torch.ones(1)},
+            {"w": torch.ones(2), "b": torch.ones(1)},
         )
         assert (verdict.outcome, verdict.compared) == ("unverified", 1)
         assert verdict.reasons == ("w: a meta tensor holds no values",)
@@ -146,13 +157,26 @@ class TestUnverified:
         verdict = compare(model, model)
         assert verdict.outcome == "unverified"
         assert "the same memory" in str(verdict)
-        assert compare(model.state_dict(), model).outcome == "unverified", "other tensors over the same memory"
-        assert compare({name: each.clone() for name, each in model.state_dict().items()}, model).outcome == "equal"
+        assert compare(model.state_dict(), model).outcome == "unverified", (
+            "other tensors over the same memory"
+        )
+        assert (
+            compare(
+                {name: each.clone() for name, each in model.state_dict().items()}, model
+            ).outcome
+            == "equal"
+        )
         lone = torch.ones(3)
-        assert compare(lone, lone.view(3)).outcome == "unverified", "one tensor, and the same memory again"
+        assert compare(lone, lone.view(3)).outcome == "unverified", (
+            "one tensor, and the same memory again"
+        )
 
-    @pytest.mark.parametrize("which", [["a"], ["b"], ["c"], ["a", "c"], ["a", "b", "c"]], ids="".join)
-    @pytest.mark.parametrize("how", ["the same object", "a view of it", "a detached alias", "one memory for all"])
+    @pytest.mark.parametrize(
+        "which", [["a"], ["b"], ["c"], ["a", "c"], ["a", "b", "c"]], ids="".join
+    )
+    @pytest.mark.parametrize(
+        "how", ["the same object", "a view of it", "a detached alias", "one memory for all"]
+    )
     def test_some_tensors_with_themselves(self, which: list[str], how: str):
         """V6: an in-place write to one side would have changed the other, so their equality says nothing.
 
@@ -169,12 +193,21 @@ class TestUnverified:
             sides[1][name] = alias(sides[0][name])
         if how == "one memory for all":
             sides[0].update(dict.fromkeys(which, sides[0][which[0]]))
-        for pair in (sides, [list(side.values()) for side in sides], [{"nested": side} for side in sides]):
+        for pair in (
+            sides,
+            [list(side.values()) for side in sides],
+            [{"nested": side} for side in sides],
+        ):
             verdict = compare(*pair)
             assert verdict.outcome == "unverified"
             assert "are the same memory, so nothing was compared: clone one" in verdict.reasons[0]
-        assert verdict.reasons[0].startswith(f"nested.{which[0]}" + (f" and {len(which) - 1} more" * (len(which) > 1)))
-        assert compare({name: each.clone() for name, each in sides[0].items()}, sides[1]).outcome == "equal"
+        assert verdict.reasons[0].startswith(
+            f"nested.{which[0]}" + (f" and {len(which) - 1} more" * (len(which) > 1))
+        )
+        assert (
+            compare({name: each.clone() for name, each in sides[0].items()}, sides[1]).outcome
+            == "equal"
+        )
         rest = [{name: each for name, each in side.items() if name not in which} for side in sides]
         assert compare(*rest).outcome == ("equal" if len(which) < 3 else "unverified")
 
@@ -183,11 +216,15 @@ class TestUnverified:
         parts = [run(rank=0), run(rank=1), run(rank=1)]
         verdict = compare(Record.merged(parts[:2]), Record.merged(parts[::2]))
         assert verdict.outcome == "unverified"
-        assert verdict.reasons[0].startswith("step 0, rank 0, loss and 13 more: actual and expected are the same")
+        assert verdict.reasons[0].startswith(
+            "step 0, rank 0, loss and 13 more: actual and expected are the same"
+        )
 
     def test_a_difference_elsewhere_outweighs_shared_memory(self):
         shared = torch.ones(2)
-        verdict = compare({"rope": shared, "w": torch.ones(2)}, {"rope": shared, "w": torch.zeros(2)})
+        verdict = compare(
+            {"rope": shared, "w": torch.ones(2)}, {"rope": shared, "w": torch.zeros(2)}
+        )
         assert (verdict.outcome, verdict.reasons) == ("different", ())
 
     def test_empty_tensors_share_nothing(self):
@@ -195,7 +232,10 @@ class TestUnverified:
         assert compare([empty, torch.ones(1)], [empty, torch.ones(1)]).outcome == "equal"
 
     def test_a_bit_that_differs_outweighs_a_missing_rank(self, run):
-        parts = [Record.merged([run(rank=0)]), Record.merged([faulty((0, 0, "weight", NAMES[0]), rank=0)])]
+        parts = [
+            Record.merged([run(rank=0)]),
+            Record.merged([faulty((0, 0, "weight", NAMES[0]), rank=0)]),
+        ]
         assert compare(*parts).outcome == "different"
 
 
@@ -227,7 +267,9 @@ class TestDifferent:
         assert (verdict.outcome, verdict.first.kind) == ("different", kind)
 
     def test_names_that_do_not_match(self):
-        verdict = compare({"w": torch.ones(1), "a": torch.ones(1)}, {"w": torch.ones(1), "b": torch.ones(1)})
+        verdict = compare(
+            {"w": torch.ones(1), "a": torch.ones(1)}, {"w": torch.ones(1), "b": torch.ones(1)}
+        )
         assert str(verdict).splitlines() == [
             "different: 1 tensor compared, no bit differs",
             "  only in actual",
@@ -239,7 +281,9 @@ class TestDifferent:
     def test_records_of_other_worlds(self, run):
         verdict = compare(run(world_size=2, rank=0), run(world_size=4, rank=0))
         assert verdict.outcome == "different"
-        assert verdict.reasons[0].startswith("not the same ranks: actual Record(world_size=2, rank=0")
+        assert verdict.reasons[0].startswith(
+            "not the same ranks: actual Record(world_size=2, rank=0"
+        )
 
     def test_a_record_of_one_rank_and_one_of_all(self, run):
         """They have the same entries, as there is one rank only; they do not say the same."""
@@ -273,7 +317,9 @@ class TestOrigin:
     """L4: first step, rank, phase, tensor, element; both bit patterns and the distance."""
 
     def test_the_text_names_everything(self, run):
-        actual = faulty((1, 1, "weight", NAMES[0]), (1, 1, "gradient", NAMES[1]), (1, 1, "weight", NAMES[1]))
+        actual = faulty(
+            (1, 1, "weight", NAMES[0]), (1, 1, "gradient", NAMES[1]), (1, 1, "weight", NAMES[1])
+        )
         assert str(compare(actual, run())) == (
             "different: 3 of 28 tensors, 3 elements\n"
             "  first at step 1, rank 1, gradient of layers.0.wq.weight, element (3, 5)\n"
@@ -346,7 +392,9 @@ class TestOrigin:
         actual, expected = faulty(*faults), Record(2)
         for key, tensor in reversed(run().items()):
             expected.add(*key, tensor)
-        found = [(key.step, key.rank, key.phase, key.name) for key in _keys(compare(actual, expected))]
+        found = [
+            (key.step, key.rank, key.phase, key.name) for key in _keys(compare(actual, expected))
+        ]
         assert found[:6] == [
             (0, 0, "loss", "loss"),
             (0, 0, "gradient", NAMES[1]),
@@ -381,18 +429,69 @@ def test_a_verdict_is_neither_true_nor_false():
 def test_the_table_has_a_row_for_each_tensor_that_differs_or_that_one_side_lacks():
     """Tabs between all columns also where most are empty: a reader takes them by the heading."""
     actual = {"w": torch.tensor([1.0, -0.0]), "n": torch.tensor([1, 2]), "a": torch.ones(1)}
-    expected = {"w": torch.tensor([1.0, 0.0]), "n": torch.tensor([1, 3]), "b": torch.ones(1), "s": torch.ones(())}
+    expected = {
+        "w": torch.tensor([1.0, 0.0]),
+        "n": torch.tensor([1, 3]),
+        "b": torch.ones(1),
+        "s": torch.ones(()),
+    }
     heading, *rows = [line.split("\t") for line in table(compare(actual, expected)).splitlines()]
-    assert heading == ["side", "step", "rank", "phase", "name", "layout", "kind", "element", "actual", "actual_bits",
-                       "expected", "expected_bits", "ulp", "differing", "of"]  # fmt: skip
+    assert heading == [
+        "side",
+        "step",
+        "rank",
+        "phase",
+        "name",
+        "layout",
+        "kind",
+        "element",
+        "actual",
+        "actual_bits",
+        "expected",
+        "expected_bits",
+        "ulp",
+        "differing",
+        "of",
+    ]
     assert rows == [
-        ["both", "0", "0", "", "w", "f32[2]", "bits", "(1)", "-0", "0x80000000", "0", "0x00000000", "0", "1", "2"],
-        ["both", "0", "0", "", "n", "i64[2]", "bits", "(1)", "2", "0x0000000000000002", "3", "0x0000000000000003",
-         "", "1", "2"],
+        [
+            "both",
+            "0",
+            "0",
+            "",
+            "w",
+            "f32[2]",
+            "bits",
+            "(1)",
+            "-0",
+            "0x80000000",
+            "0",
+            "0x00000000",
+            "0",
+            "1",
+            "2",
+        ],
+        [
+            "both",
+            "0",
+            "0",
+            "",
+            "n",
+            "i64[2]",
+            "bits",
+            "(1)",
+            "2",
+            "0x0000000000000002",
+            "3",
+            "0x0000000000000003",
+            "",
+            "1",
+            "2",
+        ],
         ["actual", "0", "0", "", "a", *[""] * 10],
         ["expected", "0", "0", "", "b", *[""] * 10],
         ["expected", "0", "0", "", "s", *[""] * 10],
-    ]  # fmt: skip
+    ]
     [row] = table(compare({"w": torch.ones(2, 1)}, {"w": torch.ones(2)})).splitlines()[1:]
     assert row.split("\t")[5:] == ["f32[2]", "shape", "", "[2, 1]", "", "[2]", "", "", "0", "2"]
 
@@ -416,7 +515,10 @@ def test_bad_input(actual, expected, message: str):
 
 
 def test_nothing_on_either_side_is_told_with_what_was_expected():
-    with pytest.raises(BitwiseDifference, match="give what holds tensors: a record of a run, a module, a tensor, or a"):
+    with pytest.raises(
+        BitwiseDifference,
+        match="give what holds tensors: a record of a run, a module, a tensor, or a",
+    ):
         assert_bitwise_equal({}, {})
     for sides in ({}, {"w": torch.ones(2)}), ({"w": torch.ones(2)}, {}):
         with pytest.raises(BitwiseDifference, match=r"only in (actual|expected)") as failure:

@@ -88,7 +88,9 @@ def test_blocks_nest():
         outer = snapshot()
         with deterministic(DebugConfig(seed=2, deterministic_warn_only=True)) as inner:
             assert snapshot() != outer
-            assert determinism.active() is inner, "ranks and other processes get the settings of the innermost block"
+            assert determinism.active() is inner, (
+                "ranks and other processes get the settings of the innermost block"
+            )
         assert snapshot() == outer
         assert determinism.active().seed == 1
 
@@ -113,7 +115,12 @@ def test_what_it_sets_against_a_tuned_inductor(monkeypatch: pytest.MonkeyPatch):
     """K2: no max-autotune and no coordinate descent, whatever was configured."""
     import torch._inductor.config as inductor
 
-    names = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
+    names = (
+        "max_autotune",
+        "max_autotune_pointwise",
+        "max_autotune_gemm",
+        "coordinate_descent_tuning",
+    )
     with inductor.patch(dict.fromkeys(names, True)):
         with deterministic():
             assert not any(getattr(inductor, name) for name in names)
@@ -194,12 +201,17 @@ def test_seeds_of_a_device_mesh(gt_mesh):
     assert mesh_seed(40, gt_mesh, distinct=["dp"]) == 40
     assert mesh_seed(40, gt_mesh, distinct=["pp", "tp"]) == 43
     assert mesh_seed(2**64 - 1, gt_mesh, distinct=["pp"]) == 0, "torch takes 64 bits"
-    with pytest.raises(ValueError, match=r"the mesh has no dimension 'ep'; its dimensions are \('pp', 'dp', 'tp'\)"):
+    with pytest.raises(
+        ValueError, match=r"the mesh has no dimension 'ep'; its dimensions are \('pp', 'dp', 'tp'\)"
+    ):
         mesh_seed(40, gt_mesh, distinct=["ep"])
 
 
 PLACES = [
-    pytest.param(rank, marks=pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=rank))
+    pytest.param(
+        rank,
+        marks=pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=rank),
+    )
     for rank in range(8)
 ]
 
@@ -222,7 +234,9 @@ def test_presets_of_nccl(preset: str):
 def test_presets_of_nccl_contradict_each_other():
     """None is the truth."""
     assert len({preset.get("NCCL_ALGO") for preset in NCCL_PRESETS.values()}) == 4
-    with pytest.raises(ValueError, match="there is no NCCL preset 'best': choose one of as_found, megatron_ring"):
+    with pytest.raises(
+        ValueError, match="there is no NCCL preset 'best': choose one of as_found, megatron_ring"
+    ):
         deterministic(nccl="best").__enter__()
 
 
@@ -230,7 +244,9 @@ def test_too_late_for_nccl_is_an_error_and_changes_nothing(monkeypatch: pytest.M
     """K6"""
     monkeypatch.setattr(determinism, "_nccl_is_up", lambda: True)
     before = snapshot()
-    with pytest.raises(DeterminismError, match="NCCL has communicators already, so NCCL_ALGO=Ring of the preset"):
+    with pytest.raises(
+        DeterminismError, match="NCCL has communicators already, so NCCL_ALGO=Ring of the preset"
+    ):
         deterministic(nccl="megatron_ring").__enter__()
     assert snapshot() == before
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -253,19 +269,27 @@ def cuda_started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_too_late_for_cublas_is_an_error_and_changes_nothing(cuda_started: pytest.MonkeyPatch):
     """K6"""
     before = snapshot()
-    with pytest.raises(DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"):
+    with pytest.raises(
+        DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"
+    ):
         deterministic().__enter__()
     assert snapshot() == before
 
 
-def test_a_workspace_that_is_not_deterministic_is_too_late_as_well(cuda_started: pytest.MonkeyPatch):
+def test_a_workspace_that_is_not_deterministic_is_too_late_as_well(
+    cuda_started: pytest.MonkeyPatch,
+):
     """K6: the variable is there, and says something else."""
     cuda_started.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is ':0:0'"):
+    with pytest.raises(
+        DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is ':0:0'"
+    ):
         deterministic().__enter__()
 
 
-def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outside(monkeypatch: pytest.MonkeyPatch):
+def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outside(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """K3: each flag by its own variable; the config is played, as this process has a real one."""
     monkeypatch.setenv("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "1")
     played = types.SimpleNamespace(deterministic=True, coordinate_descent_tuning=False)
@@ -273,10 +297,15 @@ def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outs
     monkeypatch.setattr(determinism, "inductor_config", lambda: played if loaded else None)
     with deterministic():
         loaded.append("now")
-        told = [os.environ[f"TORCHINDUCTOR_{name}"] for name in ("DETERMINISTIC", "COORDINATE_DESCENT_TUNING")]
+        told = [
+            os.environ[f"TORCHINDUCTOR_{name}"]
+            for name in ("DETERMINISTIC", "COORDINATE_DESCENT_TUNING")
+        ]
         assert told == ["1", "0"], "what another process reads, which is started inside"
     found = played.deterministic, played.coordinate_descent_tuning, played.max_autotune
-    assert found == (False, True, False), "deterministic, coordinate descent (its variable says 1), max-autotune"
+    assert found == (False, True, False), (
+        "deterministic, coordinate descent (its variable says 1), max-autotune"
+    )
 
 
 @pytest.mark.parametrize("value", [":4096:8", ":16:8"])
@@ -290,7 +319,9 @@ def test_cublas_set_in_time_is_kept(cuda_started: pytest.MonkeyPatch, value: str
 def test_cuda_that_started_inside_a_block_has_its_workspace(cuda_started: pytest.MonkeyPatch):
     """K6: the second deterministic test of a process is not too late; the first has the variable read, once."""
     read = []
-    cuda_started.setattr(determinism, "_read_workspace", lambda: read.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    cuda_started.setattr(
+        determinism, "_read_workspace", lambda: read.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    )
     with cuda_started.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: False)
         with deterministic():
@@ -317,7 +348,11 @@ assert not config.deterministic and config.coordinate_descent_tuning
 
 
 def _flags() -> tuple[bool, int, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.initial_seed(), "NCCL_PROTO" in os.environ
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.initial_seed(),
+        "NCCL_PROTO" in os.environ,
+    )
 
 
 @pytest.mark.second_tier
@@ -329,7 +364,9 @@ def test_it_reaches_into_ranks(gt_ranks):
 
 
 @pytest.mark.gt_world("ranks", size=2)
-@pytest.mark.parametrize("gt_deterministic", [DebugConfig(), DebugConfig(seed=5)], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "gt_deterministic", [DebugConfig(), DebugConfig(seed=5)], indirect=True, ids=str
+)
 def test_the_fixture_works_on_ranks(gt_deterministic, request):
     """K1: with the configuration that the test asks for."""
     assert _flags()[:2] == (True, gt_deterministic.seed)

@@ -54,7 +54,9 @@ def test_values_moved_between_tensors_change_it(words: list[int], data: st.DataO
 
 
 @unhurried
-@given(st.dictionaries(st.text(min_size=1, max_size=5), WORDS, min_size=2, max_size=4), st.randoms())
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=5), WORDS, min_size=2, max_size=4), st.randoms()
+)
 def test_another_order_of_tensors_changes_it(words: dict[str, list[int]], random):
     """L1: in order."""
     state = {f"p.{name}": _floats(values) for name, values in words.items()}
@@ -73,7 +75,10 @@ def test_another_name_changes_it(words: list[int], a: str, b: str):
 
 
 @unhurried
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+)
 def test_another_shape_of_the_same_bytes_changes_it(a: list[int], b: list[int]):
     """L1: a transposed shape, an added dimension of extent 1, an empty tensor's shape."""
     assert (digest(torch.zeros(a)) == digest(torch.zeros(b))) == (a == b)
@@ -185,7 +190,9 @@ def test_a_record_counts_keys_and_world_but_not_meta():
 @pytest.mark.second_tier
 def test_it_is_the_same_in_another_process():
     probe = "import torch, pytest_gtrainer as g; print(g.digest({'w': torch.arange(5.0)}))"
-    there = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    there = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    ).stdout
     assert there.strip() == digest({"w": torch.arange(5.0)})
 
 

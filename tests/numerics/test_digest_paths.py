@@ -68,8 +68,16 @@ def _padded(state: State, i: int, j: int) -> None:
     state["a"] = torch.cat([state["a"], torch.zeros(1)])
 
 
-MUTATIONS = (_flipped, _swapped, _swapped_between_tensors, _renamed, _moved_to_the_neighbour, _reshaped, _retyped,
-             _padded)  # fmt: skip
+MUTATIONS = (
+    _flipped,
+    _swapped,
+    _swapped_between_tensors,
+    _renamed,
+    _moved_to_the_neighbour,
+    _reshaped,
+    _retyped,
+    _padded,
+)
 WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=12, max_size=30, unique=True)
 
 
@@ -77,7 +85,9 @@ WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=12, max_size=30, unique=Tru
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=10)
 @given(words=WORDS, data=st.data())
-def test_every_mutation_changes_it(path: str, mutate: Callable[[State, int, int], None], words, data):
+def test_every_mutation_changes_it(
+    path: str, mutate: Callable[[State, int, int], None], words, data
+):
     """L1"""
     cut = data.draw(st.integers(2, len(words) - 2))
     places = st.integers(0, cut - 1)
@@ -86,7 +96,9 @@ def test_every_mutation_changes_it(path: str, mutate: Callable[[State, int, int]
     mutated = {name: tensor.clone() for name, tensor in state.items()}
     mutate(mutated, i, j)
     assert on_path(path, mutated) != on_path(path, state)
-    assert on_path(path, {name: tensor.clone() for name, tensor in state.items()}) == on_path(path, state)
+    assert on_path(path, {name: tensor.clone() for name, tensor in state.items()}) == on_path(
+        path, state
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,7 +106,11 @@ def test_every_mutation_changes_it(path: str, mutate: Callable[[State, int, int]
 def test_every_dtype_strided_and_not(path: str, dtype: torch.dtype):
     """L2"""
     grid = (torch.arange(40) % 3).reshape(5, 8).to(dtype)
-    assert on_path(path, grid) == on_path(path, grid.t().contiguous().t()) == on_path(path, grid.clone())
+    assert (
+        on_path(path, grid)
+        == on_path(path, grid.t().contiguous().t())
+        == on_path(path, grid.clone())
+    )
     assert on_path(path, grid.t()) == on_path(path, grid.t().contiguous()) != on_path(path, grid)
     assert on_path(path, grid[:0]) != on_path(path, grid[:, :0])
 
@@ -117,7 +133,10 @@ def test_mixing_agrees_with_a_plain_loop():
     words = torch.tensor([5, -3, 2**62, 0])
     expected = b""
     for constant in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03):
-        total = sum(mixed(word & ones ^ mixed(at * constant & ones)) for at, word in enumerate(words.tolist(), 1))
+        total = sum(
+            mixed(word & ones ^ mixed(at * constant & ones))
+            for at, word in enumerate(words.tolist(), 1)
+        )
         expected += (total & ones).to_bytes(8, "little")
     assert mix128(words.view(torch.uint8)) == expected
 
@@ -133,18 +152,26 @@ def test_a_model_of_equal_leaves_in_another_order():
     [
         ("one leaf", "xxh3_128:4f4d352d7c9810e15a103321ebddf402"),
         ("leaves", "xxh3_128:3fec367c4c234982595c0b5ec0e8fd38"),
-        ("sha256, leaves", "sha256:3a59ba5e4ab19412872ed68d1d52ae50a26643c6afe705e674dce1a8d9a20c86"),
+        (
+            "sha256, leaves",
+            "sha256:3a59ba5e4ab19412872ed68d1d52ae50a26643c6afe705e674dce1a8d9a20c86",
+        ),
         ("mix128", "mix128:9bc6b1eb518fb9b47fdd09c44b176e4a"),
         ("mix128, leaves", "mix128:6c19343a88274c0a54071417c437929c"),
     ],
 )
 def test_digests_stay_what_they_are(path: str, expected: str):
     """They stand in goldens: another version of this package that gives others would spoil them."""
-    assert on_path(path, {"w": torch.arange(40.0), "b": torch.ones(3, 1, dtype=torch.bfloat16)}) == expected
+    assert (
+        on_path(path, {"w": torch.arange(40.0), "b": torch.ones(3, 1, dtype=torch.bfloat16)})
+        == expected
+    )
 
 
 def test_an_unknown_scope_names_the_choices():
-    with pytest.raises(ValueError, match=r"unknown scope 'all' of a digest: local \(the shard\) or global"):
+    with pytest.raises(
+        ValueError, match=r"unknown scope 'all' of a digest: local \(the shard\) or global"
+    ):
         digest(torch.ones(1), scope="all")
 
 
@@ -155,10 +182,15 @@ def test_local_and_global_digests_of_a_sharded_model(gt_mesh, gt_world):
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
-    before, alone = digest(model), [digest({name: weight}) for name, weight in model.named_parameters()]
+    before, alone = (
+        digest(model),
+        [digest({name: weight}) for name, weight in model.named_parameters()],
+    )
     fully_shard(model, mesh=gt_mesh)
     assert digest(model, scope="global") == before
-    assert [digest({name: weight}, scope="global") for name, weight in model.named_parameters()] == alone
+    assert [
+        digest({name: weight}, scope="global") for name, weight in model.named_parameters()
+    ] == alone
     local = [None] * gt_world.size
     torch.distributed.all_gather_object(local, digest(model))
     assert len({before, *local}) == 4

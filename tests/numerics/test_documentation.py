@@ -11,13 +11,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def examples(name: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
-@pytest.mark.parametrize(("name", "least", "given"), [
-    ("numerics.md", 5, {}),
-    ("determinism.md", 1, {"train": lambda: None}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "least", "given"),
+    [
+        ("numerics.md", 5, {}),
+        ("determinism.md", 1, {"train": lambda: None}),
+    ],
+)
 def test_the_examples_run(name: str, least: int, given: dict, capsys):
     blocks, namespace = examples(name), {"__name__": name, **given}
     assert len(blocks) >= least

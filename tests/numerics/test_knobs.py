@@ -16,14 +16,17 @@ from pytest_gtrainer.numerics.knobs import KNOBS
 DOCUMENT = Path(__file__).parents[2] / "docs" / "determinism.md"
 
 
-@pytest.mark.parametrize("knob", [knob for knob in KNOBS if not knob.is_variable], ids=lambda knob: knob.name)
+@pytest.mark.parametrize(
+    "knob", [knob for knob in KNOBS if not knob.is_variable], ids=lambda knob: knob.name
+)
 def test_every_knob_exists_in_this_torch(knob: knobs.Knob):
     importlib.import_module(knob.path.partition(":")[0])
     assert knob.read() is not knobs.NOT_LOADED
 
 
 @pytest.mark.parametrize(
-    "name", [knob.name for knob in KNOBS if knob.is_variable and knob.name.startswith("TORCHINDUCTOR_")]
+    "name",
+    [knob.name for knob in KNOBS if knob.is_variable and knob.name.startswith("TORCHINDUCTOR_")],
 )
 def test_inductor_reads_its_variables(name: str):
     source = Path(importlib.import_module("torch._inductor.config").__file__).read_text()
@@ -36,7 +39,9 @@ def test_a_knob_that_does_not_exist_is_an_error():
         knobs.Knob("torch.backends.cudnn:deterministick", "CUDA", "", "", "").read()
 
 
-def test_reading_a_knob_of_a_module_that_is_not_loaded_loads_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_reading_a_knob_of_a_module_that_is_not_loaded_loads_nothing(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "not_loaded_yet.py").write_text("flag = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     knob = knobs.Knob("not_loaded_yet:flag", "CPU", "", "", "")
@@ -69,10 +74,15 @@ def test_reading_sees_every_change_of_a_configuration():
 
 
 def test_the_documentation_shows_the_table():
-    rows = ["| knob | concerns | `deterministic` sets | what it decides | documented in |", "|---|---|---|---|---|"]
+    rows = [
+        "| knob | concerns | `deterministic` sets | what it decides | documented in |",
+        "|---|---|---|---|---|",
+    ]
     for knob in knobs.KNOBS:
         setting = f"`{knob.setting}`" if knob.setting else "left alone"
-        rows.append(f"| `{knob.name}` | {knob.devices} | {setting} | {knob.effect} | {knob.documented} |")
+        rows.append(
+            f"| `{knob.name}` | {knob.devices} | {setting} | {knob.effect} | {knob.documented} |"
+        )
     assert "\n".join(rows) in DOCUMENT.read_text()
 
 

@@ -8,7 +8,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fixtures.training import deepseek_v3_training
-from pytest_gtrainer import DebugConfig, assert_bitwise_different, assert_bitwise_equal, balanced_loss, trace_step
+from pytest_gtrainer import (
+    DebugConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    balanced_loss,
+    trace_step,
+)
 
 COUNTS = (3, 8, 5)  # tokens a rank
 
@@ -46,7 +52,9 @@ def test_averaged_gradients_are_those_of_the_global_mean_within_the_bound(gt_wor
     bound = 32 * torch.finfo(torch.float32).eps * terms
     assert ((ours - expected).abs() <= bound).all()
     naive = gradient(weight, torch.mean)
-    assert ((naive - expected).abs() > 1000 * bound).any(), "the twin: a mean per rank is something else"
+    assert ((naive - expected).abs() > 1000 * bound).any(), (
+        "the twin: a mean per rank is something else"
+    )
 
 
 @pytest.mark.gt_world("ranks", size=3)
@@ -92,7 +100,9 @@ def test_tokens_of_a_group_are_counted_exactly(gt_world, gt_mesh):
     assert torch.distributed.get_process_group_ranks(gt_mesh.get_group("dp")) == group
     one = torch.tensor(1.0, dtype=torch.float64)
     for gradients, factor in (("sum", 1), ("avg", 2)):
-        share = balanced_loss(one, counts[gt_world.rank], gt_mesh.get_group("dp"), gradients=gradients)
+        share = balanced_loss(
+            one, counts[gt_world.rank], gt_mesh.get_group("dp"), gradients=gradients
+        )
         assert share.item() == factor / sum(counts[rank] for rank in group)
 
 
@@ -103,13 +113,18 @@ def test_it_can_be_traced(gt_world):
     def step(model, x):
         return balanced_loss(F.relu(model(x)).sum(), x.shape[0])
 
-    targets = [str(node.target) for node in trace_step(model, step, (torch.ones(3, 4),)).gm.graph.nodes]
+    targets = [
+        str(node.target) for node in trace_step(model, step, (torch.ones(3, 4),)).gm.graph.nodes
+    ]
     assert targets.count("_c10d_functional.all_reduce.default") == 1
 
 
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
-    [(torch.ones(2), {}, "a scalar; not"), (torch.ones(()), {"gradients": "mean"}, "by 'avg' or 'sum'; not 'mean'")],
+    [
+        (torch.ones(2), {}, "a scalar; not"),
+        (torch.ones(()), {"gradients": "mean"}, "by 'avg' or 'sum'; not 'mean'"),
+    ],
 )
 def test_bad_input(loss, options, message):
     with pytest.raises(ValueError, match=message):

@@ -45,7 +45,10 @@ def test_a_run_without_finite_numbers_is_unverified(bad: str, phase: str, step: 
     verdict = compare(*sides)
     assert verdict.outcome == "unverified"
     name = {"loss": "loss", "gradient": "gradient of w", "clipped": "clipped gradient of w"}[phase]
-    assert f"the run is not finite: step {step}, rank {rank}, {name} is NaN or infinite" in verdict.reasons[0]
+    assert (
+        f"the run is not finite: step {step}, rank {rank}, {name} is NaN or infinite"
+        in verdict.reasons[0]
+    )
     with pytest.raises(BitwiseDifference, match="smaller learning rate"):
         assert_bitwise_equal(*sides)
 
@@ -64,7 +67,9 @@ def test_a_gradient_in_part_infinite_is_equal_and_says_so(bad: str, phase: str):
 
 def test_one_element_of_a_loss_is_enough():
     """V6: a loss for each token, say."""
-    assert compare(*(run_with("loss", math.nan, elements=1) for _ in range(2))).outcome == "unverified"
+    assert (
+        compare(*(run_with("loss", math.nan, elements=1) for _ in range(2))).outcome == "unverified"
+    )
 
 
 @pytest.mark.parametrize("phase", ["weight"])
@@ -102,7 +107,9 @@ def test_values_outside_a_run_are_equal_and_say_so(dtype: str):
     assert [fact["outcome"] for fact in seen if fact["kind"] == "verdict"] == ["equal (not finite)"]
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1, 2]), torch.tensor([True]), torch.ones(0), torch.ones(3)])
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1, 2]), torch.tensor([True]), torch.ones(0), torch.ones(3)]
+)
 def test_finite_values_say_nothing(value: torch.Tensor):
     assert compare([value, torch.ones(1)], [value.clone(), torch.ones(1)]).label == "equal"
 
@@ -121,6 +128,10 @@ def test_a_control_that_is_equal_because_of_nan_says_so():
 def test_a_run_that_repeats_itself_says_so():
     """V6"""
     with facts.collecting() as seen:
-        report = assert_run_to_run(lambda: torch.tensor([math.nan, 1.0]), runs=2, pressures=PRESSURES[:1])
-    assert "not finite   the tensor: 1 of 2 elements, which is equal whatever computes it" in str(report)
+        report = assert_run_to_run(
+            lambda: torch.tensor([math.nan, 1.0]), runs=2, pressures=PRESSURES[:1]
+        )
+    assert "not finite   the tensor: 1 of 2 elements, which is equal whatever computes it" in str(
+        report
+    )
     assert {fact["outcome"] for fact in seen if fact["what"] == ""} == {"equal (not finite)"}

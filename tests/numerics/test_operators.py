@@ -67,7 +67,9 @@ def test_a_graph_and_eager_align_operator_by_operator(gt_mesh, make):
     traced.with_graph(actual.watch(traced.gm)).replay(config.model(), *batch)
     verdict = compare_operators(actual, expected)
     assert verdict.outcome == "equal"
-    assert [what.partition(" ")[0] for what, _, _ in verdict.unaligned] == ["aten.ones_like.default"] * 2
+    assert [what.partition(" ")[0] for what, _, _ in verdict.unaligned] == [
+        "aten.ones_like.default"
+    ] * 2
     assert verdict.compared == len(expected.calls) - 1 > 250
 
 
@@ -105,7 +107,9 @@ def test_operators_are_aligned_by_their_place_not_by_their_order():
     assert (verdict.outcome, verdict.unaligned) == ("equal", ())
     spoiled = Branches("right", "left")
     flip_bit(spoiled.left.bias.data, element=1, bit=20)
-    assert compare_operators(eager(spoiled), expected).first == OperatorPlace("left", "fwd", "aten.addmm.default", 0)
+    assert compare_operators(eager(spoiled), expected).first == OperatorPlace(
+        "left", "fwd", "aten.addmm.default", 0
+    )
 
 
 class Halved(torch.autograd.Function):
@@ -231,6 +235,12 @@ def test_calls_without_a_tensor_of_values_have_no_place():
             model(X).sum().backward()
         runs.append(capture)
     verdict = compare_operators(*runs)
-    assert [(what.partition(" ")[0], *counts) for what, *counts in verdict.unaligned] == [("aten.sum.default", 1, 0)]
-    assert (verdict.outcome, verdict.compared, len(runs[1].calls)) == ("equal", len(runs[1].calls), len(runs[1].calls))
+    assert [(what.partition(" ")[0], *counts) for what, *counts in verdict.unaligned] == [
+        ("aten.sum.default", 1, 0)
+    ]
+    assert (verdict.outcome, verdict.compared, len(runs[1].calls)) == (
+        "equal",
+        len(runs[1].calls),
+        len(runs[1].calls),
+    )
     assert len(runs[0].calls) == len(runs[1].calls) + 1

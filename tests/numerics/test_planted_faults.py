@@ -55,10 +55,14 @@ def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
 
     expected = train_eager(config, world=gt_world)
     parts = [Record(6, rank) for rank in range(6)]
-    simulated_eager(config, net_of(gt_world), mesh=gt_world.mesh, recorders=[Spoiling(part) for part in parts])
+    simulated_eager(
+        config, net_of(gt_world), mesh=gt_world.mesh, recorders=[Spoiling(part) for part in parts]
+    )
     lines = failure(Record.merged(parts), expected, what="spoiled against clean")
     assert lines[0] == "spoiled against clean"
-    assert lines[2].startswith("  first at step 3, rank 5, weight of layers.1.attention.wk.weight, element (")
+    assert lines[2].startswith(
+        "  first at step 3, rank 5, weight of layers.1.attention.wk.weight, element ("
+    )
     assert lines[5].startswith("    512 ULP apart; 1 of ")
     assert lines[7].startswith("    step 4, rank 0, ")
 
@@ -92,8 +96,12 @@ class Dropping(nn.Module):
         self.inner, self.drop, self.preserve = nn.Linear(4, 4), nn.Dropout(0.5), preserve_rng_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda y: self.drop(self.inner(y)).sin(), x, use_reentrant=False,
-                          preserve_rng_state=self.preserve)  # fmt: skip
+        return checkpoint(
+            lambda y: self.drop(self.inner(y)).sin(),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=self.preserve,
+        )
 
 
 def test_a_dropped_restore_of_random_numbers():

@@ -50,7 +50,13 @@ def test_a_dtensor_is_kept_as_its_local_shard():
     try:
         mesh = init_device_mesh("cpu", (4,))
         record = Record(4, rank=1)
-        record.add(0, 1, "weight", "w", DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        record.add(
+            0,
+            1,
+            "weight",
+            "w",
+            DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False),
+        )
         assert type(record[0, 1, "weight", "w"]) is torch.Tensor
         assert record[0, 1, "weight", "w"].tolist() == [1, 1]
     finally:
@@ -75,7 +81,10 @@ def test_look_ups():
         ("_orig_mod.module.wq.weight", "wq.weight"),
         ("encoder.module.weight", "encoder.module.weight"),
         ("module.module.wq.weight", "wq.weight"),
-        ("layers.0._orig_mod.attention._checkpoint_wrapped_module.wq.weight", "layers.0.attention.wq.weight"),
+        (
+            "layers.0._orig_mod.attention._checkpoint_wrapped_module.wq.weight",
+            "layers.0.attention.wq.weight",
+        ),
         ("module", "module"),
     ],
 )
@@ -95,7 +104,9 @@ def test_a_rank_that_is_missing_is_known():
 
 
 def test_a_rank_that_stopped_early_is_known():
-    assert Record.merged([make_run(steps=2, rank=0), make_run(steps=1, rank=1)]).missing == ((1, 1),)
+    assert Record.merged([make_run(steps=2, rank=0), make_run(steps=1, rank=1)]).missing == (
+        (1, 1),
+    )
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path):
@@ -150,7 +161,7 @@ DAMAGE = [
     ('"world_size": 2', '"world_size": 2.0'),
     ('"world_size": 2', '"world_size": 1e400'),
     ('"world_size": 2', '"world_size": 1000000000000000000000000000000'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("old", "new"), DAMAGE)
@@ -162,7 +173,9 @@ def test_a_damaged_index_is_one_documented_error(tmp_path, old: str, new: str):
     assert index.count(old) >= 1, index[:300]
     damaged = index.replace(old, new, 1).encode()
     (tmp_path / "run").write_bytes(whole[:start] + damaged + len(damaged).to_bytes(8, "little"))
-    with pytest.raises(ValueError, match=r"run was cut off or damaged: its index cannot be read \("):
+    with pytest.raises(
+        ValueError, match=r"run was cut off or damaged: its index cannot be read \("
+    ):
         Record.load(tmp_path / "run")
 
 
@@ -171,7 +184,9 @@ def test_an_index_with_a_dtype_that_no_record_has_is_read_as_bytes(tmp_path):
     make_run().save(tmp_path / "run")
     whole = (tmp_path / "run").read_bytes()
     start = whole.rindex(b'{"world_size"')
-    index = whole[start:-8].replace(b'"tensors": [', b'"tensors": [[0, 0, "weight", "x", "qint8", [0], 0], ', 1)
+    index = whole[start:-8].replace(
+        b'"tensors": [', b'"tensors": [[0, 0, "weight", "x", "qint8", [0], 0], ', 1
+    )
     (tmp_path / "run").write_bytes(whole[:start] + index + len(index).to_bytes(8, "little"))
     Record.load(tmp_path / "run").save(tmp_path / "again")
 
@@ -180,7 +195,13 @@ def test_an_index_with_a_dtype_that_no_record_has_is_read_as_bytes(tmp_path):
 def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
     record = Record()
     for name, shape in (("matrix", (3, 5)), ("scalar", ()), ("empty", (0, 2))):
-        record.add(0, 0, "weight", name, (torch.arange(15) % 3)[: math.prod(shape)].reshape(shape).to(dtype))
+        record.add(
+            0,
+            0,
+            "weight",
+            name,
+            (torch.arange(15) % 3)[: math.prod(shape)].reshape(shape).to(dtype),
+        )
     record.save(tmp_path / "run")
     assert_bitwise_equal(Record.load(tmp_path / "run"), record)
     flip_bit(record[0, 0, "weight", "matrix"].view(torch.uint8), -1)
@@ -212,7 +233,9 @@ def test_bytes_that_a_file_does_not_have_are_refused(tmp_path):
 
 
 def test_the_first_record_that_says_something_about_a_run_stands():
-    parts = [Record(2, rank, {"side": side, side: "yes"}) for rank, side in enumerate(("eager", "graph"))]
+    parts = [
+        Record(2, rank, {"side": side, side: "yes"}) for rank, side in enumerate(("eager", "graph"))
+    ]
     assert Record.merged(parts).meta == {"side": "eager", "eager": "yes", "graph": "yes"}
 
 
@@ -286,7 +309,10 @@ def test_phases_come_in_the_order_of_a_step():
         (lambda: make_run().add(0, 0, "loss", "loss", torch.ones(1)), "is recorded already"),
         (lambda: Record.merged([]), r"got world sizes \[\]"),
         (lambda: Record.merged([Record(2), Record(4)]), r"got world sizes \[2, 4\]"),
-        (lambda: Record.merged([make_run(rank=0), make_run()]), r"ranks \[0\] are in more than one"),
+        (
+            lambda: Record.merged([make_run(rank=0), make_run()]),
+            r"ranks \[0\] are in more than one",
+        ),
     ],
 )
 def test_bad_input(make, message: str):
@@ -297,7 +323,10 @@ def test_bad_input(make, message: str):
 def test_tensors_are_named_by_their_way_through_containers():
     """As in a state dict: a difference is then looked for where its name says."""
     layer = torch.nn.BatchNorm1d(1)
-    state = {"model": {"norm": layer, "w": torch.ones(1)}, "optimizer": [{"exp_avg": torch.ones(1)}, layer, None]}
+    state = {
+        "model": {"norm": layer, "w": torch.ones(1)},
+        "optimizer": [{"exp_avg": torch.ones(1)}, layer, None],
+    }
     norm = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     assert [key.name for key in entries(state)] == [
         *(f"model.norm.{name}" for name in norm),

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import NetModel, Record, apply_graph_passes, assert_bitwise_different, assert_bitwise_equal, facts
+from pytest_gtrainer import (
+    NetModel,
+    Record,
+    apply_graph_passes,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    facts,
+)
 from pytest_gtrainer.bisect import (
     PassWitness,
     Stage,
@@ -56,9 +63,17 @@ def test_a_run_on_all_ranks_has_the_results_and_buffers_of_each():
 
     gm = make_fx(step)(torch.ones(3), torch.zeros(()))
     gm.graph.find_nodes(op="placeholder")[1].meta["gt_input"] = {"kind": "buffer", "fqn": "steps"}
-    xs, counts = [torch.full((3,), float(rank)) for rank in (1, 2)], [torch.zeros(()), torch.ones(())]
+    xs, counts = (
+        [torch.full((3,), float(rank)) for rank in (1, 2)],
+        [torch.zeros(()), torch.ones(())],
+    )
     states = RankRandomStates([torch.Generator().manual_seed(seed).get_state() for seed in (3, 4)])
-    run = run_on_all(lambda gm: RankGraph(gm, 0, 2, {}), NetModel.of_world(2), [PerRank(xs), PerRank(counts)], states)
+    run = run_on_all(
+        lambda gm: RankGraph(gm, 0, 2, {}),
+        NetModel.of_world(2),
+        [PerRank(xs), PerRank(counts)],
+        states,
+    )
     first, again = run(gm), run(gm)
     assert_bitwise_equal(by_name_and_rank(again), by_name_and_rank(first))
     assert [count.item() for count in counts] == [0.0, 1.0], "the caller's buffers are left alone"
@@ -66,7 +81,9 @@ def test_a_run_on_all_ranks_has_the_results_and_buffers_of_each():
         with random_states_kept():
             torch.manual_seed(3 + rank)
             expected = x * (start + x.sum()) + torch.rand(3)
-        assert first[Key(0, rank, "", "output 0")].equal(expected), f"rank {rank}, with its own random numbers"
+        assert first[Key(0, rank, "", "output 0")].equal(expected), (
+            f"rank {rank}, with its own random numbers"
+        )
         assert first[Key(0, rank, "", "steps afterwards")].item() == start + x.sum().item()
 
 
@@ -93,13 +110,23 @@ def times(factor):
         ((1, 2, 3), 3, ""),
         ((1, 2, 3), 7, None),
     ],
-    ids=["the last that was right", "right, wrong, right, wrong", "the first pass", "right in the end", "never right"],
+    ids=[
+        "the last that was right",
+        "right, wrong, right, wrong",
+        "the first pass",
+        "right in the end",
+        "never right",
+    ],
 )
-def test_towards_an_expected_result_the_pass_behind_the_longest_right_prefix_is_named(factors, expected, name):
+def test_towards_an_expected_result_the_pass_behind_the_longest_right_prefix_is_named(
+    factors, expected, name
+):
     """Another run's results are what the graph should give; a part of them is enough."""
     x = torch.tensor([1.0, 3.0, 5.0])
     found = bisect_towards(
-        stages_of(*map(times, factors)), local_run([x]), {Key(0, 0, "", "output 0"): x * float(expected)}
+        stages_of(*map(times, factors)),
+        local_run([x]),
+        {Key(0, 0, "", "output 0"): x * float(expected)},
     )
     assert (found and found.name) == name
     assert found is None or (found.outcome == "equal") == (name == ""), "all passes give it"
@@ -107,7 +134,9 @@ def test_towards_an_expected_result_the_pass_behind_the_longest_right_prefix_is_
 
 def test_of_all_ranks_the_first_node_that_differs_is_named_with_its_rank():
     """Rank 1 differs at the sine, rank 0 only at the sum behind it: the sine is where it begins."""
-    before, after = (make_fx(f)(torch.ones(2)) for f in (lambda x: (x.sin() + x,), lambda x: (x.cos() + x,)))
+    before, after = (
+        make_fx(f)(torch.ones(2)) for f in (lambda x: (x.sin() + x,), lambda x: (x.cos() + x,))
+    )
     for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
         new.name = old.name  # one node, whose operator a pass has exchanged
     inputs = {0: torch.full((2,), 2.0), 1: torch.ones(2)}
@@ -148,10 +177,17 @@ def test_a_comparison_that_differs_names_the_pass_of_what_was_replayed_before():
 
     expected = gradients(traced)
     with facts.watching(witness.watchers()):
-        with pytest.raises(BitwiseDifference, match="bisection: no graph was rewritten by apply_graph_passes and rep"):
+        with pytest.raises(
+            BitwiseDifference,
+            match="bisection: no graph was rewritten by apply_graph_passes and rep",
+        ):
             assert_bitwise_equal(torch.ones(1), torch.zeros(1))
-        rewritten = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, pipeline(1), progress=None))
-        harmless = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, HARMLESS, progress=None))
+        rewritten = traced.with_graph(
+            apply_graph_passes(traced.gm, traced.example_inputs, pipeline(1), progress=None)
+        )
+        harmless = traced.with_graph(
+            apply_graph_passes(traced.gm, traced.example_inputs, HARMLESS, progress=None)
+        )
         gradients(rewritten, scale=0.0)  # of zeros every order gives the same sum
         right, wrong = gradients(harmless), gradients(rewritten)
         assert_bitwise_equal(right, expected)
@@ -159,10 +195,14 @@ def test_a_comparison_that_differs_names_the_pass_of_what_was_replayed_before():
             assert_bitwise_equal(wrong, expected)
     text = str(caught.value)
     assert "bisection of replay 2: introduced by pass 2 of 6, reassociate_pass (" in text
-    assert "bisection: no pass of 5 changes a bit (2 replays)" in text, "of the other pipeline the twin is told"
+    assert "bisection: no pass of 5 changes a bit (2 replays)" in text, (
+        "of the other pipeline the twin is told"
+    )
 
 
-@pytest.mark.parametrize(("rank", "own"), [(None, [0, 1]), (1, [0])], ids=["of all ranks", "of one rank's process"])
+@pytest.mark.parametrize(
+    ("rank", "own"), [(None, [0, 1]), (1, [0])], ids=["of all ranks", "of one rank's process"]
+)
 def test_what_a_record_expects_of_a_graph_at_a_step(rank, own):
     """Losses, gradients before clipping, and buffers as the graph leaves them; a lone process calls itself 0."""
     record = Record(2, rank)

@@ -74,7 +74,11 @@ def by_process() -> dict[str, torch.Tensor]:
 def by_address() -> dict[str, torch.Tensor]:
     """Memory that was given back is mostly taken again for the same size."""
     sizes = range(1000, 100_000, 1000)
-    return {"addresses": torch.tensor([torch.empty(size, dtype=torch.uint8).data_ptr() for size in sizes])}
+    return {
+        "addresses": torch.tensor(
+            [torch.empty(size, dtype=torch.uint8).data_ptr() for size in sizes]
+        )
+    }
 
 
 def by_cache() -> dict[str, torch.Tensor]:
@@ -89,7 +93,10 @@ def by_load() -> dict[str, torch.Tensor]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             parent = process.joinpath("stat").read_text().rpartition(") ")[2].split()[1]
-            busy += parent == str(os.getpid()) and "sum(range" in process.joinpath("cmdline").read_text()
+            busy += (
+                parent == str(os.getpid())
+                and "sum(range" in process.joinpath("cmdline").read_text()
+            )
     return {"busy": torch.tensor(busy)}
 
 
@@ -115,7 +122,9 @@ def test_the_pressure_that_breaks_it_is_named(function, pressure: str):
     with pytest.raises(BitwiseDifference) as caught:
         assert_run_to_run(function, pressures=[BY_NAME[pressure]], what="the sample")
     text = str(caught.value)
-    assert text.startswith(f"the sample does not repeat itself under this pressure: {pressure}\ndifferent: ")
+    assert text.startswith(
+        f"the sample does not repeat itself under this pressure: {pressure}\ndifferent: "
+    )
     assert text.endswith("before that:\nequal        run 2, run 3")
 
 
@@ -124,13 +133,17 @@ def test_a_result_that_the_next_run_overwrites():
     buffer = torch.zeros(3)
     with pytest.raises(BitwiseDifference, match="does not repeat itself") as caught:
         assert_run_to_run(lambda: {"buffer": buffer.add_(1)}, 2, pressures=[], what="the sample")
-    assert caught.value.verdict.outcome == "different", "the second run was compared with the same memory"
+    assert caught.value.verdict.outcome == "different", (
+        "the second run was compared with the same memory"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_numbers_of_threads(some_threads, count: int):
     name = f"{count} thread{'s' if count > 1 else ''}"
-    with pytest.raises(BitwiseDifference, match=rf"under this pressure: {name}\n(.|\n)*actual   {count} "):
+    with pytest.raises(
+        BitwiseDifference, match=rf"under this pressure: {name}\n(.|\n)*actual   {count} "
+    ):
         assert_run_to_run(by_number_of_threads, 2, pressures=[BY_NAME[name]])
     torch.set_num_threads(count)
     report = assert_run_to_run(by_number_of_threads, 2, pressures=[BY_NAME[name]])
@@ -155,27 +168,45 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @pytest.mark.second_tier
-def test_another_process_has_the_same_random_numbers_and_switches(some_threads, monkeypatch: pytest.MonkeyPatch):
+def test_another_process_has_the_same_random_numbers_and_switches(
+    some_threads, monkeypatch: pytest.MonkeyPatch
+):
     """Else it would be blamed for what the first run was told. It finds a module that has no place on the path, too."""
     spec = importlib.util.spec_from_file_location("without_a_place_on_the_path", __file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
+    with (
+        deterministic(DebugConfig(seed=5, deterministic_warn_only=True)),
+        default_dtype(torch.float64),
+    ):
         by_process()  # the seed is not where it starts from,
         torch.set_deterministic_debug_mode("error")  # nor are all switches those of the block
-        with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
+        with pytest.raises(
+            BitwiseDifference, match="under this pressure: another process"
+        ) as caught:
             assert_run_to_run(module.by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
-    assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
+    assert [difference.key.name for difference in caught.value.verdict.differences] == [
+        "seed of hashes"
+    ]
 
 
-def test_an_answer_is_made_from_the_state_that_was_sent_along(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_is_made_from_the_state_that_was_sent_along(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     """Random states, switches and what ``deterministic`` was asked for; here all is otherwise."""
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
-        random.random(), numpy.random.rand(), torch.rand(1)  # the seed is not where the run starts from
+    with (
+        deterministic(DebugConfig(seed=5, deterministic_warn_only=True)),
+        default_dtype(torch.float64),
+    ):
+        (
+            random.random(),
+            numpy.random.rand(),
+            torch.rand(1),
+        )  # the seed is not where the run starts from
         sent, expected = _state(), once(by_process)
     call = tmp_path / "call"
     call.write_bytes(pickle.dumps((by_process.__module__, __file__, "by_process", sent)))
@@ -197,7 +228,9 @@ HELD = {
 
 def test_what_another_process_is_set_to_is_what_this_one_has():
     """Every switch that is sent along is written as it was read; ``algorithms`` 1 warns, 2 raises."""
-    assert _SWITCHES.keys() == HELD.keys(), "a switch was added or left out: tell here which values it has"
+    assert _SWITCHES.keys() == HELD.keys(), (
+        "a switch was added or left out: tell here which values it has"
+    )
     with restored():
         for name, (read, write) in _SWITCHES.items():
             for value in HELD[name]:
@@ -251,7 +284,9 @@ def test_with_a_fresh_inductor_cache_everything_is_compiled_anew():
         compiled(X)
         return {"builds": torch.tensor(len(BUILT) - before)}
 
-    with pytest.raises(BitwiseDifference, match="under this pressure: fresh Inductor cache") as caught:
+    with pytest.raises(
+        BitwiseDifference, match="under this pressure: fresh Inductor cache"
+    ) as caught:
         assert_run_to_run(builds, 3, pressures=[BY_NAME["fresh Inductor cache"]])
     assert (caught.value.verdict.first.actual, caught.value.verdict.first.expected) == ("2", "1")
 
@@ -295,9 +330,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_streams_are_late_by_irregular_times(gpu: list[object]):
     """Every stream of both of torch's pools but the run's own, before the run; after it all is done."""
     BY_NAME["stream jitter"].run(lambda: gpu.append("run") or [X])
-    assert [each for each in gpu if isinstance(each, str) and each != "left"] == ["synchronize", "run", "synchronize"]
+    assert [each for each in gpu if isinstance(each, str) and each != "left"] == [
+        "synchronize",
+        "run",
+        "synchronize",
+    ]
     assert [gpu[-4].priority, *gpu[-3:]] == [0, "run", "left", "synchronize"]
-    sleeps = [(stream.priority, cycles) for stream, cycles in pairwise(gpu) if isinstance(cycles, int)]
+    sleeps = [
+        (stream.priority, cycles) for stream, cycles in pairwise(gpu) if isinstance(cycles, int)
+    ]
     assert Counter(priority for priority, _ in sleeps) == {0: 31, -1: 32}
     assert len(set(sleeps)) == 8
     late = [stream for stream, cycles in pairwise(gpu) if isinstance(cycles, int)]
@@ -313,7 +354,9 @@ def test_the_own_stream_of_a_run_is_late(gpu: list[object]):
     assert cycles >= 50_000_000
 
 
-def test_what_does_not_use_the_gpu_is_not_judged_by_its_streams(gpu, monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_use_the_gpu_is_not_judged_by_its_streams(
+    gpu, monkeypatch: pytest.MonkeyPatch
+):
     """Starting CUDA for it would be too early for what wants to be told before."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["stream jitter"]])
@@ -325,7 +368,9 @@ def test_a_gpu_that_starts_in_the_first_run(gpu, monkeypatch: pytest.MonkeyPatch
     states: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(states))
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", states.copy)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda before: states.__setitem__(slice(None), before))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state_all", lambda before: states.__setitem__(slice(None), before)
+    )
 
     def draw() -> list[torch.Tensor]:
         states[:] = [states[0] + 1] if states else [1]
@@ -344,18 +389,27 @@ ONES = "import torch\nmade = torch.ones(2)\n"
 
 
 @pytest.mark.second_tier
-def test_another_process_looks_for_modules_where_this_one_does(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "of_a_user.py").write_text("import beside_it\n\ndef ones(): return [beside_it.made]\n")
+def test_another_process_looks_for_modules_where_this_one_does(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "of_a_user.py").write_text(
+        "import beside_it\n\ndef ones(): return [beside_it.made]\n"
+    )
     (tmp_path / "beside_it.py").write_text(ONES)
     monkeypatch.syspath_prepend(tmp_path)
-    report = assert_run_to_run(importlib.import_module("of_a_user").ones, 2, pressures=[BY_NAME["another process"]])
+    report = assert_run_to_run(
+        importlib.import_module("of_a_user").ones, 2, pressures=[BY_NAME["another process"]]
+    )
     assert "another process" in report.equal
 
 
 def test_what_another_process_cannot_import_is_not_judged():
     report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["another process"]])
     assert list(report.not_judged) == ["another process"]
-    assert "<lambda>: define it with def at the top level of a module" in report.not_judged["another process"]
+    assert (
+        "<lambda>: define it with def at the top level of a module"
+        in report.not_judged["another process"]
+    )
 
 
 def test_a_precision_that_torch_cannot_tell_is_not_judged_by_another_process():
@@ -367,7 +421,10 @@ def test_a_precision_that_torch_cannot_tell_is_not_judged_by_another_process():
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert list(report.not_judged) == ["another process"]
-    assert "set the precision by torch.set_float32_matmul_precision alone" in report.not_judged["another process"]
+    assert (
+        "set the precision by torch.set_float32_matmul_precision alone"
+        in report.not_judged["another process"]
+    )
 
 
 @pytest.mark.gt_world("fake", size=2)
@@ -399,7 +456,9 @@ def test_every_run_is_told():
         raise NotJudged("not today")
 
     with facts.collecting() as seen:
-        report = assert_run_to_run(repeatable, 3, pressures=[Pressure("weather", refuse)], what="the sample")
+        report = assert_run_to_run(
+            repeatable, 3, pressures=[Pressure("weather", refuse)], what="the sample"
+        )
         drawn = iter(range(10))
         with pytest.raises(BitwiseDifference):
             assert_run_to_run(lambda: [torch.tensor(next(drawn))], 2, pressures=[])
@@ -408,7 +467,12 @@ def test_every_run_is_told():
         [
             {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
             {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
-            {"kind": "verdict", "outcome": "not judged", "tensors": 0, "what": "the sample under weather: not today"},
+            {
+                "kind": "verdict",
+                "outcome": "not judged",
+                "tensors": 0,
+                "what": "the sample under weather: not today",
+            },
             {"kind": "verdict", "outcome": "different", "tensors": 1, "what": ""},
         ],
     )

@@ -12,7 +12,12 @@ import torch
 
 from pytest_gtrainer import compare
 from pytest_gtrainer._torch.process import waiting_seeds
-from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept, seed_everything
+from pytest_gtrainer.numerics.determinism import (
+    GeneratorStates,
+    random_state,
+    random_states_kept,
+    seed_everything,
+)
 
 DRAWS = {
     "python": lambda: random.random(),
@@ -36,7 +41,9 @@ def test_a_number_that_is_drawn_changes_the_state_of_its_generator(generator: st
             return random_state()
 
     verdict = compare(drawn(DRAWS[generator]), drawn(None))
-    changed = {key.name for key in (*verdict.only_actual, *(each.key for each in verdict.differences))}
+    changed = {
+        key.name for key in (*verdict.only_actual, *(each.key for each in verdict.differences))
+    }
     assert changed == {generator, generator.partition(".gauss")[0]}
     assert compare(drawn(DRAWS[generator]), drawn(DRAWS[generator])).outcome == "equal"
 

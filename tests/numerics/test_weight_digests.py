@@ -10,10 +10,14 @@ from pytest_gtrainer.numerics.digest import tell_weights
 
 
 @pytest.mark.parametrize(("device", "algorithm"), [("cpu", "xxh3_128"), ("meta", "mix128")])
-def test_weights_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch, capsys, device: str, algorithm: str):
+def test_weights_are_digested_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch, capsys, device: str, algorithm: str
+):
     """L1: "meta" plays the GPU; one tensor that is not on the host decides."""
     monkeypatch.setenv("GT_WEIGHT_HASH", "1")
-    monkeypatch.setattr(weight_digests, "digest", lambda tensors, algorithm: f"{algorithm}:{len(tensors)}")
+    monkeypatch.setattr(
+        weight_digests, "digest", lambda tensors, algorithm: f"{algorithm}:{len(tensors)}"
+    )
     tell_weights(3, 5, "eager", [("a", torch.ones(1)), ("b", torch.ones(1, device=device))])
     assert capsys.readouterr().out == f"weights step 3 rank 5 {algorithm}:2 eager\n"
 

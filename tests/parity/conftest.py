@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts, train_graph
+from pytest_gtrainer import (
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_same_layout,
+    facts,
+    train_graph,
+)
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.tracing.model import ModelState, local
@@ -76,7 +82,9 @@ def check_parity_and_control():
         policy = dataclasses.replace(config.mp_policy, reduce_dtype=torch.bfloat16)
         control = train_graph(dataclasses.replace(config, steps=1, mp_policy=policy))
         gradients = {key: tensor for key, tensor in control.items() if key.phase == "gradient"}
-        assert_bitwise_different(gradients, {key: tensor for key, tensor in expected.items() if key in gradients})
+        assert_bitwise_different(
+            gradients, {key: tensor for key, tensor in expected.items() if key in gradients}
+        )
         return graph
 
     return check

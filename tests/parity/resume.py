@@ -14,11 +14,15 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--resume", metavar="FILE", type=Path, help="where a long run keeps what it has done")
+    parser.addoption(
+        "--resume", metavar="FILE", type=Path, help="where a long run keeps what it has done"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("resume") is not None and not hasattr(config, "workerinput"):  # not in a rank
+    if config.getoption("resume") is not None and not hasattr(
+        config, "workerinput"
+    ):  # not in a rank
         config.pluginmanager.register(Resume(config.getoption("resume"), config), "resume")
 
 
@@ -54,7 +58,9 @@ class Resume:
         if report.when == "teardown" and report.nodeid not in self._failed:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
-                file.write("\n" + json.dumps([report.nodeid, self._facts[report.nodeid]]))  # behind a torn line, too
+                file.write(
+                    "\n" + json.dumps([report.nodeid, self._facts[report.nodeid]])
+                )  # behind a torn line, too
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.done:

@@ -24,7 +24,10 @@ class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, HIDDEN, bias=False),
+            nn.Linear(HIDDEN, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
@@ -38,7 +41,10 @@ def trained(model, x, c):
     loss.backward()
     found = {"output": y, "loss": loss, "gradient of x": x.grad}
     found |= {"up": model.up.weight.grad, "down": model.down.weight.grad}
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in found.items()
+    }
     return {name: value.detach() for name, value in whole.items()}
 
 
@@ -49,7 +55,9 @@ def gamma(n):
 
 def bounds(model, x, c):
     """For each result the largest error of any order of its sums."""
-    x, c, up, down = (each.detach().double().abs() for each in (x, c, model.up.weight, model.down.weight))
+    x, c, up, down = (
+        each.detach().double().abs() for each in (x, c, model.up.weight, model.down.weight)
+    )
     hidden = x @ up.T  # of absolute values, as all that follows
     output, back = hidden @ down.T, c @ down
     return {
@@ -63,7 +71,10 @@ def bounds(model, x, c):
 
 def share_of_bound(found, exact, allowed):
     """By result the largest error, where 1 is what the order of sums can explain."""
-    return {name: float(((found[name].double() - exact[name]).abs() / allowed[name]).max()) for name in exact}
+    return {
+        name: float(((found[name].double() - exact[name]).abs() / allowed[name]).max())
+        for name in exact
+    }
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
@@ -73,7 +84,9 @@ def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
     x, c = (torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(2))
     exact, allowed = trained(Mlp().double(), x.double(), c.double()), bounds(Mlp(), x, c)
     hidden = Mlp().double().up(x.double())
-    assert (hidden.abs() > gamma(WIDTH) * (x.abs() @ Mlp().up.weight.abs().T)).all(), "a ReLU may open on one side only"
+    assert (hidden.abs() > gamma(WIDTH) * (x.abs() @ Mlp().up.weight.abs().T)).all(), (
+        "a ReLU may open on one side only"
+    )
 
     def parallel(placement):
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=placement)}
@@ -84,7 +97,9 @@ def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
     for found in (right, whole):
         shares = share_of_bound(found, exact, allowed)
         assert all(share < 1 for share in shares.values()), shares
-    assert any(not torch.equal(right[name], whole[name]) for name in right), "the order of sums does not show"
+    assert any(not torch.equal(right[name], whole[name]) for name in right), (
+        "the order of sums does not show"
+    )
     # a plan that does not sum what the ranks have computed in part
     wrong = share_of_bound(trained(parallel(Partial()), x, c), exact, allowed)
     assert wrong["output"] > 1000
@@ -100,12 +115,17 @@ def gradients_of(tensor, mesh=None, break_it=lambda model: None):
     break_it(model)
     ce_step(model, *token_batches(config.vocab_size, "cpu")(0, 0)).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
 
 
 def distances(found, expected):
     """Of each gradient, by the length of what is expected."""
-    return {name: float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()}
+    return {
+        name: float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()
+    }
 
 
 def without_the_sum_over_heads(model):
@@ -117,7 +137,9 @@ def without_the_sum_over_heads(model):
 def without_the_sum_over_parts_of_experts(model):
     """Each rank goes on with what its part of an expert gives."""
     for layer in model.moe_layers():
-        layer.routed_experts.run_sorted = type(layer.routed_experts).run_sorted.__get__(layer.routed_experts)
+        layer.routed_experts.run_sorted = type(layer.routed_experts).run_sorted.__get__(
+            layer.routed_experts
+        )
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
@@ -125,13 +147,23 @@ def without_the_sum_over_parts_of_experts(model):
     ("tensor", "mistake", "seen_in"),
     [
         pytest.param({}, None, None, id="tensor"),
-        pytest.param({"sequence": True}, without_the_sum_over_heads, "layers.0.attention.wkv_a.weight", id="sequence"),
         pytest.param(
-            {"experts": True}, without_the_sum_over_parts_of_experts, "layers.1.moe.routed_experts.w1", id="experts"
+            {"sequence": True},
+            without_the_sum_over_heads,
+            "layers.0.attention.wkv_a.weight",
+            id="sequence",
+        ),
+        pytest.param(
+            {"experts": True},
+            without_the_sum_over_parts_of_experts,
+            "layers.1.moe.routed_experts.w1",
+            id="experts",
         ),
     ],
 )
-def test_latent_attention_and_experts_compute_what_the_whole_model_computes(gt_mesh, tensor, mistake, seen_in):
+def test_latent_attention_and_experts_compute_what_the_whole_model_computes(
+    gt_mesh, tensor, mistake, seen_in
+):
     """Every gradient of DeepSeek-V3, but for the roundings of its norms and routers, which compute in fp32.
 
     If a sum is left out, a gradient is off by more than a hundredth of its length.

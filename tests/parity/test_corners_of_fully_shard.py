@@ -78,7 +78,9 @@ def corners(gt_mesh, gt_world):
         fields = {
             "model": lambda: Corners().to(gt_world.device),
             "step": corner_step,
-            "batch": lambda step, rank: tuple(t.to(gt_world.device) for t in corner_batch(step, rank)),
+            "batch": lambda step, rank: tuple(
+                t.to(gt_world.device) for t in corner_batch(step, rank)
+            ),
             "bucket_plan": [["tok_embeddings", "lm_head"], "layers.0", "layers.1"],
             "mesh": gt_mesh,
             "steps": 2,
@@ -126,4 +128,7 @@ def test_another_order_differs_in_layout(corners, order):
     config = corners(steps=1)
     eager, graph = EagerRun(config), GraphRun(config, payload_order=order)
     eager.run()
-    assert names(graph.layout(), "all_gather")["layers.0"] != names(eager.layout(), "all_gather")["layers.0"]
+    assert (
+        names(graph.layout(), "all_gather")["layers.0"]
+        != names(eager.layout(), "all_gather")["layers.0"]
+    )

@@ -13,12 +13,17 @@ from pytest_gtrainer.references.graph import GraphRun
 
 def world(kind, ranks, *, experts=False):
     """With ``experts`` they are parallel over pairs of ranks."""
-    return pytest.mark.gt_world(kind, size=ranks, mesh={"efsdp": ranks // 2, "ep": 2} if experts else {"fsdp": ranks})
+    return pytest.mark.gt_world(
+        kind, size=ranks, mesh={"efsdp": ranks // 2, "ep": 2} if experts else {"fsdp": ranks}
+    )
 
 
 def on_ranks(short, *, experts=False):
     """Every precision on eight ranks in the long form; ``short`` on four, in either form."""
-    long = [pytest.param(each, marks=[world("ranks", 8, experts=experts), pytest.mark.long]) for each in PRECISIONS]
+    long = [
+        pytest.param(each, marks=[world("ranks", 8, experts=experts), pytest.mark.long])
+        for each in PRECISIONS
+    ]
     on_four = pytest.param(short, marks=world("ranks", 4, experts=experts), id=f"{short}-four")
     return pytest.mark.parametrize("precision", [on_four, *long])
 
@@ -26,7 +31,11 @@ def on_ranks(short, *, experts=False):
 def short(precision):
     """The precision that the short form has here."""
     return pytest.mark.parametrize(
-        "precision", [pytest.param(each, marks=[] if each == precision else [pytest.mark.long]) for each in PRECISIONS]
+        "precision",
+        [
+            pytest.param(each, marks=[] if each == precision else [pytest.mark.long])
+            for each in PRECISIONS
+        ],
     )
 
 
@@ -81,7 +90,9 @@ def test_graph_equals_eager_fsdp2_with_expert_parallelism_and_odd_shards(gt_mesh
 
 @pytest.mark.second_tier
 @world("ranks", 8, experts=True)
-def test_a_payload_in_execution_order_differs_and_the_layout_says_where(gt_mesh, check_parity_and_twin):
+def test_a_payload_in_execution_order_differs_and_the_layout_says_where(
+    gt_mesh, check_parity_and_twin
+):
     """W4, L5: in the managed order it equals eager FSDP2."""
     complaint = check_parity_and_twin(deepseek_v3_training(gt_mesh, "fp32", "debug_odd"))
     assert "bucket 'layers.1', reduce_scatter: layers.1.attention." in complaint

@@ -55,13 +55,22 @@ def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity):
 def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
     """The head runs inside the loss, and one bucket still holds norm and head (B2, C4)."""
     plan = get_default_transformer_block_buckets(2, chunked_loss_enabled=True)
-    check_parity(llama3_training(gt_mesh, "fp32", "debug_odd", step=chunked_ce_step(4), bucket_plan=plan))
+    check_parity(
+        llama3_training(gt_mesh, "fp32", "debug_odd", step=chunked_ce_step(4), bucket_plan=plan)
+    )
 
 
 @pytest.mark.second_tier
 @on_eight_ranks
-def test_a_payload_in_execution_order_differs_and_the_layout_says_where(gt_mesh, check_parity_and_twin):
+def test_a_payload_in_execution_order_differs_and_the_layout_says_where(
+    gt_mesh, check_parity_and_twin
+):
     """Where gloo's bits depend on the order of the payload, and only some ranks pad (D2, D14, W4, L5)."""
     complaint = check_parity_and_twin(llama3_training(gt_mesh, "fp32", "debug_odd"))
-    assert "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte" in complaint
-    assert "bucket 'norm+lm_head', reduce_scatter: lm_head.weight sits at byte 0, expected 36" in complaint
+    assert (
+        "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte" in complaint
+    )
+    assert (
+        "bucket 'norm+lm_head', reduce_scatter: lm_head.weight sits at byte 0, expected 36"
+        in complaint
+    )

@@ -2,7 +2,12 @@
 
 import pytest
 
-from fixtures.training import PRECISIONS, deepseek_v3_training, llama3_training, published_llama3_training
+from fixtures.training import (
+    PRECISIONS,
+    deepseek_v3_training,
+    llama3_training,
+    published_llama3_training,
+)
 from pytest_gtrainer.references.graph import GraphRun
 
 pytestmark = pytest.mark.long

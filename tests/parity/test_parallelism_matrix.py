@@ -19,7 +19,11 @@ from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.sweep import Cell
 from pytest_gtrainer.references.replicas import texts_of_ranks
 
-MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training, "deepseek_v3_wide": deepseek_v3_training}
+MODELS = {
+    "llama3": llama3_training,
+    "deepseek_v3": deepseek_v3_training,
+    "deepseek_v3_wide": deepseek_v3_training,
+}
 FLAVORS = {"llama3": "debug", "deepseek_v3": "debug_small"}
 SIMULATED = {  # shards are alike
     16: {"llama3": "debug", "deepseek_v3": "debug_sixteen"},
@@ -48,7 +52,11 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 CONTEXTS = ("gather", "ulysses")
 TPS = ("tp", "tp_sp")
-NESTED = Rule("refused", {"experts": True, "shard": "hsdp"}, reason="submeshes beside a 2-D mesh are not supported")
+NESTED = Rule(
+    "refused",
+    {"experts": True, "shard": "hsdp"},
+    reason="submeshes beside a 2-D mesh are not supported",
+)
 PARITY = Rule("equal", to="eager fully_shard of the same cell, and its control is different")
 
 
@@ -59,9 +67,19 @@ def _rules(name: str) -> tuple[Rule, ...]:
     few = "two data ranks, and more dimensions than these ranks have"
     rules = [
         Rule("not judged", {"world": 4, "shard": "hsdp", "tensor": TPS}, reason=few),
-        Rule("not judged", {"world": 4, "shard": "hsdp", "context": CONTEXTS, **no_experts}, reason=few),
-        Rule("not judged", {"world": 4, "tensor": TPS, "context": CONTEXTS, **no_experts}, reason=few),
-        Rule("not judged", {"world": 8, "shard": "hsdp", "tensor": TPS, "context": CONTEXTS, **no_experts}, reason=few),
+        Rule(
+            "not judged",
+            {"world": 4, "shard": "hsdp", "context": CONTEXTS, **no_experts},
+            reason=few,
+        ),
+        Rule(
+            "not judged", {"world": 4, "tensor": TPS, "context": CONTEXTS, **no_experts}, reason=few
+        ),
+        Rule(
+            "not judged",
+            {"world": 8, "shard": "hsdp", "tensor": TPS, "context": CONTEXTS, **no_experts},
+            reason=few,
+        ),
     ]
     if name == "deepseek_v3":
         rules[0:0] = [
@@ -71,7 +89,13 @@ def _rules(name: str) -> tuple[Rule, ...]:
         ]
     # a causal mask begins at the rank's own place in the gathered sequence
     for world in (world for world, flavors in SIMULATED.items() if name in flavors):
-        rules.append(Rule("refused", {"world": world, "context": "gather"}, reason="the graph depends on the rank"))
+        rules.append(
+            Rule(
+                "refused",
+                {"world": world, "context": "gather"},
+                reason="the graph depends on the rank",
+            )
+        )
     return (*rules, PARITY)
 
 
@@ -94,9 +118,15 @@ def mesh_of(cell: Cell) -> dict[str, int]:
     """Dimensions of the cell's world, outermost first; the one that shards takes what ranks the others leave."""
     settings = dict(cell.settings)
     experts = settings.get("experts", False)
-    inner = {"cp": settings["context"] != "none" and not experts, "tp": settings["tensor"] != "none"}
+    inner = {
+        "cp": settings["context"] != "none" and not experts,
+        "tp": settings["tensor"] != "none",
+    }
     dims = {"replicate": 2} if settings["shard"] == "hsdp" else {}
-    last = {**({"ep": 2} if experts else {}), **{name: 2 for name, wanted in inner.items() if wanted}}
+    last = {
+        **({"ep": 2} if experts else {}),
+        **{name: 2 for name, wanted in inner.items() if wanted},
+    }
     rest = settings["world"]
     for extent in (*dims.values(), *last.values()):
         rest //= extent
@@ -109,8 +139,14 @@ def _cells() -> list[Any]:
         for cell in sweep.cells:
             marks = [] if str(cell) in DIAGONAL[name] else [pytest.mark.long]
             if sweep.rule(cell).claim != "not judged":
-                kind, nodes = ("simulated", cell["world"] // 8) if cell["world"] in SIMULATED else ("ranks", 1)
-                marks.append(pytest.mark.gt_world(kind, size=cell["world"], nodes=nodes, mesh=mesh_of(cell)))
+                kind, nodes = (
+                    ("simulated", cell["world"] // 8)
+                    if cell["world"] in SIMULATED
+                    else ("ranks", 1)
+                )
+                marks.append(
+                    pytest.mark.gt_world(kind, size=cell["world"], nodes=nodes, mesh=mesh_of(cell))
+                )
             params.append(pytest.param(name, cell, id=f"{name}-{cell}", marks=marks))
     return params
 
@@ -131,24 +167,34 @@ def test_parallelism(name: str, cell: Cell, request: pytest.FixtureRequest):
         parallel = Parallelism(TENSOR[cell["tensor"]], context)
 
         def config(mesh, **changes):
-            return MODELS[name](mesh, cell["precision"], flavor, parallel=parallel, steps=2, **changes)
+            return MODELS[name](
+                mesh, cell["precision"], flavor, parallel=parallel, steps=2, **changes
+            )
 
         def reduced_in_bf16(mesh):
             built = config(mesh)
-            return replace(built, steps=1, mp_policy=replace(built.mp_policy, reduce_dtype=torch.bfloat16))
+            return replace(
+                built, steps=1, mp_policy=replace(built.mp_policy, reduce_dtype=torch.bfloat16)
+            )
 
-        parity = assert_parity(config, world, reshard_after_forward=cell["reshard"], invisible="report")
+        parity = assert_parity(
+            config, world, reshard_after_forward=cell["reshard"], invisible="report"
+        )
         judge(parity.graph, parity.eager)
         if _differs(world, parity.control):  # payloads in another order have other bits
             return
         control = train_graph(reduced_in_bf16, world=world)
         gradients = {str(key): value for key, value in control.items() if key.phase == "gradient"}
-        assert _differs(world, compare(gradients, {key: _by_name(parity.graph)[key] for key in gradients}))
+        assert _differs(
+            world, compare(gradients, {key: _by_name(parity.graph)[key] for key in gradients})
+        )
 
 
 def _differs(world: World, control: Verdict) -> bool:
     """On some rank."""
-    return "different" in (texts_of_ranks(control.outcome) if world.kind == "ranks" else [control.outcome])
+    return "different" in (
+        texts_of_ranks(control.outcome) if world.kind == "ranks" else [control.outcome]
+    )
 
 
 def _by_name(record):

@@ -33,11 +33,19 @@ def test_the_schedule_of_a_stage_of_a_published_size_names_the_dimensions(gt_mes
     with torch.device("meta"):
         model = llama3.Llama3(whole)
     Parallelism({}).apply(model, gt_mesh)
-    stage = data_parallel(DecoderStage(model, 3, 8), gt_mesh["dp"], mp_policy=PRECISIONS["bf16_fp32"])
-    x = torch.empty(1, whole.max_seq_len, whole.dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    stage = data_parallel(
+        DecoderStage(model, 3, 8), gt_mesh["dp"], mp_policy=PRECISIONS["bf16_fp32"]
+    )
+    x = torch.empty(
+        1, whole.max_seq_len, whole.dim, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     traced = trace_stage(stage, (x,))
-    bucketed = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=["layers.3"])
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, [bind_options(canonicalize_graph_pass), bucketed])
+    bucketed = bind_options(
+        joint_transformer_block_bucketing_reordering_pass, bucket_plan=["layers.3"]
+    )
+    gm = apply_graph_passes(
+        traced.gm, traced.example_inputs, [bind_options(canonicalize_graph_pass), bucketed]
+    )
     for name, part in split_stage_graph(gm).parts.items():
         gt_golden.check(part.gm, name, view="schedule")
 
@@ -49,11 +57,18 @@ on_four_ranks = pytest.mark.gt_world("ranks", size=4, mesh={"pp": 2, "dp": 2})
 @on_four_ranks
 @pytest.mark.parametrize(
     ("schedule", "precision"),
-    [("1F1B", "bf16_fp32"), ("1F1B", "fp32"), ("GPipe", "bf16_fp32"), ("Interleaved1F1B", "bf16_fp32")],
+    [
+        ("1F1B", "bf16_fp32"),
+        ("1F1B", "fp32"),
+        ("GPipe", "bf16_fp32"),
+        ("Interleaved1F1B", "bf16_fp32"),
+    ],
 )
 def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
     """Losses, gradients, weights and optimiser state of a step; the twin adds what is reduced a microbatch."""
-    config = staged_training(gt_mesh, precision, schedule, stages=4 if schedule == "Interleaved1F1B" else 2)
+    config = staged_training(
+        gt_mesh, precision, schedule, stages=4 if schedule == "Interleaved1F1B" else 2
+    )
     expected = train_pipeline_eager(config)
     assert_bitwise_equal(train_pipeline_graph(config), expected)
     if precision == "fp32":
@@ -93,7 +108,9 @@ def test_torchs_schedules_run_on_simulated_nodes():
 
     def train(schedule, nodes):
         def on_rank(rank):
-            return train_pipeline_eager(staged_training(mesh_of({"pp": 2, "dp": 4}), "fp32", schedule))
+            return train_pipeline_eager(
+                staged_training(mesh_of({"pp": 2, "dp": 4}), "fp32", schedule)
+            )
 
         return Record.merged(run_threads(8, on_rank, net=NetModel.of_world(8, nodes)))
 
@@ -105,9 +122,15 @@ def test_torchs_schedules_run_on_simulated_nodes():
 @pytest.mark.gt_world("fake", size=4, mesh={"pp": 2, "dp": 2})
 def test_a_pipeline_that_cannot_be_filled_is_refused(gt_mesh):
     config = staged_training(gt_mesh, "fp32")
-    with pytest.raises(ValueError, match=r"^microbatches=1 is less than num_stages=2: some stage would always wait"):
+    with pytest.raises(
+        ValueError, match=r"^microbatches=1 is less than num_stages=2: some stage would always wait"
+    ):
         replace(config, microbatches=1)
-    with pytest.raises(ValueError, match=r"^num_stages=3: give two or more, as many on each of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"^num_stages=3: give two or more, as many on each of 2 ranks"
+    ):
         replace(config, num_stages=3)
-    with pytest.raises(ValueError, match=r"^input 0 has 4 rows, which do not divide into 3 microbatches"):
+    with pytest.raises(
+        ValueError, match=r"^input 0 has 4 rows, which do not divide into 3 microbatches"
+    ):
         train_pipeline_eager(replace(config, microbatches=3))

@@ -26,13 +26,21 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 RULES = (
     Rule(
-        "not judged", {"schedule": "ZBVZeroBubble"}, reason="torch loses gradients here, and no other has these stages"
+        "not judged",
+        {"schedule": "ZBVZeroBubble"},
+        reason="torch loses gradients here, and no other has these stages",
     ),
-    Rule("equal", {"schedule": "InterleavedZeroBubble"}, to="torch's Interleaved1F1B: its zero bubble loses gradients"),
+    Rule(
+        "equal",
+        {"schedule": "InterleavedZeroBubble"},
+        to="torch's Interleaved1F1B: its zero bubble loses gradients",
+    ),
     Rule("equal", to="torch's schedule of eager stages of fully_shard"),
 )
 PIPELINES = Sweep("pipelines", AXES, RULES)
-DIAGONAL = ("deepseek_v3-1F1B-bf16_fp32-world4",)  # in the second tier; tests/parity/test_pipeline.py has llama3
+DIAGONAL = (
+    "deepseek_v3-1F1B-bf16_fp32-world4",
+)  # in the second tier; tests/parity/test_pipeline.py has llama3
 
 
 def _cells() -> list[Any]:
@@ -62,6 +70,10 @@ def test_pipeline(cell: Cell, request: pytest.FixtureRequest):
         expected = train_pipeline_eager(eager)
         judge(train_pipeline_graph(config), expected)
         policy = replace(config.train.mp_policy, reduce_dtype=torch.bfloat16)
-        control = train_pipeline_graph(replace(config, train=replace(config.train, mp_policy=policy)))
+        control = train_pipeline_graph(
+            replace(config, train=replace(config.train, mp_policy=policy))
+        )
         gradients = {key: tensor for key, tensor in control.items() if key.phase == "gradient"}
-        assert_bitwise_different(gradients, {key: tensor for key, tensor in expected.items() if key in gradients})
+        assert_bitwise_different(
+            gradients, {key: tensor for key, tensor in expected.items() if key in gradients}
+        )

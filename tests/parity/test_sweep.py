@@ -37,8 +37,16 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 RULES = (
     Rule("not judged", {"cuda_graph": True}, reason="CUDA graphs need a GPU"),
-    Rule("different", {"order": "execution"}, reason="a ring adds an element in an order that depends on its place"),
-    Rule("equal", {"early_accumulation": True}, to="eager fully_shard of the same cell, its blocks run in chunks"),
+    Rule(
+        "different",
+        {"order": "execution"},
+        reason="a ring adds an element in an order that depends on its place",
+    ),
+    Rule(
+        "equal",
+        {"early_accumulation": True},
+        to="eager fully_shard of the same cell, its blocks run in chunks",
+    ),
     Rule("equal", to="eager fully_shard of the same cell"),
 )
 SWEEPS = {name: Sweep(name, AXES, RULES) for name in MODELS}
@@ -69,10 +77,15 @@ def _is_short(name: str, cell: Cell) -> bool:
 
 def configuration(name: str, cell: Cell, mesh) -> TrainConfig:
     built = MODELS[name](mesh, "fp32", FLAVORS[cell["attention"]], steps=STEPS[name])
-    changes: dict[str, Any] = {"batch": token_batches(built.model().config.vocab_size, "cpu", batch=cell["batch"])}
+    changes: dict[str, Any] = {
+        "batch": token_batches(built.model().config.vocab_size, "cpu", batch=cell["batch"])
+    }
     if cell["loss_chunks"] > 1:  # which reads the head itself
         *others, last = built.bucket_plan
-        changes |= {"step": chunked_ce_step(cell["loss_chunks"]), "bucket_plan": [*others, [*last, "loss"]]}
+        changes |= {
+            "step": chunked_ce_step(cell["loss_chunks"]),
+            "bucket_plan": [*others, [*last, "loss"]],
+        }
     if cell["early_accumulation"]:
         changes["chunk"] = CHUNKS[name]
     return replace(built, **changes)

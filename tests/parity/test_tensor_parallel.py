@@ -49,20 +49,30 @@ BOTH = [pytest.param(True, id="sequence"), pytest.param(False, id="tensor", mark
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_graph_equals_eager_under_tensor_parallelism(gt_mesh, check_parity, precision, sequence):
     check_parity(
-        llama3_training(gt_mesh, precision, "debug_odd_tp", parallel=Parallelism({"sequence": sequence}), steps=2)
+        llama3_training(
+            gt_mesh,
+            precision,
+            "debug_odd_tp",
+            parallel=Parallelism({"sequence": sequence}),
+            steps=2,
+        )
     )
 
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"replicate": 2, "dp": 2, "tp": 2})
 def test_graph_equals_eager_under_hybrid_sharding_and_tensor_parallelism(gt_mesh, check_parity):
-    check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), steps=2))
+    check_parity(
+        llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), steps=2)
+    )
 
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
 def test_graph_equals_eager_under_expert_and_tensor_parallelism(gt_mesh, check_parity):
-    check_parity(deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_small", parallel=Parallelism({}), steps=2))
+    check_parity(
+        deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_small", parallel=Parallelism({}), steps=2)
+    )
 
 
 @pytest.mark.second_tier
@@ -70,7 +80,9 @@ def test_graph_equals_eager_under_expert_and_tensor_parallelism(gt_mesh, check_p
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_graph_equals_eager_under_context_parallelism(gt_mesh, check_parity, method):
     """Parameters are sharded over both dimensions, batches over the first, sequences over the second."""
-    check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism(context=method), steps=2))
+    check_parity(
+        llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism(context=method), steps=2)
+    )
 
 
 @pytest.mark.second_tier
@@ -84,7 +96,11 @@ def test_graph_equals_eager_under_context_and_tensor_parallelism(gt_mesh, check_
 def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, check_parity):
     """The backward of the sharded cross entropy runs inside ``loss_parallel``, on both sides."""
     parallel = Parallelism({"loss_parallel": True, "sequence": True})
-    check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=parallel, context=loss_parallel, max_norm=0.5, steps=2))
+    check_parity(
+        llama3_training(
+            gt_mesh, "bf16_fp32", parallel=parallel, context=loss_parallel, max_norm=0.5, steps=2
+        )
+    )
 
 
 @pytest.mark.second_tier
@@ -94,16 +110,22 @@ def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_con
     """Collectives of tensor parallelism run again in the backward, on both sides."""
     again = ActivationCheckpointConfig()
     parallel = Parallelism({"sequence": sequence})
-    config = llama3_training(gt_mesh, "fp32", parallel=parallel, activation_checkpoint=again, steps=2)
+    config = llama3_training(
+        gt_mesh, "fp32", parallel=parallel, activation_checkpoint=again, steps=2
+    )
     graph = check_parity_and_control(config).traced.gm.graph
     attentions = [node for node in graph.nodes if "scaled_dot_product" in str(node.target)]
-    assert sum("backward" not in str(node.target) for node in attentions) == 4, "two layers, each of them twice"
+    assert sum("backward" not in str(node.target) for node in attentions) == 4, (
+        "two layers, each of them twice"
+    )
 
 
 @pytest.mark.second_tier
 @on_four_ranks
 @pytest.mark.parametrize("sequence", BOTH)
-def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_parity_and_control, sequence):
+def test_graph_equals_eager_with_the_head_tied_to_the_embedding(
+    gt_mesh, check_parity_and_control, sequence
+):
     """Tie them again behind ``parallelize_module``, which gives each module a parameter of its own."""
     config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2)
 
@@ -125,7 +147,9 @@ def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
 ):
     """Each rank has a part of some experts, and half of that again by ``fully_shard``."""
     parallel = Parallelism({"experts": True, "sequence": sequence})
-    graph = check_parity_and_control(deepseek_v3_training(gt_mesh, "fp32", "debug_small", parallel=parallel, steps=2))
+    graph = check_parity_and_control(
+        deepseek_v3_training(gt_mesh, "fp32", "debug_small", parallel=parallel, steps=2)
+    )
     w1 = dict(graph.model.named_parameters())["layers.1.moe.routed_experts.w1"]
     assert (w1.device_mesh.mesh_dim_names, w1.placements) == (("efsdp", "tp"), (Shard(0), Shard(1)))
     assert w1.to_local().shape == (2, 24, 64), "of 8 experts, 48 wide"
@@ -134,7 +158,9 @@ def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
 @pytest.mark.second_tier("tensor")
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
-def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_them(gt_mesh, sequence):
+def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_them(
+    gt_mesh, sequence
+):
     """N3: those of norms are partial sums under sequence parallelism; a second step adds to what is there."""
     config = llama3.FLAVORS["debug"]
     inputs = token_batches(config.vocab_size, "cpu")(0, 0)
@@ -146,11 +172,17 @@ def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_t
     for _ in range(2):
         ce_step(eager, *inputs).backward()
         traced.replay(graph, *inputs)
-        for (name, expected), parameter in zip(eager.named_parameters(), graph.parameters(), strict=True):
-            assert getattr(parameter.grad, "placements", None) == getattr(expected.grad, "placements", None), name
+        for (name, expected), parameter in zip(
+            eager.named_parameters(), graph.parameters(), strict=True
+        ):
+            assert getattr(parameter.grad, "placements", None) == getattr(
+                expected.grad, "placements", None
+            ), name
         assert_bitwise_equal(gradients(graph), gradients(eager))
     first = next(iter(gradients(eager)))
-    assert_bitwise_different(gradients(graph), {**gradients(eager), first: gradients(eager)[first] + 1})
+    assert_bitwise_different(
+        gradients(graph), {**gradients(eager), first: gradients(eager)[first] + 1}
+    )
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
@@ -169,7 +201,9 @@ def test_a_replay_adds_to_a_gradient_that_lies_otherwise(gt_mesh):
     x = torch.full((2,), 1.0 + gt_mesh.get_local_rank())
     step(models[0], x).backward()
     trace_step(models[1], step, (x,)).replay(models[1], x)
-    assert models[1].weight.grad.full_tensor().tolist() == models[0].weight.grad.full_tensor().tolist()
+    assert (
+        models[1].weight.grad.full_tensor().tolist() == models[0].weight.grad.full_tensor().tolist()
+    )
 
 
 def gradients(model):
@@ -187,8 +221,12 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
     gradients of norms in the dtype that FSDP2 then reduces in, so its golden is another.
     """
     parallel = Parallelism({"sequence": True})
-    traced = GraphRun(published_llama3_training(gt_mesh, "bf16_fp32", n_layers=2, parallel=parallel)).traced
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, [bind_options(canonicalize_graph_pass)])
+    traced = GraphRun(
+        published_llama3_training(gt_mesh, "bf16_fp32", n_layers=2, parallel=parallel)
+    ).traced
+    gm = apply_graph_passes(
+        traced.gm, traced.example_inputs, [bind_options(canonicalize_graph_pass)]
+    )
     gt_golden.check(gm, "schedule", view="schedule", per="torch")
 
 
@@ -206,7 +244,10 @@ def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
     told = r"norm.weight differs between ranks \d and \d, .*on ranks it is an error"
     with pytest.warns(ReplicaWarning, match=told):
         parity = assert_parity(
-            lambda mesh: llama3_training(mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2), gt_world
+            lambda mesh: llama3_training(
+                mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2
+            ),
+            gt_world,
         )
     assert parity.control.outcome == "different"
 
@@ -221,8 +262,14 @@ def test_ranks_that_share_a_model_have_one_batch(gt_world):
         return (torch.ones(2, 4) * (coordinate + 1),)
 
     def config(mesh):
-        return TrainConfig(model=lambda: nn.Linear(4, 4), step=lambda model, x: model(x).square().mean(), batch=batch,
-                           mesh=mesh["dp"], bucket_plan=[""], steps=1)  # fmt: skip
+        return TrainConfig(
+            model=lambda: nn.Linear(4, 4),
+            step=lambda model, x: model(x).square().mean(),
+            batch=batch,
+            mesh=mesh["dp"],
+            bucket_plan=[""],
+            steps=1,
+        )
 
     train_graph(config, world=gt_world)
     assert set(asked) == {0, 1}
@@ -235,7 +282,9 @@ def test_ranks_that_share_a_model_have_one_batch(gt_world):
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param(train_eager, marks=pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})),
+        pytest.param(
+            train_eager, marks=pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})
+        ),
         pytest.param(train_graph, marks=on_four_ranks),
     ],
 )
@@ -271,7 +320,10 @@ def test_batches_that_differ_between_ranks_of_one_model_are_told(gt_mesh, gt_wor
     """N4: both sides compare them."""
     config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({}), steps=1)
     by_rank = replace(config, batch=lambda step, coordinate: config.batch(step, gt_world.rank))
-    with pytest.raises(ReplicasDiffer, match=r"input 0 differs between ranks 0 and 1, .*TrainConfig.batch\(0, coord"):
+    with pytest.raises(
+        ReplicasDiffer,
+        match=r"input 0 differs between ranks 0 and 1, .*TrainConfig.batch\(0, coord",
+    ):
         train_eager(by_rank)
 
 
@@ -284,7 +336,10 @@ def test_replicas_are_compared_over_a_dimension_by_name(gt_mesh, gt_world):
     assert_replicas_equal(model, gt_mesh, over="tp")
     if gt_world.rank == 3:
         nn.init.zeros_(model[1].bias)
-    with pytest.raises(ReplicasDiffer, match=r"1.bias differs between ranks 2 and 3, and is replicated over 'tp'; so"):
+    with pytest.raises(
+        ReplicasDiffer,
+        match=r"1.bias differs between ranks 2 and 3, and is replicated over 'tp'; so",
+    ):
         assert_replicas_equal(model, gt_mesh, over="tp")
     with pytest.raises(ReplicasDiffer, match=r"1.bias differs between ranks 2 and 3"):
         assert_replicas_equal(model, gt_mesh["tp"], over="tp")
@@ -306,7 +361,9 @@ def test_replicas_that_are_not_finite_prove_nothing(gt_mesh, gt_world, what):
         model.bias.grad = bad if what == "a gradient" else torch.ones(2)
         model.bias.data.copy_(bad if what == "a parameter" else torch.ones(2))
     name = "bias" if what == "a parameter" else "the gradient of bias"
-    with pytest.raises(VacuousCheck, match=f"^{name} is NaN or infinite on rank 2, in every element"):
+    with pytest.raises(
+        VacuousCheck, match=f"^{name} is NaN or infinite on rank 2, in every element"
+    ):
         assert_replicas_equal(model, gt_mesh, over="tp")
 
 
@@ -323,9 +380,17 @@ class Held(nn.Module):
             local = held(name) + {"both": rank, "partial": rank // 2}.get(name, 0)
             return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
 
-        self.parameter, self.dp = nn.Parameter(held("parameter")), sharded("dp", Shard(0), Replicate())
-        self.tp, self.both = sharded("tp", Replicate(), Shard(0)), sharded("both", Shard(0), Shard(0))
-        self.partial = sharded("partial", Partial(), Replicate())  # each rank of dp holds a term of its own
+        self.parameter, self.dp = (
+            nn.Parameter(held("parameter")),
+            sharded("dp", Shard(0), Replicate()),
+        )
+        self.tp, self.both = (
+            sharded("tp", Replicate(), Shard(0)),
+            sharded("both", Shard(0), Shard(0)),
+        )
+        self.partial = sharded(
+            "partial", Partial(), Replicate()
+        )  # each rank of dp holds a term of its own
         self.register_buffer("buffer", held("buffer"))
         self.parameter.grad = held("the gradient of parameter")
 
@@ -351,7 +416,10 @@ def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, 
             assert_replicas_equal(model, gt_mesh, over=name)
         except ReplicasDiffer as error:
             told[name] = str(error).partition(", and")[0]
-    words = {"dp": f"{what} differs between ranks 1 and 3", "tp": f"{what} differs between ranks 2 and 3"}
+    words = {
+        "dp": f"{what} differs between ranks 1 and 3",
+        "tp": f"{what} differs between ranks 2 and 3",
+    }
     assert told == {name: words[name] for name in sorted(over)}, f"{what} is held alike over {over}"
 
 
@@ -359,6 +427,10 @@ def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, 
 def test_a_dimension_over_which_nothing_can_be_compared_is_refused(gt_mesh):
     with pytest.raises(ValueError, match="the mesh has no dimension 'cp', it has dp, tp"):
         assert_replicas_equal(nn.Linear(2, 2), gt_mesh, over="cp")
-    model = parallelize_module(nn.Sequential(nn.Linear(2, 2)), gt_mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises(ValueError, match="no tensor of Sequential is replicated over 'tp': nothing could differ"):
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(2, 2)), gt_mesh["tp"], {"0": ColwiseParallel()}
+    )
+    with pytest.raises(
+        ValueError, match="no tensor of Sequential is replicated over 'tp': nothing could differ"
+    ):
         assert_replicas_equal(model, gt_mesh, over="tp")

@@ -40,12 +40,20 @@ def a_gradient_rounded_before_the_sum(gm):
     """To bf16, where the reduction is in fp32."""
     node = gm.graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default)[0]
     with gm.graph.inserting_before(node):
-        rounded = gm.graph.call_function(aten._to_copy.default, (node.args[0],), {"dtype": torch.bfloat16})
-        node.update_arg(0, gm.graph.call_function(aten._to_copy.default, (rounded,), {"dtype": torch.float32}))
+        rounded = gm.graph.call_function(
+            aten._to_copy.default, (node.args[0],), {"dtype": torch.bfloat16}
+        )
+        node.update_arg(
+            0, gm.graph.call_function(aten._to_copy.default, (rounded,), {"dtype": torch.float32})
+        )
     return 1
 
 
-MISTAKES = (sums_instead_of_averages, a_tensor_parallel_sum_left_out, a_gradient_rounded_before_the_sum)
+MISTAKES = (
+    sums_instead_of_averages,
+    a_tensor_parallel_sum_left_out,
+    a_gradient_rounded_before_the_sum,
+)
 
 
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})

@@ -43,14 +43,19 @@ from pytest_gtrainer.tracing.model import local
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER, REDUCE = (
-    getattr(c10d, name).default for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    getattr(c10d, name).default
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
 
 
 def launched(gm, target, mesh, where=lambda node: True):
     """The launches of a kind in a mesh's group, in graph order."""
     group = mesh.get_group().group_name
-    return [n for n in gm.graph.find_nodes(op="call_function", target=target) if group_of(n) == group and where(n)]
+    return [
+        n
+        for n in gm.graph.find_nodes(op="call_function", target=target)
+        if group_of(n) == group and where(n)
+    ]
 
 
 def backwards(node):
@@ -61,7 +66,9 @@ def in_dtype(gm, node, dtype, own=None):
     """A collective in another dtype, its result in its own again."""
     wait, own = next(iter(node.users)), own or node.args[0].meta["val"].dtype
     with gm.graph.inserting_before(node):
-        node.update_arg(0, gm.graph.call_function(aten._to_copy.default, (node.args[0],), {"dtype": dtype}))
+        node.update_arg(
+            0, gm.graph.call_function(aten._to_copy.default, (node.args[0],), {"dtype": dtype})
+        )
     with gm.graph.inserting_after(wait):
         back = gm.graph.call_function(aten._to_copy.default, (wait,), {"dtype": own})
     wait.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
@@ -116,14 +123,21 @@ def parameters_gathered_in_another_dtype(gm, mesh):
     """Eight bits in the place of sixteen, as bytes on the wire."""
     node = launched(gm, GATHER, mesh["dp"])[-1]
     with gm.graph.inserting_before(node):
-        narrow = gm.graph.call_function(aten._to_copy.default, (node.args[0],), {"dtype": torch.float8_e4m3fn})
-        node.update_arg(0, gm.graph.call_function(aten._to_copy.default, (narrow,), {"dtype": torch.bfloat16}))
+        narrow = gm.graph.call_function(
+            aten._to_copy.default, (node.args[0],), {"dtype": torch.float8_e4m3fn}
+        )
+        node.update_arg(
+            0, gm.graph.call_function(aten._to_copy.default, (narrow,), {"dtype": torch.bfloat16})
+        )
 
 
 def two_gradients_exchanged(gm, mesh):
     """The keys' for the values', of one shape."""
     output, results = gm.graph.output_node(), results_of(gm)
-    one, other = (output.meta["gt_outputs"].index(f"layers.0.attention.{name}.weight") for name in ("wk", "wv"))
+    one, other = (
+        output.meta["gt_outputs"].index(f"layers.0.attention.{name}.weight")
+        for name in ("wk", "wv")
+    )
     results[one], results[other] = results[other], results[one]
     output.args = (tuple(results),)
 
@@ -137,11 +151,17 @@ def gradient_added_twice(gm, mesh):
 
 
 BESIDE_TENSOR = [
-    sum_for_average, gradients_added_in_bf16, gradient_of_a_norm_not_summed,
-    gradient_cast_on_the_other_side_of_the_tensor_reduction, sum_of_a_product_left_out,
-    reduced_over_the_ranks_of_the_model, gathered_over_the_ranks_of_the_model, parameters_gathered_in_another_dtype,
-    two_gradients_exchanged, gradient_added_twice,
-]  # fmt: skip
+    sum_for_average,
+    gradients_added_in_bf16,
+    gradient_of_a_norm_not_summed,
+    gradient_cast_on_the_other_side_of_the_tensor_reduction,
+    sum_of_a_product_left_out,
+    reduced_over_the_ranks_of_the_model,
+    gathered_over_the_ranks_of_the_model,
+    parameters_gathered_in_another_dtype,
+    two_gradients_exchanged,
+    gradient_added_twice,
+]
 
 
 # --- replicas of shards
@@ -182,13 +202,16 @@ def check_mistakes(eager, model, traced, inputs, mesh, mistakes):
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 def test_beside_tensor_parallelism(gt_mesh):
     """N2: a cast in front of the sum over TP is among the mistakes."""
+
     def model():
         built = llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=1))
         built.init_weights(seed=0)
         apply_tensor_parallel(built, gt_mesh["tp"], sequence=True)
         return built
 
-    config = llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), model=model, steps=1)
+    config = llama3_training(
+        gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), model=model, steps=1
+    )
     config = replace(config, bucket_plan=["tok_embeddings", "layers.0", ["norm", "lm_head"]])
     eager, graph, inputs = EagerRun(config).model, GraphRun(config), config.inputs(0)
     config.step(eager, *inputs).backward()
@@ -200,7 +223,9 @@ def test_of_replicas(gt_mesh, gt_world):
     """What is reduced in bf16 is fp32 behind the reduce-scatter, so replicas have bits to lose."""
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     eager = fully_shard(stage(), mesh=gt_mesh, mp_policy=FSDP2Policy(**dtypes))
-    model = data_parallel(stage(), gt_mesh, mode="hybrid_shard", mp_policy=MixedPrecisionPolicy(**dtypes))
+    model = data_parallel(
+        stage(), gt_mesh, mode="hybrid_shard", mp_policy=MixedPrecisionPolicy(**dtypes)
+    )
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(gt_world.rank)).bfloat16()
     eager(x).square().sum().backward()
     traced = trace_step(model, lambda net, x: net(x).square().sum(), (x,))
@@ -246,11 +271,19 @@ def stage():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def run_microbatches(graphs, module, given, *, order=(0, 1, 2), tangent_of=lambda at: at, once=True):
+def run_microbatches(
+    graphs, module, given, *, order=(0, 1, 2), tangent_of=lambda at: at, once=True
+):
     """Gradients of the parameters, of microbatches (input, tangent)."""
     sums = {}
     for at in order:
-        values = dict(zip(graphs.inputs, [*module.parameters(), given[at][0], given[tangent_of(at)][1]], strict=True))
+        values = dict(
+            zip(
+                graphs.inputs,
+                [*module.parameters(), given[at][0], given[tangent_of(at)][1]],
+                strict=True,
+            )
+        )
         graphs.run(values, *PARTS)
         for name in graphs.accumulates:
             sums[name] = sums[name] + values[name] if name in sums and once else values[name]
@@ -275,7 +308,9 @@ def test_of_stages():
     ):
         assert_bitwise_different(run_microbatches(graphs, module, given, **mistake), expected)
     needed = gm.graph.find_nodes(op="call_function", target=aten.tanh_backward.default)[0]
-    with pytest.raises(PlanError, match=r"needs tanh_backward of 1 \(backward_weight\), which runs later"):
+    with pytest.raises(
+        PlanError, match=r"needs tanh_backward of 1 \(backward_weight\), which runs later"
+    ):
         split_stage_graph(gm, moved={needed: "backward_weight"})
 
 
@@ -290,7 +325,9 @@ def small(mesh):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     data_parallel(model, mesh["dp"])
     traced = trace_step(model, lambda net, x: net(x).sum(), (torch.ones(2, 8),))
-    bucketed = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=["0", "1"])
+    bucketed = bind_options(
+        joint_transformer_block_bucketing_reordering_pass, bucket_plan=["0", "1"]
+    )
     return apply_graph_passes(traced.gm, traced.example_inputs, [bucketed])
 
 
@@ -324,6 +361,7 @@ def test_of_one_rank_alone(gt_mesh, gt_world):
     if gt_world.rank == 1:
         first.append(second) if second < first else first.prepend(second)
     with pytest.raises(
-        RanksDisagree, match=r"collective 0 differs: rank 0 issues .*all_gather.* of 0 .*, rank 1 issues"
+        RanksDisagree,
+        match=r"collective 0 differs: rank 0 issues .*all_gather.* of 0 .*, rank 1 issues",
     ):
         assert_same_collectives(gm)

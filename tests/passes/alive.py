@@ -45,9 +45,13 @@ class Alive(TorchDispatchMode):
             held = args, kwargs, result
             self.stash.update({t.untyped_storage()._cdata: held for t in tree_leaves(result)})
         self.note(result)
-        self.known = {key: (ref, nbytes) for key, (ref, nbytes) in self.known.items() if not ref.expired()}
+        self.known = {
+            key: (ref, nbytes) for key, (ref, nbytes) in self.known.items() if not ref.expired()
+        }
         self.ran.append((str(func), sum(nbytes for _, nbytes in self.known.values())))
-        self.shapes.append([leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        self.shapes.append(
+            [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        )
         return result
 
 
@@ -62,7 +66,9 @@ def run(gm, inputs):
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.reshape.default:  # torch takes it apart
             del ran[: 1 if ran[0][0][0] == "aten.view.default" else 2]
-        elif isinstance(node.target, OpOverload) and any("Tensor" in str(r.type) for r in node.target._schema.returns):
+        elif isinstance(node.target, OpOverload) and any(
+            "Tensor" in str(r.type) for r in node.target._schema.returns
+        ):
             (name, nbytes), shapes = ran.pop(0)
             assert name == str(node.target), node.name
             found[node.name] = nbytes, shapes
@@ -76,14 +82,18 @@ def run(gm, inputs):
 def differing(gm, found, sizes=None):
     """Nodes behind which another number of bytes is alive than ``peak_memory`` tells."""
     curve = peak_memory(gm, sizes=sizes).curve
-    return {name: (nbytes, curve[name]) for name, (nbytes, _) in found.items() if nbytes != curve[name]}
+    return {
+        name: (nbytes, curve[name]) for name, (nbytes, _) in found.items() if nbytes != curve[name]
+    }
 
 
 def sizes_of(gm, found):
     """The number of each symbol, from the shapes that the run had."""
     numbers = {}
     for node in gm.graph.nodes:
-        values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+        values = [
+            leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)
+        ]
         for value, shape in zip(values, found.get(node.name, (0, ()))[1], strict=False):
             for size, number in zip(value.shape, shape, strict=True):
                 if type(size) is torch.SymInt:

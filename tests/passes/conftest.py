@@ -63,7 +63,9 @@ def make_joint(gt_mesh):
     """``make_joint(n_layers=3, dim=8, policy=...)`` -> the canonicalised traced step of a sharded Net."""
 
     def make(n_layers=3, dim=8, policy=None, step=token_step, **options):
-        model = data_parallel(Net(n_layers, dim), gt_mesh, mp_policy=policy or MixedPrecisionPolicy(torch.bfloat16))
+        model = data_parallel(
+            Net(n_layers, dim), gt_mesh, mp_policy=policy or MixedPrecisionPolicy(torch.bfloat16)
+        )
         traced = trace_step(model, step, (torch.zeros(2, 3, dtype=torch.int64),), **options)
         return traced.with_graph(canonicalize_graph_pass(traced.gm))
 
@@ -88,7 +90,10 @@ def shared_joint(make_joint, gt_mesh, traced_joints):
         traced = traced_joints[key]
         gm = copy.deepcopy(traced.gm)
         for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
-            node.meta = {name: copy.copy(held) if isinstance(held, dict) else held for name, held in node.meta.items()}
+            node.meta = {
+                name: copy.copy(held) if isinstance(held, dict) else held
+                for name, held in node.meta.items()
+            }
         return traced.with_graph(gm)
 
     return make

@@ -53,7 +53,11 @@ def test_without_sequence_parallelism_nothing_is_fused(gt_mesh):
     assert [str(decision) for decision in async_tp_decisions(gm, gt_mesh["tp"])] == [
         "fwd all_gather of lm_head, not fused"
     ]
-    with pytest.raises(ValueError, match=r"no all-gather and no reduce-scatter over .*: nothing could be fused"):
+    with pytest.raises(
+        ValueError, match=r"no all-gather and no reduce-scatter over .*: nothing could be fused"
+    ):
         async_tp_decisions(gm, gt_mesh["dp"])
-    with pytest.raises(ValueError, match=r"has 2 dimensions: give the one of tensor parallelism, mesh\['tp'\]"):
+    with pytest.raises(
+        ValueError, match=r"has 2 dimensions: give the one of tensor parallelism, mesh\['tp'\]"
+    ):
         async_tp_decisions(gm, gt_mesh)

@@ -6,7 +6,13 @@ import pytest
 from torch import nn
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree, managed_order, managed_order_of, sort_key
+from pytest_gtrainer.graph.bucket_plan import (
+    Plan,
+    expert_fsdp_degree,
+    managed_order,
+    managed_order_of,
+    sort_key,
+)
 from pytest_gtrainer.graph.collectives import PlanError
 
 DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
@@ -20,15 +26,25 @@ def test_a_dense_model_has_one_bucket_a_layer():
 
 def test_the_loss_joins_the_last_bucket_only_if_it_is_chunked():
     """B2."""
-    assert get_default_transformer_block_buckets(1, chunked_loss_enabled=True)[-1] == ["norm", "lm_head", "loss"]
+    assert get_default_transformer_block_buckets(1, chunked_loss_enabled=True)[-1] == [
+        "norm",
+        "lm_head",
+        "loss",
+    ]
     assert get_default_transformer_block_buckets(1)[-1] == ["norm", "lm_head"]
 
 
 def test_a_moe_layer_has_two_buckets_where_experts_are_sharded():
     """B3: and stays one where they are not."""
     plan = get_default_transformer_block_buckets(2, moe_layers=[1], expert_fsdp_degree=2)
-    assert plan[1:4] == ["layers.0", [f"layers.1.{part}" for part in DENSE_PARTS], "layers.1.moe.routed_experts"]
-    assert "layers.1" in get_default_transformer_block_buckets(2, moe_layers=[1], expert_fsdp_degree=1)
+    assert plan[1:4] == [
+        "layers.0",
+        [f"layers.1.{part}" for part in DENSE_PARTS],
+        "layers.1.moe.routed_experts",
+    ]
+    assert "layers.1" in get_default_transformer_block_buckets(
+        2, moe_layers=[1], expert_fsdp_degree=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,12 +67,21 @@ def test_the_expert_fsdp_degree(arguments, degree):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ([["layers.0.w1", "layers.1.w1"]], r"bucket 'layers.0.w1\+layers.1.w1' spans layers.0 and layers.1"),
+        (
+            [["layers.0.w1", "layers.1.w1"]],
+            r"bucket 'layers.0.w1\+layers.1.w1' spans layers.0 and layers.1",
+        ),
         ([["norm", "layers.1"]], "spans layers.1 and no layer"),
         (["layers.0", "layers.0"], "names 'layers.0' twice"),
         (["layers.0", []], "entry 1 of the bucket plan is empty"),
-        ("layers.0", r"the bucket plan is the word 'layers.0': give a list of entries, \['layers.0'\]"),
-        (["norm", ["layers.0", 3]], "entry 1 of the bucket plan has 3: expected FQNs, or lists of FQNs"),
+        (
+            "layers.0",
+            r"the bucket plan is the word 'layers.0': give a list of entries, \['layers.0'\]",
+        ),
+        (
+            ["norm", ["layers.0", 3]],
+            "entry 1 of the bucket plan has 3: expected FQNs, or lists of FQNs",
+        ),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused_by_name(entries, words):
@@ -80,12 +105,21 @@ def test_sizes_that_no_model_has_are_refused():
 NESTED = ["", "layers.1", "layers.1.moe", "layers.1.moe.routed_experts"]
 
 
-@pytest.mark.parametrize("entries", [NESTED, NESTED[::-1]], ids=["outermost first", "innermost first"])
+@pytest.mark.parametrize(
+    "entries", [NESTED, NESTED[::-1]], ids=["outermost first", "innermost first"]
+)
 def test_the_innermost_entry_decides(entries):
     plan = Plan(entries)
-    found = {fqn: plan.bucket_of(fqn).label for fqn in (
-        "layers.1.moe.routed_experts.w1", "layers.1.moe.routed_experts", "layers.1.moe.router", "layers.1", "layers.10",
-    )}  # fmt: skip
+    found = {
+        fqn: plan.bucket_of(fqn).label
+        for fqn in (
+            "layers.1.moe.routed_experts.w1",
+            "layers.1.moe.routed_experts",
+            "layers.1.moe.router",
+            "layers.1",
+            "layers.10",
+        )
+    }
     assert found == {
         "layers.1.moe.routed_experts.w1": "layers.1.moe.routed_experts",
         "layers.1.moe.routed_experts": "layers.1.moe.routed_experts",
@@ -108,20 +142,27 @@ def test_names_that_begin_alike_are_other_modules():
     """Of a bucket are names equal to an entry, or behind it and a dot."""
     for entries in (SIMILAR, SIMILAR[::-1]):
         plan = Plan(entries)
-        assert {fqn: plan.bucket_of(f"{fqn}.weight").label for fqn in SIMILAR} == {fqn: fqn for fqn in SIMILAR}
+        assert {fqn: plan.bucket_of(f"{fqn}.weight").label for fqn in SIMILAR} == {
+            fqn: fqn for fqn in SIMILAR
+        }
     plan = Plan(["norm_out", "layers.1"])
-    assert [plan.bucket_of(fqn) for fqn in ("norm_out_proj", "layers.10", "layers.1_extra", "norm_ou", "layers")] == [
-        None
-    ] * 5
+    assert [
+        plan.bucket_of(fqn)
+        for fqn in ("norm_out_proj", "layers.10", "layers.1_extra", "norm_ou", "layers")
+    ] == [None] * 5
     with pytest.raises(PlanError, match=r"names 'norm_out', 'layers\.1', which"):
         plan.check_names(["norm_out_proj.linear", "layers.10.attention"])
 
 
-@pytest.mark.parametrize("roots", [["norm_out", "norm_out_proj"], ["norm_out_proj", "norm_out"]], ids=" then ".join)
+@pytest.mark.parametrize(
+    "roots", [["norm_out", "norm_out_proj"], ["norm_out_proj", "norm_out"]], ids=" then ".join
+)
 def test_payloads_follow_the_entry_where_names_begin_alike(roots):
     """D2: FSDP2 takes the modules in the order given; a parameter belongs to its own, not to one that begins alike."""
     (bucket,) = Plan([roots]).buckets
-    members = [SimpleNamespace(parameter=f"{fqn}.weight") for fqn in reversed(roots)]  # as registered
+    members = [
+        SimpleNamespace(parameter=f"{fqn}.weight") for fqn in reversed(roots)
+    ]  # as registered
     key = sort_key("managed", [member.parameter for member in members], lambda member: 0)
     ordered = sorted(members, key=lambda member: key(bucket, member))
     assert [member.parameter for member in ordered] == [f"{fqn}.weight" for fqn in roots]
@@ -129,7 +170,13 @@ def test_payloads_follow_the_entry_where_names_begin_alike(roots):
 
 def test_the_managed_order_of_names_that_begin_alike():
     names = ["out.a.weight", "out_proj.weight", "out.weight", "outer.b.weight", "out_scale"]
-    assert managed_order(names) == ["out.a.weight", "out.weight", "out_proj.weight", "outer.b.weight", "out_scale"]
+    assert managed_order(names) == [
+        "out.a.weight",
+        "out.weight",
+        "out_proj.weight",
+        "outer.b.weight",
+        "out_scale",
+    ]
 
 
 def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():
@@ -137,7 +184,10 @@ def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():
     one = Plan([["layers.0.a", "layers.0.b"], "layers.0.experts"])
     two = Plan([["layers.0.a", "layers.0.b"], ["layers.0.c", "layers.0.d"]])
     assert [bucket.roots for bucket in one.buckets] == [("layers.0",), ("layers.0.experts",)]
-    assert [bucket.roots for bucket in two.buckets] == [("layers.0.a", "layers.0.b"), ("layers.0.c", "layers.0.d")]
+    assert [bucket.roots for bucket in two.buckets] == [
+        ("layers.0.a", "layers.0.b"),
+        ("layers.0.c", "layers.0.d"),
+    ]
 
 
 def test_the_order_that_fsdp2_manages_parameters_in():
@@ -145,4 +195,8 @@ def test_the_order_that_fsdp2_manages_parameters_in():
     parent, child = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     parent.child, child.parent = child, parent
     assert managed_order_of(parent) == ["child.weight", "weight", "bias"]
-    assert managed_order([name for name, _ in parent.named_parameters()]) == ["child.weight", "weight", "bias"]
+    assert managed_order([name for name, _ in parent.named_parameters()]) == [
+        "child.weight",
+        "weight",
+        "bias",
+    ]

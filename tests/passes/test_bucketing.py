@@ -31,8 +31,12 @@ def uneven_joint_of(make_net):
     def trace(rank):
         with fake_group_beside(rank, 4):
             model = data_parallel(make_net(3, 10), init_device_mesh("cpu", (4,)))
-            traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
-            return traced.with_graph(canonicalize_graph_pass(traced.gm))  # since torch 2.15 all ranks pad, by nothing
+            traced = trace_step(
+                model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),)
+            )
+            return traced.with_graph(
+                canonicalize_graph_pass(traced.gm)
+            )  # since torch 2.15 all ranks pad, by nothing
 
     return trace
 
@@ -44,7 +48,9 @@ def found(gm, target):
 def payload_of(layout, collective, label):
     """The one payload of a bucket."""
     of_bucket = [payload for payload in layout.of(collective) if payload.label == label]
-    assert len(of_bucket) == 1, f"{len(of_bucket)} {collective}s of bucket {label!r}, expected 1, in\n{layout}"
+    assert len(of_bucket) == 1, (
+        f"{len(of_bucket)} {collective}s of bucket {label!r}, expected 1, in\n{layout}"
+    )
     return of_bucket[0]
 
 
@@ -85,7 +91,12 @@ def test_modules_that_share_a_bucket_are_packed_as_they_are_listed(joint, plan, 
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("registration", "scale"), ("execution", "norm.weight"), (["layers.1.w3.weight"], "w3.weight")]
+    ("order", "first"),
+    [
+        ("registration", "scale"),
+        ("execution", "norm.weight"),
+        (["layers.1.w3.weight"], "w3.weight"),
+    ],
 )
 def test_other_orders_are_other_payloads(joint, plan, order, first):
     """The twins of D2: named_parameters order, execution order, an order by hand."""
@@ -112,7 +123,9 @@ def test_new_nodes_carry_their_bucket_and_direction(joint, plan):
     assert new
     for node in new:
         bucket = node.meta["fsdp_bucket"]
-        assert bucket["plan_fqns"] in [[entry] if isinstance(entry, str) else entry for entry in plan]
+        assert bucket["plan_fqns"] in [
+            [entry] if isinstance(entry, str) else entry for entry in plan
+        ]
         assert bool(node.meta.get("autograd_backward")) == (bucket["direction"] == "bwd")
         assert "val" in node.meta
 
@@ -120,8 +133,12 @@ def test_new_nodes_carry_their_bucket_and_direction(joint, plan):
 def test_gathered_members_leave_contiguous(joint, plan):
     """D13: also a parameter with one row a rank, whose part would fit a strided view."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
-    clones = [node for node in found(gm, torch.ops.aten.clone.default) if "fsdp_bucket" in node.meta]
-    assert len(clones) >= 3 * 7, "each member of a bucket is copied out of the gathered payload, not only viewed"
+    clones = [
+        node for node in found(gm, torch.ops.aten.clone.default) if "fsdp_bucket" in node.meta
+    ]
+    assert len(clones) >= 3 * 7, (
+        "each member of a bucket is copied out of the gathered payload, not only viewed"
+    )
     assert {node.kwargs["memory_format"] for node in clones} == {torch.contiguous_format}
 
 
@@ -129,7 +146,9 @@ def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
     """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for each other."""
     lines = compared_by_ranks(joint_pass(joint.gm, bucket_plan=plan))
     assert lines
-    assert not [line for line in lines if " any shape of " in line], "a bucket is compared without its shape"
+    assert not [line for line in lines if " any shape of " in line], (
+        "a bucket is compared without its shape"
+    )
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):
@@ -169,7 +188,10 @@ def test_running_it_again_changes_nothing(joint, plan):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda plan: plan.remove("layers.1"), 'no all-gather of layers.1.norm.weight.*: add "layers.1" to the plan'),
+        (
+            lambda plan: plan.remove("layers.1"),
+            'no all-gather of layers.1.norm.weight.*: add "layers.1" to the plan',
+        ),
         (lambda plan: plan.append("layers.7"), "names 'layers.7', which the model does not have"),
         (lambda plan: plan.__setitem__(4, ["norm", "head"]), "names 'head'"),
         (lambda plan: plan.__setitem__(4, "norm"), "covers no all-gather of lm_head.weight"),
@@ -191,7 +213,9 @@ def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
         return model(tokens).sum() + model(tokens).sum()
 
     traced = make_joint(step=reading_twice, reuse_gathers=False)
-    with pytest.raises(PlanError, match="more than one all-gather in the fwd direction: trace with reuse_"):
+    with pytest.raises(
+        PlanError, match="more than one all-gather in the fwd direction: trace with reuse_"
+    ):
         joint_pass(traced.gm, bucket_plan=plan)
 
 
@@ -203,7 +227,9 @@ def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     wanted = [joint.parameter_fqns.index(f"layers.1.{name}") for name in names]
-    gather, scatter = (payload_of(layout, kind, "layers.1") for kind in ("all_gather", "reduce_scatter"))
+    gather, scatter = (
+        payload_of(layout, kind, "layers.1") for kind in ("all_gather", "reduce_scatter")
+    )
     assert [int(name.rpartition(".input")[2]) for name in gather.parameters] == wanted
     assert [int(name.rpartition(".output")[2]) - 1 for name in scatter.parameters] == wanted
 
@@ -223,7 +249,9 @@ def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of
     first, last = uneven_joint_of(rank=0), uneven_joint_of(rank=3)
     pads = [len(found(gm.gm, torch.ops.aten.constant_pad_nd.default)) for gm in (first, last)]
     assert pads[0] < pads[1]
-    first, last = (joint_pass(traced.gm, bucket_plan=plan, reorder=reorder) for traced in (first, last))
+    first, last = (
+        joint_pass(traced.gm, bucket_plan=plan, reorder=reorder) for traced in (first, last)
+    )
     assert collective_sequence(first) == collective_sequence(last)
 
 
@@ -240,7 +268,11 @@ def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
 
     model = shard_traceably(config(True).model(), config(True))
     rewritten = rewrite(trace_config(config(True), model), config(True))
-    (last,) = [p for p in bucket_layout(rewritten.gm).of("reduce_scatter") if "lm_head.weight" in p.parameters]
+    (last,) = [
+        p
+        for p in bucket_layout(rewritten.gm).of("reduce_scatter")
+        if "lm_head.weight" in p.parameters
+    ]
     assert last.parameters == ("norm.weight", "lm_head.weight")
     with pytest.raises(PlanError, match=r"covers no all-gather of lm_head.weight \(read in loss\)"):
         rewrite(trace_config(config(False), model), config(False))
@@ -259,12 +291,17 @@ def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
         def forward(self, x):
             before = self.seen * 2
             self.seen.add_(1)
-            gathered = [funcol.all_gather_single(tensor, 0, gt_mesh).sum() for tensor in (self.seen, x[0])]
+            gathered = [
+                funcol.all_gather_single(tensor, 0, gt_mesh).sum() for tensor in (self.seen, x[0])
+            ]
             return self.layers[0](x).sum() * before.sum() * sum(gathered)
 
     model = data_parallel(Gathering(), gt_mesh)
     traced = trace_step(model, lambda m, x: m(x), (torch.ones(3, 4),))
-    inputs = [torch.randn(t.shape, generator=torch.Generator().manual_seed(0)) for t in traced.example_inputs]
+    inputs = [
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(0))
+        for t in traced.example_inputs
+    ]
     before = [value.clone() for value in copy.deepcopy(traced.gm)(*[t.clone() for t in inputs])]
     gm = joint_pass(traced.gm, bucket_plan=["layers.0"])
     bucketed = [node for node in found(gm, ALL_GATHER) if "fsdp_bucket" in node.meta]
@@ -280,7 +317,9 @@ def test_reduce_scatters_that_are_added_are_told_one_by_one(gt_mesh, make_net):
     from pytest_gtrainer.references.graph import shard_traceably
 
     plan = get_default_transformer_block_buckets(2, chunked_loss_enabled=True)
-    config = llama3_training(gt_mesh, "fp32", step=chunked_ce_step(2, read_per_chunk=True), bucket_plan=plan)
+    config = llama3_training(
+        gt_mesh, "fp32", step=chunked_ce_step(2, read_per_chunk=True), bucket_plan=plan
+    )
     model = shard_traceably(config.model(), config)
     traced = trace_step(model, config.step, config.batch(0, 0), reuse_gathers=False)
     scatters = bucket_layout(traced.gm).of("reduce_scatter")
@@ -296,7 +335,9 @@ def test_a_bucket_of_two_modules_is_packed_in_the_order_that_the_plan_lists_them
     from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
 
     for last in (["lm_head", "norm"], ["norm", "lm_head"]):
-        config = llama3_training(gt_mesh, "fp32", bucket_plan=["tok_embeddings", "layers.0", "layers.1", last])
+        config = llama3_training(
+            gt_mesh, "fp32", bucket_plan=["tok_embeddings", "layers.0", "layers.1", last]
+        )
         graph = rewrite(trace_config(config, shard_traceably(config.model(), config)), config)
         model = config.model()
         shard_eagerly(model, config)
@@ -314,7 +355,10 @@ def test_a_tie_between_a_module_and_its_child_has_fsdp2s_place(gt_mesh):
         def __init__(self) -> None:
             super().__init__()
             self.own = torch.nn.Parameter(torch.ones(4, 4))
-            self.first, self.second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+            self.first, self.second = (
+                torch.nn.Linear(4, 4, bias=False),
+                torch.nn.Linear(4, 4, bias=False),
+            )
             self.first.weight = self.own
 
         def forward(self, x):
@@ -334,7 +378,10 @@ def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, pl
     forward = model.forward
     model.forward = lambda tokens: forward(tokens) * model.position.sum()
     traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
-    with pytest.raises(PlanError, match=r'covers no all-gather of position \(read in the root\): add "" to the plan'):
+    with pytest.raises(
+        PlanError,
+        match=r'covers no all-gather of position \(read in the root\): add "" to the plan',
+    ):
         joint_pass(traced.gm, bucket_plan=plan)
     layout = bucket_layout(joint_pass(traced.gm, bucket_plan=[*plan, ""]))
     assert ("position",) in [payload.parameters for payload in layout.of("all_gather")]
@@ -346,7 +393,10 @@ def test_the_layout_tells_what_replicas_reduce(gt_world):
     path = Path(__file__).parents[2] / "fixtures" / "graphs" / "hsdp" / "both_are_bucketed.fxgraph"
     layout = bucket_layout(run_pass_file(path))
     found = {
-        collective: [(p.ranks, [(s.parameter, s.offset, s.nbytes) for s in p.slots]) for p in layout.of(collective)]
+        collective: [
+            (p.ranks, [(s.parameter, s.offset, s.nbytes) for s in p.slots])
+            for p in layout.of(collective)
+        ]
         for collective in ("reduce_scatter", "all_reduce")
     }
     packed = [[(f"layers.{layer}.a", 0, 8), (f"layers.{layer}.b", 8, 8)] for layer in (1, 0)]

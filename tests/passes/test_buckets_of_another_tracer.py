@@ -40,12 +40,20 @@ def traced(model, step, inputs):
         given = named(state, flat)
         with stateless._reparametrize_module(model, given):
             loss = step(model, *flat[len(state) :])
-        trained = [given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
+        trained = [
+            given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)
+        ]
         return [loss, *map(local, torch.autograd.grad(loss, trained))]
 
-    flat = [local(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in state.values()]
+    flat = [
+        local(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in state.values()
+    ]
     compiler = torch.compiler
-    with preserve_node_meta(), compiler._non_strict_tracing_context(), compiler._patch_engine_backward():
+    with (
+        preserve_node_meta(),
+        compiler._non_strict_tracing_context(),
+        compiler._patch_engine_backward(),
+    ):
         return make_fx(flat_step, tracing_mode="fake")(*flat, *inputs)
 
 
@@ -78,7 +86,9 @@ def bucketed(gm, model, plan, key):
         (fsdp_reduce_scatters(named), bucketing.merge_reduce_scatter_bucket),
     ):
         for bucket in plan.buckets:
-            own = sorted((one for one in members if plan.bucket_of(one.parameter) == bucket), key=key)
+            own = sorted(
+                (one for one in members if plan.bucket_of(one.parameter) == bucket), key=key
+            )
             merge(gm.graph, [nodes[one.launch.name] for one in own], "custom_ops")
         stable_topological_sort(gm.graph)
     gm.recompile()
@@ -101,7 +111,10 @@ def test_a_graph_that_torch_packed_has_its_whole_layout_and_is_eagers_by_name(tr
     layout = bucket_layout(made, names=model)
     for kind, way in (("all_gather", "fwd"), ("reduce_scatter", "bwd")):
         assert [each.directions for each in layout.of(kind)] == [(way,)] * len(eager.of(kind))
-        held, whole = (sorted(fqn for each in one.of(kind) for fqn in each.parameters) for one in (layout, apart))
+        held, whole = (
+            sorted(fqn for each in one.of(kind) for fqn in each.parameters)
+            for one in (layout, apart)
+        )
         assert held == whole == sorted(fqn for fqn, _ in model.named_parameters())
     assert_same_layout(made, eager, names=model)
 
@@ -133,5 +146,9 @@ def test_without_marks_of_the_backward_no_result_is_called_a_gradient(traced_and
     for node in gm.graph.nodes:
         node.meta.pop("autograd_backward", None)
     assert "lm_head.weight = " not in graphtext.render(gm, names=model)
-    reduced = {fqn for each in bucket_layout(gm, names=model).of("reduce_scatter") for fqn in each.parameters}
+    reduced = {
+        fqn
+        for each in bucket_layout(gm, names=model).of("reduce_scatter")
+        for fqn in each.parameters
+    }
     assert len(reduced) == len({fqn for fqn, _ in model.named_parameters()} - reduced)

@@ -32,10 +32,15 @@ def traced(mesh, model: str) -> fx.GraphModule:
     key = model, mesh.get_group().group_name
     if key not in TRACED:
         config = MODELS[model](mesh, "bf16_fp32")
-        TRACED[key] = canonicalize_graph_pass(trace_config(config, shard_traceably(new_model(config), config)).gm)
+        TRACED[key] = canonicalize_graph_pass(
+            trace_config(config, shard_traceably(new_model(config), config)).gm
+        )
     gm = copy.deepcopy(TRACED[key])
     for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
-        node.meta = {name: copy.copy(held) if isinstance(held, dict) else held for name, held in node.meta.items()}
+        node.meta = {
+            name: copy.copy(held) if isinstance(held, dict) else held
+            for name, held in node.meta.items()
+        }
     return gm
 
 
@@ -46,8 +51,18 @@ def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.05) -> dict[str
 
     expected = {}
     for kind, members, choose, merge in (
-        ("all_gather", fsdp_all_gathers, bucketing.bucket_all_gather_by_mb, bucketing.merge_all_gather),
-        ("reduce_scatter", fsdp_reduce_scatters, bucketing.bucket_reduce_scatter_by_mb, bucketing.merge_reduce_scatter),
+        (
+            "all_gather",
+            fsdp_all_gathers,
+            bucketing.bucket_all_gather_by_mb,
+            bucketing.merge_all_gather,
+        ),
+        (
+            "reduce_scatter",
+            fsdp_reduce_scatters,
+            bucketing.bucket_reduce_scatter_by_mb,
+            bucketing.merge_reduce_scatter,
+        ),
     ):
         mode_here = mode.replace("_multidtype", "") if kind == "reduce_scatter" else mode
         held = {member.launch: (member.parameter, sent(member)) for member in members(gm)}
@@ -78,7 +93,10 @@ def slots(parts) -> tuple:
 
 def held(gm: fx.GraphModule, kind: str) -> set:
     payloads = bucket_layout(gm).of(kind)
-    return {tuple((slot.parameter, slot.offset, slot.nbytes) for slot in payload.slots) for payload in payloads}
+    return {
+        tuple((slot.parameter, slot.offset, slot.nbytes) for slot in payload.slots)
+        for payload in payloads
+    }
 
 
 @pytest.mark.second_tier("deepseek_v3")
@@ -91,7 +109,9 @@ def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):
     assert {kind: held(gm, kind) for kind in expected} == expected
     assert {payload.directions for payload in bucket_layout(gm).of("reduce_scatter")} == {("bwd",)}
     lines = [line.text for line in lines_of(gm, "layout")]  # with every layer
-    assert sum(": at(" in line for line in lines) == sum(len(bucket) for kind in expected.values() for bucket in kind)
+    assert sum(": at(" in line for line in lines) == sum(
+        len(bucket) for kind in expected.values() for bucket in kind
+    )
 
 
 @pytest.mark.second_tier("deepseek_v3")
@@ -100,19 +120,27 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     """Manual overlap bucketing packs in execution order: the sets are eager's, the places are not (D2)."""
     config = MODELS[model](gt_mesh, "bf16_fp32")
     gm = traced(gt_mesh, model)
-    before = {slot.parameter for payload in bucket_layout(gm).of("all_gather") for slot in payload.slots}
+    before = {
+        slot.parameter for payload in bucket_layout(gm).of("all_gather") for slot in payload.slots
+    }
     from fixtures.torch_passes import manually_bucketed
 
     gm = manually_bucketed(gm, config.bucket_plan)
     layout = bucket_layout(gm)
-    assert {slot.parameter for payload in layout.of("all_gather") for slot in payload.slots} == before
+    assert {
+        slot.parameter for payload in layout.of("all_gather") for slot in payload.slots
+    } == before
     eager = new_model(config)
     shard_eagerly(eager, config)
     config.step(eager, *config.batch(0, 1)).backward()
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(layout, eager_bucket_layout(eager))
     told = str(failure.value).splitlines()[1:]
-    other = [line for line in told if not re.search(r"sits at byte|more parameters? of it|more differences", line)]
+    other = [
+        line
+        for line in told
+        if not re.search(r"sits at byte|more parameters? of it|more differences", line)
+    ]
     assert not other, "\n".join(other)
     assert "bucket 'layers.0', reduce_scatter:" in str(failure.value)
 
@@ -123,9 +151,13 @@ def test_members_that_a_bucket_casts_to_the_widest_dtype_are_read():
 
     gm = graph_of(Recipe(mixed=True))
     layout = bucket_layout(overlapped(graph_of(Recipe(mixed=True))))
-    gathered = [payload for payload in layout.of("all_gather") if "lm_head.weight" in payload.parameters]
+    gathered = [
+        payload for payload in layout.of("all_gather") if "lm_head.weight" in payload.parameters
+    ]
     assert len(gathered[0].slots) > 1
     for payload in layout.of("all_gather"):
         for slot in payload.slots:
-            member = next(p for p in bucket_layout(gm).of("all_gather") if p.parameters == (slot.parameter,))
+            member = next(
+                p for p in bucket_layout(gm).of("all_gather") if p.parameters == (slot.parameter,)
+            )
             assert (slot.nbytes, payload.dtype) == (member.slots[0].nbytes, member.dtype)

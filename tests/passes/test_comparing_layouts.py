@@ -35,7 +35,9 @@ def test_a_collective_that_nobody_compares_is_refused():
     """It was passed over."""
     strange = payload((SCALE, 4), collective="all_to_all")
     for layouts in (((EXPECTED, strange), (EXPECTED,)), ((EXPECTED,), (EXPECTED, strange))):
-        with pytest.raises(ValueError, match=r"layout has a collective 'all_to_all'; expected all_gather"):
+        with pytest.raises(
+            ValueError, match=r"layout has a collective 'all_to_all'; expected all_gather"
+        ):
             assert_same_layout(*map(BucketLayout, layouts))
 
 
@@ -64,7 +66,9 @@ def test_a_lost_and_a_foreign_parameter_are_named():
     ],
 )
 def test_dtype_group_and_op_are_compared(changes, words):
-    assert difference(payload((W1, 8), (W2, 12), **changes)) == [f"bucket 'layers.0', reduce_scatter: {words}"]
+    assert difference(payload((W1, 8), (W2, 12), **changes)) == [
+        f"bucket 'layers.0', reduce_scatter: {words}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,20 +77,30 @@ def test_dtype_group_and_op_are_compared(changes, words):
 )
 def test_a_premultiplied_sum_equals_what_gives_the_same_bits(ours, theirs, ranks):
     """D18: by one, and by 1/n of a power of two: multiplying then only moves exponents."""
-    both = [BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)]
+    both = [
+        BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)
+    ]
     assert_same_layout(*both)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "ranks"),
-    [("avg", f"premul_sum({1 / 3})", 3), ("sum", "premul_sum(0.5)", 2), ("premul_sum(0.25)", "avg", 2)],
+    [
+        ("avg", f"premul_sum({1 / 3})", 3),
+        ("sum", "premul_sum(0.5)", 2),
+        ("premul_sum(0.25)", "avg", 2),
+    ],
 )
 def test_another_premultiplied_sum_is_named_beside_what_stands_in_its_place(ours, theirs, ranks):
     """The twin: a third is rounded before the sum, where an average may divide after it."""
-    both = [BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)]
+    both = [
+        BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)
+    ]
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(*both)
-    assert f"op is {ours}, expected {theirs} (premul_sum multiplies each rank's gradient" in str(failure.value)
+    assert f"op is {ours}, expected {theirs} (premul_sum multiplies each rank's gradient" in str(
+        failure.value
+    )
 
 
 def test_another_size_at_the_same_place_is_told():
@@ -99,8 +113,16 @@ def test_another_size_at_the_same_place_is_told():
 def test_layers_that_begin_alike_are_not_taken_for_each_other():
     """layers.1 and layers.10, norm_out and norm_out_proj: by whole components."""
     names = ["layers.1.w", "layers.10.w", "layers.1.w_proj", "norm_out.w", "norm_out_proj.w"]
-    buckets = [payload((names[0], 8), (names[2], 4)), *(payload((name, 8)) for name in (names[1], *names[3:]))]
-    assert [bucket.label for bucket in buckets] == ["layers.1", "layers.10", "norm_out", "norm_out_proj"]
+    buckets = [
+        payload((names[0], 8), (names[2], 4)),
+        *(payload((name, 8)) for name in (names[1], *names[3:])),
+    ]
+    assert [bucket.label for bucket in buckets] == [
+        "layers.1",
+        "layers.10",
+        "norm_out",
+        "norm_out_proj",
+    ]
     other = [payload((names[1], 8), (names[2], 4)), payload((names[0], 8)), *buckets[2:]]
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(BucketLayout(tuple(other)), BucketLayout(tuple(buckets)))
@@ -123,7 +145,9 @@ def test_a_bucket_split_in_two_and_a_missing_one_are_told():
 def test_of_several_payloads_that_share_parameters_the_one_that_shares_most_is_compared(order):
     parts = [payload((W1, 8)), payload((W2, 12), (SCALE, 4))][::order]
     with pytest.raises(LayoutDifference) as failure:
-        assert_same_layout(BucketLayout(tuple(parts)), BucketLayout((payload((W2, 12), (SCALE, 4), (W1, 8)),)))
+        assert_same_layout(
+            BucketLayout(tuple(parts)), BucketLayout((payload((W2, 12), (SCALE, 4), (W1, 8)),))
+        )
     assert str(failure.value).splitlines()[1:] == [
         f"bucket 'layers.0', reduce_scatter: {W1} is missing",
         f"bucket 'layers.0': a reduce_scatter of {W1} that is not expected",
@@ -132,7 +156,9 @@ def test_of_several_payloads_that_share_parameters_the_one_that_shares_most_is_c
 
 def test_a_payload_that_is_reduced_twice_is_told():
     """A10, C4: RS(a) + RS(b) is not RS(a + b) in bits."""
-    assert difference(EXPECTED, EXPECTED) == [f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"]
+    assert difference(EXPECTED, EXPECTED) == [
+        f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"
+    ]
 
 
 def test_another_collective_in_its_place_is_told():
@@ -146,7 +172,9 @@ def test_long_differences_are_cut_and_counted():
     """Ten parameters in ten buckets: three a bucket, 24 lines in all."""
     names = [[f"layers.{layer}.p{index}.weight" for index in range(10)] for layer in range(10)]
     expected = BucketLayout(tuple(payload(*((name, 4) for name in bucket)) for bucket in names))
-    actual = BucketLayout(tuple(payload(*((name, 4) for name in reversed(bucket))) for bucket in names))
+    actual = BucketLayout(
+        tuple(payload(*((name, 4) for name in reversed(bucket))) for bucket in names)
+    )
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(actual, expected)
     lines = str(failure.value).splitlines()
@@ -163,7 +191,12 @@ def test_what_is_compared_is_told_to_those_who_watch():
         assert_same_layout(BucketLayout((EXPECTED,)), BucketLayout((EXPECTED,)))
         problems = difference(other)
     assert told == [
-        {"actual": BucketLayout((one,)), "expected": BucketLayout((EXPECTED,)), "problems": list_, "actual_is": "graph"}
+        {
+            "actual": BucketLayout((one,)),
+            "expected": BucketLayout((EXPECTED,)),
+            "problems": list_,
+            "actual_is": "graph",
+        }
         for one, list_ in ((EXPECTED, []), (other, problems))
     ]
 

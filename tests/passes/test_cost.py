@@ -8,7 +8,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes
-from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer.passes.joint import (
+    joint_transformer_block_bucketing_reordering_pass as joint_pass,
+)
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
@@ -22,12 +24,18 @@ def counted(monkeypatch, shared_joint):
 
     def count(n_layers, run):
         gm = shared_joint(n_layers=n_layers).gm
-        plan = ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), ["norm", "lm_head"]]
+        plan = [
+            "tok_embeddings",
+            *(f"layers.{index}" for index in range(n_layers)),
+            ["norm", "lm_head"],
+        ]
         found = Counter()
         with monkeypatch.context() as patch:
             for what, name in PATCHED.items():
                 patch.setattr(fx.Graph, name, counting(found, what, getattr(fx.Graph, name)))
-            patch.setattr(FakeTensorMode, "dispatch", counting(found, "operators", FakeTensorMode.dispatch))
+            patch.setattr(
+                FakeTensorMode, "dispatch", counting(found, "operators", FakeTensorMode.dispatch)
+            )
             run(gm, plan)
             with _mode_of(gm):
                 torch.empty(1)
@@ -55,7 +63,9 @@ def bucketing(gm, plan):
 
 
 def pipeline(gm, plan):
-    apply_graph_passes(gm, None, construct_default_graph_passes(bucket_plan=plan, reshard_after_forward=True))
+    apply_graph_passes(
+        gm, None, construct_default_graph_passes(bucket_plan=plan, reshard_after_forward=True)
+    )
 
 
 def test_no_walk_over_the_graph_and_no_operator_per_bucket(counted):

@@ -33,7 +33,9 @@ def test_users_of_the_duplicate_read_the_first(twice):
     assert (count(before, ALL_GATHER), count(gm, ALL_GATHER)) == (2 * parameters, parameters)
     assert count(gm, REDUCE_SCATTER) == count(before, REDUCE_SCATTER) == 2 * parameters
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in twice.example_inputs[:-1]]
+    inputs = [
+        torch.randn(t.shape, generator=generator).to(t.dtype) for t in twice.example_inputs[:-1]
+    ]
     inputs.append(torch.randint(0, 16, twice.example_inputs[-1].shape, generator=generator))
     torch.testing.assert_close(list(gm(*inputs)), list(before(*inputs)), rtol=0, atol=0)
 

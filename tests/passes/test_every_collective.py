@@ -24,8 +24,15 @@ pytestmark = pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 
 def operators() -> list[Any]:
     names = [name for name in operator_names() if name.partition("::")[0] in COMMUNICATING]
-    parts = [(name.partition("::")[0], *name.partition("::")[2].partition(".")[::2]) for name in sorted(names)]
-    return [found for space, name, overload in parts if (found := operator_overload(space, name, overload))]
+    parts = [
+        (name.partition("::")[0], *name.partition("::")[2].partition(".")[::2])
+        for name in sorted(names)
+    ]
+    return [
+        found
+        for space, name, overload in parts
+        if (found := operator_overload(space, name, overload))
+    ]
 
 
 def graph_of(operator: Any, group: str) -> tuple[fx.GraphModule, fx.Node]:
@@ -46,7 +53,13 @@ def graph_of(operator: Any, group: str) -> tuple[fx.GraphModule, fx.Node]:
             made.meta["val"] = value
             made = [[made]] if "List[List" in kind else [made] if "List" in kind else made
         elif "Tensor" in kind:
-            made = [[parameter]] if "List[List" in kind else [parameter] if "List" in kind else parameter
+            made = (
+                [[parameter]]
+                if "List[List" in kind
+                else [parameter]
+                if "List" in kind
+                else parameter
+            )
         elif "List" in kind:
             made = []
         else:
@@ -54,7 +67,9 @@ def graph_of(operator: Any, group: str) -> tuple[fx.GraphModule, fx.Node]:
         (kwargs if argument.kwarg_only else {}).setdefault(argument.name, made)
         args += [] if argument.kwarg_only else [made]
     node = graph.call_function(operator, tuple(args), kwargs)
-    node.meta["val"] = value if "List" not in str([r.type for r in schema(operator).returns]) else [value]
+    node.meta["val"] = (
+        value if "List" not in str([r.type for r in schema(operator).returns]) else [value]
+    )
     node.meta["autograd_backward"] = True
     result = node
     if isinstance(node.meta["val"], list):
@@ -84,11 +99,19 @@ def told(reader: str, gm: fx.GraphModule, node: fx.Node) -> str:
     try:
         text = READERS[reader](gm)
     except ValueError as error:
-        return "refused" if node.name in str(error) or name in str(error) else f"an error without its name: {error}"
+        return (
+            "refused"
+            if node.name in str(error) or name in str(error)
+            else f"an error without its name: {error}"
+        )
     if reader == "layout":
         return "told" if "layers.0.w" in text else "silent"
     if reader == "schedule":
-        return "told" if f"launch(_.{node.name}" in text or f"{name}," in text.partition("launch(")[2] else "silent"
+        return (
+            "told"
+            if f"launch(_.{node.name}" in text or f"{name}," in text.partition("launch(")[2]
+            else "silent"
+        )
     return "told" if name in text and (reader != "timeline" or "collective" in text) else "silent"
 
 
@@ -99,12 +122,22 @@ def test_every_reader_tells_each_collective_or_refuses_it_by_name(gt_mesh):
     for operator in operators():
         gm, node = graph_of(operator, group)
         if launches(operator):
-            table[str(operator)] = {reader: told(reader, gm, node) for reader in READERS} | {"kind": kind_of(node)}
+            table[str(operator)] = {reader: told(reader, gm, node) for reader in READERS} | {
+                "kind": kind_of(node)
+            }
     assert len(table) > 60
-    lost = {name: row for name, row in table.items() if {*row.values()} - {"told", "refused", row["kind"]}}
+    lost = {
+        name: row
+        for name, row in table.items()
+        if {*row.values()} - {"told", "refused", row["kind"]}
+    }
     assert not lost, "\n".join(f"{name}: {row}" for name, row in lost.items())
     functional = {name: row for name, row in table.items() if name.startswith("_c10d_functional.")}
-    moved = [row["layout"] for row in functional.values() if row["kind"] in ("all_gather", "reduce_scatter")]
+    moved = [
+        row["layout"]
+        for row in functional.values()
+        if row["kind"] in ("all_gather", "reduce_scatter")
+    ]
     assert set(moved) == {"told"}
     fused = {name: row["layout"] for name, row in table.items() if ".fused_" in name}
     assert {*fused.values()} == {"refused"}, f"what it is multiplied by was not moved: {fused}"

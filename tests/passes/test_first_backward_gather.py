@@ -77,7 +77,9 @@ def eager_calls(config, keep_unsharded):
     """What FSDP2's backward issues; a fake group moves no data, but the hooks run as anywhere."""
     model = config.model()
     for entry in config.bucket_plan:
-        modules = [model.get_submodule(fqn) for fqn in ([entry] if isinstance(entry, str) else entry)]
+        modules = [
+            model.get_submodule(fqn) for fqn in ([entry] if isinstance(entry, str) else entry)
+        ]
         fully_shard(modules, mesh=config.mesh, reshard_after_forward=entry != keep_unsharded)
     fully_shard(model, mesh=config.mesh)
     loss = config.step(model, *config.batch(0, 0))
@@ -98,9 +100,15 @@ def test_it_is_launched_where_eager_fsdp2_launches_it(gt_mesh, case):
     launch = next(node for node in backward if node.target is ALL_GATHER)
     assert "+".join(launch.meta["fsdp_bucket"]["plan_fqns"]) == BUCKET[case]
     (wait,) = launch.users
-    hiding = [n for n in backward[backward.index(launch) : backward.index(wait)] if n.target is aten.mm.default]
+    hiding = [
+        n
+        for n in backward[backward.index(launch) : backward.index(wait)]
+        if n.target is aten.mm.default
+    ]
     assert hiding, f"no product between {launch} and its wait: the all-gather is exposed"
-    unordered = rewritten(config, KEPT[case], reorder=False)  # the twin: where the first parameter is read
+    unordered = rewritten(
+        config, KEPT[case], reorder=False
+    )  # the twin: where the first parameter is read
     assert next(node for node in unordered.graph.nodes if is_judged(node)).target is aten.mm.default
 
 
@@ -109,17 +117,28 @@ def test_a_layer_of_experts_hides_its_first_all_gather(gt_mesh):
     """E8: under the default cost model 4.8 µs of it were exposed."""
     gm = rewritten(deepseek_v3_training(gt_mesh, "bf16_fp32"), ["norm", "lm_head"])
     exposed = [span.label for span in timeline(gm).spans if span.kind == "exposed"]
-    assert exposed == ["waits: bwd tok_embeddings"], "only the last reduce-scatter has nothing behind it"
+    assert exposed == ["waits: bwd tok_embeddings"], (
+        "only the last reduce-scatter has nothing behind it"
+    )
 
 
 def test_it_stays_behind_the_backward_of_the_loss(gt_mesh):
     """E3, E8: FSDP2's first hook runs there; the bucket is not held at the peak of the logits."""
     config = llama3_training(gt_mesh, "fp32")
-    for plan in (config.bucket_plan, [*config.bucket_plan, ""]):  # an entry for the root is none for the loss
+    for plan in (
+        config.bucket_plan,
+        [*config.bucket_plan, ""],
+    ):  # an entry for the root is none for the loss
         gm = rewritten(replace(config, bucket_plan=plan), [])
         nodes = list(gm.graph.nodes)
-        launch = next(node for node in nodes if node.target is ALL_GATHER and direction(node) == BACKWARD)
-        loss = [n for n in nodes if direction(n) == BACKWARD and n.meta.get("custom", {}).get("module_fqn") == "loss"]
+        launch = next(
+            node for node in nodes if node.target is ALL_GATHER and direction(node) == BACKWARD
+        )
+        loss = [
+            n
+            for n in nodes
+            if direction(n) == BACKWARD and n.meta.get("custom", {}).get("module_fqn") == "loss"
+        ]
         assert loss
         assert max(loss) < launch
 
@@ -176,7 +195,9 @@ if out:
 def test_a_write_at_the_place_itself_is_not_crossed():
     """E8, D11: it would send what the parameter was before."""
     gm = graphtext.parse(WRITTEN_FIRST)
-    with pytest.raises(PlanError, match=r"written writes to layers\.0\.weight, .* between written and gather"):
+    with pytest.raises(
+        PlanError, match=r"written writes to layers\.0\.weight, .* between written and gather"
+    ):
         joint_pass(gm, bucket_plan=["layers.0", "layers.1"])
 
 

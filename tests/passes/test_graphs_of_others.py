@@ -29,7 +29,11 @@ def values(gm, traced):
 def assert_same_values(gm, before, traced):
     gm.graph.lint()
     pairs = zip(values(gm, traced), values(before, traced), strict=True)
-    differ = [place for place, pair in enumerate(pairs) if pair[0] is not pair[1] and not torch.equal(*pair)]
+    differ = [
+        place
+        for place, pair in enumerate(pairs)
+        if pair[0] is not pair[1] and not torch.equal(*pair)
+    ]
     assert differ == [], "outputs that differ"
 
 
@@ -56,11 +60,15 @@ def bucketed_by_torch(gm):
         return [] if not fqn or direction(node) == "bwd" else [(fqn, torch.nn.Module)]
 
     with ExitStack() as stubs:  # where torch looks them up differs between its versions
-        for home in map(import_module, ("torch._inductor.utils", "torch.utils._runtime_estimation")):
+        for home in map(
+            import_module, ("torch._inductor.utils", "torch.utils._runtime_estimation")
+        ):
             for name in ("get_gpu_dram_gbps", "get_device_tflops"):
                 if hasattr(home, name):
                     stubs.enter_context(mock.patch.object(home, name, return_value=100))
-        return manual_overlap_bucketing(gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack)
+        return manual_overlap_bucketing(
+            gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack
+        )
 
 
 @pytest.mark.second_tier("False")
@@ -112,14 +120,19 @@ def test_what_was_written_to_is_not_moved_as_a_parameter(operator, gathered):
 def test_a_parameter_that_is_copied_into_a_view_of_what_is_sent_is_not_lost():
     """B6: a layout that showed no such collective would pass where a parameter is missing."""
     gm = graphtext.parse(THROUGH_A_VIEW)
-    with pytest.raises(UnreadLayout, match=r"the collective gather gathers layers\.0\.w, .* order is lost"):
+    with pytest.raises(
+        UnreadLayout, match=r"the collective gather gathers layers\.0\.w, .* order is lost"
+    ):
         bucket_layout(gm)
 
 
 def test_shards_that_are_joined_for_an_all_reduce_are_followed_through_it():
     """B6: reduced one by one over the shards, together over the replicas, and handed out in parts."""
     payloads = bucket_layout(graphtext.parse(JOINED_FOR_AN_ALL_REDUCE)).payloads
-    sent = [(each.collective, [(slot.parameter, slot.offset, slot.nbytes) for slot in each.slots]) for each in payloads]
+    sent = [
+        (each.collective, [(slot.parameter, slot.offset, slot.nbytes) for slot in each.slots])
+        for each in payloads
+    ]
     w, scale = "layers.0.w", "layers.0.scale"
     assert sent == [
         ("reduce_scatter", [(w, 0, 32)]),
@@ -150,7 +163,11 @@ if out:
 
 def test_members_of_two_dtypes_have_the_bytes_of_what_they_are_packed_as():
     """B6: ``cat`` makes both the wider one."""
-    text = ALIGNED.replace("a: f32[3]", "a: bf16[3]").replace(".a, padding, P", ".a, P").replace("f32[6]", "f32[5]")
+    text = (
+        ALIGNED.replace("a: f32[3]", "a: bf16[3]")
+        .replace(".a, padding, P", ".a, P")
+        .replace("f32[6]", "f32[5]")
+    )
     (payload,) = bucket_layout(graphtext.parse(text.replace("f32[24]", "f32[20]"))).payloads
     assert [(slot.offset, slot.nbytes) for slot in payload.slots] == [(0, 12), (12, 8)]
 
@@ -159,8 +176,9 @@ def test_padding_between_members_moves_those_behind_it():
     """B6: who packs at aligned offsets; bytes are counted from the payload's begin."""
     (payload,) = bucket_layout(graphtext.parse(ALIGNED)).payloads
     assert [(slot.parameter, slot.offset, slot.nbytes) for slot in payload.slots] == [
-        ("layers.0.a", 0, 12), ("layers.0.b", 16, 8)
-    ]  # fmt: skip
+        ("layers.0.a", 0, 12),
+        ("layers.0.b", 16, 8),
+    ]
 
 
 ALIGNED = """\
@@ -235,12 +253,17 @@ class ReadInTheBackward(torch.autograd.Function):
 def test_a_parameter_read_only_in_the_backward_has_a_bucket_there(gt_mesh, make_net, plan):
     """B6, E3: gathered in the backward, by nobody before."""
     net = make_net(3, 8)
-    net.layers[1].forward = lambda x, run=net.layers[1].norm: ReadInTheBackward.apply(run(x), net.layers[1])
-    traced = trace_step(data_parallel(net, gt_mesh), lambda m, t: m(t).float().sum(), (TOKENS,), reuse_gathers=False)
+    net.layers[1].forward = lambda x, run=net.layers[1].norm: ReadInTheBackward.apply(
+        run(x), net.layers[1]
+    )
+    traced = trace_step(
+        data_parallel(net, gt_mesh), lambda m, t: m(t).float().sum(), (TOKENS,), reuse_gathers=False
+    )
     before = copy.deepcopy(traced.gm)
     gm = joint_pass(traced.gm, bucket_plan=plan)
     ways = {
-        node.meta["fsdp_bucket"]["direction"] for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+        node.meta["fsdp_bucket"]["direction"]
+        for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
     }
     assert ways == {"fwd", "bwd"}
     assert_same_values(gm, before, traced)
@@ -251,7 +274,10 @@ def test_a_bucket_without_parameters_changes_nothing(joint, plan):
     empty = copy.deepcopy(joint.gm)
     node = next(node for node in empty.graph.nodes if node_fqn(node) == "layers.0.norm")
     node.meta["custom"] = {"module_fqn": "rope"}
-    assert joint_pass(empty, bucket_plan=[*plan, "rope"]).code == joint_pass(joint.gm, bucket_plan=plan).code
+    assert (
+        joint_pass(empty, bucket_plan=[*plan, "rope"]).code
+        == joint_pass(joint.gm, bucket_plan=plan).code
+    )
 
 
 def test_a_graph_that_torch_has_bucketed_is_refused(joint, plan):

@@ -49,11 +49,18 @@ def test_a_node_out_of_order_names_the_users_input_that_it_is_made_from(make_net
     traced = trace_step(make_net(1, 8), lambda m, t: m(t).sum(), (tokens,))
 
     def embed_last(gm, example_inputs=None):
-        embedding = next(node for node in gm.graph.nodes if "embedding" in node.name and node.op == "call_function")
+        embedding = next(
+            node
+            for node in gm.graph.nodes
+            if "embedding" in node.name and node.op == "call_function"
+        )
         gm.graph.output_node().prepend(embedding)
         return gm
 
-    with pytest.raises(RuntimeError, match=r"embed_last left .* reads embedding \(.*made from .*weight, input \w+\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"embed_last left .* reads embedding \(.*made from .*weight, input \w+\)",
+    ):
         apply_graph_passes(traced.gm, None, [embed_last])
 
 
@@ -80,7 +87,8 @@ def test_a_pass_of_ours_on_its_own_says_so_too(joint, plan, monkeypatch):
     """E6: of a mistake in bucketing, planted here."""
     move = _swapped(monkeypatch)
     with pytest.raises(
-        RuntimeError, match=r"joint_\w+_pass left a graph out of order: \w+ \(fwd, bucket 'layers.0', made"
+        RuntimeError,
+        match=r"joint_\w+_pass left a graph out of order: \w+ \(fwd, bucket 'layers.0', made",
     ):
         joint_transformer_block_bucketing_reordering_pass(joint.gm, bucket_plan=plan)
     assert move
@@ -101,7 +109,9 @@ def _swapped(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("results", "words"), [((0, 1), "returns 2 results, the step has"), ((), "returns 0 results")])
+@pytest.mark.parametrize(
+    ("results", "words"), [((0, 1), "returns 2 results, the step has"), ((), "returns 0 results")]
+)
 def test_a_graph_that_lost_outputs_is_no_step(make_net, results, words):
     """A8: it was "not enough values to unpack"."""
     model = make_net(1, 8)
@@ -119,13 +129,19 @@ def test_an_activation_that_is_taken_for_a_parameter_can_be_named(gt_mesh):
     gm = graphtext.parse(SAVED)
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("gt_input", None)
-    with pytest.raises(PlanError, match=r"; if (\w+) is no parameter .* say so: \1.meta\['gt_input'\]") as told:
+    with pytest.raises(
+        PlanError, match=r"; if (\w+) is no parameter .* say so: \1.meta\['gt_input'\]"
+    ) as told:
         joint_transformer_block_bucketing_reordering_pass(gm, bucket_plan=["layers.0"])
     named = str(told.value).partition("if ")[2].split()[0]
     (saved,) = [node for node in gm.graph.find_nodes(op="placeholder") if node.name == named]
     saved.meta["gt_input"] = {"kind": "input", "fqn": named}
     joint_transformer_block_bucketing_reordering_pass(gm, bucket_plan=["layers.0"])
-    marked = [node for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER) if "fsdp_bucket" in node.meta]
+    marked = [
+        node
+        for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+        if "fsdp_bucket" in node.meta
+    ]
     assert len(marked) == 1
 
 
@@ -153,7 +169,9 @@ if out:
 def test_a_collective_that_nobody_waits_for_is_named(joint, plan):
     """Of a layout it was StopIteration."""
     gm = joint_transformer_block_bucketing_reordering_pass(joint.gm, bucket_plan=plan)
-    launch = next(n for n in gm.graph.nodes if str(n.target).startswith("_c10d_functional.reduce_scatter"))
+    launch = next(
+        n for n in gm.graph.nodes if str(n.target).startswith("_c10d_functional.reduce_scatter")
+    )
     (wait,) = launch.users
     wait.target = torch.ops.aten.clone.default
     with pytest.raises(PlanError, match=f"nothing waits for the collective {launch} of "):
@@ -168,13 +186,16 @@ def test_a_model_that_is_sharded_already_is_not_sharded_again(gt_mesh, make_net,
     config = llama3_training(gt_mesh, "fp32")
     model = data_parallel(config.model(), gt_mesh)
     with pytest.raises(
-        ValueError, match=r"weight of the bucket '[\w.+]+' is sharded already, over .* has the same ranks"
+        ValueError,
+        match=r"weight of the bucket '[\w.+]+' is sharded already, over .* has the same ranks",
     ):
         shard_eagerly(model, config)
 
 
 def test_what_else_lint_finds_is_told_in_its_words():
     gm = fx.symbolic_trace(lambda x: x + 1)
-    gm.graph.find_nodes(op="call_function", target=operator.add)[0].prepend(gm.graph.get_attr("missing"))
+    gm.graph.find_nodes(op="call_function", target=operator.add)[0].prepend(
+        gm.graph.get_attr("missing")
+    )
     with pytest.raises(RuntimeError, match="references nonexistent attribute missing"):
         lint(gm.graph, "last")

@@ -51,7 +51,10 @@ def by_module(patch):
         place = {}
         for fqn in managed or parameters:
             place.setdefault(fqn.rpartition(".")[0], len(place))
-        return lambda bucket, member: (place[member.parameter.rpartition(".")[0]], -position(member))
+        return lambda bucket, member: (
+            place[member.parameter.rpartition(".")[0]],
+            -position(member),
+        )
 
     patch.setattr(joint, "sort_key", key)
 
@@ -59,20 +62,31 @@ def by_module(patch):
 @mutant("forward and backward in one bucket", "joint/recomputed_gathers.fxgraph")
 def one_direction(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda gm, plan, members, order, direction: merges(gm, plan, members, order, "fwd"))
+    patch.setattr(
+        joint,
+        "_merges",
+        lambda gm, plan, members, order, direction: merges(gm, plan, members, order, "fwd"),
+    )
 
 
-@mutant("a wait placed after its use", "test_reordering::test_a_launch_stands_behind_its_inputs_and_before_its_wait")
+@mutant(
+    "a wait placed after its use",
+    "test_reordering::test_a_launch_stands_behind_its_inputs_and_before_its_wait",
+)
 def late_wait(patch):
     def late(*args):
-        return [replace(m, first_wait=max(member.wait for member in m.members)) for m in merges(*args)]
+        return [
+            replace(m, first_wait=max(member.wait for member in m.members)) for m in merges(*args)
+        ]
 
     merges = joint._merges
     patch.setattr(joint, "_merges", late)
     patch.setattr("torch.fx.Graph.lint", lambda graph: None)  # the test has to see it by itself
 
 
-@mutant("a prefetch across the boundary of forward and backward", "joint/recomputed_gathers.fxgraph")
+@mutant(
+    "a prefetch across the boundary of forward and backward", "joint/recomputed_gathers.fxgraph"
+)
 def across_the_boundary(patch):
     kept = []
 
@@ -90,7 +104,9 @@ def across_the_boundary(patch):
 )
 def without_loss(patch):
     def plan(n_layers, **options):
-        return get_default_transformer_block_buckets(n_layers, **{**options, "chunked_loss_enabled": False})
+        return get_default_transformer_block_buckets(
+            n_layers, **{**options, "chunked_loss_enabled": False}
+        )
 
     patch.setattr(pipeline, "get_default_transformer_block_buckets", plan)
 
@@ -101,15 +117,24 @@ def without_loss(patch):
 )
 def always_loss(patch):
     def plan(n_layers, **options):
-        return get_default_transformer_block_buckets(n_layers, **{**options, "chunked_loss_enabled": True})
+        return get_default_transformer_block_buckets(
+            n_layers, **{**options, "chunked_loss_enabled": True}
+        )
 
     patch.setattr(pipeline, "get_default_transformer_block_buckets", plan)
 
 
-@mutant("a dropped parameter", "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter")
+@mutant(
+    "a dropped parameter",
+    "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter",
+)
 def dropped(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda gm, plan, given, *rest: merges(gm, plan, [given[0], *given[2:]], *rest))
+    patch.setattr(
+        joint,
+        "_merges",
+        lambda gm, plan, given, *rest: merges(gm, plan, [given[0], *given[2:]], *rest),
+    )
 
 
 @mutant("a parameter in no bucket is not told", "joint/refused_uncovered_parameter.fxgraph")
@@ -120,7 +145,9 @@ def no_coverage(patch):
 @mutant("an all-gather in the wrong group", "joint/groups_stay_apart.fxgraph")
 def groups_merged(patch):
     signature = collectives.FsdpCollective.signature.fget
-    patch.setattr(collectives.FsdpCollective, "signature", property(lambda member: signature(member)[:1]))
+    patch.setattr(
+        collectives.FsdpCollective, "signature", property(lambda member: signature(member)[:1])
+    )
 
 
 @mutant(
@@ -140,12 +167,18 @@ def all_move(patch):
     patch.setattr(single, "fsdp_all_gathers", every)
 
 
-@mutant("gathered members leave as strided views", "test_bucketing::test_gathered_members_leave_contiguous")
+@mutant(
+    "gathered members leave as strided views",
+    "test_bucketing::test_gathered_members_leave_contiguous",
+)
 def strided(patch):
     patch.setattr(BucketBuilder, "contiguous", lambda build, node: node)
 
 
-@mutant("new nodes of the backward are not marked", "test_bucketing::test_new_nodes_carry_their_bucket_and_direction")
+@mutant(
+    "new nodes of the backward are not marked",
+    "test_bucketing::test_new_nodes_carry_their_bucket_and_direction",
+)
 def unmarked(patch):
     init = BucketBuilder.__init__
 
@@ -171,7 +204,9 @@ def no_prefetch(patch):
 )
 def no_deferral(patch):
     build = joint._build_reduce_scatters
-    patch.setattr(joint, "_build_reduce_scatters", lambda graph, merges, defer: build(graph, merges, False))
+    patch.setattr(
+        joint, "_build_reduce_scatters", lambda graph, merges, defer: build(graph, merges, False)
+    )
 
 
 @mutant(
@@ -193,7 +228,9 @@ def pads_decide(patch):
     "test_first_backward_gather::test_a_chain_that_leads_to_it_marks_no_place",
 )
 def not_ahead(patch):
-    patch.setattr(joint, "_with_the_backwards_first_ahead", lambda gm, plan, merges, direction: merges)
+    patch.setattr(
+        joint, "_with_the_backwards_first_ahead", lambda gm, plan, merges, direction: merges
+    )
 
 
 @mutant("a collective crosses a write", "joint/refused_write_between.fxgraph")
@@ -201,7 +238,9 @@ def writes_unseen(patch):
     patch.setattr(joint, "writes", lambda graph: {})
 
 
-@mutant("a tie is not told", "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words")
+@mutant(
+    "a tie is not told", "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words"
+)
 def ties_unseen(patch):
     patch.setattr(Plan, "check_ties", lambda plan, tied: None)
 
@@ -229,7 +268,10 @@ def drawn_again(patch):
     patch.setattr(remat, "is_random", lambda node: False)
 
 
-@mutant("a view of another shape is an identity", "canonicalize/views_that_change_something_stay.fxgraph")
+@mutant(
+    "a view of another shape is an identity",
+    "canonicalize/views_that_change_something_stay.fxgraph",
+)
 def any_view(patch):
     patch.setattr(canonicalize, "_same_layout", lambda before, after: True)
 
@@ -256,7 +298,9 @@ def run_test(request, name):
     module, function = name.split("::")
     test = getattr(importlib.import_module(f"tests.passes.{module}"), function)
     for given in cases_of(test):
-        fixtures = [fixture for fixture in inspect.signature(test).parameters if fixture not in given]
+        fixtures = [
+            fixture for fixture in inspect.signature(test).parameters if fixture not in given
+        ]
         test(**given, **{fixture: request.getfixturevalue(fixture) for fixture in fixtures})
 
 
@@ -298,5 +342,9 @@ def test_without_a_mutant_the_killer_passes(request, name):
 def test_the_documentation_lists_every_mutant():
     """And nothing that is not planted here."""
     lines = (ROOT / "docs" / "passes.md").read_text().partition("## Mutants")[2].splitlines()
-    rows = [tuple(cell.strip(" `") for cell in line.strip("|").split(" | ")) for line in lines if line.startswith("| ")]
+    rows = [
+        tuple(cell.strip(" `") for cell in line.strip("|").split(" | "))
+        for line in lines
+        if line.startswith("| ")
+    ]
     assert rows[1:] == [(words, one.killed_by) for words, one in MUTANTS.items()]

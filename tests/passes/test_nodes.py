@@ -33,7 +33,11 @@ def call(target, *args, **kwargs):
     inputs = {name: graph.placeholder(name) for name in "xyz"}
 
     def mapped(value):
-        return [mapped(item) for item in value] if isinstance(value, list) else inputs.get(value, value)
+        return (
+            [mapped(item) for item in value]
+            if isinstance(value, list)
+            else inputs.get(value, value)
+        )
 
     given = {key: mapped(value) for key, value in kwargs.items()}
     return graph.call_function(target, tuple(map(mapped, args)), given)
@@ -41,7 +45,9 @@ def call(target, *args, **kwargs):
 
 def target_of(value):
     """What a case is called."""
-    return str(value.target).partition(" at 0x")[0] if isinstance(value, fx.Node) else None  # alike in every worker
+    return (
+        str(value.target).partition(" at 0x")[0] if isinstance(value, fx.Node) else None
+    )  # alike in every worker
 
 
 STACK = {"0": ("layers.0", object), "1": ("layers.0.w", object)}
@@ -74,7 +80,12 @@ def test_the_direction_of_a_node():
 
 @pytest.mark.parametrize(
     ("marks", "expected"),
-    [((False, False), "fwd"), ((True, True), "bwd"), ((False, True), "fwd"), ((True, False), "fwd")],
+    [
+        ((False, False), "fwd"),
+        ((True, True), "bwd"),
+        ((False, True), "fwd"),
+        ((True, False), "fwd"),
+    ],
 )
 def test_the_direction_of_a_bucket_of_torch(marks, expected):
     """A3: that of what it serves; the forward's if both directions read it, as it stands before both."""
@@ -115,7 +126,10 @@ def test_what_draws_random_numbers(node, random):
         (call(aten.add.out, "x", "y", out="z"), ["z"]),
         (call(aten._foreach_add_.List, ["x", "y"], ["z", "z"]), ["x", "y"]),
         (call(aten.native_batch_norm.default, "x", None, None, "y", "z", True, 0.1, 1e-5), []),
-        (call(aten._native_batch_norm_legit.default, "x", None, None, "y", "z", True, 0.1, 1e-5), ["y", "z"]),
+        (
+            call(aten._native_batch_norm_legit.default, "x", None, None, "y", "z", True, 0.1, 1e-5),
+            ["y", "z"],
+        ),
         (call(operator.iadd, "x", "y"), ["x"]),
         (call(operator.imatmul, "x", "y"), ["x"]),
         (call(operator.setitem, "x", 0, "y"), ["x"]),
@@ -155,7 +169,13 @@ def test_the_memory_of_what_a_collective_in_place_gives():
 
 
 def test_what_shows_the_memory_of_its_operand():
-    views = (aten.view.default, aten.t.default, aten._unsafe_view.default, aten.split.Tensor, aten.detach.default)
+    views = (
+        aten.view.default,
+        aten.t.default,
+        aten._unsafe_view.default,
+        aten.split.Tensor,
+        aten.detach.default,
+    )
     assert [target for target in views if not is_view(target)] == []
     others = (aten.add_.Tensor, aten.clone.default, aten.neg.default, operator.getitem)
     assert [target for target in others if is_view(target)] == []
@@ -202,7 +222,13 @@ def test_what_must_stay_though_nobody_reads_it(node, effect):
 def test_inputs_outputs_and_calls_of_modules_stay_and_constants_go():
     graph = fx.Graph()
     x = graph.placeholder("x")
-    nodes = [x, graph.call_method("neg", (x,)), graph.call_module("a", (x,)), graph.get_attr("b"), graph.output(x)]
+    nodes = [
+        x,
+        graph.call_method("neg", (x,)),
+        graph.call_module("a", (x,)),
+        graph.get_attr("b"),
+        graph.output(x),
+    ]
     assert [node.op for node in nodes if not has_effect(node)] == ["get_attr"]
 
 
@@ -242,7 +268,9 @@ def add_of_replicas(group):
 
 CHANGED = {
     "reduction": lambda launch: setattr(launch, "args", (launch.args[0], "avg", *launch.args[2:])),
-    "number of ranks": lambda launch: setattr(launch, "args", (*launch.args[:2], 4, launch.args[3])),
+    "number of ranks": lambda launch: setattr(
+        launch, "args", (*launch.args[:2], 4, launch.args[3])
+    ),
     "group": lambda launch: setattr(launch, "args", (*launch.args[:3], "other")),
     "dtype": lambda launch: launch.meta.update(val=launch.meta["val"].bfloat16()),
     "device": lambda launch: launch.meta.update(val=torch.empty(2, device="cpu")),
@@ -273,14 +301,20 @@ def test_members_that_differ_in_anything_have_other_signatures(what):
     assert len(set(signatures(nothing, change))) == 2, told
     assert len(set(signatures(change, change))) == len(set(signatures(nothing, nothing))) == 1
     of_other_replicas = signatures(add_of_replicas("replicas"), add_of_replicas("others"))
-    assert len(set(of_other_replicas)) == 2, "gradients that other replicas share would travel in one bucket"
+    assert len(set(of_other_replicas)) == 2, (
+        "gradients that other replicas share would travel in one bucket"
+    )
 
 
 def test_a_gradient_that_is_returned_twice_has_its_first_name():
     """A10: of a tied parameter, whose gradient stands in two places of the output."""
-    gm = graphtext.parse(TWO_GRADIENTS.replace("b = bwd.layers[0].wait_second", "b = bwd.layers[0].wait_first"))
+    gm = graphtext.parse(
+        TWO_GRADIENTS.replace("b = bwd.layers[0].wait_second", "b = bwd.layers[0].wait_first")
+    )
     (member,) = fsdp_reduce_scatters(gm)
-    assert (member.parameter, member.position) == ("a", 0), "the name of a gradient that is returned as a and as b"
+    assert (member.parameter, member.position) == ("a", 0), (
+        "the name of a gradient that is returned as a and as b"
+    )
 
 
 def test_a_reduction_that_nobody_waits_for_is_none_of_a_gradient():

@@ -33,7 +33,9 @@ BUCKET = [bind_options(joint_transformer_block_bucketing_reordering_pass, bucket
 
 def twice_step(model, tokens):
     """Reads every parameter twice."""
-    return model(tokens).float().logsumexp(-1).mean() + model(tokens.flip(0)).float().square().mean()
+    return (
+        model(tokens).float().logsumexp(-1).mean() + model(tokens.flip(0)).float().square().mean()
+    )
 
 
 @pytest.mark.second_tier("gathered once")

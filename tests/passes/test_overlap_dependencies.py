@@ -46,4 +46,9 @@ def test_each_wait_depends_on_the_launch_in_front_of_it(joint, plan):
 
 def test_without_reordering_there_is_nothing_to_depend_on(joint, plan):
     """The twin."""
-    assert dependencies(joint_pass(joint.gm, bucket_plan=plan, reorder=False, insert_overlap_deps=True)) == []
+    assert (
+        dependencies(
+            joint_pass(joint.gm, bucket_plan=plan, reorder=False, insert_overlap_deps=True)
+        )
+        == []
+    )

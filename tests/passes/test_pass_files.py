@@ -35,13 +35,19 @@ def truthful(a_pass):
         told = rewrite(gm, *args, **options)
         gm.recompile()
         assert told or gm.code == code, f"{a_pass.__name__} changed the graph and did not tell"
-        assert not told or graphtext.render(gm) != before, f"{a_pass.__name__} told of a change and made none"
+        assert not told or graphtext.render(gm) != before, (
+            f"{a_pass.__name__} told of a change and made none"
+        )
         return gm
 
     return run
 
 
 def test_every_pass_has_a_pass_file():
-    named = {name for path in GRAPHS.rglob("*.fxgraph") for name in re.findall(r"\w+_pass\b", path.read_text())}
+    named = {
+        name
+        for path in GRAPHS.rglob("*.fxgraph")
+        for name in re.findall(r"\w+_pass\b", path.read_text())
+    }
     assert len(OURS) > len(WITHOUT_A_FILE)
     assert OURS - named == set(WITHOUT_A_FILE)

@@ -74,7 +74,9 @@ def test_the_curve_is_that_of_the_storages(function):
 
 def test_a_tensor_that_is_kept_longer_shows():
     """The twin: the same operators, one of which stands later."""
-    gm = make_fx(lambda x: (x.exp() @ x).sin() + x.exp().sum(), tracing_mode="fake")(torch.randn(16, 16))
+    gm = make_fx(lambda x: (x.exp() @ x).sin() + x.exp().sum(), tracing_mode="fake")(
+        torch.randn(16, 16)
+    )
     found, x = run(gm, [torch.randn(16, 16)]), torch.randn(16, 16)
     late = copy.deepcopy(gm)
     exp = late.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)[0]
@@ -94,7 +96,9 @@ def test_inputs_that_are_views_of_one_memory_hold_all_of_it():
     flat, graph = torch.empty(40, device="meta"), fx.Graph()
     for name, view in (("a", flat[:8]), ("b", flat[8:16])):
         graph.placeholder(name).meta.update(val=view, gt_input={"kind": "parameter", "fqn": name})
-    total = graph.call_function(torch.ops.aten.add.Tensor, tuple(graph.find_nodes(op="placeholder")))
+    total = graph.call_function(
+        torch.ops.aten.add.Tensor, tuple(graph.find_nodes(op="placeholder"))
+    )
     total.meta["val"] = torch.empty(8, device="meta")
     graph.output(total)
     found = peak_memory(fx.GraphModule({}, graph))
@@ -103,8 +107,12 @@ def test_inputs_that_are_views_of_one_memory_hold_all_of_it():
 
 def test_values_that_a_pass_copied_are_no_memory():
     """A recomputed node, and a copy, have the value of the node that they were copied from."""
-    gm = make_fx(lambda x: (x.exp().view(-1).sin(), x.cos()), tracing_mode="fake")(torch.randn(16, 16))
-    exp, view = (next(node for node in gm.graph.nodes if node.name == name) for name in ("exp", "view"))
+    gm = make_fx(lambda x: (x.exp().view(-1).sin(), x.cos()), tracing_mode="fake")(
+        torch.randn(16, 16)
+    )
+    exp, view = (
+        next(node for node in gm.graph.nodes if node.name == name) for name in ("exp", "view")
+    )
     with gm.graph.inserting_before(gm.graph.output_node()):
         again = gm.graph.node_copy(exp)
         copied = gm.graph.call_function(torch.ops.aten.clone.default, (again,))
@@ -119,7 +127,11 @@ def test_values_that_a_pass_copied_are_no_memory():
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16, bias=False)
+        self.up, self.norm, self.down = (
+            nn.Linear(16, 64),
+            nn.LayerNorm(64),
+            nn.Linear(64, 16, bias=False),
+        )
         self.register_buffer("scale", torch.ones(16))
 
     def forward(self, x):
@@ -134,7 +146,10 @@ def graphs():
     def keep(which):
         def compiler(gm, inputs):
             def call(*real):
-                found[which] = gm, [each.detach() if isinstance(each, torch.Tensor) else each for each in real]
+                found[which] = (
+                    gm,
+                    [each.detach() if isinstance(each, torch.Tensor) else each for each in real],
+                )
                 return gm(*real)
 
             return make_boxed_func(call)
@@ -142,7 +157,9 @@ def graphs():
         return compiler
 
     def backend(gm, inputs):
-        compiled = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(gm, inputs)
+        compiled = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(
+            gm, inputs
+        )
 
         def call(*real):
             found["dynamo"] = gm, [each.detach() for each in real]
@@ -170,7 +187,9 @@ def test_a_graph_of_dynamo(graphs):
     told = peak_memory(gm)
     # a layer norm's means and deviations are inside of torch's function
     assert told.peak <= max(nbytes for _, nbytes in mode.ran) <= 1.05 * told.peak
-    assert {one.name: one.kind for one in told.alive if one.name == "up.weight"} == {"up.weight": "parameter"}
+    assert {one.name: one.kind for one in told.alive if one.name == "up.weight"} == {
+        "up.weight": "parameter"
+    }
 
 
 def test_an_exported_program_and_a_bare_graph():
@@ -280,10 +299,20 @@ def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart(
         "output": inputs + 6144,
     }
     assert (told.at, told.module) == ("mul", "a")
-    kinds = {one.name or one.node.name: one.kind for one in peak_memory(graphtext.parse(INSIDE_FORWARD)).alive}
+    kinds = {
+        one.name or one.node.name: one.kind
+        for one in peak_memory(graphtext.parse(INSIDE_FORWARD)).alive
+    }
     assert kinds == {"x": "input", "sin": "temporary", "total": "output"}
-    assert told.by_kind == {"saved": 8192, "parameter": 4096, "temporary": 4096, "output": 4096, "gradient": 2048,
-                            "optimizer": 32, "buffer": 16}  # fmt: skip
+    assert told.by_kind == {
+        "saved": 8192,
+        "parameter": 4096,
+        "temporary": 4096,
+        "output": 4096,
+        "gradient": 2048,
+        "optimizer": 32,
+        "buffer": 16,
+    }
 
 
 COALESCED = """
@@ -306,7 +335,10 @@ if out:
 
 def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
     """In KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none of them."""
-    curve = {name: nbytes // 1024 for name, nbytes in peak_memory(graphtext.parse(COALESCED)).curve.items()}
+    curve = {
+        name: nbytes // 1024
+        for name, nbytes in peak_memory(graphtext.parse(COALESCED)).curve.items()
+    }
     told = {name: curve[name] for name in ("sin", "cos", "gathered", "exp", "first", "second")}
     assert told == {"sin": 8, "cos": 12, "gathered": 28, "exp": 32, "first": 28, "second": 20}
 
@@ -318,21 +350,31 @@ def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
     with pytest.raises(AssertionError) as failure:
         assert_peak_memory(gm, at_most=peak - 1)
     told = str(failure.value)
-    assert "holds 22.05 KiB (22,576 bytes) at once, at_most is 22.05 KiB (22,575 bytes): 1 too many" in told
+    assert (
+        "holds 22.05 KiB (22,576 bytes) at once, at_most is 22.05 KiB (22,575 bytes): 1 too many"
+        in told
+    )
     assert "the peak is at mul (aten.mul.Tensor in a), node 5 of 7" in told
     assert len([line for line in told.splitlines() if "float32[" in line]) == 5
     assert "print(peak_memory(gm)" in told
 
 
-@pytest.mark.parametrize("at_most", [0, -1, True, 1.5, "12 parsecs", "GiB", "0 MiB", "1.5 GB", None])
+@pytest.mark.parametrize(
+    "at_most", [0, -1, True, 1.5, "12 parsecs", "GiB", "0 MiB", "1.5 GB", None]
+)
 def test_a_bound_that_is_no_size_is_refused(at_most):
-    with pytest.raises(ValueError, match=r"at_most is a number of bytes above 0, or a text of one of B, KiB, .*; not"):
+    with pytest.raises(
+        ValueError,
+        match=r"at_most is a number of bytes above 0, or a text of one of B, KiB, .*; not",
+    ):
         assert_peak_memory(graphtext.parse(REDUCED), at_most=at_most)
 
 
 def test_a_graph_without_values_says_how_to_get_them():
     gm = fx.symbolic_trace(Model())
-    with pytest.raises(ValueError, match=r"x \(x\) has no value in its .*tracing_mode=\"fake\".*FakeTensorProp"):
+    with pytest.raises(
+        ValueError, match=r"x \(x\) has no value in its .*tracing_mode=\"fake\".*FakeTensorProp"
+    ):
         peak_memory(gm)
     with pytest.raises(ValueError, match="the graph holds no tensors"):
         peak_memory(fx.symbolic_trace(lambda: 3))
@@ -356,7 +398,10 @@ if out:
 
 def test_sizes_that_only_the_run_knows_are_given_by_their_symbols():
     gm = graphtext.parse(ROUTED)
-    with pytest.raises(ValueError, match=r"how much memory nonzero .* takes is known only when .*sizes=\{'u0': 128\}"):
+    with pytest.raises(
+        ValueError,
+        match=r"how much memory nonzero .* takes is known only when .*sizes=\{'u0': 128\}",
+    ):
         peak_memory(gm)
     assert peak_memory(gm, sizes={"u0": 3}).peak == 8 + 128 + 3 * 8 + 3 * 16
 
@@ -380,10 +425,19 @@ def test_sizes_that_are_given_win_over_those_of_the_trace():
     def step(model, x):
         return (x * 2).sin().sum() * model.weight.sum()
 
-    traced = trace_step(nn.Linear(1, 1, bias=False), step, (torch.ones(32, 4),), dynamic_dims={"rows": [(0, 0)]})
-    (symbol,) = {str(extent) for node in traced.gm.graph.find_nodes(op="placeholder")
-                 for extent in node.meta["val"].shape if isinstance(extent, torch.SymInt)}  # fmt: skip
-    assert [peak_memory(traced.gm, sizes={symbol: rows}).peak - 4 for rows in (2, 64)] == [3 * 2 * 16, 3 * 64 * 16]
+    traced = trace_step(
+        nn.Linear(1, 1, bias=False), step, (torch.ones(32, 4),), dynamic_dims={"rows": [(0, 0)]}
+    )
+    (symbol,) = {
+        str(extent)
+        for node in traced.gm.graph.find_nodes(op="placeholder")
+        for extent in node.meta["val"].shape
+        if isinstance(extent, torch.SymInt)
+    }
+    assert [peak_memory(traced.gm, sizes={symbol: rows}).peak - 4 for rows in (2, 64)] == [
+        3 * 2 * 16,
+        3 * 64 * 16,
+    ]
     assert peak_memory(traced.gm).peak - 4 == 3 * 32 * 16
 
 

@@ -72,14 +72,22 @@ def neg_of_detach():
 
 
 def operators(gm):
-    return [node.name.removesuffix("_default") for node in gm.graph.nodes if node.op == "call_function"]
+    return [
+        node.name.removesuffix("_default") for node in gm.graph.nodes if node.op == "call_function"
+    ]
 
 
 def test_the_order_of_passes():
     """M1: the caller's run in their slots."""
     extra = {slot: [bind_options(marked_pass, mark=slot)] for slot in reversed(SLOTS)}
     passes = construct_default_graph_passes(n_layers=2, extra=extra)
-    slots = dict(zip(OURS, ["dead_code", "canonicalize", "deduplicate", "process_groups", "bucketing"], strict=True))
+    slots = dict(
+        zip(
+            OURS,
+            ["dead_code", "canonicalize", "deduplicate", "process_groups", "bucketing"],
+            strict=True,
+        )
+    )
     found = [slots.get(step.name) or step.options.get("mark", step.name) for step in passes]
     assert list(dict.fromkeys(found)) == list(SLOTS)
     assert [step.name for step in construct_default_graph_passes(n_layers=2)] == OURS
@@ -90,15 +98,26 @@ def test_every_option_reaches_its_pass():
     chunk = ChunkConfig("layers.*.moe")
     experts = {"moe_layers": [1], "expert_fsdp_degree": 2}
     passes = construct_default_graph_passes(
-        n_layers=2, payload_order="execution", reorder=False, reduce_scatter_first=True, reshard_after_forward=True,
-        keep_unsharded=["norm"], canonical_rules=("view",), chunk=chunk, schedule_chunks=True, **experts,
-    )  # fmt: skip
+        n_layers=2,
+        payload_order="execution",
+        reorder=False,
+        reduce_scatter_first=True,
+        reshard_after_forward=True,
+        keep_unsharded=["norm"],
+        canonical_rules=("view",),
+        chunk=chunk,
+        schedule_chunks=True,
+        **experts,
+    )
     plan = get_default_transformer_block_buckets(2, **experts)
     assert [(step.name, dict(step.options)) for step in passes] == [
         ("eliminate_dead_code_pass", {}),
         ("canonicalize_graph_pass", {"rules": ("view",)}),
         ("deduplicate_fsdp_unshard_chains_pass", {}),
-        ("tag_with_memory_policy_pass", {"reshard_after_forward": True, "keep_unsharded": ["norm"]}),
+        (
+            "tag_with_memory_policy_pass",
+            {"reshard_after_forward": True, "keep_unsharded": ["norm"]},
+        ),
         ("selective_activation_remat_pass", {}),
         ("chunk_pass", {"config": chunk}),
         ("chunk_schedule_pass", {}),
@@ -133,7 +152,10 @@ def test_the_loss_is_in_the_last_bucket_if_it_is_chunked_cross_entropy(loss, las
         ({}, "give either n_layers, .* or a bucket_plan by hand"),
         ({"n_layers": 1, "bucket_plan": ["norm"]}, "give either n_layers"),
         ({"bucket_plan": ["norm"], "loss": LossConfig()}, "leave loss out"),
-        ({"n_layers": 1, "extra": {"prefetch": [], "sac": []}}, "no slot 'prefetch', 'sac'; there are dead_code, can"),
+        (
+            {"n_layers": 1, "extra": {"prefetch": [], "sac": []}},
+            "no slot 'prefetch', 'sac'; there are dead_code, can",
+        ),
     ],
 )
 def test_a_pipeline_that_makes_no_sense_is_refused(arguments, words):
@@ -145,7 +167,10 @@ def test_a_pipeline_that_makes_no_sense_is_refused(arguments, words):
     ("arguments", "words"),
     [
         (("chunked_ce", 2), "the loss 'chunked_ce' is not known: choose one of cross_entropy, "),
-        (("cross_entropy", 2), "2 chunks of the loss 'cross_entropy': only 'chunked_cross_entropy' has"),
+        (
+            ("cross_entropy", 2),
+            "2 chunks of the loss 'cross_entropy': only 'chunked_cross_entropy' has",
+        ),
         (("chunked_cross_entropy", 0), "0 chunks of the loss"),
     ],
 )
@@ -165,11 +190,15 @@ def test_options_are_bound_when_the_list_is_built(neg_of_detach):
     step = bind_options(marking_pass, marks=marks)
     marks.append("late")
     assert apply_graph_passes(neg_of_detach, None, [step]).meta["marks"] == ["seen"]
-    with pytest.raises(TypeError, match=r"marking_pass has no option mark, sign; its options are marks, more$"):
+    with pytest.raises(
+        TypeError, match=r"marking_pass has no option mark, sign; its options are marks, more$"
+    ):
         bind_options(marking_pass, sign=0, marks=[], mark=1)
     with pytest.raises(TypeError, match=r"marking_pass needs the option marks$"):
         bind_options(marking_pass, more=["seen"])
-    with pytest.raises(TypeError, match="eliminate_dead_code_pass has no option mark; its options are none"):
+    with pytest.raises(
+        TypeError, match="eliminate_dead_code_pass has no option mark; its options are none"
+    ):
         bind_options(eliminate_dead_code_pass, mark=1)
 
 
@@ -181,7 +210,10 @@ def test_a_pass_is_given_the_example_inputs(neg_of_detach):
         seen.append(example_inputs)
         return gm
 
-    passes = [bind_options(noting_pass), bind_options(graph_pass(lambda gm, inputs=None: noting_pass(gm, inputs)))]
+    passes = [
+        bind_options(noting_pass),
+        bind_options(graph_pass(lambda gm, inputs=None: noting_pass(gm, inputs))),
+    ]
     given = [torch.ones(2)]
     apply_graph_passes(neg_of_detach, given, passes)
     apply_graph_passes(neg_of_detach, None, passes)
@@ -202,7 +234,13 @@ def test_a_twin_goes_through_the_passes_in_front_of_the_one_that_reads_it(neg_of
         seen.append(("reading", operators(twin), example_inputs))
         return gm
 
-    steps = [eliminate_dead_code_pass, noting_pass, reading_pass, noting_pass, canonicalize_graph_pass]
+    steps = [
+        eliminate_dead_code_pass,
+        noting_pass,
+        reading_pass,
+        noting_pass,
+        canonicalize_graph_pass,
+    ]
     result = apply_graph_passes(neg_of_detach, given, map(bind_options, steps), twin=twin)
     left = ["detach", "neg"]
     assert [name for name, _, _ in seen] == ["noting", "noting", "reading", "noting"]
@@ -215,7 +253,9 @@ def test_a_twin_goes_through_the_passes_in_front_of_the_one_that_reads_it(neg_of
 def test_an_unknown_name_to_disable_is_refused_with_the_names(neg_of_detach):
     """M4: and a known one is left out."""
     passes = construct_default_graph_passes(n_layers=1)
-    with pytest.raises(ValueError, match=r"no pass 'bucketing' \(a slot\), 'remut' to disable; there are"):
+    with pytest.raises(
+        ValueError, match=r"no pass 'bucketing' \(a slot\), 'remut' to disable; there are"
+    ):
         apply_graph_passes(neg_of_detach, None, passes, disable=["bucketing", OURS[0], "remut"])
     assert operators(apply_graph_passes(neg_of_detach, None, passes)) == ["neg"]
     kept = apply_graph_passes(neg_of_detach, None, passes, disable="eliminate_dead_code_pass")
@@ -228,16 +268,34 @@ def test_options_have_a_stable_fingerprint():
     assert str(step) == "marked_pass(mark={'a', 'b', 'c'})"
     assert step.fingerprint == "268c5ccb4814"
     assert len({step, bind_options(marked_pass, mark={"c", "b", "a"})}) == 1
-    others = [{"a"}, "a", ["a"], torch.bfloat16, LossConfig(), LossConfig("other"), {"a": 1}, None, 1.0, 1]
-    assert len({bind_options(marked_pass, mark=value).fingerprint for value in others}) == len(others)
+    others = [
+        {"a"},
+        "a",
+        ["a"],
+        torch.bfloat16,
+        LossConfig(),
+        LossConfig("other"),
+        {"a": 1},
+        None,
+        1.0,
+        1,
+    ]
+    assert len({bind_options(marked_pass, mark=value).fingerprint for value in others}) == len(
+        others
+    )
     tables = [{"b": 1, "a": {3, 2}}, {"a": {2, 3}, "b": 1}]
     told = {str(bind_options(marked_pass, mark=table)) for table in tables}
-    assert told == {"marked_pass(mark={'a': {2, 3}, 'b': 1})"}, "a table has one text, in whichever order it was made"
+    assert told == {"marked_pass(mark={'a': {2, 3}, 'b': 1})"}, (
+        "a table has one text, in whichever order it was made"
+    )
 
 
 def test_an_option_without_a_fingerprint_is_refused():
     """M6: the text of such an object is its address."""
-    with pytest.raises(TypeError, match=r"marked_pass\(mark=...\) is a object, which has no fingerprint: options are"):
+    with pytest.raises(
+        TypeError,
+        match=r"marked_pass\(mark=...\) is a object, which has no fingerprint: options are",
+    ):
         bind_options(marked_pass, mark=object())
 
 
@@ -252,7 +310,9 @@ def test_one_lint_and_one_recompile(monkeypatch, neg_of_detach):
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(fx.Graph, name, counted)
-    passes = construct_default_graph_passes(n_layers=1, extra={"offload": [bind_options(marked_pass)] * 3})
+    passes = construct_default_graph_passes(
+        n_layers=1, extra={"offload": [bind_options(marked_pass)] * 3}
+    )
     result = apply_graph_passes(neg_of_detach, None, passes)
     assert sorted(calls) == ["lint", "python_code"]
     assert type(result).__mro__[1] is fx.GraphModule
@@ -262,12 +322,18 @@ def test_one_lint_and_one_recompile(monkeypatch, neg_of_detach):
 def test_a_pass_that_fails_leaves_the_input_graph_untouched(neg_of_detach):
     """D11: nodes, metadata and code; the error names the pass."""
     before = copy.deepcopy(neg_of_detach)
-    passes = [*construct_default_graph_passes(n_layers=1)[:1], bind_options(marked_pass), bind_options(half_way_pass)]
+    passes = [
+        *construct_default_graph_passes(n_layers=1)[:1],
+        bind_options(marked_pass),
+        bind_options(half_way_pass),
+    ]
     with pytest.raises(RuntimeError, match="half way") as failure:
         apply_graph_passes(neg_of_detach, None, passes)
     assert failure.value.__notes__ == ["in the graph pass half_way_pass()"]
     assert operators(neg_of_detach) == operators(before)
-    assert [list(node.meta) for node in neg_of_detach.graph.nodes] == [list(node.meta) for node in before.graph.nodes]
+    assert [list(node.meta) for node in neg_of_detach.graph.nodes] == [
+        list(node.meta) for node in before.graph.nodes
+    ]
     assert neg_of_detach.code == before.code
 
 
@@ -294,7 +360,9 @@ def test_progress_is_told_on_long_pipelines(neg_of_detach):
     ]
 
 
-def test_progress_goes_to_a_watching_terminal_else_to_the_error_stream(neg_of_detach, monkeypatch, capsys):
+def test_progress_goes_to_a_watching_terminal_else_to_the_error_stream(
+    neg_of_detach, monkeypatch, capsys
+):
     monkeypatch.setattr(facts, "_watchers", [])  # whoever watches this run
     steps, lines = construct_default_graph_passes(n_layers=1)[:2], []
     with facts.watching({"progress": lambda text: lines.append(text)}):
@@ -306,7 +374,9 @@ def test_progress_goes_to_a_watching_terminal_else_to_the_error_stream(neg_of_de
     apply_graph_passes(neg_of_detach, None, steps, long=0)
     out, err = capsys.readouterr()
     assert not out
-    assert [line.split(",")[0] for line in err.splitlines()] == [line.split(",")[0] for line in lines]
+    assert [line.split(",")[0] for line in err.splitlines()] == [
+        line.split(",")[0] for line in lines
+    ]
 
 
 def test_the_result_tells_what_was_run(neg_of_detach):
@@ -337,16 +407,22 @@ def test_a_step_in_the_place_of_its_graph_is_refused(joint):
 
 def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
     """M3: what cannot be called, one that returns nothing, and something else than a graph."""
-    with pytest.raises(TypeError, match=r"pass 1 of the list is 'exp': give a function gm -> gm, or bind_options"):
+    with pytest.raises(
+        TypeError, match=r"pass 1 of the list is 'exp': give a function gm -> gm, or bind_options"
+    ):
         apply_graph_passes(neg_of_detach, None, [marked_pass, "exp"])
 
     def forgetful_pass(gm, example_inputs=None):
         gm.recompile()
 
-    with pytest.raises(TypeError, match="this one returned None: is `return gm` missing") as failure:
+    with pytest.raises(
+        TypeError, match="this one returned None: is `return gm` missing"
+    ) as failure:
         apply_graph_passes(neg_of_detach, None, [bind_options(forgetful_pass)])
     assert failure.value.__notes__ == ["in the graph pass forgetful_pass()"]
-    with pytest.raises(TypeError, match="canonicalize_graph_pass was given a Linear: expected a GraphModule"):
+    with pytest.raises(
+        TypeError, match="canonicalize_graph_pass was given a Linear: expected a GraphModule"
+    ):
         canonicalize_graph_pass(torch.nn.Linear(2, 2))
 
 
@@ -360,7 +436,10 @@ class Sized:
 
 def test_options_that_are_equal_have_one_fingerprint():
     """M6: what does not count when two dataclasses are compared does not count here."""
-    steps = [bind_options(marked_pass, mark=value) for value in (Sized(1, seen=1), Sized(1, seen=2), Sized(2))]
+    steps = [
+        bind_options(marked_pass, mark=value)
+        for value in (Sized(1, seen=1), Sized(1, seen=2), Sized(2))
+    ]
     assert str(steps[0]) == "marked_pass(mark=Sized(size=1))"
     assert steps[0].fingerprint == steps[1].fingerprint != steps[2].fingerprint
 
@@ -378,7 +457,10 @@ def test_a_pass_that_is_an_object_has_the_name_of_its_class(neg_of_detach):
     step = bind_options(Renaming(), to="net")
     assert str(step) == "Renaming(to='net')"
     result = apply_graph_passes(neg_of_detach, None, [step])
-    assert ([run.name for run in result.meta["gt_passes"]], result.meta["name"]) == (["Renaming"], "net")
+    assert ([run.name for run in result.meta["gt_passes"]], result.meta["name"]) == (
+        ["Renaming"],
+        "net",
+    )
     assert apply_graph_passes(neg_of_detach, None, [step, Renaming()]).meta["name"] == "renamed"
     with pytest.raises(TypeError, match="Renaming has no option into; its options are to"):
         bind_options(Renaming(), into="net")
@@ -397,10 +479,16 @@ def test_a_plain_function_is_a_pass(neg_of_detach):
             node.target = torch.ops.aten.neg.default
 
     def targets(*passes):
-        return [node.target for node in apply_graph_passes(neg_of_detach, None, passes).graph.nodes][-3:-1]
+        return [
+            node.target for node in apply_graph_passes(neg_of_detach, None, passes).graph.nodes
+        ][-3:-1]
 
     exp, neg = torch.ops.aten.exp.default, torch.ops.aten.neg.default
-    assert [targets(), targets(exp_for_neg), targets(exp_for_neg, neg_for_exp)] == [[exp, neg], [exp] * 2, [neg] * 2]
+    assert [targets(), targets(exp_for_neg), targets(exp_for_neg, neg_for_exp)] == [
+        [exp, neg],
+        [exp] * 2,
+        [neg] * 2,
+    ]
 
 
 def test_a_pass_that_must_change_the_graph_is_refused_if_it_does_not(neg_of_detach):
@@ -408,9 +496,13 @@ def test_a_pass_that_must_change_the_graph_is_refused_if_it_does_not(neg_of_deta
     passes = construct_default_graph_passes(n_layers=1)
     apply_graph_passes(neg_of_detach, None, passes, require_changes="canonicalize_graph_pass")
     idle = ["deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass"]
-    with pytest.raises(AssertionError, match="deduplicate_fsdp_unshard_chains_pass changed nothing in the graph"):
+    with pytest.raises(
+        AssertionError, match="deduplicate_fsdp_unshard_chains_pass changed nothing in the graph"
+    ):
         apply_graph_passes(neg_of_detach, None, passes, require_changes=idle)
-    with pytest.raises(ValueError, match="no pass 'chunk_pass' to require; there are eliminate_dead_"):
+    with pytest.raises(
+        ValueError, match="no pass 'chunk_pass' to require; there are eliminate_dead_"
+    ):
         apply_graph_passes(neg_of_detach, None, passes, require_changes=["chunk_pass"])
 
 
@@ -428,7 +520,13 @@ def renames(gm):
 
 @pytest.mark.parametrize(
     ("a_pass", "idle"),
-    [(tags, [1]), (renames, [1]), (lambda gm: gm, [0, 1]), (lambda graph: None, [0, 1]), (canonicalize_graph_pass, [])],
+    [
+        (tags, [1]),
+        (renames, [1]),
+        (lambda gm: gm, [0, 1]),
+        (lambda graph: None, [0, 1]),
+        (canonicalize_graph_pass, []),
+    ],
     ids=["tags", "rewrites", "nothing", "nothing by Inductor's signature", "ours"],
 )
 def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach, a_pass, idle):
@@ -436,7 +534,9 @@ def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach,
     bound = bind_options(a_pass)
     with facts.collecting() as told:
         apply_graph_passes(neg_of_detach, None, [bound, bound])
-    assert [fact["what"] for fact in told if fact["kind"] == "idle"] == [f"{bound.name} changed nothing"] * len(idle)
+    assert [fact["what"] for fact in told if fact["kind"] == "idle"] == [
+        f"{bound.name} changed nothing"
+    ] * len(idle)
 
 
 def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
@@ -457,12 +557,16 @@ def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
     )
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["idle      2 bucketing: no collective of FSDP in the graph: was data_*"])
+    result.stdout.fnmatch_lines(
+        ["idle      2 bucketing: no collective of FSDP in the graph: was data_*"]
+    )
 
 
 def test_a_word_is_one_name_not_its_letters(neg_of_detach):
     assert operators(canonicalize_graph_pass(neg_of_detach, rules="detach")) == ["exp", "neg"]
-    with pytest.raises(ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"):
+    with pytest.raises(
+        ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"
+    ):
         tag_with_memory_policy_pass(neg_of_detach, keep_unsharded="norm")
     ran = []
 
@@ -546,7 +650,9 @@ def test_enums_and_functions_of_modules_have_a_fingerprint_and_a_lambda_has_none
         bind_options(marked_pass, mark=lambda: 0)
 
 
-def test_a_pass_behind_one_that_reads_a_twin_is_named_if_it_leaves_the_graph_out_of_order(neg_of_detach):
+def test_a_pass_behind_one_that_reads_a_twin_is_named_if_it_leaves_the_graph_out_of_order(
+    neg_of_detach,
+):
     """E6, G12: to find it, the passes run once more, and need the twin again."""
 
     def reading_pass(gm, example_inputs=None, *, twin=None):
@@ -559,7 +665,9 @@ def test_a_pass_behind_one_that_reads_a_twin_is_named_if_it_leaves_the_graph_out
         return gm
 
     twin = graphtext.parse(NEG_OF_DETACH)
-    with pytest.raises(RuntimeError, match=r"turns_round left a graph out of order: neg .* reads detach"):
+    with pytest.raises(
+        RuntimeError, match=r"turns_round left a graph out of order: neg .* reads detach"
+    ):
         apply_graph_passes(neg_of_detach, None, [reading_pass, turns_round], twin=twin)
 
 
@@ -567,5 +675,8 @@ def test_passes_that_are_added_to_a_slot_run_behind_ours():
     """M1: one of a trainer's own that reads buckets finds them."""
     plain = [step.name for step in construct_default_graph_passes(n_layers=1)]
     place = plain.index("joint_transformer_block_bucketing_reordering_pass")
-    names = [step.name for step in construct_default_graph_passes(n_layers=1, extra={"bucketing": [marked_pass]})]
+    names = [
+        step.name
+        for step in construct_default_graph_passes(n_layers=1, extra={"bucketing": [marked_pass]})
+    ]
     assert names == [*plain[: place + 1], "marked_pass", *plain[place + 1 :]]

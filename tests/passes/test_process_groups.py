@@ -22,7 +22,10 @@ def gathering(*groups):
         "if P:",
         *(f"  P.w{place}: f32[2]" for place in range(len(ranks))),
         "if fwd:",
-        *(GATHER.format(n=place, size=len(found), extent=2 * len(found)) for place, found in enumerate(ranks)),
+        *(
+            GATHER.format(n=place, size=len(found), extent=2 * len(found))
+            for place, found in enumerate(ranks)
+        ),
         "if out:",
         *(f"  yield wait_{place}" for place in range(len(ranks))),
     ]
@@ -71,7 +74,9 @@ def test_extras_are_made_in_one_order_whatever_the_graph_gathers_first(gt_mesh, 
     """F1: each rank's graph has an order of its own, and ranks that made overlapping groups so would wait for ever."""
     sources = [dist.new_group([0, 3]), dist.new_group([0, 1]), dist.new_group([0, 1, 2])]
     reassign(gathering(*(sources[place] for place in order)))
-    made = [name for name in dist.distributed_c10d._world.pg_names.values() if name.endswith(":extra")]
+    made = [
+        name for name in dist.distributed_c10d._world.pg_names.values() if name.endswith(":extra")
+    ]
     assert [group_ranks(name) for name in made] == [(0, 1), (0, 1, 2), (0, 3)]
 
 
@@ -102,7 +107,9 @@ def test_a_group_that_does_not_exist_is_refused_and_nothing_moves():
         gm = gathering(dist.group.WORLD, dist.new_group([0, 1]))
         list(gm.graph.find_nodes(op="call_function", target=ALL_GATHER))[1].update_arg(2, "gone")
         before = groups_in(gm)
-        with pytest.raises(ValueError, match="process group 'gone' of the graph does not exist in this process"):
+        with pytest.raises(
+            ValueError, match="process group 'gone' of the graph does not exist in this process"
+        ):
             reassign(gm)
         assert groups_in(gm) == before
 

@@ -58,7 +58,9 @@ def test_no_other_node_moves(joint, plan, reorder):
     gm = joint_pass(joint.gm, bucket_plan=plan, reorder=reorder)
     gm.graph.lint()
     after = [node for node in gm.graph.nodes if node in set(before)]
-    chains = {node for node in after if only_feeds_collectives(node) or comes_from_collectives(node)}
+    chains = {
+        node for node in after if only_feeds_collectives(node) or comes_from_collectives(node)
+    }
     kept = [node for node in before if node in set(after) - chains]
     assert len(kept) > 50
     assert [node for node in after if node not in chains] == kept
@@ -75,14 +77,22 @@ def is_chain_user(node):
 
 def comes_from_collectives(node):
     """Part of a chain from a reduce-scatter to the output."""
-    return any(source.meta.get("fsdp_bucket", {}).get("direction") == "bwd" for source in node.all_input_nodes)
+    return any(
+        source.meta.get("fsdp_bucket", {}).get("direction") == "bwd"
+        for source in node.all_input_nodes
+    )
 
 
 def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
     """Nothing is used before it is made, and no wait is the launch's neighbour where there is compute to hide."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    early = [f"{node} reads {s}" for node in gm.graph.nodes for s in node.all_input_nodes if place[s] >= place[node]]
+    early = [
+        f"{node} reads {s}"
+        for node in gm.graph.nodes
+        for s in node.all_input_nodes
+        if place[s] >= place[node]
+    ]
     assert not early, "before it is made"
     gathers = [node for node in gm.graph.nodes if node.target is ALL_GATHER]
     hidden = [place[next(iter(node.users))] - place[node] for node in gathers[2:]]
@@ -116,4 +126,8 @@ def directed_schedule(gm):
         source = node.args[0] if node.target is WAIT else node
         if source.target is ALL_GATHER:
             bucket = node.meta["fsdp_bucket"]
-            yield "wait" if node.target is WAIT else "launch", "+".join(bucket["plan_fqns"]), bucket["direction"]
+            yield (
+                "wait" if node.target is WAIT else "launch",
+                "+".join(bucket["plan_fqns"]),
+                bucket["direction"],
+            )

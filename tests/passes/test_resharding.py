@@ -40,8 +40,13 @@ def gathers(gm):
 def test_layers_ascend_in_the_forward_and_descend_in_the_backward(joint, plan):
     """E5: and without resharding they ascend, and that is all. What stays gathered is not gathered again."""
     layers = ["layers.0", "layers.1", "layers.2"]
-    options = {"reshard_after_forward": True, "keep_unsharded": ["norm", "lm_head", "tok_embeddings"]}
-    gm = apply_graph_passes(joint.gm, None, construct_default_graph_passes(bucket_plan=plan, **options))
+    options = {
+        "reshard_after_forward": True,
+        "keep_unsharded": ["norm", "lm_head", "tok_embeddings"],
+    }
+    gm = apply_graph_passes(
+        joint.gm, None, construct_default_graph_passes(bucket_plan=plan, **options)
+    )
     forward = [("fwd", name) for name in ["tok_embeddings", *layers, "norm"]]
     assert gathers(gm) == [*forward, *(("bwd", name) for name in reversed(layers))]
     once = apply_graph_passes(joint.gm, None, construct_default_graph_passes(bucket_plan=plan))
@@ -65,7 +70,10 @@ def test_recomputed_nodes_are_the_backwards_with_metadata_of_their_own(joint):
         assert node.meta["custom"] == original.meta["custom"]
         assert node.meta["custom"] is not original.meta["custom"]
         assert not any(user.meta.get("autograd_backward") for user in original.users)
-    places = [[list(gm.graph.nodes).index(first[n.name.removesuffix("_recomputed")]) for n in run] for run in runs(new)]
+    places = [
+        [list(gm.graph.nodes).index(first[n.name.removesuffix("_recomputed")]) for n in run]
+        for run in runs(new)
+    ]
     swapped = [pair for run in places for pair in pairwise(run) if pair[0] >= pair[1]]
     assert swapped == [], "places in the forward of recomputed neighbours in another order"
 
@@ -78,8 +86,14 @@ def test_modules_whose_names_begin_alike_are_resharded(gt_mesh, make_net):
     net.norm_out, net.lm_head = net.lm_head, nn.Identity()
     run = net.forward
     net.forward = lambda tokens: net.norm_out(run(tokens))
-    traced = trace_step(data_parallel(net, gt_mesh), lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
-    gm = selective_activation_remat_pass(tag_with_memory_policy_pass(traced.gm, keep_unsharded=["layers.1", "norm"]))
+    traced = trace_step(
+        data_parallel(net, gt_mesh),
+        lambda m, t: m(t).sum(),
+        (torch.zeros(2, 3, dtype=torch.int64),),
+    )
+    gm = selective_activation_remat_pass(
+        tag_with_memory_policy_pass(traced.gm, keep_unsharded=["layers.1", "norm"])
+    )
     again = {node_fqn(node) for node in gm.graph.nodes if "recomputed" in node.name}
     assert {"layers.10.w1", "norm_out"} <= again
     assert not {fqn for fqn in again if f"{fqn}.".startswith(("layers.1.", "norm."))}

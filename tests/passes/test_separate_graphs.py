@@ -13,10 +13,16 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
 def half(gm, direction, *, marks=True):
     """The nodes of one direction as a graph of its own, as a partitioner makes it: what it reads is an input."""
-    wanted = [n for n in gm.graph.nodes if n.op == "call_function" and is_backward(n) == (direction == "bwd")]
+    wanted = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and is_backward(n) == (direction == "bwd")
+    ]
     graph, copies = fx.Graph(), {}
     for node in gm.graph.nodes:
-        if node.op == "placeholder" or (node not in wanted and any(user in wanted for user in node.users)):
+        if node.op == "placeholder" or (
+            node not in wanted and any(user in wanted for user in node.users)
+        ):
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
             if node.op != "placeholder":
@@ -40,7 +46,12 @@ def is_backward(node):
 def buckets(gm, direction, target):
     """Per collective of the direction: its bucket, dtype, size, and the nodes that its payload is made from."""
     return [
-        (node.meta["fsdp_bucket"], node.meta["val"].dtype, node.meta["val"].numel(), len(payload_of(node)))
+        (
+            node.meta["fsdp_bucket"],
+            node.meta["val"].dtype,
+            node.meta["val"].numel(),
+            len(payload_of(node)),
+        )
         for node in sorted(gm.graph.find_nodes(op="call_function", target=target))
         if node.meta["fsdp_bucket"]["direction"] == direction
     ]
@@ -56,7 +67,9 @@ def payload_of(launch):
 @pytest.mark.parametrize(("direction", "target"), [("fwd", ALL_GATHER), ("bwd", REDUCE_SCATTER)])
 def test_joint_equals_separate(joint, plan, direction, target):
     """D12: the backward's nodes need no mark, since its graph is said to be the backward's."""
-    alone = separate_pass(half(joint.gm, direction, marks=False), bucket_plan=plan, direction=direction)
+    alone = separate_pass(
+        half(joint.gm, direction, marks=False), bucket_plan=plan, direction=direction
+    )
     together = joint_pass(joint.gm, bucket_plan=plan)
     assert buckets(alone, direction, target) == buckets(together, direction, target)
     assert len(buckets(alone, direction, target)) == len(plan)
@@ -72,7 +85,9 @@ def test_module_names_come_from_the_module_stack_too(joint, plan):
         if fqn:
             node.meta["nn_module_stack"] = {fqn: (fqn, object)}
     alone = separate_pass(gm, bucket_plan=plan, direction="fwd")
-    assert buckets(alone, "fwd", ALL_GATHER) == buckets(joint_pass(joint.gm, bucket_plan=plan), "fwd", ALL_GATHER)
+    assert buckets(alone, "fwd", ALL_GATHER) == buckets(
+        joint_pass(joint.gm, bucket_plan=plan), "fwd", ALL_GATHER
+    )
 
 
 def test_a_joint_graph_is_refused(joint, plan):

@@ -41,8 +41,13 @@ def flat(module, *inputs):
 
 def collectives(parts, of=None):
     """The kinds of collectives of each part, in the groups of a mesh."""
-    nodes = {name: [n for n in part.gm.graph.nodes if launches(n.target)] for name, part in parts.items()}
-    return {name: {kind_of(n) for n in them if of is None or group_of(n) == of} for name, them in nodes.items()}
+    nodes = {
+        name: [n for n in part.gm.graph.nodes if launches(n.target)] for name, part in parts.items()
+    }
+    return {
+        name: {kind_of(n) for n in them if of is None or group_of(n) == of}
+        for name, them in nodes.items()
+    }
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
@@ -62,7 +67,8 @@ def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
         with torch.no_grad():
             whole = traced.gm(*flat(module, x, tangent))
         assert_bitwise_equal(
-            {n: values[r] for n, r in zip(names, graphs.results, strict=True)}, dict(zip(names, whole, strict=True))
+            {n: values[r] for n, r in zip(names, graphs.results, strict=True)},
+            dict(zip(names, whole, strict=True)),
         )
         every.append(values)
     summed = {**every[0], **{name: every[0][name] + every[1][name] for name in graphs.accumulates}}
@@ -78,9 +84,17 @@ def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
 def test_each_part_has_the_collectives_that_belong_there(gt_mesh):
     """Parameters are gathered in the first part, gradients reduced in the last; the model's own stand between."""
     module = stage_of(gt_mesh["dp"], 1, "bf16_fp32", gt_mesh["tp"])
-    parts = split_stage_graph(trace_stage(module, (torch.zeros(2, 16, WIDTH, requires_grad=True),)).gm).parts
+    parts = split_stage_graph(
+        trace_stage(module, (torch.zeros(2, 16, WIDTH, requires_grad=True),)).gm
+    ).parts
     data, tensor = (gt_mesh[name].get_group().group_name for name in ("dp", "tp"))
-    assert list(collectives(parts, data).values()) == [{"all_gather"}, set(), set(), set(), {"reduce_scatter"}]
+    assert list(collectives(parts, data).values()) == [
+        {"all_gather"},
+        set(),
+        set(),
+        set(),
+        {"reduce_scatter"},
+    ]
     own = collectives(parts, tensor)
     assert own["unshard"] == own["backward_weight"] == own["reduce"] == set()
     assert "all_reduce" in own["forward"] & own["backward_input"]
@@ -166,13 +180,17 @@ def test_a_stage_of_experts_whose_rows_data_counts():
     output = eager(given)
     output.backward(torch.ones_like(output))
     expected = [output, given.grad, *(parameter.grad for parameter in eager.parameters())]
-    assert_bitwise_equal([values[name] for name in graphs.results], [tensor.detach() for tensor in expected])
+    assert_bitwise_equal(
+        [values[name] for name in graphs.results], [tensor.detach() for tensor in expected]
+    )
     assert_bitwise_equal([module.tokens_per_expert], [eager.tokens_per_expert])
     eager(given)
     assert_bitwise_different([module.tokens_per_expert], [eager.tokens_per_expert])
 
 
-@pytest.mark.parametrize(("stage", "runs"), [(Shrinking, "aten.mul_.Tensor"), (Filling, "aten.zeros.default")])
+@pytest.mark.parametrize(
+    ("stage", "runs"), [(Shrinking, "aten.mul_.Tensor"), (Filling, "aten.zeros.default")]
+)
 def test_what_changes_memory_is_of_the_forward_and_runs_for_every_microbatch(stage, runs):
     """Not of what gathers parameters, which runs once a step: a write to one, and memory that is written to."""
     module, inputs = stage(), torch.randn(2, 2, 4)
@@ -185,7 +203,9 @@ def test_what_changes_memory_is_of_the_forward_and_runs_for_every_microbatch(sta
     for microbatch in inputs:
         values[graphs.inputs[-2]] = microbatch
         graphs.run(values, "forward")
-        assert torch.equal(values[graphs.results[0]], eager(microbatch)), "another microbatch has changed the memory"
+        assert torch.equal(values[graphs.results[0]], eager(microbatch)), (
+            "another microbatch has changed the memory"
+        )
 
 
 def test_a_stage_computes_what_autograd_does():
@@ -197,12 +217,16 @@ def test_a_stage_computes_what_autograd_does():
     outputs = module(x, scale)
     outputs["y"].backward(tangent)
     expected = [outputs["y"], outputs["count"], x.grad, *(p.grad for p in module.parameters())]
-    assert_bitwise_equal(traced.gm(*flat(module, x, scale, tangent)), [value.detach() for value in expected])
+    assert_bitwise_equal(
+        traced.gm(*flat(module, x, scale, tangent)), [value.detach() for value in expected]
+    )
     graphs = split_stage_graph(traced.gm)
     assert len(graphs.accumulates) == 5  # that of the shift is the tangent itself
     swapped = trace_stage(Pair(), (scale, x), step=lambda stage, scale, x: stage(x, scale))
     named = swapped.gm.graph.output_node().meta["gt_outputs"]
-    assert named[:3] == ("output0", "output1", "gradient_of_input1"), "the gradient of x, the second input"
+    assert named[:3] == ("output0", "output1", "gradient_of_input1"), (
+        "the gradient of x, the second input"
+    )
     first = trace_stage(net(), (x.detach(),))
     assert first.differentiated == ()
     assert not split_stage_graph(first.gm).parts["backward_input"].gives
@@ -223,7 +247,9 @@ def test_what_is_gathered_once_is_not_summed_over_microbatches():
     graphs = split_stage_graph(gm, moved={of_input: "reduce"})
     taken, once = set(graphs.parts["reduce"].takes), set(graphs.parts["unshard"].gives)
     assert taken & once
-    assert not once & {*graphs.accumulates}, "a parameter would be added to itself, once for each microbatch"
+    assert not once & {*graphs.accumulates}, (
+        "a parameter would be added to itself, once for each microbatch"
+    )
     assert taken - once <= {*graphs.accumulates}
 
 
@@ -235,13 +261,21 @@ def test_what_is_no_stage_is_refused():
     }.items():
         with pytest.raises(ValueError, match=words):
             trace_stage(net(), inputs)
-    with pytest.raises(TypeError, match=r"give a sequence of the stage's inputs, \(tensor,\) for one"):
+    with pytest.raises(
+        TypeError, match=r"give a sequence of the stage's inputs, \(tensor,\) for one"
+    ):
         trace_stage(net(), x)
-    with pytest.raises(TypeError, match="output 1 of the stage is a int: stages hand plain tensors to each other"):
+    with pytest.raises(
+        TypeError, match="output 1 of the stage is a int: stages hand plain tensors to each other"
+    ):
         trace_stage(net(), (x,), step=lambda stage, x: (stage(x), 1))
-    with pytest.raises(ValueError, match="no output of the stage depends on a parameter or an input that requires"):
+    with pytest.raises(
+        ValueError, match="no output of the stage depends on a parameter or an input that requires"
+    ):
         trace_stage(net(), (x,), step=lambda stage, x: stage(x).detach())
-    with pytest.raises(ValueError, match="neither a parameter nor an input of the stage requires a gradient"):
+    with pytest.raises(
+        ValueError, match="neither a parameter nor an input of the stage requires a gradient"
+    ):
         trace_stage(net().requires_grad_(False), (x.detach(),))
 
 
@@ -252,17 +286,26 @@ def test_what_cannot_be_cut_is_refused_by_name():
     words = r"mm_2 of 0 \(backward_input\) needs threshold_backward of 1 \(backward_weight\), which runs later"
     with pytest.raises(PlanError, match=words):
         split_stage_graph(gm, moved={threshold: "backward_weight"})
-    with pytest.raises(ValueError, match="a stage has no part 'dW'; it has unshard, forward, backward_input"):
+    with pytest.raises(
+        ValueError, match="a stage has no part 'dW'; it has unshard, forward, backward_input"
+    ):
         split_stage_graph(gm, moved={threshold: "dW"})
-    with pytest.raises(ValueError, match="the graph is not of a pipeline's stage: trace it by trace_stage"):
+    with pytest.raises(
+        ValueError, match="the graph is not of a pipeline's stage: trace it by trace_stage"
+    ):
         split_stage_graph(torch.fx.symbolic_trace(net()))
     gm = trace_stage(Counting(), (torch.zeros(2, 4, requires_grad=True),)).gm
     split_stage_graph(gm)
     read = gm.graph.find_nodes(op="call_function", target=aten.clone.default)
-    with pytest.raises(PlanError, match=r"clone of .*\(backward_weight\) comes before add_.* \(forward\) in the stage"):
+    with pytest.raises(
+        PlanError,
+        match=r"clone of .*\(backward_weight\) comes before add_.* \(forward\) in the stage",
+    ):
         split_stage_graph(gm, moved=dict.fromkeys([*read, *read[0].users], "backward_weight"))
     gm = trace_stage(Noisy(), (torch.zeros(2, 4, requires_grad=True),)).gm
     split_stage_graph(gm)
     first, *_ = gm.graph.find_nodes(op="call_function", target=aten.rand_like.default)
-    with pytest.raises(PlanError, match=r"rand_like of .*weight\) comes before rand_like_1 of .*\(forward\)"):
+    with pytest.raises(
+        PlanError, match=r"rand_like of .*weight\) comes before rand_like_1 of .*\(forward\)"
+    ):
         split_stage_graph(gm, moved=dict.fromkeys([first, *first.users], "backward_weight"))

@@ -55,7 +55,10 @@ def artefacts(path):
         told = json.loads(head[1]) if head else {}
         if "artifact" not in told:
             continue
-        end = next((at for at in range(number + 1, len(lines)) if not lines[at].startswith("\t")), len(lines))
+        end = next(
+            (at for at in range(number + 1, len(lines)) if not lines[at].startswith("\t")),
+            len(lines),
+        )
         content = "\n".join(line[1:] for line in lines[number + 1 : end])
         sums = {hashlib.md5(text.encode()).hexdigest() for text in (content, content + "\n")}
         assert told["has_payload"] in sums
@@ -65,7 +68,9 @@ def artefacts(path):
 
 @pytest.mark.second_tier
 def test_each_pass_that_changes_a_graph_leaves_it_before_and_after(log):
-    found = {name: content for name, content in artefacts(log).items() if name.startswith("gt_passes_0")}
+    found = {
+        name: content for name, content in artefacts(log).items() if name.startswith("gt_passes_0")
+    }
     stem = "gt_passes_0_01_canonicalize_graph_pass"
     assert list(found) == [f"{stem}_before", f"{stem}_after", "gt_passes_0_overview"]
     (kind, before), (_, after) = found[f"{stem}_before"], found[f"{stem}_after"]
@@ -100,7 +105,10 @@ def test_tlparse_reads_it(log, tmp_path):
     after = next(text for name, text in pages.items() if "canonicalize_graph_pass_after" in name)
     assert "aten.neg" in after
     assert len(pages) == 3
-    assert "gt_passes_0_01_canonicalize_graph_pass_after" in (tmp_path / "out" / "index.html").read_text()
+    assert (
+        "gt_passes_0_01_canonicalize_graph_pass_after"
+        in (tmp_path / "out" / "index.html").read_text()
+    )
 
 
 @graph_pass
@@ -115,15 +123,23 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     """Of two pipelines, each under a number of its own; what stood behind a pass stands before the next one."""
     told = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append((record.metadata.get("artifact", {}).get("name"), record.payload))
+    handler.emit = lambda record: told.append(
+        (record.metadata.get("artifact", {}).get("name"), record.payload)
+    )
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [handler])
     monkeypatch.setenv("TORCH_TRACE", "folder")
     passes = [bind_options(adding_pass, often=often) for often in (1, 0, 2)]
     for _ in range(2):
         done = apply_graph_passes(fx.symbolic_trace(torch.nn.ReLU()), None, passes)
     names = [name for name, _ in told]
-    numbers = [int(number) for number in re.findall(r"\bgt_passes_(\d+)_overview\b", " ".join(map(str, names)))]
-    ends = [*(f"{place}_adding_pass_{side}" for place in ("00", "02") for side in ("before", "after")), "overview"]
+    numbers = [
+        int(number)
+        for number in re.findall(r"\bgt_passes_(\d+)_overview\b", " ".join(map(str, names)))
+    ]
+    ends = [
+        *(f"{place}_adding_pass_{side}" for place in ("00", "02") for side in ("before", "after")),
+        "overview",
+    ]
     assert names == [f"gt_passes_{number}_{end}" for number in numbers for end in ends]
     assert len(set(numbers)) == 2, "each pipeline has a number of its own"
     before, middle, again, after, overview = (text for _, text in told[5:])
@@ -131,7 +147,12 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     assert again == middle
     runs = done.meta["gt_passes"]
     assert json.loads(overview) == [
-        {"name": run.name, "fingerprint": run.fingerprint, "seconds": run.seconds, "changed": changed}
+        {
+            "name": run.name,
+            "fingerprint": run.fingerprint,
+            "seconds": run.seconds,
+            "changed": changed,
+        }
         for run, changed in zip(runs, (True, False, True), strict=True)
     ]
 

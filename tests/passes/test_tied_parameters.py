@@ -42,13 +42,17 @@ def step(model, tokens):
 
 
 def refused_eagerly(plan, mesh):
-    config = TrainConfig(model=Tied, step=step, batch=lambda step, rank: (TOKENS,), bucket_plan=plan, mesh=mesh)
+    config = TrainConfig(
+        model=Tied, step=step, batch=lambda step, rank: (TOKENS,), bucket_plan=plan, mesh=mesh
+    )
     with pytest.raises(PlanError) as told:
         shard_eagerly(Tied(), config)
     return str(told.value)
 
 
-@pytest.mark.parametrize("plan", [APART, ["wte", "h.0"]], ids=["two buckets", "a bucket and the root"])
+@pytest.mark.parametrize(
+    "plan", [APART, ["wte", "h.0"]], ids=["two buckets", "a bucket and the root"]
+)
 def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
     """A10, B6, D11: torch's own refusal comes in the first forward, and speaks of the same cause and way out."""
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
@@ -57,20 +61,26 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
         joint_pass(traced.gm, bucket_plan=plan)
     assert traced.gm.code == before
     assert str(told.value) == refused_eagerly(plan, gt_mesh)
-    assert "Parameter 'wte.weight' is shared with 'lm_head.weight' in another bucket" in str(told.value)
+    assert "Parameter 'wte.weight' is shared with 'lm_head.weight' in another bucket" in str(
+        told.value
+    )
     assert "in the same bucket, ['wte', 'lm_head']" in str(told.value)
     eager = Tied()
     for fqn in plan:
         fully_shard(eager.get_submodule(fqn), mesh=gt_mesh)
     fully_shard(eager, mesh=gt_mesh)
-    with pytest.raises(ValueError, match="is shared with a parameter already managed by another FSDP group"):
+    with pytest.raises(
+        ValueError, match="is shared with a parameter already managed by another FSDP group"
+    ):
         eager(TOKENS)
 
 
 def test_names_that_the_model_does_not_have_are_told_before_a_tie(gt_mesh):
     """The default plan on a model with other names and tied weights, as GPT-2: the tie was told, in its words."""
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
-    with pytest.raises(PlanError, match=r"the bucket plan names 'tok_embeddings', 'layers\.0', 'norm', which the"):
+    with pytest.raises(
+        PlanError, match=r"the bucket plan names 'tok_embeddings', 'layers\.0', 'norm', which the"
+    ):
         joint_pass(traced.gm, bucket_plan=get_default_transformer_block_buckets(1))
 
 
@@ -113,6 +123,7 @@ def test_a_graph_that_gathers_it_in_both_buckets_is_told_of_the_tie(gt_mesh):
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,), reuse_gathers=False)
     traced.gm.graph.output_node().meta.pop("gt_tied")
     with pytest.raises(
-        PlanError, match="if it is shared/tied, place its modules in the same bucket, they are in wte and"
+        PlanError,
+        match="if it is shared/tied, place its modules in the same bucket, they are in wte and",
     ):
         joint_pass(traced.gm, bucket_plan=APART)

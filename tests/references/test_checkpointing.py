@@ -22,7 +22,9 @@ from pytest_gtrainer import (
 from pytest_gtrainer.references.config import checkpoint_layers
 from pytest_gtrainer.references.graph import CannotRestore, GraphRun
 
-OTHERWISE = ActivationCheckpointConfig(preserve_rng_state=False, determinism_check="none", debug=True)
+OTHERWISE = ActivationCheckpointConfig(
+    preserve_rng_state=False, determinism_check="none", debug=True
+)
 
 
 class Layer(nn.Linear):
@@ -70,18 +72,28 @@ def test_both_sides_recompute_and_no_bit_changes(gt_mesh, gt_world):
     """K1: the graph repeats each layer's forward in the backward."""
 
     def checkpointed(mesh):
-        return llama3_training(mesh, "fp32", steps=1, activation_checkpoint=ActivationCheckpointConfig())
+        return llama3_training(
+            mesh, "fp32", steps=1, activation_checkpoint=ActivationCheckpointConfig()
+        )
 
     graph = train_graph(checkpointed, world=gt_world)
     assert_bitwise_equal(graph, train_eager(checkpointed, world=gt_world))
-    assert_bitwise_equal(graph, train_eager(lambda mesh: llama3_training(mesh, "fp32", steps=1), world=gt_world))
-    attentions = [_attentions(each) for each in (checkpointed(gt_mesh), llama3_training(gt_mesh, "fp32", steps=1))]
+    assert_bitwise_equal(
+        graph, train_eager(lambda mesh: llama3_training(mesh, "fp32", steps=1), world=gt_world)
+    )
+    attentions = [
+        _attentions(each)
+        for each in (checkpointed(gt_mesh), llama3_training(gt_mesh, "fp32", steps=1))
+    ]
     assert attentions == [4, 2]
 
 
 def _attentions(config: TrainConfig) -> int:
     nodes = GraphRun(config).traced.gm.graph.nodes
-    return sum("scaled_dot_product" in str(node.target) and "backward" not in str(node.target) for node in nodes)
+    return sum(
+        "scaled_dot_product" in str(node.target) and "backward" not in str(node.target)
+        for node in nodes
+    )
 
 
 @pytest.mark.second_tier
@@ -91,7 +103,9 @@ def test_random_numbers_that_are_not_restored(gt_world):
     told = {}
     for preserve in (False, True):
         config = ActivationCheckpointConfig(preserve_rng_state=preserve)
-        told[preserve] = train_eager(lambda mesh, config=config: dropping(mesh, config), world=gt_world)
+        told[preserve] = train_eager(
+            lambda mesh, config=config: dropping(mesh, config), world=gt_world
+        )
     plain = train_eager(lambda mesh: dropping(mesh, None), world=gt_world)
     graph = train_graph(lambda mesh: dropping(mesh, OTHERWISE), world=gt_world)
     assert_bitwise_equal(graph, told[False])
@@ -103,11 +117,15 @@ def test_random_numbers_that_are_not_restored(gt_world):
 @pytest.mark.gt_world("fake", size=2)
 def test_a_graph_refuses_to_restore_random_numbers(gt_mesh):
     """K1: it would compute with another mask in silence."""
-    with pytest.raises(CannotRestore, match=r"aten\.\w+\.\w+ in the backward of layers\.\d would draw other random"):
+    with pytest.raises(
+        CannotRestore, match=r"aten\.\w+\.\w+ in the backward of layers\.\d would draw other random"
+    ):
         GraphRun(dropping(gt_mesh, ActivationCheckpointConfig()))
     GraphRun(dropping(gt_mesh, None))
     outside = replace(dropping(gt_mesh, ActivationCheckpointConfig()), model=DroppingInFront)
-    assert len(GraphRun(outside).traced.trainable_fqns) == 4, "what is drawn outside of layers is not drawn again"
+    assert len(GraphRun(outside).traced.trainable_fqns) == 4, (
+        "what is drawn outside of layers is not drawn again"
+    )
 
 
 class Fickle(nn.Module):
@@ -132,9 +150,13 @@ def backward_of_a_fickle_layer(config: ActivationCheckpointConfig) -> torch.Tens
 
 def test_the_check_of_determinism():
     """K1: "default" compares what was recomputed, "none" does not."""
-    with pytest.raises(CheckpointError, match="Recomputed values for the following tensors have different metadata"):
+    with pytest.raises(
+        CheckpointError, match="Recomputed values for the following tensors have different metadata"
+    ):
         backward_of_a_fickle_layer(ActivationCheckpointConfig())
-    assert backward_of_a_fickle_layer(ActivationCheckpointConfig(determinism_check="none")) is not None
+    assert (
+        backward_of_a_fickle_layer(ActivationCheckpointConfig(determinism_check="none")) is not None
+    )
 
 
 @pytest.mark.second_tier
@@ -143,7 +165,9 @@ def test_debugging(monkeypatch: pytest.MonkeyPatch):
     # torch logs operators with arguments that their format has no place for, and pytest's handlers format them
     for logger in (logging.getLogger(), logging.getLogger("LoggingTensor")):
         monkeypatch.setattr(logger, "handlers", [])
-    with pytest.raises(CheckpointError, match=r"(?s)dumping logs of latest computation.*aten\.sin\.default"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)dumping logs of latest computation.*aten\.sin\.default"
+    ):
         backward_of_a_fickle_layer(ActivationCheckpointConfig(debug=True))
 
 
@@ -159,14 +183,22 @@ def gradient_behind_dropout(**fields) -> torch.Tensor:
 def test_every_layer_alone_is_recomputed_with_its_own_random_numbers_or_others():
     """K1: the mask of the forward if its state is put back, else another one. Layers are, and not what is in them."""
     plain = gradient_behind_dropout()
-    assert_bitwise_equal(gradient_behind_dropout(preserve_rng_state=True), plain, what="with the forward's mask")
-    assert_bitwise_different(gradient_behind_dropout(preserve_rng_state=False), plain, what="with another mask")
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]), "head": nn.Linear(2, 2)})
+    assert_bitwise_equal(
+        gradient_behind_dropout(preserve_rng_state=True), plain, what="with the forward's mask"
+    )
+    assert_bitwise_different(
+        gradient_behind_dropout(preserve_rng_state=False), plain, what="with another mask"
+    )
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]), "head": nn.Linear(2, 2)}
+    )
     checkpoint_layers(model, ActivationCheckpointConfig())
     wrapped = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
     assert wrapped == ["layers.0"], "modules that are recomputed"
 
 
 def test_a_model_without_layers():
-    with pytest.raises(ValueError, match=r"no layers such as layers\.0 to checkpoint; its outermost are head"):
+    with pytest.raises(
+        ValueError, match=r"no layers such as layers\.0 to checkpoint; its outermost are head"
+    ):
         checkpoint_layers(nn.ModuleDict({"head": nn.Linear(2, 2)}), ActivationCheckpointConfig())

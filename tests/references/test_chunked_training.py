@@ -46,12 +46,16 @@ def test_both_sides_run_in_chunks(gt_world, changes):
     chunked = partial(config_of, chunk=strict("layers.*", num_chunks=4), **changes)
     expected = train_eager(chunked, world=gt_world)
     assert_bitwise_equal(train_graph(chunked, world=gt_world), expected)
-    assert_bitwise_different(train_eager(partial(config_of, **changes), world=gt_world), expected, what="whole blocks")
+    assert_bitwise_different(
+        train_eager(partial(config_of, **changes), world=gt_world), expected, what="whole blocks"
+    )
 
 
 @TWO_RANKS
 @pytest.mark.parametrize("train", [train_eager, train_graph])
 def test_a_batch_that_cannot_be_cut(gt_world, train):
     """G9: by either side."""
-    with pytest.raises(ChunkError, match=r"layers.*: extent 7 of the batch dimension does not divide into 4 chunks"):
+    with pytest.raises(
+        ChunkError, match=r"layers.*: extent 7 of the batch dimension does not divide into 4 chunks"
+    ):
         train(partial(config_of, batch=7, chunk=strict("layers.*", num_chunks=4)), world=gt_world)

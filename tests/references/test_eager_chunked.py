@@ -31,7 +31,9 @@ class Block(nn.Module):
         self.join, self.seen = join, []
 
     def forward(self, x, mask=None, positions=None, rope=None):
-        self.seen.append([None if value is None else tuple(value.shape) for value in (x, mask, positions, rope)])
+        self.seen.append(
+            [None if value is None else tuple(value.shape) for value in (x, mask, positions, rope)]
+        )
         self.contiguous = x.is_contiguous()
         return self.join(x * 2)
 
@@ -56,7 +58,9 @@ def test_the_forward_runs_once_per_chunk_in_order_and_outputs_are_joined():
     """I1."""
     block = chunked()
     assert_bitwise_equal(block(X), X * 2)
-    assert_bitwise_different(torch.cat(X.chunk(2)[::-1]) * 2, X * 2, what="chunks joined in another order")
+    assert_bitwise_different(
+        torch.cat(X.chunk(2)[::-1]) * 2, X * 2, what="chunks joined in another order"
+    )
     assert [extents[0] for extents in block.seen] == [(2, 6, 8), (2, 6, 8)]
 
 
@@ -85,15 +89,21 @@ def test_gradients_of_chunks_are_contiguous_where_they_are_cut_from_the_middle()
     layer = nn.ModuleDict({"moe": Block(Doubled.apply)})
     eager_chunked(Net(layer), ChunkConfig("layers.*.moe", chunk_dim="sequence", num_chunks=2))
     (layer["moe"](x) * X).sum().backward()
-    assert contiguous == [True, True], "a chunk's backward has a strided gradient, for which other operators may run"
+    assert contiguous == [True, True], (
+        "a chunk's backward has a strided gradient, for which other operators may run"
+    )
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_a_constant_that_counts_rows_is_told_though_all_its_rows_are_equal(by_rows, recwarn):
     """G3: 1 / 4 in every row of the whole, 1 / 2 in every row of a chunk."""
-    chunked(join=lambda x: x * torch.tensor([1 / len(x) if by_rows else 0.5] * len(x))[:, None, None])(X)
+    chunked(
+        join=lambda x: x * torch.tensor([1 / len(x) if by_rows else 0.5] * len(x))[:, None, None]
+    )(X)
     told = [str(warning.message) for warning in recwarn if warning.category is ChunkWarning]
-    assert bool(told) == by_rows, f"the constant of a chunk was not compared with that of the whole: {told}"
+    assert bool(told) == by_rows, (
+        f"the constant of a chunk was not compared with that of the whole: {told}"
+    )
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
@@ -112,7 +122,10 @@ def test_another_output_is_a_type_error():
 
 def test_a_scalar_output_is_refused():
     """I1: there is nothing to join it along."""
-    with pytest.raises(ValueError, match=r"layers\.0 returns a tensor of 0 dimensions, which has no batch dimension"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0 returns a tensor of 0 dimensions, which has no batch dimension",
+    ):
         chunked(join=torch.sum)(X)
 
 
@@ -154,7 +167,10 @@ def test_a_checkpointed_layer_is_judged_as_without_a_checkpoint():
     """G15: what stands for its forward is no method."""
     net = Net(Numbered())
     checkpoint_layers(net, ActivationCheckpointConfig(preserve_rng_state=False))
-    with eager_chunked(net, BATCH), pytest.warns(ChunkWarning, match="brings into rows what depends on their number"):
+    with (
+        eager_chunked(net, BATCH),
+        pytest.warns(ChunkWarning, match="brings into rows what depends on their number"),
+    ):
         net.layers[0](X)
 
 
@@ -176,9 +192,18 @@ def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
 @pytest.mark.parametrize(
     ("turned", "words"),
     [
-        (lambda x: x.transpose(0, 1) * 2, r"returns float32\[6, 2, 8\], which has the batch in dimension 1"),
-        (lambda x: x.sum(0), r"returns float32\[6, 8\], which has the batch nowhere, as far as can be seen"),
-        (lambda x: (x, x.mT, x.sum(0)), r"returns float32\[6, 8\] in place 2, which has the batch nowhere"),
+        (
+            lambda x: x.transpose(0, 1) * 2,
+            r"returns float32\[6, 2, 8\], which has the batch in dimension 1",
+        ),
+        (
+            lambda x: x.sum(0),
+            r"returns float32\[6, 8\], which has the batch nowhere, as far as can be seen",
+        ),
+        (
+            lambda x: (x, x.mT, x.sum(0)),
+            r"returns float32\[6, 8\] in place 2, which has the batch nowhere",
+        ),
     ],
     ids=["elsewhere", "nowhere", "the third"],
 )
@@ -202,7 +227,10 @@ def test_positions_are_followed_along_the_batch():
         def forward(self, x, positions):
             return x + positions.flip(0)[..., None] if x.isfinite().all() else x
 
-    with eager_chunked(net := Net(Turned()), BATCH), pytest.raises(ChunkError, match=r"flip.* reverses dimension 0"):
+    with (
+        eager_chunked(net := Net(Turned()), BATCH),
+        pytest.raises(ChunkError, match=r"flip.* reverses dimension 0"),
+    ):
         net.layers[0](X, torch.zeros(4, 6))
 
 
@@ -236,13 +264,18 @@ def test_unwrapping_restores_the_module():
 @pytest.mark.parametrize("changes", [{"num_chunks": 4}, {"chunk_dim": "sequence"}], ids=str)
 def test_another_chunking_of_a_chunked_module_is_refused(changes):
     net, config = Net(nn.ModuleDict({"moe": Block()})), ChunkConfig("layers.*.moe", num_chunks=2)
-    with eager_chunked(net, config), pytest.raises(ValueError, match=r"moe runs in 2 chunks by batch already"):
+    with (
+        eager_chunked(net, config),
+        pytest.raises(ValueError, match=r"moe runs in 2 chunks by batch already"),
+    ):
         eager_chunked(net, replace(config, **changes))
 
 
 def test_no_match_is_an_error():
     """G2."""
-    with pytest.raises(ValueError, match=r"'blocks\.\*' matches no module of the model; outermost are layers"):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.\*' matches no module of the model; outermost are layers"
+    ):
         eager_chunked(Net(Block()), ChunkConfig("blocks.*"))
 
 
@@ -250,7 +283,12 @@ def test_what_beside_the_activation_is_cut():
     """I2: masks and positions with a batch; a rotary cache never, though its first extent is the batch's."""
     block = chunked()
     rows = 6  # three rows a chunk, so that they are not as many as chunks
-    block(torch.zeros(rows, 6, 8), torch.zeros(rows, 1, 6, 6), torch.zeros(rows, 6), torch.zeros(rows, 6))
+    block(
+        torch.zeros(rows, 6, 8),
+        torch.zeros(rows, 1, 6, 6),
+        torch.zeros(rows, 6),
+        torch.zeros(rows, 6),
+    )
     assert block.seen == [[(3, 6, 8), (3, 1, 6, 6), (3, 6), (6, 6)]] * 2
 
 
@@ -297,12 +335,32 @@ def test_positions_of_one_or_two_dimensions(x, positions, seen):
         ((3,), r"layers\.0 was called with \(x: int\), .* an activation with that dimension"),
         ((X, "causal"), r"\(x: float32\[4, 6, 8\], mask: str\), which cannot be chunked by batch"),
         ((X, torch.zeros(3, 1, 6, 6)), "the first extent of mask is neither the batch's nor 1"),
-        ((X[:, :4], torch.zeros(4, 4)), "whether mask has a batch dimension is unclear: give it as 4-D"),
-        ((X[:, :4], None, torch.zeros(4)), r"whether positions has a batch .* give it as 2-D, \[1, sequence\] or"),
-        ((X[:, :4], torch.zeros(4)), "whether mask has a batch dimension is unclear: give it as 2-D"),
-        ((X[:3],), r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* divisors of 3"),
+        (
+            (X[:, :4], torch.zeros(4, 4)),
+            "whether mask has a batch dimension is unclear: give it as 4-D",
+        ),
+        (
+            (X[:, :4], None, torch.zeros(4)),
+            r"whether positions has a batch .* give it as 2-D, \[1, sequence\] or",
+        ),
+        (
+            (X[:, :4], torch.zeros(4)),
+            "whether mask has a batch dimension is unclear: give it as 2-D",
+        ),
+        (
+            (X[:3],),
+            r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* divisors of 3",
+        ),
     ],
-    ids=["no activation", "not a mask", "another extent", "ambiguous", "positions", "a row", "indivisible"],
+    ids=[
+        "no activation",
+        "not a mask",
+        "another extent",
+        "ambiguous",
+        "positions",
+        "a row",
+        "indivisible",
+    ],
 )
 def test_calls_that_cannot_be_chunked(arguments, message):
     """I2, G9."""
@@ -314,7 +372,9 @@ def test_calls_that_cannot_be_chunked(arguments, message):
 def test_an_activation_that_is_sharded_is_refused_by_its_mesh(gt_mesh):
     """I2: tensor parallelism; torch would cut it, with a collective for each chunk."""
     x = DTensor.from_local(X, gt_mesh, [Shard(0)], run_check=False)
-    with pytest.raises(ValueError, match=r"layers\.0 .*: x is a DTensor, \(Shard\(dim=0\),\) over DeviceMesh\("):
+    with pytest.raises(
+        ValueError, match=r"layers\.0 .*: x is a DTensor, \(Shard\(dim=0\),\) over DeviceMesh\("
+    ):
         chunked()(x)
 
 
@@ -323,7 +383,9 @@ def test_a_call_without_arguments_cannot_be_chunked():
     block = nn.Identity()
     block.forward = lambda x=None: x
     eager_chunked(Net(block), BATCH)
-    with pytest.raises(ValueError, match=r"layers\.0 was called with \(\), .* an activation with that dimension"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0 was called with \(\), .* an activation with that dimension"
+    ):
         block()
 
 
@@ -350,25 +412,45 @@ def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
     told = {"fwd": [], "bwd": []}
     for node in (node for node in traced.gm.graph.nodes if node.op == "call_function"):
         if (found := told_by(node.meta.get("custom", {}))) is not None:
-            assert (found.fqn, found.producer, node_fqn(node)) == ("layers.0", "eager", "layers.0"), node.name
+            assert (found.fqn, found.producer, node_fqn(node)) == (
+                "layers.0",
+                "eager",
+                "layers.0",
+            ), node.name
             told[direction(node)].append(" ".join(found.words()))
         else:
-            assert not node_fqn(node).startswith("layers"), f"{node.name} of the chunked module does not say so"
-    assert list(dict.fromkeys(told["fwd"])) == ["split_boundary eager", "0 eager", "1 eager", "materialization eager"]
-    assert [word for word in dict.fromkeys(told["bwd"]) if word[0].isdigit()] == ["1 eager", "0 eager"]
+            assert not node_fqn(node).startswith("layers"), (
+                f"{node.name} of the chunked module does not say so"
+            )
+    assert list(dict.fromkeys(told["fwd"])) == [
+        "split_boundary eager",
+        "0 eager",
+        "1 eager",
+        "materialization eager",
+    ]
+    assert [word for word in dict.fromkeys(told["bwd"]) if word[0].isdigit()] == [
+        "1 eager",
+        "0 eager",
+    ]
 
 
 @pytest.mark.second_tier
 def test_its_annotations_survive_tracing():
     """I3."""
     with torch.device("meta"):
-        model = deepseek_v3.DeepSeekV3(replace(deepseek_v3.FLAVORS["debug"], moe=deepseek_v3.MoEConfig(n_experts=2)))
+        model = deepseek_v3.DeepSeekV3(
+            replace(deepseek_v3.FLAVORS["debug"], moe=deepseek_v3.MoEConfig(n_experts=2))
+        )
     with eager_chunked(model, ChunkConfig("layers.*.moe", num_chunks=2)):
         traced = trace_step(model, ce_step, (torch.zeros(2, 4, dtype=torch.int64),) * 2)
-    customs = [node.meta["custom"] for node in traced.gm.graph.nodes if "chunk_id" in node.meta.get("custom", {})]
+    customs = [
+        node.meta["custom"]
+        for node in traced.gm.graph.nodes
+        if "chunk_id" in node.meta.get("custom", {})
+    ]
     assert {custom["chunked_region_fqn"] for custom in customs} == {"layers.1.moe", "layers.2.moe"}
     assert {custom["chunk_id"] for custom in customs} == {0, 1}
-    assert {(custom["chunked_region_producer"], custom["chunked_region_role"]) for custom in customs} == {
-        ("eager", "body")
-    }
+    assert {
+        (custom["chunked_region_producer"], custom["chunked_region_role"]) for custom in customs
+    } == {("eager", "body")}
     assert all(custom["module_fqn"].startswith(custom["chunked_region_fqn"]) for custom in customs)

@@ -69,7 +69,9 @@ def sent(monkeypatch):
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
-@pytest.mark.parametrize("policy", [FSDP2Policy(), FSDP2Policy(torch.bfloat16, torch.float32)], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    "policy", [FSDP2Policy(), FSDP2Policy(torch.bfloat16, torch.float32)], ids=["fp32", "mixed"]
+)
 def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
     """D4: in the all-gather's slice of this rank, and in every rank's row of the reduce-scatter."""
     model = Reader(Net())
@@ -84,7 +86,9 @@ def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
     for kind, payload in payloads:
         width = sum(slot.nbytes for slot in payload.slots) // payload.dtype.itemsize
         rows = 1 if kind == "all_gather" else 4
-        candidates = [t.reshape(rows, -1) for k, t in sent if k == kind and t.numel() == width * rows]
+        candidates = [
+            t.reshape(rows, -1) for k, t in sent if k == kind and t.numel() == width * rows
+        ]
         assert candidates
         assert all(t.dtype == payload.dtype for t in candidates)
         told = f"no {kind} was sent with {payload.parameters} where the layout has them"
@@ -136,7 +140,11 @@ def test_a_frozen_parameter_of_another_dtype_decides_nothing(gt_mesh, sent):
     net(torch.ones(8)).backward()
     (payload,) = eager_bucket_layout(net).of("reduce_scatter")
     (reduced,) = [tensor for kind, tensor in sent if kind == "reduce_scatter"]
-    assert (payload.dtype, payload.parameters) == (reduced.dtype, ("adapter",)) == (torch.float32, ("adapter",))
+    assert (
+        (payload.dtype, payload.parameters)
+        == (reduced.dtype, ("adapter",))
+        == (torch.float32, ("adapter",))
+    )
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
@@ -154,7 +162,9 @@ def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
 def test_a_model_without_fully_shard_or_gradients_is_refused(gt_mesh):
     with pytest.raises(ValueError, match="Linear has no parameters managed by fully_shard"):
         eager_bucket_layout(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="Linear has no gradients: run a backward first, and keep them"):
+    with pytest.raises(
+        ValueError, match="Linear has no gradients: run a backward first, and keep them"
+    ):
         eager_bucket_layout(fully_shard(nn.Linear(2, 2), mesh=gt_mesh))
 
 

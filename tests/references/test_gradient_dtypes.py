@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import MixedPrecisionPolicy, TrainConfig, assert_bitwise_different, assert_parity, train_graph
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    TrainConfig,
+    assert_bitwise_different,
+    assert_parity,
+    train_graph,
+)
 from pytest_gtrainer.tracing.sharding import gradient_dtype
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -50,7 +56,13 @@ def training(gt_mesh):
 
     def make(policy, model=Net):
         plan = ["layers.0", "layers.1"]
-        fields = {"step": lambda model, x: model(x), "batch": batch, "bucket_plan": plan, "mesh": gt_mesh, "steps": 2}
+        fields = {
+            "step": lambda model, x: model(x),
+            "batch": batch,
+            "bucket_plan": plan,
+            "mesh": gt_mesh,
+            "steps": 2,
+        }
         return TrainConfig(model=model, mp_policy=policy, **fields)
 
     return make
@@ -85,6 +97,8 @@ def test_a_model_in_bf16_that_reduces_in_fp32(training, gt_world):
         (torch.int32, torch.float64, False, torch.float64),
     ],
 )
-def test_only_a_wider_reduction_takes_gradients_as_they_come(gathered, reduced, is_replica, expected):
+def test_only_a_wider_reduction_takes_gradients_as_they_come(
+    gathered, reduced, is_replica, expected
+):
     """A12: as FSDP2 of torch 2.15 does it, equal widths and integers included."""
     assert gradient_dtype(gathered, reduced, is_replica) is expected

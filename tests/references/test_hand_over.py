@@ -70,11 +70,16 @@ def test_two_ranks_trace_and_the_others_get_the_graph_they_would_have_traced(gt_
     assert graphtext.render(taken.gm) == graphtext.render(own.gm)
     for ours, theirs in zip(taken.gm.graph.nodes, own.gm.graph.nodes, strict=True):
         assert (ours.op, ours.name, str(ours.args), str(ours.kwargs)) == (
-            theirs.op, theirs.name, str(theirs.args), str(theirs.kwargs)
-        )  # fmt: skip
+            theirs.op,
+            theirs.name,
+            str(theirs.args),
+            str(theirs.kwargs),
+        )
         assert ours.meta.get("custom") == theirs.meta.get("custom")
         assert str(ours.meta.get("val")) == str(theirs.meta.get("val"))
-    assert [str(fake) for fake in taken.example_inputs] == [str(fake) for fake in own.example_inputs]
+    assert [str(fake) for fake in taken.example_inputs] == [
+        str(fake) for fake in own.example_inputs
+    ]
     results = taken.results(traces.model, *traces.inputs)
     assert_bitwise_equal(results, own.results(traces.model, *traces.inputs))
     assert_bitwise_different(results, own.results(traces.model, batch() + 1))
@@ -83,11 +88,17 @@ def test_two_ranks_trace_and_the_others_get_the_graph_they_would_have_traced(gt_
 @FOUR
 def test_views_of_one_memory_stay_views_of_one_memory(gt_mesh):
     traces = Traces(
-        data_parallel(net(), gt_mesh), batch(), step=lambda net, x: net(x.view(4, 2).t().reshape(2, 4)).sum()
+        data_parallel(net(), gt_mesh),
+        batch(),
+        step=lambda net, x: net(x.view(4, 2).t().reshape(2, 4)).sum(),
     )
 
     def shared(traced):
-        memory = [node.meta["val"].untyped_storage()._cdata for node in traced.gm.graph.nodes if is_tensor(node)]
+        memory = [
+            node.meta["val"].untyped_storage()._cdata
+            for node in traced.gm.graph.nodes
+            if is_tensor(node)
+        ]
         return [memory.index(each) for each in memory]
 
     def is_tensor(node):
@@ -123,7 +134,9 @@ def test_a_twin_is_handed_over_too(gt_mesh):
 def test_beside_tensor_parallelism_ranks_of_one_part_of_the_model_share_a_trace(gt_mesh):
     """The rows of a vocabulary begin at another number on the other part: over all ranks nothing is handed over."""
     plan = {"0": RowwiseParallel(input_layouts=Replicate())}
-    net = parallelize_module(nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4)), gt_mesh["tp"], plan)
+    net = parallelize_module(
+        nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4)), gt_mesh["tp"], plan
+    )
     traces = Traces(data_parallel(net, gt_mesh["dp"]), torch.arange(4))
     taken = traces.once(gt_mesh["dp"], check=True)
     assert (taken.handed_over == TAKEN) == (2 <= dist.get_rank() <= 5)
@@ -159,7 +172,9 @@ def test_a_mode_of_one_rank_is_told(gt_mesh, mode):
         model[1].eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_apart and mode == "autocast"):
         traced = Traces(model, batch()).once(gt_mesh)
-    assert re.match("traced here: rank 0 has mode RunMode.*, rank 2 mode RunMode", traced.handed_over)
+    assert re.match(
+        "traced here: rank 0 has mode RunMode.*, rank 2 mode RunMode", traced.handed_over
+    )
 
 
 @FOUR
@@ -178,7 +193,10 @@ def test_a_number_that_another_rank_is_given_is_told(gt_mesh):
     factor = 2.0 if dist.get_rank() == 2 else 3.0
     step = lambda net, x, factor: net(x).sum() * factor  # noqa: E731
     traces = Traces(data_parallel(net(), gt_mesh), batch(), factor, step=step)
-    assert traces.once(gt_mesh).handed_over == "traced here: rank 0 has input 1 3.0, rank 2 input 1 2.0"
+    assert (
+        traces.once(gt_mesh).handed_over
+        == "traced here: rank 0 has input 1 3.0, rank 2 input 1 2.0"
+    )
 
 
 @FOUR
@@ -199,7 +217,9 @@ def test_a_rank_in_the_middle_that_is_apart_is_seen_by_check_alone(gt_mesh):
     traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)
     assert (traces.once(gt_mesh).handed_over == TAKEN) == (dist.get_rank() in (1, 2))
     if dist.get_rank() == 2:
-        with pytest.raises(RanksDisagree, match=r"is not the own one: rank 0 has .*mul.*3.*, rank 2 .*mul.*2"):
+        with pytest.raises(
+            RanksDisagree, match=r"is not the own one: rank 0 has .*mul.*3.*, rank 2 .*mul.*2"
+        ):
             traces.once(gt_mesh, check=True)
     else:
         traces.once(gt_mesh, check=True)
@@ -218,7 +238,10 @@ def test_a_trace_that_fails_on_one_rank_leaves_nobody_waiting(gt_mesh):
             traces.once(gt_mesh)
     else:
         told = traces.once(gt_mesh).handed_over
-        assert told == "traced here: rank 3 cannot hand over its graph, RuntimeError: not on the last rank"
+        assert (
+            told
+            == "traced here: rank 3 cannot hand over its graph, RuntimeError: not on the last rank"
+        )
 
 
 @FOUR
@@ -267,7 +290,10 @@ def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt
     later = dist.new_group([1, 2, 3])
     groups = [later if dist.get_rank() else gt_mesh.get_group()]
     told = traces.once(gt_mesh).handed_over
-    assert re.fullmatch(r"traced here: rank 3 cannot hand over .* its process group '\w+' has no counterpart .*", told)
+    assert re.fullmatch(
+        r"traced here: rank 3 cannot hand over .* its process group '\w+' has no counterpart .*",
+        told,
+    )
     for made in [*pairs, *([later] if dist.get_rank() else [])]:
         dist.destroy_process_group(made)
 
@@ -281,7 +307,10 @@ def test_in_a_fake_world_the_only_rank_traces(gt_mesh):
 @pytest.mark.gt_world("ranks", size=2)
 def test_of_two_ranks_both_trace(gt_mesh):
     traces = Traces(data_parallel(net(), gt_mesh), batch())
-    assert traces.once(gt_mesh).handed_over == f"traced here, and on rank {1 - dist.get_rank()}, for 2 ranks"
+    assert (
+        traces.once(gt_mesh).handed_over
+        == f"traced here, and on rank {1 - dist.get_rank()}, for 2 ranks"
+    )
 
 
 class Constants(nn.Module):
@@ -298,7 +327,9 @@ class Recomputed(Constants):
 
     def forward(self, x):
         q = (x * self.weight).reshape(1, 1, 2, 4)
-        return flex_attention(q, q, q, score_mod=lambda score, batch, head, row, column: score + row - column)
+        return flex_attention(
+            q, q, q, score_mod=lambda score, batch, head, row, column: score + row - column
+        )
 
 
 class Drawn(Constants):

@@ -72,8 +72,14 @@ def training(gt_mesh):
 
     def make(call, **changes):
         plan = ["encoder", "first", "second", "layers.0", "layers.1", "layers.2"]
-        fields = {"model": lambda: Translator(call), "step": lambda model, *inputs: model(*inputs), "batch": batch}
-        return TrainConfig(**{**fields, "bucket_plan": plan, "mesh": gt_mesh, "steps": 1, **changes})
+        fields = {
+            "model": lambda: Translator(call),
+            "step": lambda model, *inputs: model(*inputs),
+            "batch": batch,
+        }
+        return TrainConfig(
+            **{**fields, "bucket_plan": plan, "mesh": gt_mesh, "steps": 1, **changes}
+        )
 
     return make
 
@@ -92,7 +98,11 @@ PARTS = [f"layers.0.{part}" for part in ("query", "key", "value")]
 @THREE
 @pytest.mark.parametrize(
     "plan",
-    [["encoder", *PARTS, *LAYERS, ""], ["encoder", *LAYERS, ["first", "second"]], ["encoder", *LAYERS, ""]],
+    [
+        ["encoder", *PARTS, *LAYERS, ""],
+        ["encoder", *LAYERS, ["first", "second"]],
+        ["encoder", *LAYERS, ""],
+    ],
     ids=["groups in a group", "two modules in one", "the root"],
 )
 def test_other_groups_add_otherwise_and_equal_fully_shard(training, gt_world, plan):
@@ -156,9 +166,20 @@ def under_no_grad(model):
         (lambda model: [[model.first, model.second]], 1.0),
         (lambda model: [[model]], 1.0),
     ],
-    ids=["no group", "the second", "each", "the others", "it runs first", "in any order", "it runs second", "the root"],
+    ids=[
+        "no group",
+        "the second",
+        "each",
+        "the others",
+        "it runs first",
+        "in any order",
+        "it runs second",
+        "the root",
+    ],
 )
-@pytest.mark.parametrize("run", [lambda model: model(), under_no_grad], ids=["once", "after a run under no_grad"])
+@pytest.mark.parametrize(
+    "run", [lambda model: model(), under_no_grad], ids=["once", "after a run under no_grad"]
+)
 def test_gradients_meet_where_a_group_begins(modules, expected, run):
     """A13: without groups ``((0.5 + 0.5) + tiny) + tiny`` is 1; in the graph, and by autograd, which has the views."""
     assert gradient_of_source(modules, run) == expected

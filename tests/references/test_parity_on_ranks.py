@@ -67,7 +67,12 @@ def training(gt_mesh):
         return (torch.randn(5, 6, generator=torch.Generator().manual_seed(9 * step + rank)),)
 
     def make(scale=4, **changes):
-        fields = {"model": lambda: Model(scale), "step": lambda model, x: model(x), "batch": batch, "steps": 1}
+        fields = {
+            "model": lambda: Model(scale),
+            "step": lambda model, x: model(x),
+            "batch": batch,
+            "steps": 1,
+        }
         return TrainConfig(**{**fields, "bucket_plan": PLAN, "mesh": gt_mesh, **changes})
 
     return make
@@ -80,9 +85,9 @@ def test_equal_and_an_odd_payload_shows_it(training, gt_world, trace_once):
     parity = assert_parity(training(steps=2, trace_once=trace_once), gt_world)
     assert "different" in seen_by_all(parity)
     assert len(parity.graph.select(step=1)) == len(parity.eager.select(step=0)) > 0
-    assert [sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")] == [
-        29 * 4
-    ] * 3
+    assert [
+        sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")
+    ] == [29 * 4] * 3
 
 
 @FOUR
@@ -110,7 +115,9 @@ def test_where_no_order_shows_that_can_be_reported(training, gt_world):
 @pytest.mark.parametrize("changes", [{}, {"replicate": True}], ids=["fully_shard", "ddp"])
 def test_two_ranks_show_no_order(training, gt_world, changes):
     """The control has the weights, buffers and random numbers of the run: those of a new model would differ."""
-    with pytest.raises(VacuousCheck, match=r"two ranks add a \+ b, whichever is first; .*take 3 ranks or more"):
+    with pytest.raises(
+        VacuousCheck, match=r"two ranks add a \+ b, whichever is first; .*take 3 ranks or more"
+    ):
         assert_parity(training(2, **changes), gt_world)
 
 
@@ -135,8 +142,12 @@ class Roots(Sums):
 @FOUR
 def test_an_order_that_infinite_gradients_hide(training, gt_world):
     """V6: on every rank, also on those whose own shards are finite; the cause is not that sums are exact."""
-    with pytest.raises(VacuousCheck, match=r"because gradients or losses hold NaN or inf, .*are finite, or accept"):
-        assert_parity(training(model=lambda: Roots((8, 3), (8,)), bucket_plan=[["values", ""]]), gt_world)
+    with pytest.raises(
+        VacuousCheck, match=r"because gradients or losses hold NaN or inf, .*are finite, or accept"
+    ):
+        assert_parity(
+            training(model=lambda: Roots((8, 3), (8,)), bucket_plan=[["values", ""]]), gt_world
+        )
 
 
 @FOUR
@@ -148,7 +159,9 @@ def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
         return (torch.full((5, 6), float("nan") if rank in ranks else 1.0),)
 
     what = "loss" if gt_world.rank in ranks else "gradient of "
-    with pytest.raises(BitwiseDifference, match=f"the run is not finite: step 0, rank {gt_world.rank}, {what}"):
+    with pytest.raises(
+        BitwiseDifference, match=f"the run is not finite: step 0, rank {gt_world.rank}, {what}"
+    ):
         assert_parity(training(batch=batch), gt_world)
 
 
@@ -157,7 +170,10 @@ def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        ([(8, 3)], "no bucket holds two parameters with gradients; .*give a bucket_plan that packs more than one"),
+        (
+            [(8, 3)],
+            "no bucket holds two parameters with gradients; .*give a bucket_plan that packs more than one",
+        ),
         ([(8, 3), (4,)], "or its sums are exact.*take other sizes or dtypes, or gt_world"),
     ],
     ids=["one parameter", "whole numbers"],
@@ -171,10 +187,14 @@ def test_what_else_hides_an_order(training, gt_world, shapes, words):
 @FOUR
 def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training, gt_world):
     """L5, W4: what the control stands for. Elements of rank 0 are all added in one order, whatever theirs is."""
-    with pytest.raises(LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp") as told:
+    with pytest.raises(
+        LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp"
+    ) as told:
         assert_parity(training(), gt_world, payload_order="execution")
     equal = "all bits are equal on this rank: only the layout shows it"
-    assert str(told.value).endswith(equal) or "\nand therefore bits are different: " in str(told.value)
+    assert str(told.value).endswith(equal) or "\nand therefore bits are different: " in str(
+        told.value
+    )
     assert set(texts_of_ranks(str(str(told.value).endswith(equal)))) == {"True", "False"}
     with pytest.raises(LayoutDifference, match=equal):
         assert_parity(training(8), gt_world, payload_order="execution")
@@ -208,7 +228,10 @@ def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_wo
     """The loss differs first, and is not the cause; from one seed nothing is said."""
     torch.manual_seed(0)
     config = training()
-    eager, other = train_eager(config), train_graph(config)  # the first has drawn its weights from the generator
+    eager, other = (
+        train_eager(config),
+        train_graph(config),
+    )  # the first has drawn its weights from the generator
     with pytest.raises(BitwiseDifference) as told:
         assert_bitwise_equal(other, eager, what="graph against eager")
     words = "the two runs start from different weights, on rank {}: seed both sides alike"
@@ -239,7 +262,9 @@ def test_passes_of_ones_own_are_all_that_run(training):
 
     GraphRun(training(), passes=[bind_options(look)])
     assert seen == [[]]
-    GraphRun(training(), passes=[*construct_default_graph_passes(bucket_plan=PLAN), bind_options(look)])
+    GraphRun(
+        training(), passes=[*construct_default_graph_passes(bucket_plan=PLAN), bind_options(look)]
+    )
     assert len(seen) == 2
     assert seen[1]
 
@@ -260,8 +285,12 @@ def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_told(training, 
         return model(x.bfloat16()).float()
 
     torch.manual_seed(0)
-    parity = assert_parity(training(mp_policy=BF16, step=step), gt_world, invisible="report")  # fp32 sums may be exact
-    default = default_reduce_dtype(torch.bfloat16, torch.float32)  # torch 2.15 follows the parameter's own
+    parity = assert_parity(
+        training(mp_policy=BF16, step=step), gt_world, invisible="report"
+    )  # fp32 sums may be exact
+    default = default_reduce_dtype(
+        torch.bfloat16, torch.float32
+    )  # torch 2.15 follows the parameter's own
     assert {payload.dtype for payload in parity.layout.of("reduce_scatter")} == {default}
     torch.manual_seed(0)
     unlike = torch.float32 if default is torch.bfloat16 else torch.bfloat16
@@ -291,7 +320,9 @@ def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
     torch.manual_seed(0)
     parity = assert_parity(training(mp_policy=BF16, model=model), gt_world, invisible="report")
     torch.manual_seed(0)
-    rounded = train_graph(training(mp_policy=BF16, model=model, step=lambda model, x: model(x.bfloat16().float())))
+    rounded = train_graph(
+        training(mp_policy=BF16, model=model, step=lambda model, x: model(x.bfloat16().float()))
+    )
     assert_bitwise_different(rounded.select(phase="loss"), parity.graph.select(phase="loss"))
 
 
@@ -371,7 +402,10 @@ def dropping():
         ({"max_norm": 1e-2}, {"clipped"}),
         ({"replicate": True, "max_norm": 1e-2}, {"clipped"}),
         ({"model": dropping}, set()),  # other elements in the second step
-        ({"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)}, set()),  # its layout has their width
+        (
+            {"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)},
+            set(),
+        ),  # its layout has their width
     ],
     ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16"],
 )
@@ -386,7 +420,9 @@ def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
         fields = {
             "model": model,
             "step": lambda model, x: model(x).square().mean(),
-            "batch": lambda step, rank: (torch.randn(5, 8, generator=torch.Generator().manual_seed(9 * step + rank)),),
+            "batch": lambda step, rank: (
+                torch.randn(5, 8, generator=torch.Generator().manual_seed(9 * step + rank)),
+            ),
             "bucket_plan": ["0", "1"],
             "mesh": mesh,
             "steps": 2,
@@ -395,13 +431,20 @@ def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
 
     parity = assert_parity(config, gt_world)
     assert {key.step for key in parity.graph} == {0, 1}
-    assert {key.phase for key in parity.eager} == {"loss", "gradient", "weight", "optimizer"} | phases
+    assert {key.phase for key in parity.eager} == {
+        "loss",
+        "gradient",
+        "weight",
+        "optimizer",
+    } | phases
     assert parity.control.outcome == "different"
 
 
 @pytest.mark.gt_world("ranks", size=1)
 def test_one_rank_adds_nothing(training, gt_world):
-    with pytest.raises(ValueError, match=r"a world of 1 rank adds nothing, so no order can show: take gt_world"):
+    with pytest.raises(
+        ValueError, match=r"a world of 1 rank adds nothing, so no order can show: take gt_world"
+    ):
         assert_parity(training(), gt_world)
 
 

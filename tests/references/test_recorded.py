@@ -29,8 +29,10 @@ def test_gradients_before_and_after_clipping_are_equal_on_both_sides(gt_mesh, gt
     config = llama3_training(gt_mesh, "fp32", steps=2, max_norm=0.1)
     eager, graph = train_eager(config), train_graph(config)
     assert_bitwise_equal(graph, eager)
-    before, after = ({key.name: value for key, value in eager.select(step=1, phase=phase).items()}
-                     for phase in ("gradient", "clipped"))  # fmt: skip
+    before, after = (
+        {key.name: value for key, value in eager.select(step=1, phase=phase).items()}
+        for phase in ("gradient", "clipped")
+    )
     assert_bitwise_different(after, before, what="clipping must do something")
     unclipped = train_eager(llama3_training(gt_mesh, "fp32", steps=2))
     assert not unclipped.select(phase="clipped")
@@ -54,10 +56,16 @@ def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
     torch.manual_seed(0)
     expected = train_eager(plain)
     torch.manual_seed(0)
-    verdict = assert_bitwise_different(train_eager(llama3_training(gt_mesh, "fp32", steps=2, record_rng=True,
-                                                                  batch=drawing)), expected)  # fmt: skip
-    assert {(key.phase, key.name) for key in expected.select(step=0, phase="rng")} >= {("rng", "torch.cpu")}
-    assert [(one.key.step, one.key.phase, one.key.name) for one in verdict.differences] == [(1, "rng", "torch.cpu")]
+    verdict = assert_bitwise_different(
+        train_eager(llama3_training(gt_mesh, "fp32", steps=2, record_rng=True, batch=drawing)),
+        expected,
+    )
+    assert {(key.phase, key.name) for key in expected.select(step=0, phase="rng")} >= {
+        ("rng", "torch.cpu")
+    }
+    assert [(one.key.step, one.key.phase, one.key.name) for one in verdict.differences] == [
+        (1, "rng", "torch.cpu")
+    ]
 
 
 @pytest.mark.second_tier
@@ -86,34 +94,51 @@ def test_what_a_step_records_and_when(gt_mesh):
         return (torch.rand(3, 4) + rank,)
 
     def config(**changes):
-        return TrainConfig(model=model, step=lambda model, x: model(x).square().sum(), batch=batch, steps=2,
-                           bucket_plan=["0", "1"], mesh=gt_mesh, **changes)  # fmt: skip
+        return TrainConfig(
+            model=model,
+            step=lambda model, x: model(x).square().sum(),
+            batch=batch,
+            steps=2,
+            bucket_plan=["0", "1"],
+            mesh=gt_mesh,
+            **changes,
+        )
 
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     record = train_eager(config(record_rng=True, max_norm=0.25))
-    parameters, buffers = (dict(named()) for named in (model().named_parameters, model().named_buffers))
+    parameters, buffers = (
+        dict(named()) for named in (model().named_parameters, model().named_buffers)
+    )
     names = {
         "loss": {"loss"},
         "gradient": {*parameters},
         "clipped": {*parameters},
         "weight": {*parameters},
-        "optimizer": {f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")},
+        "optimizer": {
+            f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
+        },
         "buffer": {*buffers},
     }
     told = {phase: {key.name for key in record.select(step=1, phase=phase)} for phase in names}
     assert told == names, "what is recorded of a step, by phase"
     for step in range(2):
-        assert_bitwise_equal(record[step, gt_mesh.get_rank(), "rng", "torch.cpu"], seen[step], what="random states")
+        assert_bitwise_equal(
+            record[step, gt_mesh.get_rank(), "rng", "torch.cpu"], seen[step], what="random states"
+        )
         norms = []
         for phase in ("gradient", "clipped"):
-            squares = torch.stack([value.square().sum() for value in record.select(step=step, phase=phase).values()])
+            squares = torch.stack(
+                [value.square().sum() for value in record.select(step=step, phase=phase).values()]
+            )
             total = squares.sum()
             dist.all_reduce(total)
             norms.append(float(total.sqrt()))
-        assert norms[0] > 0.5 > 0.26 > norms[1] > 0.24, f"norms before and behind clipping to 0.25: {norms}"
+        assert norms[0] > 0.5 > 0.26 > norms[1] > 0.24, (
+            f"norms before and behind clipping to 0.25: {norms}"
+        )
     assert {key.phase for key in train_eager(config())} == names.keys() - {"clipped"}
 
 
@@ -156,17 +181,29 @@ def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
                 random.random()
             return (torch.rand(3, 8) * random.random(),)
 
-        return TrainConfig(model=Drawing, step=lambda model, x: model(x), batch=batch, mesh=mesh, steps=2,
-                           bucket_plan=["layers.0", "layers.1"], record_rng=True,
-                           optimizer=lambda parameters: DrawingOptimizer(parameters, lr=0.1))  # fmt: skip
+        return TrainConfig(
+            model=Drawing,
+            step=lambda model, x: model(x),
+            batch=batch,
+            mesh=mesh,
+            steps=2,
+            bucket_plan=["layers.0", "layers.1"],
+            record_rng=True,
+            optimizer=lambda parameters: DrawingOptimizer(parameters, lr=0.1),
+        )
 
     before = torch.get_rng_state()
     graph = train_graph(config, world=gt_world)
     assert_bitwise_equal(graph, train_eager(config, world=gt_world))
     assert torch.equal(torch.get_rng_state(), before)
-    calls = {(key.step, key.rank, key.name): int(value) for key, value in graph.select(phase="buffer").items()}
+    calls = {
+        (key.step, key.rank, key.name): int(value)
+        for key, value in graph.select(phase="buffer").items()
+    }
     assert calls == {(step, rank, "calls"): step + 1 for step in range(2) for rank in range(2)}
-    verdict = assert_bitwise_different(train_graph(lambda mesh: config(mesh, draws=2), world=gt_world), graph)
+    verdict = assert_bitwise_different(
+        train_graph(lambda mesh: config(mesh, draws=2), world=gt_world), graph
+    )
     assert verdict.first.key[:3] == (0, 0, "gradient")
 
 
@@ -180,13 +217,20 @@ def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys)
         return llama3_training(mesh, "fp32", steps=2)
 
     def other(mesh):
-        return llama3_training(mesh, "fp32", steps=2, batch=lambda step, rank: config(mesh).batch(step + 1, rank))
+        return llama3_training(
+            mesh, "fp32", steps=2, batch=lambda step, rank: config(mesh).batch(step + 1, rank)
+        )
 
     told = []
-    for run in (lambda: train_eager(config, world=gt_world), lambda: train_graph(config, world=gt_world),
-                lambda: train_eager(other, world=gt_world)):  # fmt: skip
+    for run in (
+        lambda: train_eager(config, world=gt_world),
+        lambda: train_graph(config, world=gt_world),
+        lambda: train_eager(other, world=gt_world),
+    ):
         run()
-        lines = re.findall(r"weights step (\d) rank (\d) (xxh3_128:\w{32}) (.*)", capsys.readouterr().out)
+        lines = re.findall(
+            r"weights step (\d) rank (\d) (xxh3_128:\w{32}) (.*)", capsys.readouterr().out
+        )
         told.append({(step, rank): digest for step, rank, digest, _ in lines})
     assert told[0].keys() == {(step, rank) for step in "01" for rank in "01"}
     assert told[0] == told[1]

@@ -53,7 +53,9 @@ def test_batches_of_a_mesh_of_two_dimensions_go_by_rank(config_with):
     """The coordinate counts the ranks that data is parallel over as the mesh lists them, the last dimension fastest."""
     config = config_with(batch=lambda step, coordinate: (torch.tensor(coordinate),))
     assert config.coordinate == 6, "rank 6 of 2 x 4 trains on another rank's batch"
-    assert (config.inputs(0)[0], config.inputs(0, 0)[0]) == (6, 0), "its own, and what the first rank is given"
+    assert (config.inputs(0)[0], config.inputs(0, 0)[0]) == (6, 0), (
+        "its own, and what the first rank is given"
+    )
 
 
 def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(config_with):
@@ -63,7 +65,10 @@ def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(c
     assert order[-1] == "the root", f"the root is wrapped before modules in it: {order}"
     model = EagerRun(config).model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [[names[id(each.sharded_param)] for each in group.fsdp_params] for group in parameter_groups(model)]
+    held = [
+        [names[id(each.sharded_param)] for each in group.fsdp_params]
+        for group in parameter_groups(model)
+    ]
     assert ["head.weight", "head.bias"] in held, f"the head is no group of its own: {held}"
 
 
@@ -91,11 +96,15 @@ def test_a_submesh_is_that_of_its_entry_alone(config_with, gt_mesh, name, refuse
 
     plan = ["experts", "experts_gate", "outer", "head", "layers.0", "layers.1"]
     submeshes = {"experts": gt_mesh["efsdp"]}
-    config = config_with(model=model, bucket_plan=plan, mesh=gt_mesh._flatten("fsdp"), submeshes=submeshes)
+    config = config_with(
+        model=model, bucket_plan=plan, mesh=gt_mesh._flatten("fsdp"), submeshes=submeshes
+    )
     if not refused:
         new_model(config)
     else:
-        with pytest.raises(ValueError, match=r"experts_gate\.weight is a DTensor already, .* shares ranks"):
+        with pytest.raises(
+            ValueError, match=r"experts_gate\.weight is a DTensor already, .* shares ranks"
+        ):
             new_model(config)
 
 
@@ -103,7 +112,9 @@ def test_another_rewriting_keeps_the_options_that_it_does_not_name(config_with):
     """A control differs from what it controls in one thing alone."""
     run = GraphRun(config_with(), payload_order="execution", reshard_after_forward=True)
     options = run.rewritten(payload_order="registration")._options
-    assert options == {"payload_order": "registration", "reshard_after_forward": True}, "earlier options are forgotten"
+    assert options == {"payload_order": "registration", "reshard_after_forward": True}, (
+        "earlier options are forgotten"
+    )
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
@@ -111,16 +122,26 @@ def test_another_rewriting_keeps_the_options_that_it_does_not_name(config_with):
 def test_replicas_add_what_a_shard_group_has_scattered_unless_told(config_with, scatter_first):
     """D16: as FSDP2, by default; and as DTensor reduces, if the option says so."""
     nodes = GraphRun(config_with(), reduce_scatter_first=scatter_first).traced.gm.graph.nodes
-    first = next(kind_of(node) for node in nodes if launches(node.target) and kind_of(node) != "all_gather")
-    assert first == ("reduce_scatter" if scatter_first else "all_reduce"), "which reduction of a gradient comes first"
+    first = next(
+        kind_of(node) for node in nodes if launches(node.target) and kind_of(node) != "all_gather"
+    )
+    assert first == ("reduce_scatter" if scatter_first else "all_reduce"), (
+        "which reduction of a gradient comes first"
+    )
 
 
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (["layers.0", "layers.7", "head"], "names 'layers.7', .* you mean 'layers.1'.; its .* are layers, head; list"),
-        ([["layers.0", "layers.0.gone"], "layers.1", "head"], "names 'layers.0.gone', which the model does not have"),
+        (
+            ["layers.0", "layers.7", "head"],
+            "names 'layers.7', .* you mean 'layers.1'.; its .* are layers, head; list",
+        ),
+        (
+            [["layers.0", "layers.0.gone"], "layers.1", "head"],
+            "names 'layers.0.gone', which the model does not have",
+        ),
         (["layers.0", "head"], "leaves out layers.1"),
     ],
 )
@@ -137,12 +158,16 @@ def test_a_model_without_parameters_to_train(config_with):
 
 def test_a_batch_that_is_no_tensor(config_with):
     """A6."""
-    with pytest.raises(TypeError, match=r"inputs\[0\] is a str: inputs are tensors or plain Python scalars"):
+    with pytest.raises(
+        TypeError, match=r"inputs\[0\] is a str: inputs are tensors or plain Python scalars"
+    ):
         GraphRun(config_with(batch=lambda step, rank: ("words",)))
 
 
 def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
-    with pytest.raises(PlanError, match="submeshes names experts, which is no entry of the bucket plan"):
+    with pytest.raises(
+        PlanError, match="submeshes names experts, which is no entry of the bucket plan"
+    ):
         config_with(submeshes={"experts": gt_mesh})
     with pytest.raises(ValueError, match="steps=0: train for at least one step"):
         config_with(steps=0)
@@ -152,15 +177,23 @@ def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
 def test_a_batch_whose_rows_would_be_the_inputs(config_with, side):
     """Eager code would get three inputs of four numbers: "not enough values to unpack", or no error at all."""
     config = config_with(batch=lambda step, rank: torch.ones(3, 4))
-    with pytest.raises(TypeError, match=r"returns a tensor: return a tuple of the step's inputs, one as \(tensor,"):
+    with pytest.raises(
+        TypeError, match=r"returns a tensor: return a tuple of the step's inputs, one as \(tensor,"
+    ):
         config.inputs(0, 0)
     with pytest.raises(TypeError, match=r"TrainConfig.batch returns a tensor"):
         side(config)._compute_gradients(*config.inputs(0, 0))
 
 
 MESHES = {
-    "without this rank": ([0, 1], "rank 3 of 4 is not in {name}, which has ranks [0, 1]: every rank that trains needs"),
-    "a rank twice": ([[0, 1], [1, 3]], "{name} has rank 1 more than once, [[0, 1], [1, 3]]: its dimensions must not"),
+    "without this rank": (
+        [0, 1],
+        "rank 3 of 4 is not in {name}, which has ranks [0, 1]: every rank that trains needs",
+    ),
+    "a rank twice": (
+        [[0, 1], [1, 3]],
+        "{name} has rank 1 more than once, [[0, 1], [1, 3]]: its dimensions must not",
+    ),
 }
 
 
@@ -169,7 +202,10 @@ MESHES = {
 def test_a_mesh_that_cannot_be_trained_over(config_with, gt_mesh, case):
     """torch says "list index out of range" or "b must be 2D" later, or nothing until ranks disagree."""
     ranks, words = MESHES[case]
-    mesh, submesh = DeviceMesh("cpu", ranks), re.escape(words.format(name="the mesh of 'head' in submeshes"))
+    mesh, submesh = (
+        DeviceMesh("cpu", ranks),
+        re.escape(words.format(name="the mesh of 'head' in submeshes")),
+    )
     with pytest.raises(ValueError, match=re.escape(words.format(name="TrainConfig.mesh"))):
         config_with(mesh=mesh)
     with pytest.raises(ValueError, match=submesh):
@@ -178,13 +214,18 @@ def test_a_mesh_that_cannot_be_trained_over(config_with, gt_mesh, case):
 
 @pytest.mark.gt_world("fake", size=4, rank=3)
 def test_a_model_sharded_over_other_ranks(gt_mesh):
-    with pytest.raises(ValueError, match=r"rank 3 of 4 is not in DeviceMesh\(.*: every rank that trains needs a mesh"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 3 of 4 is not in DeviceMesh\(.*: every rank that trains needs a mesh",
+    ):
         data_parallel(Net(), DeviceMesh("cpu", [0, 1]))
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 2, "tp": 2})
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
-def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is_not(config_with, gt_mesh, side):
+def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is_not(
+    config_with, gt_mesh, side
+):
     """The one is sharded over these ranks already, the other over others."""
     same = data_parallel(Net(), gt_mesh["fsdp"])
     with pytest.raises(
@@ -197,7 +238,9 @@ def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is
     def tensor_parallel():
         return parallelize_module(Net(), gt_mesh["tp"], {"head": ColwiseParallel()})
 
-    assert side(config_with(mesh=gt_mesh["fsdp"], model=tensor_parallel)).model.head.weight is not None
+    assert (
+        side(config_with(mesh=gt_mesh["fsdp"], model=tensor_parallel)).model.head.weight is not None
+    )
 
 
 def with_a_hook():
@@ -221,7 +264,10 @@ MODELS = {
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
 def test_a_model_that_a_trace_cannot_hold_is_refused_on_both_sides(config_with, side, model, words):
     """V5: both sides wrap the model themselves."""
-    with pytest.raises(ValueError, match=f"{words}.*TrainConfig.model must build a new, unsharded model at every call"):
+    with pytest.raises(
+        ValueError,
+        match=f"{words}.*TrainConfig.model must build a new, unsharded model at every call",
+    ):
         side(config_with(model=model))
 
 
@@ -239,7 +285,8 @@ def test_a_step_that_calls_backward_is_refused(config_with):
 @pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})
 def test_a_submesh_of_two_dimensions(config_with, gt_mesh):
     with pytest.raises(
-        ValueError, match="submeshes has a 2-D mesh for 'head': take the one dimension it is sharded over"
+        ValueError,
+        match="submeshes has a 2-D mesh for 'head': take the one dimension it is sharded over",
     ):
         config_with(mesh=gt_mesh["efsdp"], submeshes={"head": gt_mesh})
 
@@ -258,28 +305,40 @@ def test_submeshes_that_share_some_of_their_ranks(config_with, gt_mesh):
 def test_a_submesh_beyond_the_mesh(config_with, gt_mesh):
     words = r"the mesh of 'head' in submeshes has ranks \[0, 1, 2\], and TrainConfig.mesh has \[0, 1\], without \[2\]"
     with pytest.raises(ValueError, match=words):
-        config_with(mesh=DeviceMesh("cpu", [0, 1]), submeshes={"head": DeviceMesh("cpu", [0, 1, 2])})
+        config_with(
+            mesh=DeviceMesh("cpu", [0, 1]), submeshes={"head": DeviceMesh("cpu", [0, 1, 2])}
+        )
 
 
 @pytest.mark.gt_world("fake", size=8, rank=1, mesh={"a": 2, "b": 2, "c": 2})
 def test_submeshes_of_one_mesh_may_share_ranks(config_with, gt_mesh):
     """Two dimensions of a grid share half of their ranks with two others, and every rank has both."""
-    submeshes = {"layers.0": gt_mesh["a", "b"]._flatten("ab"), "head": gt_mesh["b", "c"]._flatten("bc")}
+    submeshes = {
+        "layers.0": gt_mesh["a", "b"]._flatten("ab"),
+        "head": gt_mesh["b", "c"]._flatten("bc"),
+    }
     config = config_with(mesh=gt_mesh._flatten("all"), submeshes=submeshes)
-    assert {label: mesh.size() for label, mesh in config.submeshes.items()} == {"layers.0": 4, "head": 4}
+    assert {label: mesh.size() for label, mesh in config.submeshes.items()} == {
+        "layers.0": 4,
+        "head": 4,
+    }
 
 
 @pytest.mark.gt_world("simulated", size=4)
 @pytest.mark.parametrize("train", [train_eager, train_graph])
 def test_a_simulated_mesh_of_other_ranks(config_with, gt_world, train):
-    with pytest.raises(ValueError, match="the mesh a=2 x b=3 has 6 ranks, the simulated world 4: make them equal"):
+    with pytest.raises(
+        ValueError, match="the mesh a=2 x b=3 has 6 ranks, the simulated world 4: make them equal"
+    ):
         train(lambda mesh: config_with(mesh=mesh), world=replace(gt_world, mesh={"a": 2, "b": 3}))
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"replicate": 2, "shard": 2, "tp": 2})
 def test_a_mesh_of_three_dimensions_and_a_submesh_of_a_hybrid_one(config_with, gt_mesh):
     """D16: one dimension, or (replicate, shard)."""
-    with pytest.raises(ValueError, match=r"a mesh has one dimension, or two \(replicate, shard\); this one is 3-D"):
+    with pytest.raises(
+        ValueError, match=r"a mesh has one dimension, or two \(replicate, shard\); this one is 3-D"
+    ):
         config_with(mesh=gt_mesh)
     with pytest.raises(ValueError, match="submeshes beside a 2-D mesh are not supported"):
         config_with(mesh=gt_mesh["replicate", "shard"], submeshes={"head": gt_mesh["shard"]})

@@ -15,7 +15,13 @@ from pytest_gtrainer import (
     tag_with_memory_policy_pass,
 )
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers
-from pytest_gtrainer.graph.layout import BucketLayout, LayoutDifference, Payload, Slot, assert_same_layout
+from pytest_gtrainer.graph.layout import (
+    BucketLayout,
+    LayoutDifference,
+    Payload,
+    Slot,
+    assert_same_layout,
+)
 from pytest_gtrainer.passes.graph_pass import bind_options
 from pytest_gtrainer.passes.remat import RECOMPUTE
 from pytest_gtrainer.references.graph import GraphRun
@@ -79,10 +85,17 @@ def training(gt_mesh):
     """``training(model=Net, **changes)``"""
 
     def batch(step, rank):
-        return (torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank)),)
+        return (
+            torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank)),
+        )
 
     def make(model=Net, **changes):
-        fields = {"step": lambda model, tokens: model(tokens), "batch": batch, "bucket_plan": PLAN, "steps": 1}
+        fields = {
+            "step": lambda model, tokens: model(tokens),
+            "batch": batch,
+            "bucket_plan": PLAN,
+            "steps": 1,
+        }
         return TrainConfig(model=model, mesh=gt_mesh, **{**fields, **changes})
 
     return make
@@ -104,7 +117,9 @@ TIED = ["layers.0", "layers.1", ["embedding", "norm", "head"]]
     ],
     ids=["biases", "none", "tied", "tied without biases", "a frozen layer", "experts"],
 )
-def test_what_no_backward_reads_need_not_be_gathered_again(training, gt_world, model, plan, left_out):
+def test_what_no_backward_reads_need_not_be_gathered_again(
+    training, gt_world, model, plan, left_out
+):
     """D2: eager ``fully_shard`` gathers the whole group. The result says which parameters of it nobody reads."""
     config = training(model, bucket_plan=plan)
     parity = assert_parity(config, gt_world, reshard_after_forward=True, invisible="report")
@@ -125,7 +140,10 @@ def losing(lost, resharding=True):
         return gm
 
     passes = construct_default_graph_passes(bucket_plan=PLAN, reshard_after_forward=resharding)
-    return [bind_options(lose) if step.name == "tag_with_memory_policy_pass" else step for step in passes]
+    return [
+        bind_options(lose) if step.name == "tag_with_memory_policy_pass" else step
+        for step in passes
+    ]
 
 
 @pytest.mark.gt_world("ranks", size=3)
@@ -133,23 +151,36 @@ def losing(lost, resharding=True):
 def test_a_gather_that_is_missing_is_named(training, gt_world, lost):
     """D2: the twin. All bits are equal; only the layout shows that a parameter stays unsharded."""
     with pytest.raises(LayoutDifference) as told:
-        assert_parity(training(), gt_world, passes=losing(lambda name: name == lost), reshard_after_forward=True)
+        assert_parity(
+            training(),
+            gt_world,
+            passes=losing(lambda name: name == lost),
+            reshard_after_forward=True,
+        )
     words = f"gathers the bucket again without {lost}, and reads the forward's copy of it, which stays unsharded"
     assert words in str(told.value)
     assert "all bits are equal" in str(told.value)
 
 
 @pytest.mark.gt_world("fake", size=3)
-@pytest.mark.parametrize("changes", [{}, {"reshard_after_forward": True}], ids=["kept", "resharded"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"reshard_after_forward": True}], ids=["kept", "resharded"]
+)
 def test_a_layout_says_what_stays_unsharded(training, changes):
     """D17: by name, through the split of a bucket; a bias, which the backward does not read, is not kept."""
     kept = GraphRun(training(), **changes).layout().kept
-    matrices = [f"layers.{layer}.{name}" for layer in (0, 1) for name in ("norm.weight", "up.weight", "down.weight")]
+    matrices = [
+        f"layers.{layer}.{name}"
+        for layer in (0, 1)
+        for name in ("norm.weight", "up.weight", "down.weight")
+    ]
     assert sorted(kept) == ([] if changes else sorted([*matrices, "norm.weight", "head.weight"]))
 
 
 @pytest.mark.gt_world("fake", size=3)
-@pytest.mark.parametrize("lost", [[WEIGHT], [WEIGHT, SCALE], ["layers.1.down.weight", "head.weight"]])
+@pytest.mark.parametrize(
+    "lost", [[WEIGHT], [WEIGHT, SCALE], ["layers.1.down.weight", "head.weight"]]
+)
 def test_a_layout_of_one_lost_gather_names_it_alone(training, lost):
     run = GraphRun(training(), passes=losing(lambda name: name in lost))
     assert sorted(run.layout().kept) == sorted(lost)
@@ -177,14 +208,46 @@ def test_a_part_that_the_backward_gathers_is_packed_in_its_order(names):
     ("others", "kept", "words"),
     [
         ([payload(SCALE, WEIGHT, directions=("bwd",))], (), f"{SCALE} sits at byte 0, expected 4"),
-        ([payload(WEIGHT, directions=("bwd",))], (SCALE,), f"gathers the bucket again without {SCALE}"),
-        ([payload(WEIGHT, directions=("fwd",))], (), f"an all_gather of {WEIGHT} that is not expected"),
-        ([payload(WEIGHT, directions=("bwd",)), payload(SCALE, directions=("bwd",))], (), f"of {SCALE} that is not"),
-        ([payload(WEIGHT, "other", directions=("bwd",))], (), f"of {WEIGHT}, other that is not expected"),
-        ([replace(payload(WEIGHT, directions=("bwd",)), dtype=torch.bfloat16)], (), "dtype is torch.bfloat16"),
-        ([replace(payload(WEIGHT, directions=("bwd",)), ranks=(0,))], (), "ranks is (0,), expected (0, 1)"),
+        (
+            [payload(WEIGHT, directions=("bwd",))],
+            (SCALE,),
+            f"gathers the bucket again without {SCALE}",
+        ),
+        (
+            [payload(WEIGHT, directions=("fwd",))],
+            (),
+            f"an all_gather of {WEIGHT} that is not expected",
+        ),
+        (
+            [payload(WEIGHT, directions=("bwd",)), payload(SCALE, directions=("bwd",))],
+            (),
+            f"of {SCALE} that is not",
+        ),
+        (
+            [payload(WEIGHT, "other", directions=("bwd",))],
+            (),
+            f"of {WEIGHT}, other that is not expected",
+        ),
+        (
+            [replace(payload(WEIGHT, directions=("bwd",)), dtype=torch.bfloat16)],
+            (),
+            "dtype is torch.bfloat16",
+        ),
+        (
+            [replace(payload(WEIGHT, directions=("bwd",)), ranks=(0,))],
+            (),
+            "ranks is (0,), expected (0, 1)",
+        ),
     ],
-    ids=["another order", "one is kept", "in the forward", "in two parts", "a foreign one", "dtype", "ranks"],
+    ids=[
+        "another order",
+        "one is kept",
+        "in the forward",
+        "in two parts",
+        "a foreign one",
+        "dtype",
+        "ranks",
+    ],
 )
 def test_another_part_of_a_bucket_is_a_difference(others, kept, words):
     """D2: only one gather of the backward, of parameters of the bucket, in its order, over its ranks, is a part."""
@@ -196,4 +259,6 @@ def test_another_part_of_a_bucket_is_a_difference(others, kept, words):
 def test_a_part_beside_a_whole_gather_in_the_backward_is_one_too_many():
     both = replace(WHOLE, directions=("fwd", "bwd"))
     with pytest.raises(LayoutDifference, match=f"an all_gather of {WEIGHT} that is not expected"):
-        assert_same_layout(BucketLayout((both, payload(WEIGHT, directions=("bwd",)))), BucketLayout((WHOLE,)))
+        assert_same_layout(
+            BucketLayout((both, payload(WEIGHT, directions=("bwd",)))), BucketLayout((WHOLE,))
+        )

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from fixtures.training import llama3_training
 from pytest_gtrainer import graphtext, train_eager
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.references.graph import GraphRun, RanksDisagree, assert_same_collectives, collective_sequence
+from pytest_gtrainer.references.graph import (
+    GraphRun,
+    RanksDisagree,
+    assert_same_collectives,
+    collective_sequence,
+)
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
@@ -21,8 +26,12 @@ def test_ranks_that_pad_differently_agree_and_a_swapped_launch_is_named(gt_mesh)
     graph = GraphRun(llama3_training(gt_mesh, "fp32", "debug_odd"))
     assert_same_collectives(graph.traced.gm)
     if gt_mesh.get_rank() == 2:
-        graph.traced.gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)[1].meta["val"] = torch.empty(7)
-    with pytest.raises(RanksDisagree, match=r"rank 0 issues _c10d_functional.reduce_scatter.*rank 2 issues .*\[7\]"):
+        graph.traced.gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)[1].meta[
+            "val"
+        ] = torch.empty(7)
+    with pytest.raises(
+        RanksDisagree, match=r"rank 0 issues _c10d_functional.reduce_scatter.*rank 2 issues .*\[7\]"
+    ):
         graph.run()
 
 
@@ -53,8 +62,14 @@ def test_a_rank_that_ends_before_the_others_is_named(first, last):
 
 PARTITIONS = {
     "pairs": ([[0, 1], [0, 1], [2, 3], [2, 3]], None),
-    "uneven": ([[0, 1, 2]] * 3 + [[3]], "differs: rank 0 issues .* over 3 ranks, rank 3 .* over 1 ranks"),
-    "paired with 1 for 2": ([[0, 1], [0, 1], [2, 3], [1, 3]], r"rank 2 has \[2, 3\], .* rank 3 has \[1, 3\]"),
+    "uneven": (
+        [[0, 1, 2]] * 3 + [[3]],
+        "differs: rank 0 issues .* over 3 ranks, rank 3 .* over 1 ranks",
+    ),
+    "paired with 1 for 2": (
+        [[0, 1], [0, 1], [2, 3], [1, 3]],
+        r"rank 2 has \[2, 3\], .* rank 3 has \[1, 3\]",
+    ),
 }
 
 
@@ -66,7 +81,11 @@ def test_groups_of_one_size_that_do_not_divide_the_ranks_are_named(gt_world, gro
     gm = issuing(2)
     _, second = gm.graph.find_nodes(op="call_function", target=ALL_REDUCE)
     second.update_arg(2, made[tuple(groups[gt_world.rank])].group_name)
-    with nullcontext() if words is None else pytest.raises(RanksDisagree, match=f"collective 1.*{words}"):
+    with (
+        nullcontext()
+        if words is None
+        else pytest.raises(RanksDisagree, match=f"collective 1.*{words}")
+    ):
         assert_same_collectives(gm)
     for group in made.values():
         if group is not dist.GroupMember.NON_GROUP_MEMBER:

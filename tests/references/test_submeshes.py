@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import TrainConfig, assert_bitwise_different, assert_bitwise_equal, assert_simulated_parity
+from pytest_gtrainer import (
+    TrainConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_simulated_parity,
+)
 
 
 class Net(nn.Module):
@@ -24,9 +29,15 @@ def test_gradients_of_a_submesh_are_divided_by_the_ranks_of_the_whole(gt_world):
     """B3: every rank has the same rows, so the sum of two ranks, divided by four, is half of one's own gradient."""
 
     def config(mesh):
-        return TrainConfig(model=Net, step=lambda model, x: model(x), batch=lambda step, rank: (torch.ones(3, 4),),
-                           bucket_plan=["layers.0", "layers.1"], mesh=mesh._flatten("fsdp"),
-                           submeshes={"layers.1": mesh["efsdp"]}, steps=1)  # fmt: skip
+        return TrainConfig(
+            model=Net,
+            step=lambda model, x: model(x),
+            batch=lambda step, rank: (torch.ones(3, 4),),
+            bucket_plan=["layers.0", "layers.1"],
+            mesh=mesh._flatten("fsdp"),
+            submeshes={"layers.1": mesh["efsdp"]},
+            steps=1,
+        )
 
     eager = assert_simulated_parity(config, gt_world, invisible="report").eager
     alone = Net()

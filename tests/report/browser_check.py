@@ -59,7 +59,9 @@ def chromium(*arguments):
         "--enable-logging=stderr",
         "--virtual-time-budget=60000",
     ]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
     complaints = re.findall(r'CONSOLE[^"]*"(.*)"', done.stderr)
     assert not complaints
     return done.stdout
@@ -79,7 +81,9 @@ def picture(page, name, height, what="", *flags):
     source, target = PICTURES / f"{name}.html", PICTURES / f"{name}.png"
     source.write_text(page)
     target.unlink(missing_ok=True)
-    chromium(*flags, f"--window-size=1280,{height}", f"--screenshot={target}", source.as_uri() + what)
+    chromium(
+        *flags, f"--window-size=1280,{height}", f"--screenshot={target}", source.as_uri() + what
+    )
     assert target.stat().st_size > 20_000
     return target
 
@@ -91,7 +95,16 @@ def pages(tmp_path_factory):
     shutil.copy(SUITE, folder / "test_it.py")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     for name, which in (("failing", ""), ("passing", "not differs")):
-        command = [sys.executable, "-m", "pytest", "-q", f"--gt-report={name}.html", "--gt-device=cpu", "-k", which]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            f"--gt-report={name}.html",
+            "--gt-device=cpu",
+            "-k",
+            which,
+        ]
         subprocess.run(command, cwd=folder, env=environ, timeout=240, capture_output=True)
     return {name: (folder / f"{name}.html").read_text() for name in ("failing", "passing")}
 
@@ -194,13 +207,20 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 
 
-def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_side_by_side(tmp_path):
+def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_side_by_side(
+    tmp_path,
+):
     shutil.copy(CHANGING, tmp_path / "test_it.py")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "--gt-device=cpu"]
-    for variant, options in (("then", ["--gt-create-goldens"]), ("now", ["--gt-report-against=then.html"])):
+    for variant, options in (
+        ("then", ["--gt-create-goldens"]),
+        ("now", ["--gt-report-against=then.html"]),
+    ):
         run = [*command, f"--gt-report={variant}.html", *options]
-        subprocess.run(run, cwd=tmp_path, env={**environ, "VARIANT": variant}, timeout=240, capture_output=True)
+        subprocess.run(
+            run, cwd=tmp_path, env={**environ, "VARIANT": variant}, timeout=240, capture_output=True
+        )
     page = (tmp_path / "now.html").read_text()
     seen = does(
         page,
@@ -222,7 +242,11 @@ def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_
         "Golden golden/test_it/test_graph.fxgraph: accepted, and obtained",
         "Since the earlier report",
     ]
-    assert ("aten.sin" in seen["lost"], "aten.cos" in seen["gained"], "aten.sin" in seen["then"]) == (True, True, True)
+    assert (
+        "aten.sin" in seen["lost"],
+        "aten.cos" in seen["gained"],
+        "aten.sin" in seen["then"],
+    ) == (True, True, True)
     assert seen["unfolded"] > 10  # by the keyboard
     picture(page, "changed", 1400, "#t0")
     dark = picture(page, "changed-dark", 1400, "#t0", "--force-dark-mode")
@@ -246,7 +270,10 @@ def judged_page():
         wrong = (step, rank, name) >= (1, 1, "wq") and name != "norm"
         ours.add(step, rank, "gradient", f"layers.0.{name}", value + wrong)
     with facts.collecting() as told, facts.watching(Witness().watchers):
-        for check in (lambda: assert_same_layout(*layouts), lambda: assert_bitwise_equal(ours, theirs)):
+        for check in (
+            lambda: assert_same_layout(*layouts),
+            lambda: assert_bitwise_equal(ours, theirs),
+        ):
             with pytest.raises(AssertionError) as error:
                 check()
     judged = Collected("tests/test_step.py::test_judged")
@@ -307,15 +334,27 @@ def large_page():
         lines = []
         for n in range(40_000):
             operator = name if n % 10 == 0 else "mm"
-            lines.append(f"  with layers[{n // 100}].mlp:\n    mm_{n}: f32[{n}, 64] = aten.{operator}(x_{n})\n")
+            lines.append(
+                f"  with layers[{n // 100}].mlp:\n    mm_{n}: f32[{n}, 64] = aten.{operator}(x_{n})\n"
+            )
         return "if fwd:\n" + "".join(lines)
 
     before, after = graph("mm"), graph("bmm")
     changes = changed_lines(before, after)
-    one_pass = {"kind": "pass", "pipeline": 0, "name": "my_pass", "fingerprint": "", "seconds": 0.5,
-                "nodes": [40_000, 40_000], "words": ["4,000 aten.mm became aten.bmm"]}  # fmt: skip
+    one_pass = {
+        "kind": "pass",
+        "pipeline": 0,
+        "name": "my_pass",
+        "fingerprint": "",
+        "seconds": 0.5,
+        "nodes": [40_000, 40_000],
+        "words": ["4,000 aten.mm became aten.bmm"],
+    }
     large = Collected("test_large")
-    facts = [{"kind": "graph_text", "key": key, "packed": packed(text)} for key, text in (("b", before), ("a", after))]
+    facts = [
+        {"kind": "graph_text", "key": key, "packed": packed(text)}
+        for key, text in (("b", before), ("a", after))
+    ]
     large.add(_report([*facts, {**one_pass, "before": "b", "after": "a", "changes": changes}]))
     small = []
     for number in range(999):
@@ -347,7 +386,9 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
         return { first, drawn, found: found.length, shown: one("tr.found", body).textContent };
     """,
     )
-    print(f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the graph {seen['drawn']}")
+    print(
+        f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the graph {seen['drawn']}"
+    )
     assert seen["first"] < 16_000
     assert seen["drawn"] < 20_000
     assert seen["found"] == 2
@@ -358,14 +399,31 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
 def milliseconds(page, folder, actions):
     """What the script ``actions`` measures by the real clock since the page was asked for; the console tells it."""
     script = f"(async () => {{ {actions} }})().then((told) => console.log(`told${{JSON.stringify(told)}}told`));"
-    (folder / "timed.html").write_text(page.replace("</body>", f"{HELPERS % ''}<script>{script}</script></body>"))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--enable-logging=stderr"]
-    command = [BROWSER, *flags, f"--user-data-dir={folder / 'profile'}", (folder / "timed.html").as_uri()]
+    (folder / "timed.html").write_text(
+        page.replace("</body>", f"{HELPERS % ''}<script>{script}</script></body>")
+    )
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1280,900",
+        "--enable-logging=stderr",
+    ]
+    command = [
+        BROWSER,
+        *flags,
+        f"--user-data-dir={folder / 'profile'}",
+        (folder / "timed.html").as_uri(),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         end = threading.Timer(60, process.kill)
         end.start()
         try:
-            return next(json.loads(found[1]) for line in process.stderr if (found := re.search("told({.*})told", line)))
+            return next(
+                json.loads(found[1])
+                for line in process.stderr
+                if (found := re.search("told({.*})told", line))
+            )
         finally:
             end.cancel()
             process.kill()
@@ -391,11 +449,15 @@ def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_pa
         """,
         )
         took = {name: min(value, took.get(name, value)) for name, value in times.items()}
-    print(f"1,000 tests in {took['opened'] / 1000:.2f} s; a graph of 40,000 nodes in {took['drawn'] / 1000:.2f} s more")
+    print(
+        f"1,000 tests in {took['opened'] / 1000:.2f} s; a graph of 40,000 nodes in {took['drawn'] / 1000:.2f} s more"
+    )
     assert took["opened"] + took["drawn"] < 2_000
 
 
-def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists_its_module(pages, tmp_path):
+def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists_its_module(
+    pages, tmp_path
+):
     """Whatever listens to a click is a control or has a tab stop; arrows move among the numbers of lines."""
     seen = does(
         pages["passing"].replace("<script>", LISTENING + "<script>", 1),

@@ -59,7 +59,9 @@ def swap(gm):
 def test_pass(gt_mesh):
     traced = trace(False, gt_mesh)
     plan = ["layers.0", "layers.1", *([["norm", "lm_head"]] if NOW else ["norm", "lm_head"])]
-    apply_graph_passes(traced.gm, traced.example_inputs, [swap, *construct_default_graph_passes(bucket_plan=plan)])
+    apply_graph_passes(
+        traced.gm, traced.example_inputs, [swap, *construct_default_graph_passes(bucket_plan=plan)]
+    )
 
 
 def record(value):

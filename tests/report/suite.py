@@ -32,7 +32,9 @@ class Net(nn.Module):
 @pytest.mark.gt_world("fake", size=4)
 def test_pipeline(gt_mesh):
     model = data_parallel(Net(), gt_mesh)
-    traced = trace_step(model, lambda m, x: m(x).square().mean(), (torch.zeros(2, 3, dtype=torch.int64),))
+    traced = trace_step(
+        model, lambda m, x: m(x).square().mean(), (torch.zeros(2, 3, dtype=torch.int64),)
+    )
     apply_graph_passes(traced.gm, traced.example_inputs, construct_default_graph_passes(n_layers=3))
 
 
@@ -52,7 +54,9 @@ def test_that_differs(gt_world):
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_equal_on_ranks(gt_world):
-    assert_bitwise_equal(record(gt_world.rank, 1.0), record(gt_world.rank, 1.0), what="the same twice")
+    assert_bitwise_equal(
+        record(gt_world.rank, 1.0), record(gt_world.rank, 1.0), what="the same twice"
+    )
 
 
 def test_silent():

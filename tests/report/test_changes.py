@@ -22,10 +22,25 @@ SUITE = Path(__file__).parent / "changing.py"
 
 def run(folder, *options, variant="then"):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", "--gt-device=cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:hypothesispytest",
+        "--gt-device=cpu",
+        *options,
+    ]
     environ["VARIANT"] = variant
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=240, env=environ
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=240,
+        env=environ,
     )
 
 
@@ -40,7 +55,9 @@ def runs(tmp_path_factory):
     against = ("--gt-report-against=one.html",)
     return (
         folder,
-        run(folder, "--gt-report=two.html", "--gt-summary=out/two.md", *against, variant="now").stdout,
+        run(
+            folder, "--gt-report=two.html", "--gt-summary=out/two.md", *against, variant="now"
+        ).stdout,
         run(folder, *against).stdout,
     )
 
@@ -49,7 +66,10 @@ def runs(tmp_path_factory):
 def tests(runs):
     """Details of the second run's tests, by name."""
     parts = re.findall(r'id="d\d+">([^<]*)<', (runs[0] / "two.html").read_text())
-    return {told["name"].partition("::")[2]: told for told in (json.loads(unpacked(part)) for part in parts)}
+    return {
+        told["name"].partition("::")[2]: told
+        for told in (json.loads(unpacked(part)) for part in parts)
+    }
 
 
 @pytest.mark.second_tier
@@ -71,7 +91,10 @@ def test_a_golden_that_differs_is_told_in_words_and_shown_side_by_side(tests, ru
     assert "fwd layers.1: lost aten.sin, gained aten.cos" in line
     (golden,) = told["goldens"]
     page = (runs[0] / "two.html").read_text()
-    old, new = (unpacked(re.search(rf'id="g-{key}">([^<]*)<', page)[1]).splitlines() for key in golden["keys"])
+    old, new = (
+        unpacked(re.search(rf'id="g-{key}">([^<]*)<', page)[1]).splitlines()
+        for key in golden["keys"]
+    )
     first, _, begin, _ = golden["changes"][0]
     assert "aten.sin(" in old[first]
     assert "aten.cos(" in new[begin]
@@ -126,7 +149,10 @@ def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(r
         (None, "there is no such file; name a page that --gt-report wrote"),
         ("<html>", "holds no test; name a page that --gt-report wrote"),
         ('<script type="text/plain" id="d0">AAAA</script>', "cannot be read: "),
-        ('<script type="text/plain" id="d0">eJyrrgUAAXUA+Q==</script>', "was written by an older pytest-gtrainer"),
+        (
+            '<script type="text/plain" id="d0">eJyrrgUAAXUA+Q==</script>',
+            "was written by an older pytest-gtrainer",
+        ),
     ],
 )
 def test_an_earlier_page_that_is_none_ends_the_run_before_it_begins(tmp_path, content, message):
@@ -135,7 +161,9 @@ def test_an_earlier_page_that_is_none_ends_the_run_before_it_begins(tmp_path, co
     (tmp_path / "test_it.py").write_text("def test_it(): print('has run')")
     done = run(tmp_path, "-s", "--gt-report-against=page.html")
     assert done.returncode == 4
-    assert f"--gt-report-against=page.html {message}" in done.stderr.replace(": there is", " there is")
+    assert f"--gt-report-against=page.html {message}" in done.stderr.replace(
+        ": there is", " there is"
+    )
     assert "has run" not in done.stdout
 
 
@@ -173,17 +201,28 @@ def pipeline(*payloads):
 
 
 def payload(label, *slots, collective="all_gather", **fields):
-    return {"label": label, "collective": collective, **fields, "slots": [list(slot) for slot in slots]}
+    return {
+        "label": label,
+        "collective": collective,
+        **fields,
+        "slots": [list(slot) for slot in slots],
+    }
 
 
 @pytest.mark.parametrize(
     ("now", "told"),
     [
         ([payload("b", ("w", 0, 4), ("v", 4, 4))], []),
-        ([payload("b", ("v", 0, 4), ("w", 4, 4))], ["all_gather of b: the same parameters in another order"]),
+        (
+            [payload("b", ("v", 0, 4), ("w", 4, 4))],
+            ["all_gather of b: the same parameters in another order"],
+        ),
         ([payload("b", ("w", 0, 4), ("u", 4, 4))], ["all_gather of b: other parameters"]),
         ([payload("b", ("w", 0, 8), ("v", 8, 4))], ["all_gather of b: other sizes"]),
-        ([payload("b", ("w", 0, 4), ("v", 4, 4), op="sum")], ["all_gather of b: op None became sum"]),
+        (
+            [payload("b", ("w", 0, 4), ("v", 4, 4), op="sum")],
+            ["all_gather of b: op None became sum"],
+        ),
         (
             [payload("b", ("w", 0, 4), collective="all_reduce")],
             ["payloads gone: all_gather of b", "new payloads: all_reduce of b"],
@@ -200,7 +239,9 @@ def test_a_layout_says_what_changed_in_a_bucket(now, told):
 def test_the_first_other_number_is_that_of_the_first_step_and_phase_and_not_of_the_first_row():
     rows = [[1, 0, "loss", "a"], [0, 1, "weight", "b"], [0, 0, "gradient", "c"]]
     told = {"what": "mine", "actual": rows}
-    (line,), _ = changes._numbers([told], [{"what": "mine", "actual": [[*row[:3], "x"] for row in rows]}])
+    (line,), _ = changes._numbers(
+        [told], [{"what": "mine", "actual": [[*row[:3], "x"] for row in rows]}]
+    )
     assert line == "mine: other numbers than then, first at step 0, rank 0, gradient"
     assert changes._numbers([told], [told]) == ([], [])
     lonely = "mine: other steps, ranks or phases were compared"
@@ -246,7 +287,9 @@ def test_what_is_skipped_is_not_fixed(then, now, counted):
         report.wasxfail = ""
     test = Collected("t")
     test.add(report)
-    earlier = changes.Earlier(Path("then.html"), {"t": {"outcome": then, "comparisons": [], "pipelines": []}}, {})
+    earlier = changes.Earlier(
+        Path("then.html"), {"t": {"outcome": then, "comparisons": [], "pipelines": []}}, {}
+    )
     earlier.compare(test, {"comparisons": [], "pipelines": []}, {})
     assert {what for what, count in earlier.counts.items() if count} == {counted}
 
@@ -254,8 +297,12 @@ def test_what_is_skipped_is_not_fixed(then, now, counted):
 def test_a_file_that_is_not_collected_is_an_error_and_odd_characters_end_no_run(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_bad.py").write_text("import no_such_module\n")
-    (tmp_path / "test_odd.py").write_text("def test_odd():\n    raise ValueError('bad \\udc80 name')\n")
-    told = run(tmp_path, "--continue-on-collection-errors", "--gt-summary=s.md", "--gt-report=r.html")
+    (tmp_path / "test_odd.py").write_text(
+        "def test_odd():\n    raise ValueError('bad \\udc80 name')\n"
+    )
+    told = run(
+        tmp_path, "--continue-on-collection-errors", "--gt-summary=s.md", "--gt-report=r.html"
+    )
     assert "summary in s.md" in told.stdout, told.stdout + told.stderr
     summary = (tmp_path / "s.md").read_text()
     assert "1 failed, 1 error" in summary
@@ -286,9 +333,19 @@ def test_a_test_that_is_run_again_keeps_its_graphs():
 
 def test_only_what_came_out_wrong_is_told_of_a_failed_test():
     def compared(outcome, must_differ, first=None):
-        return {"kind": "comparison", "what": outcome, "outcome": outcome, "must_differ": must_differ, "tensors": 1,
-                "actual": [], "expected": [], "first": first, "differing": [], "untold": 0,
-                "told": f"{outcome}: 1 tensor"}  # fmt: skip
+        return {
+            "kind": "comparison",
+            "what": outcome,
+            "outcome": outcome,
+            "must_differ": must_differ,
+            "tensors": 1,
+            "actual": [],
+            "expected": [],
+            "first": first,
+            "differing": [],
+            "untold": 0,
+            "told": f"{outcome}: 1 tensor",
+        }
 
     report = pytest.TestReport("t", ("t.py", 0, "t"), {}, "failed", "no", "call")
     report.gt_facts = [
@@ -296,7 +353,12 @@ def test_only_what_came_out_wrong_is_told_of_a_failed_test():
         compared("different", must_differ=True, first=[0, 0, "loss", "loss"]),
         compared("equal", must_differ=True),
         compared("different", must_differ=False, first=[3, 1, "gradient", "w"]),
-        {"kind": "layout", "pipeline": None, "sides": [], "problems": ["bucket 'b': w sits at byte 4"]},
+        {
+            "kind": "layout",
+            "pipeline": None,
+            "sides": [],
+            "problems": ["bucket 'b': w sits at byte 4"],
+        },
     ]
     test = Collected("t")
     test.add(report)
@@ -308,11 +370,17 @@ def test_only_what_came_out_wrong_is_told_of_a_failed_test():
 
 
 def page_of(*details: str) -> str:
-    return "".join(f'<script type="text/plain" id="d{n}">{text}</script>' for n, text in enumerate(details))
+    return "".join(
+        f'<script type="text/plain" id="d{n}">{text}</script>' for n, text in enumerate(details)
+    )
 
 
 def detail(name: str, **others: Any) -> str:
-    return packed(json.dumps({"name": name, "outcome": "passed", "comparisons": [], "pipelines": [], **others}))
+    return packed(
+        json.dumps(
+            {"name": name, "outcome": "passed", "comparisons": [], "pipelines": [], **others}
+        )
+    )
 
 
 HUGE = {
@@ -323,14 +391,18 @@ HUGE = {
 
 
 @pytest.mark.parametrize("kind", HUGE)
-def test_a_page_that_unpacks_to_more_than_a_page_holds_is_refused_before_it_is_parsed(tmp_path, kind):
+def test_a_page_that_unpacks_to_more_than_a_page_holds_is_refused_before_it_is_parsed(
+    tmp_path, kind
+):
     """A few bytes stand for a thousand times as many."""
     path = tmp_path / "page.html"
     path.write_text(HUGE[kind]())
     assert path.stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        with pytest.raises(pytest.UsageError, match="cannot be read: a part of it holds more than 16777216"):
+        with pytest.raises(
+            pytest.UsageError, match="cannot be read: a part of it holds more than 16777216"
+        ):
             Earlier.read("page.html", path)
         _, most = tracemalloc.get_traced_memory()
     finally:
@@ -352,7 +424,12 @@ def test_what_a_test_has_printed_is_not_kept(tmp_path):
     """It is most of a page, and is not compared."""
     path = tmp_path / "page.html"
     path.write_text(page_of(detail("a", sections=[["stdout", "x" * 1000]])))
-    assert Earlier.read("page.html", path).tests["a"].keys() == {"name", "outcome", "comparisons", "pipelines"}
+    assert Earlier.read("page.html", path).tests["a"].keys() == {
+        "name",
+        "outcome",
+        "comparisons",
+        "pipelines",
+    }
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ SETUP, CALL, TEARDOWN = report("setup"), report(), report("teardown")
         ([report("setup", "skipped"), TEARDOWN], "skipped"),
         ([SETUP, report(outcome="skipped", wasxfail="known"), TEARDOWN], "xfailed"),
         ([SETUP, report(wasxfail="known"), TEARDOWN], "xpassed"),
-        ([SETUP, report(outcome="skipped", wasxfail="known"), report("teardown", "failed")], "error"),
+        (
+            [SETUP, report(outcome="skipped", wasxfail="known"), report("teardown", "failed")],
+            "error",
+        ),
     ],
 )
 def test_outcomes(reports, outcome):
@@ -46,15 +49,24 @@ def test_outcomes(reports, outcome):
 
 
 def test_the_headline_is_the_first_line_of_the_first_failure():
-    test = collected(report("setup"), report(outcome="failed", longrepr="  first\nmore"),
-                     report("teardown", "failed", "second"))  # fmt: skip
+    test = collected(
+        report("setup"),
+        report(outcome="failed", longrepr="  first\nmore"),
+        report("teardown", "failed", "second"),
+    )
     assert test.headline == "first"
     assert collected(SETUP, CALL).headline == ""
     assert len(collected(report(outcome="failed", longrepr="x" * 1000)).headline) == 300
 
 
 def compared(first, tensors=1, actual=(), expected=(), differing=()):
-    told = {"kind": "comparison", "first": first, "tensors": tensors, "actual": actual, "expected": expected}
+    told = {
+        "kind": "comparison",
+        "first": first,
+        "tensors": tensors,
+        "actual": actual,
+        "expected": expected,
+    }
     return {**told, "differing": differing, "untold": 1}
 
 
@@ -62,7 +74,10 @@ def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_sm
     """L4: by step, then rank; a rank that is equal leads only where all are; one that compared less often is no gap."""
     shown = {
         1: [compared([3, 1, "at 3, 1"], 5, [[0, 1, "loss", "b"]], differing=["x"])],
-        0: [compared(None, 2, actual=[[1, 0, "loss", "c"], [0, 0, "weight", "a"]]), compared([1, 0, "later"])],
+        0: [
+            compared(None, 2, actual=[[1, 0, "loss", "c"], [0, 0, "weight", "a"]]),
+            compared([1, 0, "later"]),
+        ],
         2: [compared([2, 2, "at 2, 2"], 7, expected=[[0, 2, "loss", "d"]], differing=["y"])],
     }
     both = collected(report(gt_facts=[], gt_shown=shown)).comparisons()
@@ -77,7 +92,9 @@ def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_sm
 
 
 def test_graphs_are_those_of_the_lowest_rank_that_has_any():
-    test = collected(report(gt_shown={2: [{"kind": "pass", "of": 2}], 1: [{"kind": "pass", "of": 1}], 0: []}))
+    test = collected(
+        report(gt_shown={2: [{"kind": "pass", "of": 2}], 1: [{"kind": "pass", "of": 1}], 0: []})
+    )
     assert test.of("pass") == [{"kind": "pass", "of": 1}]
     assert test.of("layout") == []
 
@@ -95,7 +112,9 @@ def test_goldens_of_ranks_are_judged_here_and_shown_once():
 def test_a_test_that_runs_again_begins_anew():
     """Its first failure is gone, and what a witness sends once for the whole test stays."""
     graph, passed = {"kind": "graph_text", "name": "g"}, {"kind": "pass", "name": "p"}
-    test = collected(SETUP, report(outcome="failed", gt_facts=[graph, passed, {"kind": "verdict"}]), TEARDOWN)
+    test = collected(
+        SETUP, report(outcome="failed", gt_facts=[graph, passed, {"kind": "verdict"}]), TEARDOWN
+    )
     assert (test.outcome, len(test.facts)) == ("failed", 3)
     for again in (SETUP, report(gt_facts=[passed]), TEARDOWN):
         test.add(again)
@@ -110,7 +129,10 @@ def test_worlds_are_told_once_each():
     assert collected(report("setup", gt_facts=[fake, ranks]), report(gt_facts=[fake])).world == (
         "fake(4), ranks(8, gloo on cpu)"
     )
-    assert world_label({**ranks, "world": "simulated", "backend": "simulated"}) == "simulated(8, simulated on cpu)"
+    assert (
+        world_label({**ranks, "world": "simulated", "backend": "simulated"})
+        == "simulated(8, simulated on cpu)"
+    )
 
 
 class Subtest(pytest.TestReport):

@@ -40,7 +40,15 @@ def is_tame(text: str) -> bool:
 def hostile() -> Run:
     """A failed test, everything about which is hostile."""
     reports = [
-        pytest.TestReport(f"test_{TEXT}.py::t[{TEXT}]", (TEXT, 1, TEXT), {}, "failed", TEXT, "call", [(TEXT, TEXT)])
+        pytest.TestReport(
+            f"test_{TEXT}.py::t[{TEXT}]",
+            (TEXT, 1, TEXT),
+            {},
+            "failed",
+            TEXT,
+            "call",
+            [(TEXT, TEXT)],
+        )
     ]
     told = [
         {"kind": "golden", "name": TEXT, "outcome": "different"},
@@ -78,9 +86,13 @@ def test_the_summary_on_the_terminal(monkeypatch):
             self.text += title + "\n"
 
     plugin = SummaryPlugin(None)
-    row = dict.fromkeys(("ranks", "nodes", "channels", "algorithm", "partition", "accumulate", "result"), TEXT)
+    row = dict.fromkeys(
+        ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate", "result"), TEXT
+    )
     plugin._nets = {TEXT: [{"kind": "net", **row}, {"kind": "net", **row, "ranks": "2"}]}
-    plugin.facts = [{"kind": "sweep", "sweep": TEXT, "settings": {TEXT: TEXT}, "result": TEXT, "why": TEXT}]
+    plugin.facts = [
+        {"kind": "sweep", "sweep": TEXT, "settings": {TEXT: TEXT}, "result": TEXT, "why": TEXT}
+    ]
     monkeypatch.setattr(SummaryPlugin, "lines", lambda self: [f"{TEXT}\nforged line"])
     plugin.pytest_terminal_summary(reporter := Reporter())
     assert is_tame(reporter.text)

@@ -43,7 +43,9 @@ def test_long_output_is_cut_and_says_so(monkeypatch):
 
 
 def test_a_failures_first_line_stands_in_the_list_and_in_what_is_searched():
-    page = render_page(Run("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")]))
+    page = render_page(
+        Run("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
+    )
     assert '<p class="headline">ValueError: Twice</p>' in page
     assert "valueerror: twice" in re.search(r'data-words="([^"]*)"', page)[1]
 
@@ -58,17 +60,29 @@ def test_what_tests_are_called_is_text_and_no_markup():
 def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
     """Random states first, clipped gradients behind gradients: the phases of ``numerics``, not an order of the page."""
     rows = [[0, rank, phase, "digest"] for phase in sorted(PHASES) for rank in (1, 0)]
-    told = {"kind": "comparison", "first": None, "tensors": 1, "expected": [], "differing": [], "untold": 0}
+    told = {
+        "kind": "comparison",
+        "first": None,
+        "tensors": 1,
+        "expected": [],
+        "differing": [],
+        "untold": 0,
+    }
     halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
     [merged] = Collected("test", shown=halves).comparisons()
-    assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [(p, r) for p in PHASES for r in (0, 1)]
+    assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [
+        (p, r) for p in PHASES for r in (0, 1)
+    ]
 
 
 def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_beside_the_graph():
     told = [
-        {"kind": "memory", "key": key, "asked": asked, "packed": key} for key, asked in (("one", True), ("two", False))
+        {"kind": "memory", "key": key, "asked": asked, "packed": key}
+        for key, asked in (("one", True), ("two", False))
     ]
     test = a_test(gt_facts=told)
     assert details_of(test)["memories"] == ["one"]
     page = render_page(Run("run", "", [], [test]))
-    assert all(f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two"))
+    assert all(
+        f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two")
+    )

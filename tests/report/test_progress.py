@@ -9,7 +9,15 @@ import time
 import pytest
 import torch
 
-from pytest_gtrainer import NetModel, TrainConfig, bind_options, facts, graphtext, trace_step, train_graph
+from pytest_gtrainer import (
+    NetModel,
+    TrainConfig,
+    bind_options,
+    facts,
+    graphtext,
+    trace_step,
+    train_graph,
+)
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 
@@ -29,7 +37,16 @@ def test_it(capfd):
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "test_it.py").write_text(TEST)
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "test_it.py"]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        "test_it.py",
+    ]
 
 
 def test_a_terminal_shows_the_line_while_the_test_runs_and_captures(command, tmp_path):

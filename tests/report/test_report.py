@@ -29,7 +29,9 @@ def run(tmp_path_factory):
     options = ["-q", "-p", "no:hypothesispytest", "--junitxml=out/junit.xml", "--gt-device=cpu"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", *options]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environ)
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=240, env=environ
+    )
     assert result.returncode == 1, result.stdout + result.stderr
     return folder / "out", result.stdout
 
@@ -50,12 +52,19 @@ def unpacked(text):
 
 def details(page, name):
     place = names(page).index(name)
-    return json.loads(unpacked(re.search(rf'<script type="text/plain" id="d{place}">([^<]*)<', page)[1]))
+    return json.loads(
+        unpacked(re.search(rf'<script type="text/plain" id="d{place}">([^<]*)<', page)[1])
+    )
 
 
 @pytest.mark.second_tier
 def test_failures_come_first_and_the_terminal_says_where_the_page_is(run, page):
-    assert names(page) == ["test_that_differs", "test_pipeline", "test_equal_on_ranks", "test_silent"]
+    assert names(page) == [
+        "test_that_differs",
+        "test_pipeline",
+        "test_equal_on_ranks",
+        "test_silent",
+    ]
     assert "gtrainer: report in out/page.html" in run[1]
 
 
@@ -99,7 +108,9 @@ def test_a_layout_belongs_to_the_pipeline_and_a_schedule_to_each_of_its_graphs(p
     assert name == "rewritten graph"
     assert {payload["collective"] for payload in payloads} == {"all_gather", "reduce_scatter"}
     bucketing = pipeline["passes"][-1]
-    before, after = (json.loads(text_of(page, bucketing[side], "s")) for side in ("before", "after"))
+    before, after = (
+        json.loads(text_of(page, bucketing[side], "s")) for side in ("before", "after")
+    )
     assert "exposed" in after["summary"]
     assert len(after["spans"]) < len(before["spans"])  # fewer collectives
     assert set(re.findall(r'id="s-(\w+)"', page)) == set(re.findall(r'id="g-(\w+)"', page))
@@ -115,19 +126,28 @@ def test_digests_of_every_rank_are_in_one_table_with_the_first_difference(page):
     }
     assert told["first"] == [0, 1, "weight", "w"]
     assert told["differing"] == [told["first"]]
-    differs = {tuple(ours[:3]) for ours, theirs in zip(told["actual"], told["expected"], strict=True) if ours != theirs}
+    differs = {
+        tuple(ours[:3])
+        for ours, theirs in zip(told["actual"], told["expected"], strict=True)
+        if ours != theirs
+    }
     assert differs == {(0, 1, "weight")}
 
 
 def test_a_test_that_does_nothing_of_ours_has_only_its_output(page):
     told = details(page, "test_silent")
     assert told["sections"] == [["Captured stdout call", "nothing <b>of ours</b>\n"]]
-    assert not any(told[name] for name in ("failures", "comparisons", "layouts", "pipelines", "said"))
+    assert not any(
+        told[name] for name in ("failures", "comparisons", "layouts", "pipelines", "said")
+    )
 
 
 def test_junit_carries_world_ranks_and_digests(run):
     cases = ElementTree.parse(run[0] / "junit.xml").iter("testcase")
-    told = {case.get("name"): [(p.get("name"), p.get("value")) for p in case.iter("property")] for case in cases}
+    told = {
+        case.get("name"): [(p.get("name"), p.get("value")) for p in case.iter("property")]
+        for case in cases
+    }
     equal, differs = told["test_equal_on_ranks"], told["test_that_differs"]
     assert equal[:2] == [("gt_world", "ranks(2, gloo on cpu)"), ("gt_ranks", "2")]
     digests = [value for name, value in equal if name == "gt_digest"]
@@ -137,7 +157,9 @@ def test_junit_carries_world_ranks_and_digests(run):
     ]
     ours, theirs = re.findall(r"[0-9a-f]{16}", digests[0])
     assert ours == theirs
-    (at_0, at_1) = (re.findall(r"[0-9a-f]{16}", value) for name, value in differs if name == "gt_digest")
+    (at_0, at_1) = (
+        re.findall(r"[0-9a-f]{16}", value) for name, value in differs if name == "gt_digest"
+    )
     assert at_0[0] != at_0[1]
     assert at_1[0] == at_1[1]
     assert told["test_silent"] == []
@@ -168,7 +190,15 @@ def report(outcome, when="call", **attributes):
         ([report("skipped")], "skipped"),
         ([report("skipped", wasxfail="known")], "xfailed"),
         ([report("passed", wasxfail="known")], "xpassed"),
-        ([report("passed", "setup"), report("failed"), report("passed", "setup"), report("passed")], "passed"),
+        (
+            [
+                report("passed", "setup"),
+                report("failed"),
+                report("passed", "setup"),
+                report("passed"),
+            ],
+            "passed",
+        ),
     ],
 )
 def test_outcomes(reports, outcome):
@@ -182,9 +212,19 @@ def a_test(name, text, lines=0):
     """A test of one pass that gave a graph of so many lines."""
     facts: list[Fact] = [
         {"kind": "graph_text", "key": name, "lines": lines, "packed": packed(text)},
-        {"kind": "pass", "pipeline": 0, "name": "my_pass", "fingerprint": "", "seconds": 0.5, "nodes": [1, 1],
-         "before": name, "after": name, "words": [], "changes": []},
-    ]  # fmt: skip
+        {
+            "kind": "pass",
+            "pipeline": 0,
+            "name": "my_pass",
+            "fingerprint": "",
+            "seconds": 0.5,
+            "nodes": [1, 1],
+            "before": name,
+            "after": name,
+            "words": [],
+            "changes": [],
+        },
+    ]
     test = Collected(name)
     test.add(report("passed", gt_facts=facts, duration=0.1))
     return test
@@ -192,7 +232,10 @@ def a_test(name, text, lines=0):
 
 def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
     """What a browser must lay out is a line a test; the rest is packed."""
-    large = "".join(f"  with layers[{n}].mlp:\n    mm: f32[{n}, 64] = aten.mm(t_{n}, x)\n" for n in range(20_000))
+    large = "".join(
+        f"  with layers[{n}].mlp:\n    mm: f32[{n}, 64] = aten.mm(t_{n}, x)\n"
+        for n in range(20_000)
+    )
     tests = [a_test(f"test_{number}", f"if P:\n  P.w{number}: f32[2]\n") for number in range(1_000)]
     page = render_page(Run("run", "", [], [*tests, a_test("test_large", large, 40_000)]))
     seen = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.DOTALL)

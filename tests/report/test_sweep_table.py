@@ -38,19 +38,24 @@ def test_every_cell_is_in_the_table(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4, failed=2, skipped=6)
-    result.stdout.fnmatch_lines([
-        "*- sweep sums -*",
-        "order  graph  chunks  result     why",
-        "up     off    1       equal      to the sum in order",
-        "up     off    2       equal      to the sum in order",
-        "up     off    3       UNKNOWN    no rule fits",
-        "down   off    1       different  adds backwards",
-        "down   off    2       different  adds backwards",
-        "down   off    3       UNKNOWN    no rule fits",
-        "6 cells not judged: needs a GPU",
-        "2 equal, 2 UNKNOWN, 6 not judged, 2 different",
-    ], consecutive=True)  # fmt: skip
-    result.stdout.fnmatch_lines(["E*UnknownCell: sweep 'sums' claims nothing about up-graph_off-chunks3: add a rule*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*- sweep sums -*",
+            "order  graph  chunks  result     why",
+            "up     off    1       equal      to the sum in order",
+            "up     off    2       equal      to the sum in order",
+            "up     off    3       UNKNOWN    no rule fits",
+            "down   off    1       different  adds backwards",
+            "down   off    2       different  adds backwards",
+            "down   off    3       UNKNOWN    no rule fits",
+            "6 cells not judged: needs a GPU",
+            "2 equal, 2 UNKNOWN, 6 not judged, 2 different",
+        ],
+        consecutive=True,
+    )
+    result.stdout.fnmatch_lines(
+        ["E*UnknownCell: sweep 'sums' claims nothing about up-graph_off-chunks3: add a rule*"]
+    )
     result.stdout.no_fnmatch_line("*contextlib*")
 
 
@@ -59,13 +64,20 @@ def test_a_wrong_claim_fails_and_shows(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST.replace("WRONG = False", "WRONG = True"))
     result = pytester.runpytest_inprocess("-k", "chunks1 or chunks2")
     result.assert_outcomes(passed=3, failed=1, skipped=4, deselected=4)
-    result.stdout.fnmatch_lines(["E*ControlFailed: sweep sums, down-graph_off-chunks2",
-                                 "down   off    2       FAILED     claimed to be different"])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "E*ControlFailed: sweep sums, down-graph_off-chunks2",
+            "down   off    2       FAILED     claimed to be different",
+        ]
+    )
 
 
 def test_a_cell_whose_test_compares_nothing_fails():
     sweep = Sweep("s", {"a": (1,)}, [Rule("equal", to="itself")])
-    with pytest.raises(AssertionError, match="the test of a1 compared nothing"), sweep.judging(sweep.cells[0]):
+    with (
+        pytest.raises(AssertionError, match="the test of a1 compared nothing"),
+        sweep.judging(sweep.cells[0]),
+    ):
         pass
 
 
@@ -78,7 +90,13 @@ def test_a_cell_that_cannot_be_judged_is_skipped_with_the_reason():
     ):
         pass
     [fact] = seen
-    assert fact == {"kind": "sweep", "sweep": "s", "settings": {"a": "1"}, "result": "not judged", "why": "needs a GPU"}
+    assert fact == {
+        "kind": "sweep",
+        "sweep": "s",
+        "settings": {"a": "1"},
+        "result": "not judged",
+        "why": "needs a GPU",
+    }
 
 
 REFUSED = Sweep("s", {"a": (1,)}, [Rule("refused", reason="give an even number")])
@@ -92,9 +110,21 @@ EVEN = ValueError("odd: give an even number")
     [
         (REFUSED, EVEN, (), ("refused", "give an even number"), None),
         (REFUSED, TypeError("give an even number"), (), ("refused", "give an even number"), None),
-        (REFUSED, None, (), ("FAILED", "nothing refused it"), "a1 is not refused, with 'give an even number'"),
+        (
+            REFUSED,
+            None,
+            (),
+            ("FAILED", "nothing refused it"),
+            "a1 is not refused, with 'give an even number'",
+        ),
         (REFUSED, ValueError("too large"), (), ("FAILED", "claimed to be refused"), "too large"),
-        (REFUSED, KeyError("give an even number"), (), ("FAILED", "claimed to be refused"), "give an even number"),
+        (
+            REFUSED,
+            KeyError("give an even number"),
+            (),
+            ("FAILED", "claimed to be refused"),
+            "give an even number",
+        ),
         (SAME, EVEN, (), ("FAILED", "claimed to be equal"), "odd: give an even number"),
         (SAME, None, (1.0, 1.0), ("equal", "to itself"), None),
         (SAME, None, (1.0, 2.0), ("FAILED", "claimed to be equal"), "different: 1 of 1 tensor"),
@@ -124,12 +154,21 @@ def test_a_claim_holds_or_its_cell_fails(sweep, raised, values, result, failure)
 
 
 def test_the_first_rule_that_fits_counts():
-    rules = [Rule("different", {"a": (1, 2), "b": 1}, reason="x"), Rule("equal", {"a": 2}, to="y"),
-             Rule("not judged", reason="z")]  # fmt: skip
+    rules = [
+        Rule("different", {"a": (1, 2), "b": 1}, reason="x"),
+        Rule("equal", {"a": 2}, to="y"),
+        Rule("not judged", reason="z"),
+    ]
     sweep = Sweep("s", {"a": (1, 2, 3), "b": (1, 2)}, rules)
     claims = {str(cell): sweep.rule(cell).claim for cell in sweep.cells}
-    assert claims == {"a1-b1": "different", "a1-b2": "not judged", "a2-b1": "different", "a2-b2": "equal",
-                      "a3-b1": "not judged", "a3-b2": "not judged"}  # fmt: skip
+    assert claims == {
+        "a1-b1": "different",
+        "a1-b2": "not judged",
+        "a2-b1": "different",
+        "a2-b2": "equal",
+        "a3-b1": "not judged",
+        "a3-b2": "not judged",
+    }
 
 
 def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
@@ -147,8 +186,14 @@ def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytes
     [
         (lambda: Rule("equal"), "a rule that claims equality says what to"),
         (lambda: Rule("different"), "a rule that claims 'different' needs its reason"),
-        (lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"b": 1}, to="x")]), "speaks of b=1, which no cell has"),
-        (lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"a": (1, 2)}, to="x")]), r"speaks of a=\(1, 2\), which no"),
+        (
+            lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"b": 1}, to="x")]),
+            "speaks of b=1, which no cell has",
+        ),
+        (
+            lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"a": (1, 2)}, to="x")]),
+            r"speaks of a=\(1, 2\), which no",
+        ),
     ],
 )
 def test_rules_that_could_never_fit_are_refused(make, message):

@@ -31,7 +31,10 @@ if out:
 
 
 def spans(text, model=SLOW):
-    return [(s.lane, s.kind, round(s.start, 6), round(s.duration, 6)) for s in timeline(parse(text), model).spans]
+    return [
+        (s.lane, s.kind, round(s.start, 6), round(s.duration, 6))
+        for s in timeline(parse(text), model).spans
+    ]
 
 
 def test_collectives_of_one_group_queue_and_of_two_groups_do_not():
@@ -83,7 +86,10 @@ if out:
 def test_products_cost_operations_and_views_nothing():
     """2 * 100 * 200 * 300 operations by torch's formula, at 1e6 a second."""
     gm = parse(PRODUCT)
-    assert [flops_of(node) for node in gm.graph.nodes if node.op == "call_function"] == [12_000_000, 0]
+    assert [flops_of(node) for node in gm.graph.nodes if node.op == "call_function"] == [
+        12_000_000,
+        0,
+    ]
     assert spans(PRODUCT) == [("compute", "compute", 0.0, 12.0)]
     by_bytes = CostModel(flops_per_second=1e12, bytes_per_second=1e6, overhead=0.0)
     assert spans(PRODUCT, by_bytes) == [("compute", "compute", 0.0, 0.44)]  # 440,000 bytes
@@ -98,7 +104,12 @@ WHOLE, SHARD = 250_000, 62_500
     [
         (SHARD, WHOLE, "_c10d_functional.all_gather_into_tensor(I[0], 4, fsdp)", 0.75),
         (WHOLE, SHARD, '_c10d_functional.reduce_scatter_tensor(I[0], "sum", 4, fsdp)', 0.75),
-        (WHOLE, WHOLE, "_c10d_functional.all_to_all_single(I[0], [62500] * 4, [62500] * 4, fsdp)", 0.75),
+        (
+            WHOLE,
+            WHOLE,
+            "_c10d_functional.all_to_all_single(I[0], [62500] * 4, [62500] * 4, fsdp)",
+            0.75,
+        ),
         (WHOLE, WHOLE, '_c10d_functional.all_reduce(I[0], "sum", fsdp)', 1.5),
         (WHOLE, WHOLE, "_c10d_functional.broadcast(I[0], 0, fsdp)", 1.0),
     ],
@@ -106,11 +117,15 @@ WHOLE, SHARD = 250_000, 62_500
 )
 def test_what_a_rank_puts_on_the_wire(given, got, call, seconds):
     """Of 1 MB over four ranks three quarters, twice for an all-reduce, all of a broadcast; and the latency of each."""
-    text = FOUR.format(given=given, got=got, call=call.replace("[62500] * 4", "[62500, 62500, 62500, 62500]"))
+    text = FOUR.format(
+        given=given, got=got, call=call.replace("[62500] * 4", "[62500, 62500, 62500, 62500]")
+    )
     assert spans(text) == [("fsdp", "collective", 0.0, seconds)]
     late = CostModel(link=1e6, latency=0.25)
     assert spans(text, late) == [("fsdp", "collective", 0.0, seconds + 0.25)]
-    assert timeline(parse(text), SLOW).seconds == seconds, "what nobody waits for takes its time all the same"
+    assert timeline(parse(text), SLOW).seconds == seconds, (
+        "what nobody waits for takes its time all the same"
+    )
 
 
 def test_a_wait_for_one_output_of_a_coalesced_collective_waits_for_all_of_it():
@@ -127,27 +142,39 @@ if fwd:
 
 
 def test_a_kernel_costs_its_overhead_and_a_view_does_not():
-    told = timeline(parse(PRODUCT), CostModel(flops_per_second=1e6, bytes_per_second=1e12, overhead=0.5))
+    told = timeline(
+        parse(PRODUCT), CostModel(flops_per_second=1e6, bytes_per_second=1e12, overhead=0.5)
+    )
     assert [round(span.duration, 3) for span in told.spans] == [12.5]
 
 
 def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
     """D17: it is never left out of the sum."""
-    text = FOUR.format(given=4, got=4, call='_c10d_functional.all_reduce(I[0], "sum", fsdp)').replace("f32[4]", "_")
-    with pytest.raises(ValueError, match=r"cannot tell when it \(_c10d_functional\.all_reduce\) ends: what it moves"):
+    text = FOUR.format(
+        given=4, got=4, call='_c10d_functional.all_reduce(I[0], "sum", fsdp)'
+    ).replace("f32[4]", "_")
+    with pytest.raises(
+        ValueError,
+        match=r"cannot tell when it \(_c10d_functional\.all_reduce\) ends: what it moves",
+    ):
         timeline(parse(text))
 
 
 def test_neighbours_that_compute_for_one_module_are_one_in_the_picture():
     """In other lanes, of other modules, or with a wait between them they are not; nothing is lost or counted twice."""
-    compute = [Span("compute", start, 1.0, label, "compute") for start, label in
-               ((0.0, "a"), (1.0, "a"), (2.0, "b"), (4.0, "b"), (5.0, "b"))]  # fmt: skip
+    compute = [
+        Span("compute", start, 1.0, label, "compute")
+        for start, label in ((0.0, "a"), (1.0, "a"), (2.0, "b"), (4.0, "b"), (5.0, "b"))
+    ]
     launches = [Span("fsdp", start, 1.0, "a", "collective") for start in (0.0, 1.0)]
     told = Timeline((launches[1], *compute[::-1], launches[0]), SLOW, 6.0)
     assert [(span.lane, span.start, span.duration, span.label) for span in told.merged()] == [
-        ("compute", 0.0, 2.0, "a"), ("compute", 2.0, 1.0, "b"), ("compute", 4.0, 2.0, "b"),
-        ("fsdp", 0.0, 1.0, "a"), ("fsdp", 1.0, 1.0, "a"),
-    ]  # fmt: skip
+        ("compute", 0.0, 2.0, "a"),
+        ("compute", 2.0, 1.0, "b"),
+        ("compute", 4.0, 2.0, "b"),
+        ("fsdp", 0.0, 1.0, "a"),
+        ("fsdp", 1.0, 1.0, "a"),
+    ]
 
 
 TOKENS_OF_AN_EXPERT = """
@@ -177,10 +204,14 @@ def test_a_chrome_trace_has_a_named_lane_for_each_group_and_says_its_model(tmp_p
     told = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
     told.save_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
-    lanes = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
+    }
     assert list(lanes.values()) == ["compute", "fsdp", "ep"]
     exposed = [event for event in trace["traceEvents"] if event.get("cat") == "exposed"]
-    assert [(lanes[event["tid"]], event["ts"], event["dur"]) for event in exposed] == [("compute", 5e5, 5e5)]
+    assert [(lanes[event["tid"]], event["ts"], event["dur"]) for event in exposed] == [
+        ("compute", 5e5, 5e5)
+    ]
     assert "link 1e+06 B/s" in trace["otherData"]["cost model"]
 
 

@@ -43,7 +43,9 @@ def witnessed():
     def run(times):
         with facts.collecting() as told, facts.watching(Witness().watchers):
             for _ in range(times):
-                apply_graph_passes(graphtext.parse(TEXT), None, [bind_options(canonicalize_graph_pass)])
+                apply_graph_passes(
+                    graphtext.parse(TEXT), None, [bind_options(canonicalize_graph_pass)]
+                )
         return told
 
     return run
@@ -62,7 +64,15 @@ def test_equal_graphs_of_a_test_are_sent_once(witnessed):
 def test_of_many_pipelines_the_first_are_shown_and_the_rest_are_named(witnessed, monkeypatch):
     monkeypatch.setattr(witness, "_MOST_PIPELINES", 1)
     told = witnessed(3)
-    assert kinds(told) == ["graph_text", "memory", "graph_text", "memory", "pass", "not_shown", "not_shown"]
+    assert kinds(told) == [
+        "graph_text",
+        "memory",
+        "graph_text",
+        "memory",
+        "pass",
+        "not_shown",
+        "not_shown",
+    ]
     assert "after the first 1" in told[-1]["what"]
 
 
@@ -70,7 +80,9 @@ def unpacked(fact):
     return json.loads(zlib.decompress(base64.b64decode(fact["packed"])))
 
 
-def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_by_themselves(witnessed):
+def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_by_themselves(
+    witnessed,
+):
     told = witnessed(1)
     keys = [fact["key"] for fact in told if fact["kind"] == "graph_text"]
     assert [fact["key"] for fact in told if fact["kind"] == "memory"] == keys
@@ -121,7 +133,9 @@ def compiled(train=True):
             result.sum().backward()
     assert "not_shown" not in kinds(told)
     texts = {
-        fact["key"]: zlib.decompress(base64.b64decode(fact["packed"])).decode() for fact in told if "lines" in fact
+        fact["key"]: zlib.decompress(base64.b64decode(fact["packed"])).decode()
+        for fact in told
+        if "lines" in fact
     }
     return record, [fact for fact in told if fact["kind"] == "pass"], texts
 
@@ -130,12 +144,16 @@ def test_stages_of_a_compiled_function_are_pipelines_with_the_passes_that_change
     record, passes, texts = compiled()
     begins = [fact for fact in passes if fact["fingerprint"] == "as recorded"]
     stages = ("dynamo", "joint", "forward", "backward")
-    assert [(fact["pipeline"], fact["name"]) for fact in begins] == list(enumerate(f"{one} of 0/0" for one in stages))
+    assert [(fact["pipeline"], fact["name"]) for fact in begins] == list(
+        enumerate(f"{one} of 0/0" for one in stages)
+    )
     for begin, stage in zip(begins, stages, strict=True):
         own = [fact for fact in passes if fact["pipeline"] == begin["pipeline"]]
         assert texts[begin["after"]] == graphtext.render(getattr(record, stage))
         if stage != "dynamo":
-            assert texts[own[-1]["after"]] == graphtext.render(getattr(record, f"{stage}_after_passes"))
+            assert texts[own[-1]["after"]] == graphtext.render(
+                getattr(record, f"{stage}_after_passes")
+            )
         assert all(one["after"] == other["before"] for one, other in itertools.pairwise(own))
     [ours] = [fact for fact in passes if fact["name"] == "twice_and_half"]
     assert (ours["pipeline"], ours["fingerprint"]) == (2, "post_grad_custom_post_pass")
@@ -148,7 +166,9 @@ def test_of_many_compiled_graphs_the_first_stages_are_shown_and_the_rest_are_nam
     with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile():
         torch.compile(Model())(torch.ones(2, 4)).sum().backward()
     assert {fact["pipeline"] for fact in told if fact["kind"] == "pass"} == {0, 1}
-    assert [fact["what"] for fact in told if fact["kind"] == "not_shown"] == ["stages after the first 2"]
+    assert [fact["what"] for fact in told if fact["kind"] == "not_shown"] == [
+        "stages after the first 2"
+    ]
 
 
 def test_what_was_recorded_before_an_error_is_shown():
@@ -175,7 +195,11 @@ def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypa
 
     monkeypatch.setattr(graphtext, "render", broken)
     (told,) = witnessed(1)
-    assert (told["kind"], told["what"], told["why"]) == ("not_shown", "a pass", "RuntimeError: no text for this")
+    assert (told["kind"], told["what"], told["why"]) == (
+        "not_shown",
+        "a pass",
+        "RuntimeError: no text for this",
+    )
 
 
 def test_very_many_changes_end_in_one_that_holds_the_rest(monkeypatch):
@@ -202,7 +226,13 @@ def test_every_tensor_that_differs_is_told_by_its_place_up_to_a_bound(monkeypatc
 
 def test_digests_stand_by_step_then_phase_then_rank():
     record = Record(world_size=2)
-    for step, rank, phase in ((1, 0, "loss"), (0, 1, "weight"), (0, 0, "weight"), (0, 1, "loss"), (0, 0, "loss")):
+    for step, rank, phase in (
+        (1, 0, "loss"),
+        (0, 1, "weight"),
+        (0, 0, "weight"),
+        (0, 1, "loss"),
+        (0, 0, "loss"),
+    ):
         record.add(step, rank, phase, phase, torch.tensor(float(step)))
     places = [(0, 0, "loss"), (0, 1, "loss"), (0, 0, "weight"), (0, 1, "weight"), (1, 0, "loss")]
     assert [tuple(row[:3]) for row in table(record)] == places

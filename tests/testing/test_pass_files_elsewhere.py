@@ -5,7 +5,7 @@ import pytest
 from pytest_gtrainer import facts
 from tests.testing.conftest import BODY
 
-TEST_FILE = '''
+TEST_FILE = """
 from pathlib import Path
 import pytest
 from pytest_gtrainer.testing import pass_files, run_pass_file
@@ -16,7 +16,7 @@ def negate_pass(gm, example_inputs, *, times):
 @pytest.mark.parametrize("path", pass_files(Path(__file__).parent / "graphs"))
 def test_pass_file(path, gt_golden):
     run_pass_file(path, golden=gt_golden, passes={"negate_pass": negate_pass})
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def elsewhere(dynamo, pytester, monkeypatch):
     def run(*arguments):
         with monkeypatch.context() as isolated:
             isolated.setattr(facts, "_sinks", [])
-            return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments)
+            return pytester.runpytest_inprocess(
+                "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments
+            )
 
     return pytester, run
 
@@ -53,8 +55,12 @@ def test_each_file_is_a_test_of_its_name(elsewhere):
     result = run("-rA")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["PASSED test_it.py::test_pass_file[[]buckets.checked[]]"])
-    result.stdout.fnmatch_lines(["*graphs/damaged.fxgraph:3: there is no directive `# chek:`, did you mean `check`?"])
-    result.stdout.fnmatch_lines(["*pytest 'test_it.py::test_pass_file[[]buckets.pinned[]]' --gt-update-goldens"])
+    result.stdout.fnmatch_lines(
+        ["*graphs/damaged.fxgraph:3: there is no directive `# chek:`, did you mean `check`?"]
+    )
+    result.stdout.fnmatch_lines(
+        ["*pytest 'test_it.py::test_pass_file[[]buckets.pinned[]]' --gt-update-goldens"]
+    )
     run("--gt-update-goldens", "-k", "pinned").assert_outcomes(passed=1, deselected=2)
     golden = (pytester.path / "golden/test_it/test_pass_file-buckets.pinned.fxgraph").read_text()
     assert "# world: fake, 2 ranks, rank 0\n# mesh: dp=2\n" in golden

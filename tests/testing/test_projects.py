@@ -48,7 +48,10 @@ def test_verdicts_and_the_message_of_a_failure(run):
     assert told.outcome == "failed"
     assert told.verdicts == ("the same twice: equal", "ours against theirs: different")
     assert "first at step 0, rank 0, loss" in told.message
-    assert [line.split(":")[0] for line in told.digests] == ["the same twice, step 0", "ours against theirs, step 0"]
+    assert [line.split(":")[0] for line in told.digests] == [
+        "the same twice, step 0",
+        "ours against theirs, step 0",
+    ]
 
 
 def test_worlds_and_goldens(run):

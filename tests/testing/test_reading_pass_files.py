@@ -15,9 +15,14 @@ def error_of(path):
 
 def test_what_a_file_says(write):
     file = read_pass_file(
-        write("# D4: for the reader.", "# world: fake, 8 ranks, rank 3", "# mesh: fsdp=4, ep=2",
-              "# passes: b_pass(n=-1, names=['a', None])", "# values: same")
-    )  # fmt: skip
+        write(
+            "# D4: for the reader.",
+            "# world: fake, 8 ranks, rank 3",
+            "# mesh: fsdp=4, ep=2",
+            "# passes: b_pass(n=-1, names=['a', None])",
+            "# values: same",
+        )
+    )
     assert [(call.name, dict(call.options)) for call in file.passes] == [
         ("canonicalize_graph_pass", {}),
         ("b_pass", {"n": -1, "names": ["a", None]}),
@@ -33,7 +38,9 @@ def test_a_file_that_is_judged_by_what_it_says_needs_no_golden(write, judge):
 
 
 def test_a_file_with_neither_golden_nor_check_is_an_error(write):
-    assert error_of(write("# again: unchanged")).startswith("a.fxgraph has no check and so is compared with a golden")
+    assert error_of(write("# again: unchanged")).startswith(
+        "a.fxgraph has no check and so is compared with a golden"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,13 +92,25 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
         ("# world: fake 8\n# mesh: fsdp 8", "expected a mesh like `fsdp=4, tp=2`, found 'fsdp 8'"),
         ("# world: fake 8\n# mesh: fsdp=4", "multiplies to 4, but its size is 8"),
         ("# world: fake 8\n# world: fake 8", "there is a `# world:` at a.fxgraph:3 already"),
-        ("# passes: canonicalise_graph_pass", "no pass is called 'canonicalise_graph_pass', did you mean `canoni"),
-        ("# passes: data_parallel", "no pass is called 'data_parallel'; there are canonicalize_graph_pass, "),
+        (
+            "# passes: canonicalise_graph_pass",
+            "no pass is called 'canonicalise_graph_pass', did you mean `canoni",
+        ),
+        (
+            "# passes: data_parallel",
+            "no pass is called 'data_parallel'; there are canonicalize_graph_pass, ",
+        ),
         ("# passes: a_pass(", "'(' was never closed: a_pass("),
         ("# passes: a_pass(1)", "expected passes like `a_pass; b_pass(option=2)`, found a_pass(1)"),
         ("# passes: os.remove(path='x')", "expected passes like `a_pass; b_pass(option=2)`"),
-        ("# passes: a_pass(n=open('x'))", "an option is a literal of Python, and n=open('x') is not"),
-        ("# passes: a_pass(**{'n': print()})", "an option is a literal of Python, and **={'n': print()} is not"),
+        (
+            "# passes: a_pass(n=open('x'))",
+            "an option is a literal of Python, and n=open('x') is not",
+        ),
+        (
+            "# passes: a_pass(**{'n': print()})",
+            "an option is a literal of Python, and **={'n': print()} is not",
+        ),
     ],
 )
 def test_lines_that_are_refused(write, line, words):
@@ -128,14 +147,18 @@ def test_comments_for_the_reader(write, line):
 
 
 def test_a_file_without_passes_or_without_text(write, tmp_path):
-    assert error_of(write("# check: then neg", passes="")).startswith("a.fxgraph names no pass: add a line like")
+    assert error_of(write("# check: then neg", passes="")).startswith(
+        "a.fxgraph names no pass: add a line like"
+    )
     assert error_of(tmp_path / "none.fxgraph").startswith("none.fxgraph cannot be read: ")
     (tmp_path / "bytes.fxgraph").write_bytes(b"\xff\xfe")
     assert error_of(tmp_path / "bytes.fxgraph").startswith("bytes.fxgraph cannot be read: 'utf-8'")
 
 
 def test_text_that_is_no_graph_keeps_its_line(write):
-    assert error_of(write("# check: then neg", body="if P:\n  P.w: f33[2]\n")).startswith("a.fxgraph, line 5")
+    assert error_of(write("# check: then neg", body="if P:\n  P.w: f33[2]\n")).startswith(
+        "a.fxgraph, line 5"
+    )
 
 
 def test_a_check_that_cannot_be_read_names_its_line(write):

@@ -54,8 +54,12 @@ def test_checks_say_file_and_line(write):
 
 
 def test_a_check_may_stand_beside_what_it_is_about(write):
-    run(write(body="# check: then neg\nif I:\n  I.x: f32[2]\nif fwd:\n  # check: next output\n"
-              "  neg: f32[2] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"))  # fmt: skip
+    run(
+        write(
+            body="# check: then neg\nif I:\n  I.x: f32[2]\nif fwd:\n  # check: next output\n"
+            "  neg: f32[2] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"
+        )
+    )
 
 
 def test_passes_run_in_order_with_their_options(write):
@@ -64,7 +68,9 @@ def test_passes_run_in_order_with_their_options(write):
     seen = []
 
     def record_pass(gm, example_inputs, **options):
-        seen.append((options, [tuple(value.shape) for value in example_inputs], len(gm.graph.nodes)))
+        seen.append(
+            (options, [tuple(value.shape) for value in example_inputs], len(gm.graph.nodes))
+        )
         return gm
 
     with pytest.raises(CheckFailure, match="the graph has 0"):
@@ -81,14 +87,19 @@ def test_a_pass_may_come_with_its_options(write):
 
     seen = []
     for bound in (bind_options(record_pass, level=2), partial(record_pass, level=2)):
-        path = write("# result: unchanged", passes="record_pass; record_pass(names=['a']); record_pass(level=3)")
+        path = write(
+            "# result: unchanged",
+            passes="record_pass; record_pass(names=['a']); record_pass(level=3)",
+        )
         run_pass_file(path, passes={"record_pass": bound})
     assert seen == [(2, ()), (2, ["a"]), (3, ())] * 2
 
 
 def test_a_check_may_speak_of_a_module_that_the_passes_have_emptied(write):
     head = "  with head:\n    detach: f32[4] = aten.detach(_.wait_tensor)\n  neg: f32[4] = aten.neg(head.detach)"
-    body = BODY.replace("  detach: f32[4] = aten.detach(wait_tensor)\n  neg: f32[4] = aten.neg(detach)", head)
+    body = BODY.replace(
+        "  detach: f32[4] = aten.detach(wait_tensor)\n  neg: f32[4] = aten.neg(detach)", head
+    )
     run(write("# check: never neg in head", "# check: count 0 detach", body=body))
     with pytest.raises(CheckError, match="nothing in the graph lies in 'tail'"):
         run(write("# check: never neg in tail", body=body))
@@ -110,7 +121,10 @@ def test_values_that_differ_are_named_as_the_file_names_them(write):
 
 def test_a_second_run_must_change_nothing(write):
     run(write("# again: unchanged", "# check: then neg"))
-    with pytest.raises(AssertionError, match=r"run on their own output, the passes changed it\n(.*\n)*.*gained.*neg"):
+    with pytest.raises(
+        AssertionError,
+        match=r"run on their own output, the passes changed it\n(.*\n)*.*gained.*neg",
+    ):
         run(write("# again: unchanged", "# check: then neg", passes="twice_pass"))
 
 
@@ -126,7 +140,11 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
     refused = 'joint_transformer_block_bucketing_reordering_pass(bucket_plan=["layers.0"])'
     run(write("# raises: PlanError: the bucket plan names 'layers.0'", passes=refused))
     for words, passes, found in (
-        ("PlanError: no bucket", refused, "but it says\n  PlanError: the bucket plan names 'layers.0'"),
+        (
+            "PlanError: no bucket",
+            refused,
+            "but it says\n  PlanError: the bucket plan names 'layers.0'",
+        ),
         ("PlanError", "canonicalize_graph_pass", "but none was raised"),
         ("no such bucket", "half_done_pass", "which had to stay as it was"),
     ):
@@ -138,7 +156,9 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
 def test_the_graph_is_linted_after_each_pass(write):
     """E6: a use before its definition is told with node, pass and file."""
     path = write("# check: then neg", passes="canonicalize_graph_pass; unordered_pass")
-    with pytest.raises(RuntimeError, match=r"unordered_pass left a graph out of order: \w+ \(.*\) reads \w+") as error:
+    with pytest.raises(
+        RuntimeError, match=r"unordered_pass left a graph out of order: \w+ \(.*\) reads \w+"
+    ) as error:
         run(path)
     line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "# passes:" in text)
     assert error.value.__notes__ == [f"in unordered_pass, of {path.name}:{line}"]
@@ -152,7 +172,10 @@ def test_groups_are_those_of_the_files_world(write):
         from pytest_gtrainer._torch.passes import ALL_GATHER
         from pytest_gtrainer._torch.process_groups import group_ranks
 
-        seen.extend(group_ranks(node.args[-1]) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER))
+        seen.extend(
+            group_ranks(node.args[-1])
+            for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+        )
         return gm
 
     directives = ("# world: fake 4, rank 1", "# mesh: fsdp=2, ep=2", "# check: then neg")

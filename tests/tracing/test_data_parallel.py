@@ -1,6 +1,5 @@
 """Parameters that gather on access: which collectives a trace sees, and how often."""
 
-
 import pytest
 import torch
 from torch import nn
@@ -24,8 +23,14 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
 def count(traced):
     targets = [node.target for node in traced.gm.graph.nodes]
-    return {name: targets.count(op) for name, op in
-            (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER), ("all_reduce", ALL_REDUCE))}
+    return {
+        name: targets.count(op)
+        for name, op in (
+            ("all_gather", ALL_GATHER),
+            ("reduce_scatter", REDUCE_SCATTER),
+            ("all_reduce", ALL_REDUCE),
+        )
+    }
 
 
 def launches(traced, target):
@@ -50,7 +55,9 @@ def token_step(model, tokens):
     return model(tokens).float().square().mean()
 
 
-def test_one_gather_in_param_dtype_and_one_reduction_in_reduce_dtype_per_parameter(gt_mesh, net, inputs, train_step):
+def test_one_gather_in_param_dtype_and_one_reduction_in_reduce_dtype_per_parameter(
+    gt_mesh, net, inputs, train_step
+):
     """A12."""
     data_parallel(net, gt_mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     traced = trace_step(net, train_step, inputs)
@@ -66,7 +73,11 @@ def test_replicate_reduces_by_all_reduce(gt_mesh, net, inputs, train_step):
     """A12: one per parameter that requires a gradient (D10)."""
     data_parallel(net, gt_mesh, mode="replicate")
     trained = len(list(net.parameters())) - 1
-    assert count(trace_step(net, train_step, inputs)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": trained}
+    assert count(trace_step(net, train_step, inputs)) == {
+        "all_gather": 0,
+        "reduce_scatter": 0,
+        "all_reduce": trained,
+    }
 
 
 class Weight(nn.Module):
@@ -114,7 +125,11 @@ def test_hybrid_gathers_in_the_shard_dimension_only(gt_mesh, net, inputs, train_
     data_parallel(net, gt_mesh, mode="hybrid_shard")
     traced = trace_step(net, train_step, inputs)
     assert {node.args[1] for node in launches(traced, ALL_GATHER)} == {2}
-    assert count(traced)["reduce_scatter"] == count(traced)["all_reduce"] == len(list(net.parameters())) - 1
+    assert (
+        count(traced)["reduce_scatter"]
+        == count(traced)["all_reduce"]
+        == len(list(net.parameters())) - 1
+    )
 
 
 def test_a_tied_or_reused_parameter_is_gathered_and_reduced_once(gt_mesh):
@@ -128,7 +143,9 @@ def test_a_tied_or_reused_parameter_is_gathered_and_reduced_once(gt_mesh):
 def test_without_reuse_every_read_gathers(gt_mesh):
     """The twin of A10: what other tracers do."""
     model = data_parallel(TwoReads(), gt_mesh)
-    traced = trace_step(model, token_step, (torch.zeros(2, 3, dtype=torch.int64),), reuse_gathers=False)
+    traced = trace_step(
+        model, token_step, (torch.zeros(2, 3, dtype=torch.int64),), reuse_gathers=False
+    )
     assert count(traced) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
 
 
@@ -155,15 +172,21 @@ def test_sharding_sends_nothing(gt_mesh, net):
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 4, "ep": 2})
-def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, net, inputs, train_step):
+def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(
+    gt_mesh, net, inputs, train_step
+):
     """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8, averaged."""
     data_parallel(net.head, gt_mesh["efsdp"], gradient_divide_factor=8.0)
     data_parallel(net, gt_mesh._flatten("fsdp"))
     traced = trace_step(net, train_step, inputs)
-    (head,) = [n for n in launches(traced, REDUCE_SCATTER) if n.meta["custom"]["module_fqn"] == "head"]
+    (head,) = [
+        n for n in launches(traced, REDUCE_SCATTER) if n.meta["custom"]["module_fqn"] == "head"
+    ]
     assert head.args[1:3] == ("sum", 4)
     (wait,) = head.users
-    assert [(user.target, user.args[1]) for user in wait.users] == [(torch.ops.aten.div.Tensor, 8.0)], (
+    assert [(user.target, user.args[1]) for user in wait.users] == [
+        (torch.ops.aten.div.Tensor, 8.0)
+    ], (
         "the sum over 4 ranks is not divided, as FSDP2 divides it: by a product with the inverse it has other bits"
     )
     others = [n for n in launches(traced, REDUCE_SCATTER) if n is not head]
@@ -173,24 +196,36 @@ def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sum_is_divided_in_the_dtype_that_it_is_reduced_in(gt_mesh, inputs, reduce_dtype):
     """A12: as FSDP2 does; divided behind the cast to the parameter's dtype, a gradient would have other bits."""
-    model = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16 if reduce_dtype is torch.float32 else torch.float32)
+    model = nn.Linear(
+        8, 4, bias=False, dtype=torch.bfloat16 if reduce_dtype is torch.float32 else torch.float32
+    )
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     data_parallel(model, gt_mesh, mp_policy=policy, gradient_divide_factor=3.0)
     traced = trace_step(model, lambda m, x, y: m(x.bfloat16()).sum(), inputs)
-    (division,) = [n for n in traced.gm.graph.nodes if n.target is torch.ops.aten.div.Tensor and n.args[1] == 3.0]
-    assert division.meta["val"].dtype == reduce_dtype, "the sum is divided in another dtype than it is reduced in"
+    (division,) = [
+        n
+        for n in traced.gm.graph.nodes
+        if n.target is torch.ops.aten.div.Tensor and n.args[1] == 3.0
+    ]
+    assert division.meta["val"].dtype == reduce_dtype, (
+        "the sum is divided in another dtype than it is reduced in"
+    )
 
 
 def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
     """D10: as DDP does. A division, or one behind the sum, has other bits where the factor is no power of two."""
-    model = data_parallel(nn.Linear(8, 4, bias=False), gt_mesh, mode="replicate", gradient_divide_factor=3.0)
+    model = data_parallel(
+        nn.Linear(8, 4, bias=False), gt_mesh, mode="replicate", gradient_divide_factor=3.0
+    )
     traced = trace_step(model, lambda m, x, y: m(x).sum(), inputs)
     (reduce,) = launches(traced, ALL_REDUCE)
     assert reduce.args[1] == "sum"
     (scaled,) = reduce.all_input_nodes
     while is_view(scaled.target):
         (scaled,) = scaled.all_input_nodes
-    assert (str(scaled.target), scaled.args[1]) == ("aten.mul.Tensor", 1 / 3.0), "what is done before the sum"
+    assert (str(scaled.target), scaled.args[1]) == ("aten.mul.Tensor", 1 / 3.0), (
+        "what is done before the sum"
+    )
     behind = [user.target for wait in reduce.users for user in wait.users if user.op != "output"]
     assert not [target for target in behind if not is_view(target)], "what is done behind it"
 
@@ -207,15 +242,21 @@ def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
 )
 def test_dtypes_of_gathers_and_of_reductions(gt_mesh, inputs, param_dtype, reduce_dtype, reduced):
     """A12: without a reduce_dtype as FSDP2 of the installed torch; gradients return in the parameter's own."""
-    model = data_parallel(nn.Linear(8, 4), gt_mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    model = data_parallel(
+        nn.Linear(8, 4), gt_mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    )
     traced = trace_step(model, lambda m, x, y: m(x.to(param_dtype)).sum(), inputs)
-    gathers, scatters = ({n.meta["val"].dtype for n in launches(traced, op)} for op in (ALL_GATHER, REDUCE_SCATTER))
+    gathers, scatters = (
+        {n.meta["val"].dtype for n in launches(traced, op)} for op in (ALL_GATHER, REDUCE_SCATTER)
+    )
     assert (gathers, scatters) == ({param_dtype or torch.float32}, {reduced})
     results = traced.gm.graph.output_node().args[0]
     assert {node.meta["val"].dtype for node in results[1:]} == {torch.float32}, "gradients"
 
 
-def test_a_first_read_without_gradient_gathers_once_and_loses_none(gt_mesh, net, inputs, train_step):
+def test_a_first_read_without_gradient_gathers_once_and_loses_none(
+    gt_mesh, net, inputs, train_step
+):
     """A10: the parameter is read under no_grad first, by a metric say."""
     data_parallel(net, gt_mesh)
 
@@ -250,15 +291,21 @@ def test_what_cannot_be_is_refused_in_one_sentence(gt_mesh, net, arguments, word
 
 
 def test_what_is_no_mesh_is_told(net):
-    with pytest.raises(TypeError, match="the mesh is None: give a DeviceMesh, the fixture gt_mesh or init_device"):
+    with pytest.raises(
+        TypeError, match="the mesh is None: give a DeviceMesh, the fixture gt_mesh or init_device"
+    ):
         data_parallel(net, None)
 
 
-def test_a_scalar_parameter_and_a_dtensor_input_are_refused_by_name(gt_mesh, net, inputs, train_step):
+def test_a_scalar_parameter_and_a_dtensor_input_are_refused_by_name(
+    gt_mesh, net, inputs, train_step
+):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     net.temperature = nn.Parameter(torch.ones(()))
-    with pytest.raises(ValueError, match=r"temperature has no dimension to shard: give it shape \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"temperature has no dimension to shard: give it shape \(1,\)"
+    ):
         data_parallel(net, gt_mesh)
     sharded = distribute_tensor(torch.ones(8, 8), gt_mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(TypeError, match=r"inputs\[0\] is a DTensor: pass the local tensor"):

@@ -46,11 +46,16 @@ def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
 
 
 def test_a_twin_of_another_structure_is_refused(net, inputs, train_step):
-    with pytest.raises(TwinTraceError, match=r"(?s)the twin's inputs are structured as .*\*.*, the step's as .*\*.*\*"):
+    with pytest.raises(
+        TwinTraceError,
+        match=r"(?s)the twin's inputs are structured as .*\*.*, the step's as .*\*.*\*",
+    ):
         trace_step(net, train_step, inputs, twin_inputs=inputs[:1])
 
 
-def test_a_twin_that_cannot_be_traced_is_refused_with_its_inputs_and_the_line(net, inputs, train_step):
+def test_a_twin_that_cannot_be_traced_is_refused_with_its_inputs_and_the_line(
+    net, inputs, train_step
+):
     def fixed(model, x, y):
         return train_step(model, x.view(6, 8), y)
 
@@ -77,11 +82,19 @@ def test_a_dynamic_dimension_is_one_symbol(net, inputs, train_step):
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda x: x.view(6, 8), r"fixes the dynamic dimension batch to 6: take extents from x\.shape\[i\]"),
-        (lambda x: x * float(x.shape[0]), r"a size that is not known at .*test_other_extents\.py:\d+: .*\bu\d+\b"),
+        (
+            lambda x: x.view(6, 8),
+            r"fixes the dynamic dimension batch to 6: take extents from x\.shape\[i\]",
+        ),
+        (
+            lambda x: x * float(x.shape[0]),
+            r"a size that is not known at .*test_other_extents\.py:\d+: .*\bu\d+\b",
+        ),
     ],
     ids=["a fixed number", "a decision of Python's"],
 )
 def test_a_step_that_fixes_a_dynamic_dimension_is_refused(net, inputs, train_step, spoil, told):
     with pytest.raises(FixedExtentError, match=told):
-        trace_step(net, lambda model, x, y: train_step(model, spoil(x), y), inputs, dynamic_dims=BATCH)
+        trace_step(
+            net, lambda model, x, y: train_step(model, spoil(x), y), inputs, dynamic_dims=BATCH
+        )

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
+from pytest_gtrainer import (
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    data_parallel,
+    trace_step,
+)
 from pytest_gtrainer.numerics.operators import OperatorCapture
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
@@ -43,19 +48,29 @@ def test_results_are_all_that_a_step_computes_and_leave_gradients_alone(net, inp
     assert not gradients(net)
     train_step(eager, *inputs).backward()
     assert_bitwise_equal(
-        {name.removeprefix("gradient of "): value for name, value in results.items() if name != "loss"},
+        {
+            name.removeprefix("gradient of "): value
+            for name, value in results.items()
+            if name != "loss"
+        },
         gradients(eager),
     )
     broken = copy.deepcopy(traced.gm)
     output = broken.graph.output_node()
     loss, first, *others = output.args[0]
     with broken.graph.inserting_before(output):
-        output.args = ((loss, broken.graph.call_function(torch.ops.aten.neg.default, (first,)), *others),)
+        output.args = (
+            (loss, broken.graph.call_function(torch.ops.aten.neg.default, (first,)), *others),
+        )
     broken.recompile()
     wrong = traced.with_graph(broken)
-    assert_bitwise_equal(wrong.replay(copy.deepcopy(net), *inputs), traced.replay(copy.deepcopy(net), *inputs))
+    assert_bitwise_equal(
+        wrong.replay(copy.deepcopy(net), *inputs), traced.replay(copy.deepcopy(net), *inputs)
+    )
     with pytest.raises(AssertionError, match=f"first at gradient of {traced.trainable_fqns[0]}"):
-        assert_bitwise_equal(wrong.results(copy.deepcopy(net), *inputs), traced.results(copy.deepcopy(net), *inputs))
+        assert_bitwise_equal(
+            wrong.results(copy.deepcopy(net), *inputs), traced.results(copy.deepcopy(net), *inputs)
+        )
 
 
 def test_gradients_are_in_the_order_in_which_the_backward_makes_them(net, inputs, train_step):
@@ -81,7 +96,9 @@ def test_a_model_with_other_names_is_refused(net, inputs, train_step):
     traced = trace_step(net, train_step, inputs)
     net.tail = net.head
     del net.head
-    with pytest.raises(ValueError, match=r"missing \['head.weight'\], unexpected \['tail.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"missing \['head.weight'\], unexpected \['tail.weight'\]"
+    ):
         traced.replay(net, *inputs)
 
 
@@ -91,7 +108,9 @@ def test_a_model_with_its_names_in_another_order_is_refused(net, inputs, train_s
     layers = net.layers
     del net.layers
     net.layers = layers
-    with pytest.raises(ValueError, match="the model is not the traced one: its state is in another order"):
+    with pytest.raises(
+        ValueError, match="the model is not the traced one: its state is in another order"
+    ):
         traced.replay(net, *inputs)
 
 
@@ -99,17 +118,27 @@ def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inp
     """What the graph has baked in is checked, and the message names it."""
     x, y = inputs
     traced = trace_step(net, lambda m, x, y, scale: scale * train_step(m, x, y), (x, y, 2.0))
-    with pytest.raises(ValueError, match=r"input 2 is 3.0, the step was traced with 2.0: trace again"):
+    with pytest.raises(
+        ValueError, match=r"input 2 is 3.0, the step was traced with 2.0: trace again"
+    ):
         traced.replay(net, x, y, 3.0)
-    with pytest.raises(ValueError, match=r"(?s)inputs are structured as .*: unpack the tuple, \(model, \*inputs\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)inputs are structured as .*: unpack the tuple, \(model, \*inputs\)"
+    ):
         traced.results(net, (x, y, 2.0))
-    with pytest.raises(ValueError, match=r"input 0 is float32\[5, 8\], the step was traced with float32\[6, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"input 0 is float32\[5, 8\], the step was traced with float32\[6, 8\]"
+    ):
         traced.replay(net, x[:5], y[:5], 2.0)
     net.head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"requires_grad has changed since the trace: head\.weight"):
+    with pytest.raises(
+        ValueError, match=r"requires_grad has changed since the trace: head\.weight"
+    ):
         traced.replay(net, x, y, 2.0)
     net.head.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"layers.0.scale is float64\[8\], the step was traced with float32\[8\]"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.scale is float64\[8\], the step was traced with float32\[8\]"
+    ):
         traced.replay(net.double(), x, y, 2.0)
 
 
@@ -137,7 +166,9 @@ def test_an_existing_gradient_is_added_to_in_place(net, inputs, train_step):
     assert torch.equal(first, once + once)
 
 
-@pytest.mark.parametrize("names", [("unused", "weight", "bias"), ("weight", "unused", "bias")], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [("unused", "weight", "bias"), ("weight", "unused", "bias")], ids=" ".join
+)
 def test_an_unused_parameter_keeps_no_gradient_and_those_behind_it_have_theirs(inputs, names):
     """A9: None is skipped, wherever it stands."""
     shapes = {"unused": (3,), "weight": (4, 8), "bias": (4,)}
@@ -162,7 +193,9 @@ def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
             model = data_parallel(copy.deepcopy(net), make_mesh(world))
             traced[rank] = trace_step(model, train_step, inputs)
             if rank == 3:
-                with pytest.raises(ValueError, match=r"traced as rank 0 and this is rank 3: .*trace on every rank"):
+                with pytest.raises(
+                    ValueError, match=r"traced as rank 0 and this is rank 3: .*trace on every rank"
+                ):
                     traced[0].replay(model, *inputs)
     assert trace_step(net, train_step, inputs).rank is None
 
@@ -173,10 +206,15 @@ def test_numbers_of_a_fake_world_are_refused(net, inputs, train_step, gt_mesh, r
     """A sum in the place of an average gave equal bits there. A model that is whole has no collective."""
     getattr(trace_step(net, train_step, inputs), run)(net, *inputs)
     sharded = data_parallel(copy.deepcopy(net), gt_mesh)
-    with pytest.raises(ValueError, match=r'the traced step has all_gather.* fake world moves no data, .*"ranks"'):
+    with pytest.raises(
+        ValueError, match=r'the traced step has all_gather.* fake world moves no data, .*"ranks"'
+    ):
         getattr(trace_step(sharded, train_step, inputs), run)(sharded, *inputs)
     traced, noted = trace_step(sharded, train_step, inputs), OperatorCapture()
     with pytest.raises(ValueError, match="the traced step has all_gather"):
         getattr(traced.with_graph(noted.watch(traced.gm)), run)(sharded, *inputs)
-    with pytest.raises(ValueError, match="the traced step has no graph to look into, and a fake world moves no data"):
+    with pytest.raises(
+        ValueError,
+        match="the traced step has no graph to look into, and a fake world moves no data",
+    ):
         getattr(traced.with_graph(lambda *flat: flat), run)(sharded, *inputs)

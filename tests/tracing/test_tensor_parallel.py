@@ -7,7 +7,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from pytest_gtrainer import data_parallel, trace_step
@@ -15,14 +20,23 @@ from pytest_gtrainer import data_parallel, trace_step
 
 def parallel_net(mesh):
     """Columns (dim 0 cut twice), rows, replicated norm, a plain bias; 10 and 6 rows over 4 shards pad."""
-    net = nn.Sequential(nn.Linear(8, 10, bias=False), nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    net = nn.Sequential(
+        nn.Linear(8, 10, bias=False), nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+    )
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": SequenceParallel()}
     return parallelize_module(net, mesh, plan)
 
 
 def placed(model):
     return {
-        name: (str(p.placements), p.placements, p.device_mesh.mesh_dim_names, p.shape, p.stride(), p.to_local().shape)
+        name: (
+            str(p.placements),
+            p.placements,
+            p.device_mesh.mesh_dim_names,
+            p.shape,
+            p.stride(),
+            p.to_local().shape,
+        )
         for name, p in model.named_parameters()
     }
 
@@ -54,11 +68,17 @@ def test_the_attribute_is_the_models_dtensor_and_its_gradient_a_shard_of_both(gt
     del net[2]  # a sequence that nothing here gathers
     model = data_parallel(net, gt_mesh["dp"])
     weight = model[0].weight
-    assert (weight.placements, weight.device_mesh, weight.shape) == ((Shard(0),), gt_mesh["tp"], (10, 8))
+    assert (weight.placements, weight.device_mesh, weight.shape) == (
+        (Shard(0),),
+        gt_mesh["tp"],
+        (10, 8),
+    )
     traced = trace_step(model, lambda net, x: net(x).sum(), (torch.ones(2, 8),))
     gradients = traced.gm.graph.output_node().args[0][1:]
     local = {name: parameter.to_local().shape for name, parameter in model.named_parameters()}
-    assert {name: node.meta["val"].shape for name, node in zip(local, gradients, strict=True)} == local
+    assert {
+        name: node.meta["val"].shape for name, node in zip(local, gradients, strict=True)
+    } == local
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"dp": 4, "tp": 2})
@@ -68,8 +88,12 @@ def test_what_cannot_be_sharded_further_is_refused_by_name(gt_mesh):
     foreign = init_device_mesh("cpu", (8,), mesh_dim_names=("other",))
     partial = DTensor.from_local(torch.ones(4, 4), gt_mesh["tp"], [Partial()], run_check=False)
     for value, words in {
-        distribute_tensor(torch.ones(4, 4), gt_mesh["dp"], [Shard(0)], src_data_rank=None): "shares ranks .0, 2, 4, 6.",
-        distribute_tensor(torch.ones(4, 4), foreign, replicated, src_data_rank=None): "shares ranks .0, 2, 4, 6.",
+        distribute_tensor(
+            torch.ones(4, 4), gt_mesh["dp"], [Shard(0)], src_data_rank=None
+        ): "shares ranks .0, 2, 4, 6.",
+        distribute_tensor(
+            torch.ones(4, 4), foreign, replicated, src_data_rank=None
+        ): "shares ranks .0, 2, 4, 6.",
         partial: r"P\w*\(sum\) cannot be sharded further, give Shard or Replicate",
     }.items():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -83,7 +107,9 @@ def test_what_cannot_be_sharded_further_is_refused_by_name(gt_mesh):
 def test_a_model_mesh_of_three_dimensions_and_one_of_another_root_are_refused(gt_mesh):
     def over(mesh, placements):
         model = nn.Sequential(nn.Linear(4, 4))
-        model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements, src_data_rank=None))
+        model[0].weight = nn.Parameter(
+            distribute_tensor(torch.ones(4, 4), mesh, placements, src_data_rank=None)
+        )
         return model
 
     with pytest.raises(ValueError, match="a model's mesh has one dimension, or two"):
@@ -117,8 +143,12 @@ def test_a_plain_parameter_that_meets_a_dtensor_is_refused_by_module(gt_mesh):
 
         def forward(self, x):
             with implicit_replication():
-                return self.inner(DTensor.from_local(x, gt_mesh["tp"], [Replicate()])).sum().to_local()
+                return (
+                    self.inner(DTensor.from_local(x, gt_mesh["tp"], [Replicate()])).sum().to_local()
+                )
 
     model = data_parallel(Net(), gt_mesh["dp"])
-    with pytest.raises(TypeError, match=r"the gradient of a plain parameter of inner is a DTensor over .*tp"):
+    with pytest.raises(
+        TypeError, match=r"the gradient of a plain parameter of inner is a DTensor over .*tp"
+    ):
         trace_step(model, lambda net, x: net(x), (torch.ones(2, 4),))

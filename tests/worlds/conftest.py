@@ -49,7 +49,11 @@ class Run:
                 return "failed" if when == "call" else "error"
         if any(report["xfailed"] for report in phases.values()):
             return "xfailed"
-        return "skipped" if any(report["outcome"] == "skipped" for report in phases.values()) else "passed"
+        return (
+            "skipped"
+            if any(report["outcome"] == "skipped" for report in phases.values())
+            else "passed"
+        )
 
     def text(self, name: str) -> str:
         """The failure as the terminal shows it, of all phases."""
@@ -75,27 +79,55 @@ class Suite:
 
     def take(self, name: str) -> None:
         """Add the files of ``fixtures/suites/name``."""
-        shutil.copytree(SUITES / name, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            SUITES / name,
+            self.folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
 
     def write(self, name: str, source: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(source))
 
     def start(
-        self, *args: str, launcher: tuple[str, ...] = (), environ: Mapping[str, str] = MappingProxyType({}),
+        self,
+        *args: str,
+        launcher: tuple[str, ...] = (),
+        environ: Mapping[str, str] = MappingProxyType({}),
         without_plugin: bool = False,
     ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
         plugin = ("-p", "no:gtrainer") if without_plugin else ("--gt-device=cpu",)
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-        environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records), **environ}
-        for name in [name for name in environ if name.startswith("PYTEST_") or name == "OMP_NUM_THREADS"]:
+        environ = {
+            **os.environ,
+            "TMPDIR": str(self.folder / "tmp"),
+            "RECORDS": str(self.records),
+            **environ,
+        }
+        for name in [
+            name for name in environ if name.startswith("PYTEST_") or name == "OMP_NUM_THREADS"
+        ]:
             del environ[name]  # ranks have one thread of their own accord
         return subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", *plugin, *_QUICK, *args],
-            cwd=self.folder, env=environ, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [
+                sys.executable,
+                *torchrun,
+                "-m",
+                "pytest",
+                f"--rootdir={self.folder}",
+                *plugin,
+                *_QUICK,
+                *args,
+            ],
+            cwd=self.folder,
+            env=environ,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             preexec_fn=_heed_ctrl_c,
-        )  # fmt: skip
+        )
 
     def run(self, *args: str, **how: Any) -> Run:
         return self.run_together(self.start(*args, **how))
@@ -107,7 +139,10 @@ class Suite:
         finally:
             for process in processes:
                 process.kill()
-        status, footprints = processes[0].returncode, _lines(self.records.with_suffix(".footprints"))
+        status, footprints = (
+            processes[0].returncode,
+            _lines(self.records.with_suffix(".footprints")),
+        )
         return Run(self.folder, status, "".join(outputs), self._reports(), footprints)
 
     def left_over(self) -> list[str]:
@@ -135,8 +170,14 @@ def left_over(folder: Path) -> list[str]:
     Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
     """
     left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT)]
-    leases = [path for path in (folder / "tmp").rglob("gtrainer-leases/**/*") if path.is_file() and _is_locked(path)]
-    return _processes_of(folder) + [str(path) for path in [*left, *leases] if path.suffix != ".lock"]
+    leases = [
+        path
+        for path in (folder / "tmp").rglob("gtrainer-leases/**/*")
+        if path.is_file() and _is_locked(path)
+    ]
+    return _processes_of(folder) + [
+        str(path) for path in [*left, *leases] if path.suffix != ".lock"
+    ]
 
 
 _KEPT = ("pytest-of-", "torchinductor_", "torchelastic_", "gtrainer-locks-")
@@ -157,7 +198,9 @@ def _processes_of(folder: Path) -> list[str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if f"TMPDIR={folder / 'tmp'}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 found.append(f"{entry.name}: {line[:80]}")
         except OSError:
             continue

@@ -60,8 +60,14 @@ CHANGES = {
     "the garbage collector": other_collector,
     "the default dtype": lambda: torch.set_default_dtype(torch.float64),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.float16).__enter__(),
-    "torch function modes": lambda: (BaseTorchFunctionMode().__enter__(), BaseTorchFunctionMode().__enter__()),
-    "dispatch modes": lambda: (FakeTensorMode().__enter__(), FlopCounterMode(display=False).__enter__()),
+    "torch function modes": lambda: (
+        BaseTorchFunctionMode().__enter__(),
+        BaseTorchFunctionMode().__enter__(),
+    ),
+    "dispatch modes": lambda: (
+        FakeTensorMode().__enter__(),
+        FlopCounterMode(display=False).__enter__(),
+    ),
     "saved-tensor hooks": lambda: [saved_tensors_hooks(str, str).__enter__() for _ in range(2)],
     "global module hooks": hooked_modules,
     "the default device": lambda: torch.set_default_device("meta"),
@@ -113,6 +119,8 @@ def test_what_was_otherwise_before_is_so_again(monkeypatch: pytest.MonkeyPatch, 
         with restored():
             write(usual)
             assert read() == usual
-        assert read() == before, f"{name} was set, and a test that took it back has taken it for good"
+        assert read() == before, (
+            f"{name} was set, and a test that took it back has taken it for good"
+        )
     finally:
         write(usual)

@@ -157,7 +157,9 @@ def test_who_wants_other_slots_is_not_waited_for(tmp_path):
     assert not right.wanted()
     assert both.wanted()
     right.acquire(1, 0.1).release()
-    with pytest.raises(LeaseError, match=rf"held are: none; before it in line: process {os.getpid()} for 2; "):
+    with pytest.raises(
+        LeaseError, match=rf"held are: none; before it in line: process {os.getpid()} for 2; "
+    ):
         both.acquire(1, 0.1)
     held.release()
     waiting.join(SOON)
@@ -168,7 +170,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     """Its links could lead anywhere."""
     (tmp_path / "leases").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(LeaseError, match=r"leases, .*, belongs to user \d+: remove it, or set TMPDIR"):
+    with pytest.raises(
+        LeaseError, match=r"leases, .*, belongs to user \d+: remove it, or set TMPDIR"
+    ):
         Slots(tmp_path / "leases", NAMES)
 
 
@@ -212,7 +216,10 @@ def test_gpus_are_kept_until_somebody_waits(slots):
     entries = {name: str(index) for index, name in enumerate(NAMES)}
     sharing = GpuSharing(slots, entries, SOON, lambda: stopped.append(True), print)
     with sharing.for_test(2, "test_a"):
-        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert sharing.environment() == {
+            "CUDA_VISIBLE_DEVICES": "0,1",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
     with sharing.for_test(2, "test_b"):
         pass
     assert not stopped
@@ -224,7 +231,9 @@ def test_gpus_are_kept_until_somebody_waits(slots):
 def test_gpus_for_a_larger_world_are_asked_for_anew(slots):
     """Holding some while waiting for more, two workers could wait for each other."""
     stopped = []
-    sharing = GpuSharing(slots, dict(zip(NAMES, "0123", strict=True)), SOON, lambda: stopped.append(True), print)
+    sharing = GpuSharing(
+        slots, dict(zip(NAMES, "0123", strict=True)), SOON, lambda: stopped.append(True), print
+    )
     with sharing.for_test(1, "test_a"):
         pass
     with sharing.for_test(4, "test_b"):
@@ -252,7 +261,9 @@ def test_which_gpus_of_several_kinds_an_index_means_is_not_guessed(monkeypatch):
     monkeypatch.setattr(devices, "_nvml_gpus", lambda: MIXED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    with pytest.raises(pytest.UsageError, match=r"=1 counts GPUs of several kinds \(small, large\).*PCI_BUS_ID"):
+    with pytest.raises(
+        pytest.UsageError, match=r"=1 counts GPUs of several kinds \(small, large\).*PCI_BUS_ID"
+    ):
         devices.visible_gpus()
     assert devices.visible_gpus(to_lease=False) == (Gpu("1", "GPU-ab"),)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -302,6 +313,12 @@ def test_what_is_required_is_not_skipped(pytester, required):
         def test_on_gpus(): pass
         """
     )
-    result = pytester.runpytest_inprocess(f"--gt-require={required}", "--gt-gpus=4", "--gt-device=cpu")
-    result.assert_outcomes(errors=1, skipped=1) if required == "ranks" else result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["needs 64 ranks, --gt-gpus gives 4: --gt-gpus=64 lets it run, and --gt-require=*"])
+    result = pytester.runpytest_inprocess(
+        f"--gt-require={required}", "--gt-gpus=4", "--gt-device=cpu"
+    )
+    result.assert_outcomes(errors=1, skipped=1) if required == "ranks" else result.assert_outcomes(
+        errors=2
+    )
+    result.stdout.fnmatch_lines(
+        ["needs 64 ranks, --gt-gpus gives 4: --gt-gpus=64 lets it run, and --gt-require=*"]
+    )

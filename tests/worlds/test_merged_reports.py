@@ -14,7 +14,9 @@ from pytest_gtrainer.ranks.wire import Raised
 
 
 def report(when="call", outcome="passed", longrepr=None, sections=(), duration=0.0, **more):
-    made = pytest.TestReport("t.py::test", ("t.py", 0, "test"), {}, outcome, longrepr, when, list(sections), duration)
+    made = pytest.TestReport(
+        "t.py::test", ("t.py", 0, "test"), {}, outcome, longrepr, when, list(sections), duration
+    )
     for name, value in more.items():
         setattr(made, name, value)
     return made
@@ -38,12 +40,18 @@ def merged(request, *calls, raised=None, setups=None, teardowns=None, reports=No
     by_rank = reports
     if by_rank is None:
         by_rank = {}
-        for rank, call in reversed(list(enumerate(calls))):  # they come as the ranks end, not in their order
+        for rank, call in reversed(
+            list(enumerate(calls))
+        ):  # they come as the ranks end, not in their order
             setup, teardown = (each or {} for each in (setups, teardowns))
             phases = setup.get(rank, report("setup")), call, teardown.get(rank, report("teardown"))
-            by_rank[rank] = {phase: told for phase, told in zip(PHASES, phases, strict=True) if told is not None}
+            by_rank[rank] = {
+                phase: told for phase, told in zip(PHASES, phases, strict=True) if told is not None
+            }
     told = {
-        rank: Raised(time, f"ValueError: {words}", False, *(more or (None, None)), place=((words, 1),))
+        rank: Raised(
+            time, f"ValueError: {words}", False, *(more or (None, None)), place=((words, 1),)
+        )
         for rank, (time, words, *more) in (raised or {}).items()
     }
     outcome = RanksOutcome(max(len(by_rank), 1), raised=told, **outcome)
@@ -52,13 +60,24 @@ def merged(request, *calls, raised=None, setups=None, teardowns=None, reports=No
 
 def others(told):
     """The section that says of each rank what it did."""
-    return str(told.longrepr).partition("ranks ---")[2].strip(" -\n").partition("\n---")[0].splitlines()
+    return (
+        str(told.longrepr)
+        .partition("ranks ---")[2]
+        .strip(" -\n")
+        .partition("\n---")[0]
+        .splitlines()
+    )
 
 
 def test_what_all_ranks_passed_is_passed_with_the_output_of_each(request):
-    calls = [report(sections=[("Captured stdout call", text)], duration=spent) for text, spent in (("a", 1), ("b", 3))]
+    calls = [
+        report(sections=[("Captured stdout call", text)], duration=spent)
+        for text, spent in (("a", 1), ("b", 3))
+    ]
     found = merged(request, *calls, report(sections=[("Captured stdout call", "a")], duration=2))
-    assert [(phase, told.outcome) for phase, told in found.items()] == [(phase, "passed") for phase in PHASES]
+    assert [(phase, told.outcome) for phase, told in found.items()] == [
+        (phase, "passed") for phase in PHASES
+    ]
     assert found["call"].duration == 3, "that of the slowest rank"
     titles = [("Captured stdout call [ranks 0, 2]", "a"), ("Captured stdout call [rank 1]", "b")]
     assert found["call"].sections == titles, "equal output once, with its ranks"
@@ -67,10 +86,18 @@ def test_what_all_ranks_passed_is_passed_with_the_output_of_each(request):
 def test_the_first_failure_in_time_is_the_headline(request):
     """T1: not that of the lowest rank; each of the others is a line."""
     found = merged(
-        request, failed("late"), failed("first"), PASSED, raised={0: (9.0, "late"), 1: (5.0, "first")}
-    )  # fmt: skip
+        request,
+        failed("late"),
+        failed("first"),
+        PASSED,
+        raised={0: (9.0, "late"), 1: (5.0, "first")},
+    )
     assert found["call"].longrepr.reprcrash.message == "[rank 1] ValueError: first"
-    assert others(found["call"]) == ["rank 1: ValueError: first", "rank 0: ValueError: late", "rank 2: passed"]
+    assert others(found["call"]) == [
+        "rank 1: ValueError: first",
+        "rank 0: ValueError: late",
+        "rank 2: passed",
+    ]
     assert [found[phase].outcome for phase in ("setup", "teardown")] == ["passed", "passed"]
 
 
@@ -85,15 +112,34 @@ def test_of_ranks_that_fail_alike_within_moments_the_lowest_is_told(request):
 def test_a_rank_that_only_lost_its_peers_is_never_the_headline(request):
     """It raised in the collective after another one had left it, and says where it waited."""
     found = merged(
-        request, failed("connection closed"), failed("cause"), failed("a fault of its own"), unblocked_at=5.5,
-        raised={0: (6.0, "connection closed", "barrier", None), 1: (5.0, "cause"), 2: (6.5, "a fault of its own")},
-    )  # fmt: skip
+        request,
+        failed("connection closed"),
+        failed("cause"),
+        failed("a fault of its own"),
+        unblocked_at=5.5,
+        raised={
+            0: (6.0, "connection closed", "barrier", None),
+            1: (5.0, "cause"),
+            2: (6.5, "a fault of its own"),
+        },
+    )
     assert found["call"].longrepr.reprcrash.message == "[rank 1] ValueError: cause"
-    lines = ["rank 1: ValueError: cause", "rank 0: waited in barrier", "rank 2: ValueError: a fault of its own"]
+    lines = [
+        "rank 1: ValueError: cause",
+        "rank 0: waited in barrier",
+        "rank 2: ValueError: a fault of its own",
+    ]
     assert others(found["call"]) == lines
-    before = merged(request, failed("connection"), failed("cause"), unblocked_at=5.5,
-                    raised={0: (4.0, "connection", "barrier", None), 1: (5.0, "cause")})  # fmt: skip
-    assert before["call"].longrepr.reprcrash.message.startswith("[rank 0]"), "it raised before anybody was unblocked"
+    before = merged(
+        request,
+        failed("connection"),
+        failed("cause"),
+        unblocked_at=5.5,
+        raised={0: (4.0, "connection", "barrier", None), 1: (5.0, "cause")},
+    )
+    assert before["call"].longrepr.reprcrash.message.startswith("[rank 0]"), (
+        "it raised before anybody was unblocked"
+    )
 
 
 def test_where_exceptions_say_where_the_fault_lies_the_smallest_place_is_the_headline(request):
@@ -105,23 +151,42 @@ def test_where_exceptions_say_where_the_fault_lies_the_smallest_place_is_the_hea
 
 def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     """T2: a death is told by rank and signal, unless another rank had failed before."""
-    killed = Incident(3.0, 2, "rank 2 was killed by SIGKILL", (("last output of rank 2", "the last words"),))
+    killed = Incident(
+        3.0, 2, "rank 2 was killed by SIGKILL", (("last output of rank 2", "the last words"),)
+    )
     two = {rank: {"call": each} for rank, each in enumerate((failed("own"), PASSED))}
     early = merged(request, reports=two, raised={0: (4.0, "own")}, incidents=[killed], dead=set())
     assert str(early["call"].longrepr).startswith("rank 2 was killed by SIGKILL\n")
-    assert others(early["call"]) == ["rank 2: was killed by SIGKILL", "rank 0: ValueError: own", "rank 1: passed"]
+    assert others(early["call"]) == [
+        "rank 2: was killed by SIGKILL",
+        "rank 0: ValueError: own",
+        "rank 1: passed",
+    ]
     assert "--- last output of rank 2 [rank 2] ---\nthe last words" in str(early["call"].longrepr)
     two = {rank: {"call": each} for rank, each in enumerate((failed("own"), PASSED))}
     late = merged(request, reports=two, raised={0: (2.0, "own")}, incidents=[killed])
     assert late["call"].longrepr.reprcrash.message == "[rank 0] ValueError: own"
     lost = {0: {"call": failed("connection closed")}}
-    noticed = merged(request, reports=lost, raised={0: (2.5, "connection closed", "barrier", None)},
-                     incidents=[killed], dead={2})  # fmt: skip
-    assert str(noticed["call"].longrepr).startswith("rank 2 was killed by SIGKILL"), "its peer heard of it before us"
+    noticed = merged(
+        request,
+        reports=lost,
+        raised={0: (2.5, "connection closed", "barrier", None)},
+        incidents=[killed],
+        dead={2},
+    )
+    assert str(noticed["call"].longrepr).startswith("rank 2 was killed by SIGKILL"), (
+        "its peer heard of it before us"
+    )
     assert others(noticed["call"]) == ["rank 2: was killed by SIGKILL", "rank 0: waited in barrier"]
-    stuck = Incident(1.0, 1, "rank 1 is stuck in a collective that another has left", is_consequence=True)
-    cause = merged(request, reports={0: {"call": failed("own")}}, raised={0: (2.0, "own")}, incidents=[stuck])
-    assert cause["call"].longrepr.reprcrash.message == "[rank 0] ValueError: own", "who is stuck for it is no cause"
+    stuck = Incident(
+        1.0, 1, "rank 1 is stuck in a collective that another has left", is_consequence=True
+    )
+    cause = merged(
+        request, reports={0: {"call": failed("own")}}, raised={0: (2.0, "own")}, incidents=[stuck]
+    )
+    assert cause["call"].longrepr.reprcrash.message == "[rank 0] ValueError: own", (
+        "who is stuck for it is no cause"
+    )
     alone = merged(request, reports={}, incidents=[killed])
     assert str(alone["call"].longrepr).startswith("rank 2 was killed by SIGKILL")
     assert "no rank has given a report" in str(merged(request, reports={})["call"].longrepr)
@@ -131,43 +196,93 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     ("calls", "outcome", "words"),
     [
         ((SKIPPED, SKIPPED), "skipped", "Skipped: not here"),
-        ((PASSED, SKIPPED), "failed", "the ranks do not agree: passed (rank 0), skipped: not here (rank 1)"),
+        (
+            (PASSED, SKIPPED),
+            "failed",
+            "the ranks do not agree: passed (rank 0), skipped: not here (rank 1)",
+        ),
         ((SKIPPED, SKIPPED, PASSED), "failed", "skipped: not here (ranks 0, 1), passed (rank 2)"),
-        ((XPASSED, SKIPPED), "failed", f"the ranks do not agree: {STRICT} (rank 0), skipped: not here (rank 1)"),
+        (
+            (XPASSED, SKIPPED),
+            "failed",
+            f"the ranks do not agree: {STRICT} (rank 0), skipped: not here (rank 1)",
+        ),
         ((PASSED, XPASSED), "failed", "[XPASS(strict)] known"),
         ((PASSED, XFAILED), "skipped", "known"),
         ((XFAILED, XPASSED), "skipped", "known"),
     ],
-    ids=["all skip", "one skips", "one does not", "strict beside a skip", "one passes against strict", "one xfails",
-         "one xfails beside strict"],
-)  # fmt: skip
+    ids=[
+        "all skip",
+        "one skips",
+        "one does not",
+        "strict beside a skip",
+        "one passes against strict",
+        "one xfails",
+        "one xfails beside strict",
+    ],
+)
 def test_who_must_agree(request, calls, outcome, words):
     """T4: a skip is everybody's; one expected failure is enough, and a pass against a strict one is told."""
     told = merged(request, *calls)["call"]
-    assert (told.outcome, words in f"{told.longrepr} {getattr(told, 'wasxfail', '')}") == (outcome, True), told.longrepr
+    assert (told.outcome, words in f"{told.longrepr} {getattr(told, 'wasxfail', '')}") == (
+        outcome,
+        True,
+    ), told.longrepr
 
 
 def test_one_result_a_rank():
     """Failed wins over all; passed against a strict xfail only if nothing else has failed."""
-    strict, broken = {"call": XPASSED}, {"call": XPASSED, "teardown": failed("teardown", "teardown")}
-    assert [result_of(each) for each in (strict, broken, {"call": XFAILED}, {"call": SKIPPED}, {"call": PASSED})] == [
-        STRICT, "failed", "xfailed", "skipped", "passed",
-    ]  # fmt: skip
+    strict, broken = (
+        {"call": XPASSED},
+        {"call": XPASSED, "teardown": failed("teardown", "teardown")},
+    )
+    assert [
+        result_of(each)
+        for each in (strict, broken, {"call": XFAILED}, {"call": SKIPPED}, {"call": PASSED})
+    ] == [
+        STRICT,
+        "failed",
+        "xfailed",
+        "skipped",
+        "passed",
+    ]
     assert result_of({"setup": SKIPPED, "teardown": failed("t", "teardown")}) == "failed"
 
 
 def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside(request):
-    setup = merged(request, None, PASSED, setups={0: failed("no world", "setup")}, raised={0: (1.0, "no world")})
-    assert {phase: told.outcome for phase, told in setup.items()} == {"setup": "failed", "teardown": "passed"}
-    both = merged(request, failed("in the call"), PASSED, teardowns={1: failed("behind it", "teardown")},
-                  raised={0: (1.0, "in the call"), 1: (2.0, "behind it")})  # fmt: skip
+    setup = merged(
+        request,
+        None,
+        PASSED,
+        setups={0: failed("no world", "setup")},
+        raised={0: (1.0, "no world")},
+    )
+    assert {phase: told.outcome for phase, told in setup.items()} == {
+        "setup": "failed",
+        "teardown": "passed",
+    }
+    both = merged(
+        request,
+        failed("in the call"),
+        PASSED,
+        teardowns={1: failed("behind it", "teardown")},
+        raised={0: (1.0, "in the call"), 1: (2.0, "behind it")},
+    )
     assert [both[phase].outcome for phase in PHASES] == ["passed", "failed", "failed"]
     assert both["teardown"].longrepr.reprcrash.message == "[rank 1] ValueError: behind it"
-    behind = merged(request, PASSED, PASSED, teardowns={1: failed("behind", "teardown")}, raised={1: (1.0, "behind")})
+    behind = merged(
+        request,
+        PASSED,
+        PASSED,
+        teardowns={1: failed("behind", "teardown")},
+        raised={1: (1.0, "behind")},
+    )
     assert [behind[phase].outcome for phase in PHASES] == ["passed", "passed", "failed"]
 
 
-SAME = "the control run is equal on all ranks: this check cannot fail; the mistake changes no bit here"
+SAME = (
+    "the control run is equal on all ranks: this check cannot fail; the mistake changes no bit here"
+)
 
 
 def control(equal, what=""):
@@ -184,12 +299,18 @@ def control(equal, what=""):
             [[control(False), control(True, "swapped")], [control(True), control(True, "swapped")]],
             [f"swapped: {SAME}"],
         ),
-        ([[control(False)], [control(True), control(True, "only here")]],
-         [f"only here: {SAME}"]),
+        ([[control(False)], [control(True), control(True, "only here")]], [f"only here: {SAME}"]),
         ([[{"kind": "verdict", "equal": True}], []], []),
     ],
-    ids=["nowhere", "on rank 1", "on rank 0", "the second nowhere", "rank 1 compares once more", "no control"],
-)  # fmt: skip
+    ids=[
+        "nowhere",
+        "on rank 1",
+        "on rank 0",
+        "the second nowhere",
+        "rank 1 compares once more",
+        "no control",
+    ],
+)
 def test_a_control_has_to_differ_on_some_rank(told, complaints):
     """L5: the n-th control of every rank is one; a rank that is equal by itself is no failure."""
     assert list(controls_that_never_differ(told)) == complaints

@@ -14,7 +14,14 @@ def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn
     inner = gt_mesh["inner"]
     sharded = distribute_tensor(torch.arange(6.0), inner, [Shard(0)])
     scaled = (sharded / 2).to(torch.bfloat16)
-    assert scaled.redistribute(placements=[Replicate()]).to_local().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert scaled.redistribute(placements=[Replicate()]).to_local().tolist() == [
+        0,
+        0.5,
+        1,
+        1.5,
+        2,
+        2.5,
+    ]
 
 
 @pytest.mark.second_tier
@@ -24,7 +31,10 @@ def test_fifty_tests_on_shuffled_meshes(suite):
     order = random.Random(1).sample(range(50), 50)
     run = suite.run("--gt-gpus=4", *(f"test_meshes.py::test_mesh[{number}]" for number in order))
     outcomes = {name: run.outcome(name) for name in run.reports}
-    wrong = {name: run.text(name)[-500:] for name in outcomes
-             if (outcomes[name] == "failed") != ("meant to fail" in run.text(name))}  # fmt: skip
+    wrong = {
+        name: run.text(name)[-500:]
+        for name in outcomes
+        if (outcomes[name] == "failed") != ("meant to fail" in run.text(name))
+    }
     assert wrong == {}
     assert sorted(outcomes.values()) == ["failed"] * 10 + ["passed"] * 40

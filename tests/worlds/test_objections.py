@@ -5,21 +5,38 @@ from __future__ import annotations
 import pytest
 
 from pytest_gtrainer.ranks import objections
-from pytest_gtrainer.ranks.objections import Objection, Xfail, as_if_to_the_end, conclude, objections_of, xfail_of
+from pytest_gtrainer.ranks.objections import (
+    Objection,
+    Xfail,
+    as_if_to_the_end,
+    conclude,
+    objections_of,
+    xfail_of,
+)
 from tests.worlds.test_merged_reports import PASSED, SKIPPED, XFAILED, XPASSED, control, report
 
-GOLDEN, CONTROL = Objection("gtrainer-goldens", "a.txt differs"), Objection("control", "cannot fail")
+GOLDEN, CONTROL = (
+    Objection("gtrainer-goldens", "a.txt differs"),
+    Objection("control", "cannot fail"),
+)
 LEFT = Objection("left behind", "a group is left behind")
 KNOWN = Xfail("known", ["gtrainer-goldens"])
 
 
 def copy_of(told, **more):
-    return report(told.when, told.outcome, told.longrepr, **{**more, **{
-        name: value for name, value in vars(told).items() if name == "wasxfail"}})  # fmt: skip
+    return report(
+        told.when,
+        told.outcome,
+        told.longrepr,
+        **{**more, **{name: value for name, value in vars(told).items() if name == "wasxfail"}},
+    )
 
 
-@pytest.mark.parametrize("before", [PASSED, report(wasxfail="known"), SKIPPED, XFAILED, XPASSED],
-                         ids=["passed", "xpassed", "skipped", "xfailed", "strict"])  # fmt: skip
+@pytest.mark.parametrize(
+    "before",
+    [PASSED, report(wasxfail="known"), SKIPPED, XFAILED, XPASSED],
+    ids=["passed", "xpassed", "skipped", "xfailed", "strict"],
+)
 @pytest.mark.parametrize(
     ("found", "xfail", "outcome", "reason"),
     [
@@ -75,7 +92,11 @@ def test_a_mark_expects_what_its_errors_cover(request, monkeypatch, mark, kinds)
     ids=["all came to the end", "rank 1 ended before its control"],
 )
 def test_a_control_that_a_rank_did_not_reach_is_not_judged(request, early, expected):
-    claims = {"gt_facts": {0: [control(True)], 1: []}, "gt_goldens": {0: [], 1: []}, "gt_inline": {0: [], 1: []}}
+    claims = {
+        "gt_facts": {0: [control(True)], 1: []},
+        "gt_goldens": {0: [], 1: []},
+        "gt_inline": {0: [], 1: []},
+    }
     found = objections_of(request.node, claims, early, report())
     assert [each.kind for each in found] == expected
 

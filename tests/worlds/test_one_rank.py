@@ -121,10 +121,19 @@ def test_tests_of_one_rank_run_in_the_process_of_pytest(run):
     """The golden is the one that a rank of its own has written."""
     outcomes = {name: run.outcome(name) for name in run.reports}
     skipped = {"test_needs_two", "test_functions_on_two", "test_of_two_sizes[size2]"}
-    assert {name for name, outcome in outcomes.items() if outcome == "skipped"} == skipped, run.output
-    assert {name: run.text(name) for name, outcome in outcomes.items() if outcome not in ("passed", "skipped")} == {}
+    assert {name for name, outcome in outcomes.items() if outcome == "skipped"} == skipped, (
+        run.output
+    )
+    assert {
+        name: run.text(name)
+        for name, outcome in outcomes.items()
+        if outcome not in ("passed", "skipped")
+    } == {}
     assert len(set((run.folder / "numbers").read_text().split())) == 1
-    assert "gtrainer: 1 CPU rank (gloo), in this process: no order of ranks shows, no GPU used" in run.output
+    assert (
+        "gtrainer: 1 CPU rank (gloo), in this process: no order of ranks shows, no GPU used"
+        in run.output
+    )
     assert "ranks(1, gloo on cpu)" in run.output
 
 
@@ -146,14 +155,38 @@ def test_without_it_they_run_on_ranks(suite):
 
 def test_a_breakpoint_and_pdb_are_pytests_own(suite):
     suite.write("test_it.py", SUITE)
-    environ = {**os.environ, "TMPDIR": str(suite.folder / "tmp"), "RECORDS": str(suite.records), "TERM": "dumb"}
+    environ = {
+        **os.environ,
+        "TMPDIR": str(suite.folder / "tmp"),
+        "RECORDS": str(suite.records),
+        "TERM": "dumb",
+    }
     environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
-    command = ["-m", "pytest", f"--rootdir={suite.folder}", "--gt-device=cpu", "--gt-one-rank", "--pdb", "-k", "stops"]
+    command = [
+        "-m",
+        "pytest",
+        f"--rootdir={suite.folder}",
+        "--gt-device=cpu",
+        "--gt-one-rank",
+        "--pdb",
+        "-k",
+        "stops",
+    ]
     child = pexpect.spawn(
-        sys.executable, command, cwd=suite.folder, env=environ, timeout=300, encoding="utf8",
+        sys.executable,
+        command,
+        cwd=suite.folder,
+        env=environ,
+        timeout=300,
+        encoding="utf8",
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    for line in ("p mine", "c", "p mine + 1", "c"):  # at the breakpoint, then where the test has failed
+    )
+    for line in (
+        "p mine",
+        "c",
+        "p mine + 1",
+        "c",
+    ):  # at the breakpoint, then where the test has failed
         child.expect(r"\(Pdb\) ")
         child.sendline(line)
     child.expect(pexpect.EOF)
@@ -167,4 +200,6 @@ def test_not_under_torchrun(pytester, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1" if "SIZE" in name else "0")
     result = pytester.runpytest_subprocess("--gt-one-rank")
-    result.stderr.fnmatch_lines(["*--gt-one-rank: torchrun has started ranks; run pytest without it*"])
+    result.stderr.fnmatch_lines(
+        ["*--gt-one-rank: torchrun has started ranks; run pytest without it*"]
+    )

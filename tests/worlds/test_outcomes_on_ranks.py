@@ -41,7 +41,9 @@ class Told:
 
     def counted_as_failed(self, name: str) -> bool:
         """Whether pytest counts a report of the test for its exit status."""
-        return any(each["outcome"] == "failed" and each["xfail"] is None for each in self.reports[name])
+        return any(
+            each["outcome"] == "failed" and each["xfail"] is None for each in self.reports[name]
+        )
 
     def result(self, name: str) -> str:
         """failed, strict, xfailed, skipped, xpassed or passed."""
@@ -64,10 +66,25 @@ def run(folder: Path, *args: str, as_rank: int | None = None) -> Told:
     for path in SUITES.joinpath("ranks_outcomes").glob("*.py"):
         (folder / path.name).write_text(path.read_text())
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", f"--rootdir={folder}", "--gt-device=cpu", "--gt-gpus=2", "-rA",
-               "--tb=no", "-p", "no:xdist", "-p", "no:randomly", *args]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--rootdir={folder}",
+        "--gt-device=cpu",
+        "--gt-gpus=2",
+        "-rA",
+        "--tb=no",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:randomly",
+        *args,
+    ]
     command += ["--junitxml=junit.xml", "--gt-report=page.html"]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400
+    )
     reports: dict[str, list[dict[str, Any]]] = {}
     for line in (folder / "records").read_text().splitlines():
         record = json.loads(line)
@@ -77,13 +94,21 @@ def run(folder: Path, *args: str, as_rank: int | None = None) -> Told:
         name = case.get("classname", "").replace(".", "::").partition("::")[2]
         name = f"{name}::{case.get('name')}" if name else str(case.get("name"))
         junit.setdefault(name, Counter()).update(child.tag for child in case)
-    sections = re.findall(r'data-outcome="(\w+)" data-words.*?<span class="name">[^<]*?::(.*?)</span>',
-                          (folder / "page.html").read_text())  # fmt: skip
+    sections = re.findall(
+        r'data-outcome="(\w+)" data-words.*?<span class="name">[^<]*?::(.*?)</span>',
+        (folder / "page.html").read_text(),
+    )
     page = {unescape(name): outcome for outcome, name in sections}
     cache = folder / ".pytest_cache" / "v" / "cache" / "lastfailed"
     last_failed = set(json.loads(cache.read_text())) if cache.exists() else set()
-    return Told(reports, done.returncode, done.stdout + done.stderr, junit, page,
-                {name.partition("::")[2] for name in last_failed})  # fmt: skip
+    return Told(
+        reports,
+        done.returncode,
+        done.stdout + done.stderr,
+        junit,
+        page,
+        {name.partition("::")[2] for name in last_failed},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +167,10 @@ def test_a_test_on_ranks_comes_to_what_its_ranks_come_to_without(runs: dict[str,
 
 
 def skipped_subtests(reports: list[dict[str, Any]]) -> int:
-    return sum(each["is_subtest"] and each["outcome"] == "skipped" and each["xfail"] is None for each in reports)
+    return sum(
+        each["is_subtest"] and each["outcome"] == "skipped" and each["xfail"] is None
+        for each in reports
+    )
 
 
 def test_every_result_is_in_the_table(runs: dict[str, Told]) -> None:
@@ -150,12 +178,16 @@ def test_every_result_is_in_the_table(runs: dict[str, Told]) -> None:
     assert {runs["ranks"].result(name) for name in runs["ranks"].reports} == every
 
 
-def test_reports_where_all_ranks_do_the_same_are_those_of_plain_pytest(runs: dict[str, Told]) -> None:
+def test_reports_where_all_ranks_do_the_same_are_those_of_plain_pytest(
+    runs: dict[str, Told],
+) -> None:
     """V1: phases, marks and subtests, but that a subtest that failed is its test's failure."""
     compared = 0
     for name, told in runs["ranks"].reports.items():
         plain = runs["rank 0"].reports[name]
-        is_other = name in GOES_ON or "-1-" in name or name.startswith("test_check_in_subtest[wrong")
+        is_other = (
+            name in GOES_ON or "-1-" in name or name.startswith("test_check_in_subtest[wrong")
+        )
         if shape(plain) == shape(runs["rank 1"].reports[name]) and not is_other:
             assert shape(told) == shape(plain), name
             compared += 1
@@ -168,7 +200,14 @@ def shape(reports: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     for each in reports:
         is_failed = each["outcome"] == "failed"
         if not (is_failed and each["is_subtest"]):
-            found.append((each["when"], each["outcome"], each["is_subtest"], None if is_failed else each["xfail"]))
+            found.append(
+                (
+                    each["when"],
+                    each["outcome"],
+                    each["is_subtest"],
+                    None if is_failed else each["xfail"],
+                )
+            )
     return found
 
 
@@ -176,7 +215,9 @@ def test_exit_status_junit_summary_page_and_cache_agree(runs: dict[str, Told]) -
     """V1"""
     ranks = runs["ranks"]
     assert ranks.status == pytest.ExitCode.TESTS_FAILED, ranks.output[-3000:]
-    lines = re.findall(r"^(FAILED|ERROR|SUBFAILED\S*) \S+?::(.*?)(?: - .*)?$", ranks.output, re.MULTILINE)
+    lines = re.findall(
+        r"^(FAILED|ERROR|SUBFAILED\S*) \S+?::(.*?)(?: - .*)?$", ranks.output, re.MULTILINE
+    )
     in_summary = {name for _, name in lines}
     wrong = []
     for name in ranks.reports:
@@ -192,6 +233,9 @@ def test_exit_status_junit_summary_page_and_cache_agree(runs: dict[str, Told]) -
             said["--lf"] = name in ranks.last_failed
         if set(said.values()) != {is_failed}:
             wrong.append(f"{name} is {ranks.result(name)}: {said}")
-        elif not is_failed and ranks.page[name] not in {runs["rank 0"].page[name], runs["rank 1"].page[name]}:
+        elif not is_failed and ranks.page[name] not in {
+            runs["rank 0"].page[name],
+            runs["rank 1"].page[name],
+        }:
             wrong.append(f"{name} is {ranks.result(name)}, and {ranks.page[name]} on the page")
     assert not wrong, "\n".join(wrong)

@@ -44,10 +44,16 @@ def test_two_pytest_runs_in_one_process(pytester):
 
 def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(request):
     """Each rank was waiting for another one and had to be killed."""
-    told = {rank: wire.Raised(when, f"Error: {rank}", False, "all_reduce", None)
-            for rank, when in ((0, 2.0), (1, 1.0))}  # fmt: skip
-    incidents = [Incident(5.0, rank, f"rank {rank} did not end", is_consequence=True) for rank in (0, 1)]
-    outcome = RanksOutcome(2, raised=told, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5)
+    told = {
+        rank: wire.Raised(when, f"Error: {rank}", False, "all_reduce", None)
+        for rank, when in ((0, 2.0), (1, 1.0))
+    }
+    incidents = [
+        Incident(5.0, rank, f"rank {rank} did not end", is_consequence=True) for rank in (0, 1)
+    ]
+    outcome = RanksOutcome(
+        2, raised=told, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5
+    )
     failed = next(report for report in reports_of(request.node, outcome) if report.failed)
     assert str(failed.longrepr).startswith("rank 1 raised Error: 1")
     assert "did not end" in str(failed.longrepr)
@@ -61,20 +67,38 @@ def failed(time, *, line=3, said="Error: x", waiting_in=None):
     ("raised", "shown"),
     [
         ([failed(1.2), failed(1.1), failed(1.0)], 0),
-        ([failed(1.1, said="Error: 7"), failed(1.0, said="Error: 8")], 0),  # values differ from rank to rank
+        (
+            [failed(1.1, said="Error: 7"), failed(1.0, said="Error: 8")],
+            0,
+        ),  # values differ from rank to rank
         ([failed(1.1, said="Other: x"), failed(1.0)], 1),
         ([failed(1.1, line=4), failed(1.0)], 1),
         ([failed(1.5), failed(1.0)], 1),
-        ([failed(1.1, said="Error: closed", waiting_in="barrier"), failed(1.0, waiting_in="barrier")], 1),
+        (
+            [
+                failed(1.1, said="Error: closed", waiting_in="barrier"),
+                failed(1.0, waiting_in="barrier"),
+            ],
+            1,
+        ),
         ([failed(1.1, waiting_in="barrier"), failed(1.0, waiting_in="barrier")], 0),
     ],
 )
 def test_of_ranks_that_fail_alike_at_once_the_lowest_is_shown(request, raised, shown):
     """T1: which of them was earlier is luck. Otherwise the earliest is, as others may have failed because of it."""
     config, node = request.config, request.node
-    told = [pytest.TestReport(node.nodeid, node.location, {}, "failed", f"rank {rank}'s", "call") for rank in (0, 1, 2)]
-    reports = [config.hook.pytest_report_to_serializable(config=config, report=each) for each in told[: len(raised)]]
-    done = {rank: wire.ItemDone((report,), (), None, wire.GroupState(True, 1)) for rank, report in enumerate(reports)}
+    told = [
+        pytest.TestReport(node.nodeid, node.location, {}, "failed", f"rank {rank}'s", "call")
+        for rank in (0, 1, 2)
+    ]
+    reports = [
+        config.hook.pytest_report_to_serializable(config=config, report=each)
+        for each in told[: len(raised)]
+    ]
+    done = {
+        rank: wire.ItemDone((report,), (), None, wire.GroupState(True, 1))
+        for rank, report in enumerate(reports)
+    }
     outcome = RanksOutcome(len(raised), done, dict(enumerate(raised)))
     merged = next(report for report in reports_of(request.node, outcome) if report.failed)
     assert str(merged.longrepr).startswith(f"rank {shown}'s")

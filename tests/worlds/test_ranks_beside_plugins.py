@@ -38,13 +38,24 @@ def test_fails(n): assert dist.get_rank() == 0
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
-    options = ("--timeout=100", "-p", "randomly", "--pdb", "--maxfail=3", "-p", "no:cacheprovider", "--durations=3")
+    options = (
+        "--timeout=100",
+        "-p",
+        "randomly",
+        "--pdb",
+        "--maxfail=3",
+        "-p",
+        "no:cacheprovider",
+        "--durations=3",
+    )
     path = os.pathsep.join(filter(None, [str(BESIDE), os.environ.get("PYTHONPATH")]))
     return module_suite.run(*options, environ={"PYTHONPATH": path})
 
 
 def test_the_plugins_are_there(run):
-    assert "randomly-" in run.output, "make env installs pytest-randomly and pytest-timeout beside the environment"
+    assert "randomly-" in run.output, (
+        "make env installs pytest-randomly and pytest-timeout beside the environment"
+    )
     assert "Using --randomly-seed=" in run.output
 
 
@@ -67,7 +78,9 @@ def test_a_time_limit_of_another_plugin_ends_the_test(suite):
 
 
 def test_ranks_draw_the_same_numbers(run):
-    assert run.outcome("test_draws_alike") == "passed" if "test_draws_alike" in run.reports else True
+    assert (
+        run.outcome("test_draws_alike") == "passed" if "test_draws_alike" in run.reports else True
+    )
 
 
 def test_pdb_is_not_entered_where_there_is_no_terminal(run):

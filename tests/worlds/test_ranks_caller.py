@@ -16,14 +16,20 @@ def run(module_suite):
 
 
 def test_functions_on_ranks(run):
-    wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
+    wrong = {
+        name: run.text(name)
+        for name in run.reports
+        if run.outcome(name) not in ("passed", "skipped")
+    }
     assert wrong.keys() == {"test_fails"}, wrong
     assert len(run.reports) == 31
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4: --gt-gpus=5 lets it run" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]
     assert call["facts"] == [{"kind": "verdict", "outcome": "equal"}] * 2
-    assert call["output"] == "".join(f"[rank {rank}] summed {n}\n" for n in (2.0, 1.0) for rank in range(3))
+    assert call["output"] == "".join(
+        f"[rank {rank}] summed {n}\n" for n in (2.0, 1.0) for rank in range(3)
+    )
     assert run.left_over() == []
 
 
@@ -42,6 +48,8 @@ def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
 def test_worlds_of_many_sizes_stay_within_a_limit(run):
     """Idle ranks are kept up to twice the slots; the least recently used go first."""
     sizes = enumerate([1, 2, 3, 1, 2, 3, 4, 1])
-    pids = [run.reports[f"test_many_sizes[{turn}-{size}]"]["call"]["output"] for turn, size in sizes]
+    pids = [
+        run.reports[f"test_many_sizes[{turn}-{size}]"]["call"]["output"] for turn, size in sizes
+    ]
     assert pids[0] == pids[3] == pids[7]
     assert pids[1:3] == pids[4:6]

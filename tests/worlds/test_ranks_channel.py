@@ -70,7 +70,9 @@ def test_the_end_of_the_other_side_is_the_end(ends: Ends) -> None:
         other.send(b"to nobody")
 
 
-@pytest.mark.parametrize("sent", [3, 8, 12], ids=["in the length", "after the length", "in the text"])
+@pytest.mark.parametrize(
+    "sent", [3, 8, 12], ids=["in the length", "after the length", "in the text"]
+)
 def test_an_end_in_the_middle_of_a_message_is_an_end(sent: int) -> None:
     (incoming, outgoing), (their_incoming, their_outgoing) = fd_pairs()
     ours = Channel(incoming, outgoing)
@@ -134,7 +136,9 @@ def test_a_socket_pair_wakes_who_waits_when_the_other_side_reads() -> None:
     with one, other:
         for _ in range(ROUNDS):
             other.send(b"answer")
-        woken = wakes_of_a_reader(lambda: other.recv(100), lambda: one.recv(6), lambda: one.send(b"command"))
+        woken = wakes_of_a_reader(
+            lambda: other.recv(100), lambda: one.recv(6), lambda: one.send(b"command")
+        )
     assert woken > ROUNDS / 5
 
 
@@ -151,7 +155,9 @@ def test_ranks_share_the_session_of_the_parent_and_not_its_process_group() -> No
 def test_programs_that_a_rank_starts_do_not_hold_its_channel() -> None:
     """Such a program may outlive the rank, whose death shows in the end of its channel."""
     parent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-    shared = _pipes(parent).keys() & _pipes(os.getpid()).keys()  # gloo, and CUDA, have pipes of their own
+    shared = (
+        _pipes(parent).keys() & _pipes(os.getpid()).keys()
+    )  # gloo, and CUDA, have pipes of their own
     channel = [fd for pipe in shared for fd in _pipes(os.getpid())[pipe] if fd > 2]
     assert len(channel) >= 2
     assert not any(map(os.get_inheritable, channel))
@@ -161,7 +167,9 @@ def test_a_rank_that_its_world_does_not_have_says_so(tmp_path: Path) -> None:
     """gloo said "rank < size. 3 vs 2"."""
     from pytest_gtrainer.ranks.inside.rank import RankGroup
 
-    with pytest.raises(ValueError, match=r"rank 3 cannot join a world of 2 ranks, which are 0\.\.1"):
+    with pytest.raises(
+        ValueError, match=r"rank 3 cannot join a world of 2 ranks, which are 0\.\.1"
+    ):
         RankGroup(3, "cpu", "nccl").join(str(tmp_path / "meet"), 2)
 
 

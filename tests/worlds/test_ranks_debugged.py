@@ -23,14 +23,33 @@ class Session:
 
     def __init__(self, suite, *args: str, path: str = "") -> None:
         suite.take("ranks_debugged")
-        environ = {**os.environ, "TMPDIR": str(suite.folder / "tmp"), "RECORDS": str(suite.records), "TERM": "dumb"}
+        environ = {
+            **os.environ,
+            "TMPDIR": str(suite.folder / "tmp"),
+            "RECORDS": str(suite.records),
+            "TERM": "dumb",
+        }
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environ.get("PYTHONPATH")]))
         environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
-        command = ["-m", "pytest", f"--rootdir={suite.folder}", "--gt-device=cpu", "--gt-gpus=2", *args]
+        command = [
+            "-m",
+            "pytest",
+            f"--rootdir={suite.folder}",
+            "--gt-device=cpu",
+            "--gt-gpus=2",
+            *args,
+        ]
         self.child = pexpect.spawn(
-            sys.executable, command, cwd=suite.folder, env=environ, timeout=LIMIT, encoding="utf8",
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-        )  # fmt: skip
+            sys.executable,
+            command,
+            cwd=suite.folder,
+            env=environ,
+            timeout=LIMIT,
+            encoding="utf8",
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # a job in the background ignores it
+        )
 
     def prompt(self, rank: int | str = r"\d") -> int:
         """Wait for a rank's prompt: its rank."""
@@ -112,7 +131,9 @@ def test_quitting_in_a_function_on_ranks_ends_the_run(suite):
 
 def test_a_person_may_take_longer_than_the_limit(suite):
     """6 s at the prompt do not count against a limit of 5, nor against one of pytest-timeout."""
-    run = Session(suite, "-k", "has_little_time", "-p", "no:randomly", "--timeout=5", path=str(BESIDE))
+    run = Session(
+        suite, "-k", "has_little_time", "-p", "no:randomly", "--timeout=5", path=str(BESIDE)
+    )
     run.prompt(1)
     time.sleep(6)
     run.say("c")
@@ -141,7 +162,9 @@ def test_without_a_terminal_the_way_is_said(suite):
     """Pytest itself refuses --pdb with workers; a breakpoint is met in one."""
     suite.take("ranks_debugged")
     run = suite.run("-n1", "--gt-gpus=2", "-k", "stops_on_both")
-    assert "run it with -n0: pytest test_debugged.py::test_stops_on_both" in run.text("test_stops_on_both")
+    assert "run it with -n0: pytest test_debugged.py::test_stops_on_both" in run.text(
+        "test_stops_on_both"
+    )
 
 
 @pytest.mark.parametrize(("hook", "said"), [("0", ""), ("test_debugged.say_so", "mine is 11 here")])
@@ -158,6 +181,8 @@ def test_output_carries_its_rank(suite):
     output = suite.run("-s", "--gt-gpus=2", "-k", "after_that").output
     for rank in range(2):
         assert f"[rank {rank}] I am {rank}\n" in output
-        parts = re.findall(rf"^\[rank {rank}\] ([xy]+)$", output, re.MULTILINE)  # a pipe takes 4 KiB at once
+        parts = re.findall(
+            rf"^\[rank {rank}\] ([xy]+)$", output, re.MULTILINE
+        )  # a pipe takes 4 KiB at once
         assert [len(part) for part in parts] == [4000, 4000, 2000]
         assert "".join(parts) == "x" * 9000 + "y" * 1000

@@ -57,7 +57,9 @@ def test_ends_well(): pass
 
 @pytest.fixture(scope="module")
 def ends(module_suite: Suite) -> Run:
-    module_suite.write("conftest.py", module_suite.folder.joinpath("conftest.py").read_text() + ENDS)
+    module_suite.write(
+        "conftest.py", module_suite.folder.joinpath("conftest.py").read_text() + ENDS
+    )
     module_suite.write("test_it.py", WORLDS)
     return module_suite.run("--gt-gpus=7", "--junitxml=junit.xml", "-p", "no:xdist")
 
@@ -74,7 +76,9 @@ def ends(module_suite: Suite) -> Run:
         ("test_dies_later", "rank 0: was killed by SIGKILL after its last test"),
     ],
 )
-def test_what_fails_as_a_rank_ends_is_an_error_of_its_last_test(ends: Run, name: str, words: str) -> None:
+def test_what_fails_as_a_rank_ends_is_an_error_of_its_last_test(
+    ends: Run, name: str, words: str
+) -> None:
     """V1: the tests have passed, and the run fails."""
     assert ends.reports[name]["call"]["outcome"] == "passed"
     assert ends.outcome(name) == "error"
@@ -136,7 +140,8 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize(
-    "name", ["logstart", "logfinish", "setup", "teardown", "makereport", "logreport", "protocol", "stop"]
+    "name",
+    ["logstart", "logfinish", "setup", "teardown", "makereport", "logreport", "protocol", "stop"],
 )
 def test_a_hook_that_raises_on_one_rank_fails_the_test(hooked: Run, name: str) -> None:
     """V1"""
@@ -190,7 +195,9 @@ def test_never(broken_at_the_end): pass
 """
 
 
-def test_when_a_failure_stops_the_run_fixtures_of_the_module_end_with_its_report(suite: Suite) -> None:
+def test_when_a_failure_stops_the_run_fixtures_of_the_module_end_with_its_report(
+    suite: Suite,
+) -> None:
     """V1: as without ranks; their failure came as an error of pytest itself, behind the summary."""
     suite.write("test_it.py", NEVER_COMES)
     run = suite.run("--gt-gpus=2", "-x")

@@ -17,11 +17,19 @@ PLAIN_IDS = "disable_test_id_escaping_and_forfeit_all_rights_to_community_suppor
 TABLE = {
     "test_raises_while_others_wait": (
         "failed",
-        ["AssertionError: only here", "rank 1: AssertionError: only here", "ranks 0, 2: waited in barrier"],
+        [
+            "AssertionError: only here",
+            "rank 1: AssertionError: only here",
+            "ranks 0, 2: waited in barrier",
+        ],
         ["Connection"],
     ),
     "test_all_raise_alike": ("failed", ["assert 0 == 7"], ["waited"]),
-    "test_origin": ("failed", ["differs at (7, 2)\n\ntest_faults.py", "rank 0: AtStep: differs at (9, 0)"], []),
+    "test_origin": (
+        "failed",
+        ["differs at (7, 2)\n\ntest_faults.py", "rank 0: AtStep: differs at (9, 0)"],
+        [],
+    ),
     "test_killed": (
         "failed",
         ["rank 2 was killed by SIGKILL", "the last words", "ranks 0, 1: waited in barrier"],
@@ -77,23 +85,46 @@ TABLE = {
     "test_leaves_a_daemon": ("failed", ["rank 0 exited with status 0"], []),
     "test_kills_its_forkserver": ("failed", ["was lost with the process that had forked it"], []),
     "test_good_on_a_new_forkserver": ("passed", [], []),
-    "test_call_and_teardown_fail": ("failed", ["assert 0 == 7", "ValueError: the end of all broke"], []),
-    "test_call_and_teardown_fail_on_other_ranks": ("failed", ["assert 0 == 7", "the end broke"], []),
-    "test_missing_golden_before_a_subtest": ("failed", ["test_missing_golden_before_a_subtest.txt is missing"], []),
+    "test_call_and_teardown_fail": (
+        "failed",
+        ["assert 0 == 7", "ValueError: the end of all broke"],
+        [],
+    ),
+    "test_call_and_teardown_fail_on_other_ranks": (
+        "failed",
+        ["assert 0 == 7", "the end broke"],
+        [],
+    ),
+    "test_missing_golden_before_a_subtest": (
+        "failed",
+        ["test_missing_golden_before_a_subtest.txt is missing"],
+        [],
+    ),
     "test_expects_a_failed_collective": ("passed", [], []),
     "test_good_after_an_expected_failure": ("passed", [], []),
     "test_somebody_takes_a_slot": ("passed", [], []),
     "test_waits_in_vain": (
         "failed",
-        ["waited 0.5 s for 3 of 3 slots (cpu0, cpu1, cpu2), held are: cpu0 by process", "(somebody else); end their"],
+        [
+            "waited 0.5 s for 3 of 3 slots (cpu0, cpu1, cpu2), held are: cpu0 by process",
+            "(somebody else); end their",
+        ],
         [],
     ),
     "test_somebody_gives_it_back": ("passed", [], []),
     "test_somebody_dies_with_all_slots": ("passed", [], []),
     "test_good_after_a_stale_lease": ("passed", [], []),
     "test_control_differs_on_one": ("passed", [], []),
-    "test_control_differs_on_none": ("failed", ["test_faults.py:448: the control run is equal on all ranks"], []),
-    "test_control_differs_on_one_of_all": ("failed", ["ControlFailed: swapped", "rank 1: passed"], []),
+    "test_control_differs_on_none": (
+        "failed",
+        ["test_faults.py:450: the control run is equal on all ranks"],
+        [],
+    ),
+    "test_control_differs_on_one_of_all": (
+        "failed",
+        ["ControlFailed: swapped", "rank 1: passed"],
+        [],
+    ),
     "test_good_after_that": ("passed", [], []),
     "test_good_after_a_death": ("passed", [], []),
     "test_good_after_a_hang": ("passed", [], []),
@@ -103,7 +134,11 @@ TABLE = {
 
 # More of the same classes, in a run of its own.
 MORE = {
-    "test_two_errors": ("failed", ["ValueError: first", "rank 0: KeyError: 'second'", "rank 1: passed"], []),
+    "test_two_errors": (
+        "failed",
+        ["ValueError: first", "rank 0: KeyError: 'second'", "rank 1: passed"],
+        [],
+    ),
     "test_os_exit": ("failed", ["rank 1 exited with status 0"], []),
     "test_sys_exit": ("failed", ["SystemExit: enough", "ranks 0, 2: passed"], []),
     "test_forks_and_dies": ("failed", ["rank 0 exited with status 5"], []),
@@ -144,7 +179,11 @@ MORE = {
     ),
     "test_xpasses_strictly_on_one": ("xfailed", [], []),
     "test_no_space_left_for_output": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
-    "test_out_of_memory_by_a_limit": ("failed", ["rank 0: RuntimeError", "ranks 1, 2: waited in barrier"], []),
+    "test_out_of_memory_by_a_limit": (
+        "failed",
+        ["rank 0: RuntimeError", "ranks 1, 2: waited in barrier"],
+        [],
+    ),
     "test_pytest_exit_on_one": (
         "failed",
         ["rank 2: called pytest.exit: rank 2 has had enough", "ranks 0, 1: waited in barrier"],
@@ -153,7 +192,11 @@ MORE = {
     "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
     "test_forks_and_goes_on": ("passed", [], []),
     "test_judged_by_itself_after_a_fork": ("failed", ["assert 0 == 7"], []),
-    "test_missing_golden_in_teardown": ("error", ["test_missing_golden_in_teardown.txt is missing"], []),
+    "test_missing_golden_in_teardown": (
+        "error",
+        ["test_missing_golden_in_teardown.txt is missing"],
+        [],
+    ),
     "test_compiles": ("passed", [], []),
     "test_finds_nothing_compiled": ("passed", [], []),
 }
@@ -165,7 +208,9 @@ def suite_run(suite, *chosen):
     suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        return suite.run("-n1", "--gt-gpus=3", "--gt-lease-timeout=0.5", *chosen, environ=rendezvous)
+        return suite.run(
+            "-n1", "--gt-gpus=3", "--gt-lease-timeout=0.5", *chosen, environ=rendezvous
+        )
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +221,10 @@ def run(module_suite):
 @pytest.fixture(scope="module")
 def run_of_more(tmp_path_factory):
     names = ["test_raises_while_others_wait", *MORE]
-    return suite_run(Suite(tmp_path_factory.mktemp("more") / "suite"), *(f"test_faults.py::{name}" for name in names))
+    return suite_run(
+        Suite(tmp_path_factory.mktemp("more") / "suite"),
+        *(f"test_faults.py::{name}" for name in names),
+    )
 
 
 def check_report(run, name, outcome, expected, unwanted):
@@ -192,7 +240,9 @@ def check_nothing_is_left(run, name):
     first, now = run.footprint("test_raises_while_others_wait"), run.footprint(name)
     assert now["processes"] <= 1 + 3
     assert now["strays"] == []
-    assert now["locks"] == (["slot-cpu0"] if name in ("test_somebody_takes_a_slot", "test_waits_in_vain") else [])
+    assert now["locks"] == (
+        ["slot-cpu0"] if name in ("test_somebody_takes_a_slot", "test_waits_in_vain") else []
+    )
     assert now["ports"] <= first["ports"]
     assert now["files"] <= first["files"] + 1  # a test holds a lease itself
     assert now["folders"] <= first["folders"]
@@ -249,8 +299,14 @@ def test_too_much_output_is_cut(run):
 
 def test_what_a_test_left_is_attributed_to_it(run):
     """K3, T8: in the summary, a line a topic."""
-    assert "left      1 a process group of ranks 0, 1 by test_faults.py::test_leaves_groups" in run.output
-    assert "test_changes_its_process changed matmul precision from ('highest', 'none', 'none') to" in run.output
+    assert (
+        "left      1 a process group of ranks 0, 1 by test_faults.py::test_leaves_groups"
+        in run.output
+    )
+    assert (
+        "test_changes_its_process changed matmul precision from ('highest', 'none', 'none') to"
+        in run.output
+    )
 
 
 def test_a_hung_test_counts_as_one_in_its_world(run):
@@ -264,7 +320,10 @@ def test_a_hung_test_has_taken_the_time_that_it_took(run):
 
 def test_a_broken_teardown_is_told_beside_a_failed_call(run):
     for name in ("test_call_and_teardown_fail", "test_call_and_teardown_fail_on_other_ranks"):
-        assert [run.reports[name][when]["outcome"] for when in ("call", "teardown")] == ["failed", "failed"]
+        assert [run.reports[name][when]["outcome"] for when in ("call", "teardown")] == [
+            "failed",
+            "failed",
+        ]
 
 
 def test_nothing_is_left_over(run):
@@ -277,6 +336,8 @@ def test_no_shared_memory_is_left_over(run):
     names = (run.folder / "shared").read_text().split()
     assert len(names) == 6
     end = time.monotonic() + 60
-    while (left := [name for name in names if Path("/dev/shm", name).exists()]) and time.monotonic() < end:
+    while (
+        left := [name for name in names if Path("/dev/shm", name).exists()]
+    ) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []

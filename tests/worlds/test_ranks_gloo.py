@@ -26,10 +26,16 @@ def test_gathers_reductions_and_exchanges(gt_world, dtype):
     exchanged = torch.empty(3, dtype=dtype)
     dist.all_to_all_single(exchanged, torch.arange(3, dtype=dtype) + 10 * rank)
     assert exchanged.tolist() == [rank, 10 + rank, 20 + rank]
-    uneven = torch.empty(3 * (rank + 1), dtype=dtype)  # one element for rank 0, two for rank 1, three for rank 2
-    dist.all_to_all_single(uneven, torch.arange(6, dtype=dtype) + 10 * rank, [rank + 1] * 3, [1, 2, 3])
+    uneven = torch.empty(
+        3 * (rank + 1), dtype=dtype
+    )  # one element for rank 0, two for rank 1, three for rank 2
+    dist.all_to_all_single(
+        uneven, torch.arange(6, dtype=dtype) + 10 * rank, [rank + 1] * 3, [1, 2, 3]
+    )
     first = (0, 1, 3)[rank]
-    assert uneven.tolist() == [10 * other + first + i for other in range(3) for i in range(rank + 1)]
+    assert uneven.tolist() == [
+        10 * other + first + i for other in range(3) for i in range(rank + 1)
+    ]
     for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 3)):
         value, shard = torch.full((3,), 3.0 * rank, dtype=dtype), torch.empty(1, dtype=dtype)
         dist.all_reduce(value, op=op)
@@ -44,7 +50,10 @@ def test_functional_collectives(gt_world, dtype):
     everyone, mine = dist.group.WORLD, torch.tensor([float(gt_world.rank)], dtype=dtype)
     assert functional.all_reduce(mine, "sum", everyone).tolist() == [3]
     assert functional.all_gather_tensor(mine, 0, everyone).tolist() == [0, 1, 2]
-    assert functional.reduce_scatter_tensor(torch.arange(3, dtype=dtype), "avg", 0, everyone).tolist() == mine.tolist()
+    assert (
+        functional.reduce_scatter_tensor(torch.arange(3, dtype=dtype), "avg", 0, everyone).tolist()
+        == mine.tolist()
+    )
     assert functional.all_to_all_single(mine.repeat(3), None, None, everyone).tolist() == [0, 1, 2]
 
 

@@ -73,7 +73,10 @@ def test_last(): KILL
 @pytest.mark.parametrize("way", ["passes", "its forkserver is stopped"])
 def test_what_a_test_has_started_ends_with_the_run(suite, way):
     """Also if nobody can end it but the parent: who forks ranks does not react, and is killed."""
-    kill, last = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", '@pytest.mark.gt_world("ranks", size=1)'
+    kill, last = (
+        "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
+        '@pytest.mark.gt_world("ranks", size=1)',
+    )
     source = LEAVES_ITS_CHILD.replace("KILL", kill if way != "passes" else "pass")
     suite.write("test_it.py", source.replace("LAST", last))
     run = suite.run("--gt-gpus=2")

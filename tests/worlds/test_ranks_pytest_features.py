@@ -47,7 +47,9 @@ def test_output_comes_from_all_ranks_equal_texts_once(run):
 
 
 def test_seeds_are_the_same_for_every_test(run):
-    first, again = (run.reports[name]["call"]["output"] for name in ("test_seeds", "test_seeds_again"))
+    first, again = (
+        run.reports[name]["call"]["output"] for name in ("test_seeds", "test_seeds_again")
+    )
     assert first == again != ""
 
 
@@ -66,7 +68,9 @@ def test_skip_and_xfail_are_as_everywhere(run):
 def test_a_failed_subtest_fails_the_test_and_keeps_its_golden_unwritten(run):
     assert run.outcome("test_failed_subtest") == "failed"
     assert "assert 1 == 2" in run.text("test_failed_subtest")
-    assert [path.name for path in (run.folder / "golden").rglob("*.txt")] == ["TestTwo.test_passed_subtest.txt"]
+    assert [path.name for path in (run.folder / "golden").rglob("*.txt")] == [
+        "TestTwo.test_passed_subtest.txt"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,9 @@ def test_a_world_too_large_is_skipped_with_the_reason_and_counted(run):
     assert run.outcome("test_too_large") == "skipped"
     assert "needs 16 ranks, --gt-gpus gives 8: --gt-gpus=16 lets it run" in run.output
     facts = run.reports["test_too_large"]["setup"]["facts"]
-    assert facts == [{"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8: --gt-gpus=16 lets it run"}]
+    assert facts == [
+        {"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8: --gt-gpus=16 lets it run"}
+    ]
 
 
 def test_an_invalid_marker_is_one_clean_error(run):
@@ -125,7 +131,9 @@ def test_an_invalid_marker_is_one_clean_error(run):
 
 def test_facts_of_the_first_rank_come_with_the_report(run):
     facts = run.reports["test_collective"]["setup"]["facts"]
-    assert facts == [{"kind": "world", "world": "ranks", "size": 2, "device": "cpu", "backend": "gloo"}]
+    assert facts == [
+        {"kind": "world", "world": "ranks", "size": 2, "device": "cpu", "backend": "gloo"}
+    ]
 
 
 def test_the_header_says_on_what_ranks_run(run):

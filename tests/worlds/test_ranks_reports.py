@@ -11,7 +11,17 @@ from tests.worlds.conftest import Run, Suite
 
 pytestmark = pytest.mark.second_tier
 
-KINDS = ("outcome", "text", "output", "errors", "log", "xfailed", "properties", "keywords", "location")
+KINDS = (
+    "outcome",
+    "text",
+    "output",
+    "errors",
+    "log",
+    "xfailed",
+    "properties",
+    "keywords",
+    "location",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +63,10 @@ def test_warnings_are_those_of_pytest(run: Run, plain: Run) -> None:
     told = [warnings_of(each.output) for each in (run, plain)]
     assert told[0] - {"UserWarning: only here"} == told[1]
     assert {kind.partition(":")[0] for kind in told[1]} >= {
-        "UserWarning", "PytestUnhandledThreadExceptionWarning", "PytestUnraisableExceptionWarning",
-    }  # fmt: skip
+        "UserWarning",
+        "PytestUnhandledThreadExceptionWarning",
+        "PytestUnraisableExceptionWarning",
+    }
     for each in (run, plain):
         assert each.output.count("UserWarning: warned") == 1
 
@@ -126,8 +138,17 @@ def test_hooks_of_a_conftest_run_in_ranks(suite: Suite) -> None:
     suite.write("conftest.py", HOOKS)
     suite.write("test_it.py", PARAMETER)
     assert suite.run("--gt-gpus=2").status == 0
-    expected = ["logstart", "fixture n", "makereport setup", "logreport setup", "call", "makereport call",
-                "logreport call", "makereport teardown", "logreport teardown"]  # fmt: skip
+    expected = [
+        "logstart",
+        "fixture n",
+        "makereport setup",
+        "logreport setup",
+        "call",
+        "makereport call",
+        "logreport call",
+        "makereport teardown",
+        "logreport teardown",
+    ]
     for rank in range(2):
         assert (suite.folder / f"hooks{rank}").read_text().splitlines() == expected
 
@@ -163,9 +184,14 @@ def test_a_switch_is_blamed_on_the_test_that_left_it(suite: Suite) -> None:
     deterministic = {"torch.backends.cudnn.deterministic"}
     found = blamed(run.output)
     assert {name: found.get(name) for name in ("test_leaks", "test_puts_it_back")} == {
-        "test_leaks": deterministic, "test_puts_it_back": deterministic,
-    }  # fmt: skip
-    assert not found.keys() & {"test_after", "test_after_a_call", "test_after_a_fixture_has_ended"}, run.output
+        "test_leaks": deterministic,
+        "test_puts_it_back": deterministic,
+    }
+    assert not found.keys() & {
+        "test_after",
+        "test_after_a_call",
+        "test_after_a_fixture_has_ended",
+    }, run.output
 
 
 BESIDE_A_PLAIN_TEST = """
@@ -180,7 +206,9 @@ def test_after(): pass
 """
 
 
-def test_under_torchrun_a_test_in_the_process_of_rank_0_makes_none_on_ranks_a_leak(suite: Suite) -> None:
+def test_under_torchrun_a_test_in_the_process_of_rank_0_makes_none_on_ranks_a_leak(
+    suite: Suite,
+) -> None:
     """K3"""
     suite.write("conftest.py", "")
     suite.write("test_it.py", BESIDE_A_PLAIN_TEST)

@@ -97,7 +97,11 @@ def warm(tmp_path_factory):
     """A run whose failures do not change its ranks; captured sections are not shown."""
     suite = Suite(tmp_path_factory.mktemp("warm") / "suite")
     suite.write("test_it.py", SUITE)
-    return suite.run("--show-capture=no", "-k", "attribute or instance or key or wraps or outside or another_kind")
+    return suite.run(
+        "--show-capture=no",
+        "-k",
+        "attribute or instance or key or wraps or outside or another_kind",
+    )
 
 
 @pytest.mark.second_tier
@@ -115,7 +119,9 @@ def test_wherever_the_group_is_kept_and_named(warm, name, table):
     """By a name or as an object; in the failure itself, which a JUnit file has, too."""
     said = warm.text(name)
     assert "was made by an earlier test in these processes, and has ended." in said, warm.output
-    assert table in re.split("[:,] ?| in ", next(line for line in said.splitlines() if "It is still in" in line))
+    assert table in re.split(
+        "[:,] ?| in ", next(line for line in said.splitlines() if "It is still in" in line)
+    )
 
 
 @pytest.mark.second_tier
@@ -128,7 +134,10 @@ def test_a_group_of_parameters_is_no_process_group(warm):
 
 @pytest.mark.parametrize(
     ("name", "table"),
-    [("test_reads_the_table", "test_it.NAMES"), ("test_reads_the_table_of_a_class", "test_it.Wrapped.cache")],
+    [
+        ("test_reads_the_table", "test_it.NAMES"),
+        ("test_reads_the_table_of_a_class", "test_it.Wrapped.cache"),
+    ],
 )
 def test_a_group_of_an_ended_world_is_named_with_the_table_that_holds_it(run, name, table):
     said = run.output.partition(f"_ {name} _")[2].partition("\n____")[0]
@@ -148,7 +157,9 @@ def test_a_group_that_never_was_is_not_one_of_an_ended_world(run):
 
 def test_a_failure_that_does_not_happen_on_fresh_ranks_says_so(run):
     assert run.outcome("test_counts_calls") == "failed"
-    assert "The test passes on fresh ranks. Either something that earlier tests left" in run.text("test_counts_calls")
+    assert "The test passes on fresh ranks. Either something that earlier tests left" in run.text(
+        "test_counts_calls"
+    )
 
 
 def test_a_failure_that_happens_again_says_so(run):
@@ -187,7 +198,11 @@ def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
 @pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini", "is_rerun"),
-    [((), "", False), ((), "gt_fresh_ranks = on-failure", True), (("--gt-fresh-ranks=on-failure",), "", True)],
+    [
+        ((), "", False),
+        ((), "gt_fresh_ranks = on-failure", True),
+        (("--gt-fresh-ranks=on-failure",), "", True),
+    ],
 )
 def test_a_failure_is_tried_again_only_on_request(suite, options, ini, is_rerun):
     suite.write("pytest.ini", f"[pytest]\n{ini}\n")
@@ -202,7 +217,11 @@ def test_a_failure_is_tried_again_only_on_request(suite, options, ini, is_rerun)
     ("options", "ini", "says"),
     [
         (("--gt-fresh-ranks=never",), "", "--gt-fresh-ranks: ignored explicit argument 'never'"),
-        ((), "gt_fresh_ranks = perhaps", "gt_fresh_ranks=perhaps: expected one of true, false, on-failure"),
+        (
+            (),
+            "gt_fresh_ranks = perhaps",
+            "gt_fresh_ranks=perhaps: expected one of true, false, on-failure",
+        ),
     ],
 )
 def test_another_value_is_a_usage_error(suite, options, ini, says):

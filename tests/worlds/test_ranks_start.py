@@ -104,9 +104,17 @@ def test_a_rank_that_runs_into_the_limit_keeps_what_it_has_written(suite, captur
     said = suite.run("--gt-timeout=3", f"--capture={capture}").text("test_hangs")
     assert "rank 1 did not end within 3 s" in said
     for rank in (0, 1):
-        for line in ("set up by {}", "recorded as {} was set up", "printed by {}", "an error of {}", "recorded by {}"):
+        for line in (
+            "set up by {}",
+            "recorded as {} was set up",
+            "printed by {}",
+            "an error of {}",
+            "recorded by {}",
+        ):
             # tee-sys writes everything a second time, to where uncaptured output goes
-            assert said.count(line.format(rank)) == 1 + (capture == "tee-sys" and "recorded" not in line), (line, said)
+            assert said.count(line.format(rank)) == 1 + (
+                capture == "tee-sys" and "recorded" not in line
+            ), (line, said)
     assert "of another test" not in said
 
 
@@ -122,13 +130,20 @@ def test_it():
 
 
 @pytest.mark.second_tier("by the ini", "beside", "not at all")
-@pytest.mark.parametrize("how", ["not at all", "by the option", "by the ini file", "beside another"])
+@pytest.mark.parametrize(
+    "how", ["not at all", "by the option", "by the ini file", "beside another"]
+)
 def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
     suite.write("slow_library.py", "import os\nPID = os.getpid()\n")
     suite.write("another.py", "")
     suite.write("test_it.py", PRELOADED.format(shared=how != "not at all"))
-    names = {"by the ini file": "slow_library", "beside another": "\n    another\n    slow_library"}.get(how, "")
-    suite.write("pytest.ini", f"[pytest]\npythonpath = .\n{f'gt_preload = {names}' if names else ''}\n")
+    names = {
+        "by the ini file": "slow_library",
+        "beside another": "\n    another\n    slow_library",
+    }.get(how, "")
+    suite.write(
+        "pytest.ini", f"[pytest]\npythonpath = .\n{f'gt_preload = {names}' if names else ''}\n"
+    )
     run = suite.run(*["--gt-preload=slow_library"] * (how == "by the option"))
     assert run.outcome("test_it") == "passed", run.output
 
@@ -137,14 +152,26 @@ def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("1 / 0", "whose import fails in the process that forks ranks (ZeroDivisionError: division by zero)"),
-        ("raise SystemExit(3)", "whose import fails in the process that forks ranks (SystemExit: 3)"),
+        (
+            "1 / 0",
+            "whose import fails in the process that forks ranks (ZeroDivisionError: division by zero)",
+        ),
+        (
+            "raise SystemExit(3)",
+            "whose import fails in the process that forks ranks (SystemExit: 3)",
+        ),
         (
             "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
             "which starts a thread when it is imported, and a process with threads cannot be forked",
         ),
-        (None, "whose import fails in the process that forks ranks (ModuleNotFoundError: No module named 'library')"),
-        ("import os; os._exit(3)", "whose import ends the process that forks ranks: it exited with status 3"),
+        (
+            None,
+            "whose import fails in the process that forks ranks (ModuleNotFoundError: No module named 'library')",
+        ),
+        (
+            "import os; os._exit(3)",
+            "whose import ends the process that forks ranks: it exited with status 3",
+        ),
         (
             "import os; os.kill(os.getpid(), 11)",
             "whose import ends the process that forks ranks: it was killed by SIGSEGV",
@@ -158,7 +185,10 @@ def test_a_module_that_cannot_be_shared_is_named(suite, source, says):
     suite.write("test_it.py", TWO_TESTS)
     suite.write("pytest.ini", "[pytest]\npythonpath = .\ngt_preload = library\n")
     run = suite.run("-k", "quiet")
-    assert f"gt_preload names library, {says}: correct it, or take it out of gt_preload" in run.text("test_is_quiet")
+    assert (
+        f"gt_preload names library, {says}: correct it, or take it out of gt_preload"
+        in run.text("test_is_quiet")
+    )
     assert run.status == 1
     assert "1 failed" in run.output.splitlines()[-1], "the run itself has ended well"
 
@@ -170,7 +200,9 @@ def test_a_module_whose_import_does_not_end_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(team, "SERVER_START_LIMIT", 5.0)
     monkeypatch.setattr(team, "SERVER_END_LIMIT", 0.1)
     server = team.ForkServer([], ["never_ends"], live_output=False)
-    with pytest.raises(team.RanksError, match="gt_preload names never_ends, whose import did not end within 5 s"):
+    with pytest.raises(
+        team.RanksError, match="gt_preload names never_ends, whose import did not end within 5 s"
+    ):
         server.fork([])
     server.close()  # as the end of the run does
     assert not server.folder.exists()
@@ -200,7 +232,9 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
     command = [sys.executable, "-c", HOLDS_A_FOLDER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as run:
         folder = Path(run.stdout.readline().strip())
-        (forkserver,) = (int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+        (forkserver,) = (
+            int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        )
         # The forkserver first: it would remove the folder itself. Wait for its end, since it holds the lock until then.
         forkserver_ends = os.pidfd_open(forkserver)
         os.kill(forkserver, signal.SIGKILL)
@@ -215,7 +249,9 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
         assert not folder.exists()
 
 
-def test_a_folder_is_not_swept_while_its_run_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_is_not_swept_while_its_run_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Another run may start between any two steps."""
     folder = tmp_path / "gtrainer-x"
     folder.mkdir()

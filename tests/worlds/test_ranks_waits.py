@@ -10,7 +10,10 @@ pytestmark = pytest.mark.second_tier
 
 # test: outcome, what its report says
 TABLE = {
-    "test_waits_alone": ("failed", "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended"),
+    "test_waits_alone": (
+        "failed",
+        "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended",
+    ),
     "test_skips_one_of_two": (
         "failed",
         "rank 1 called barrier at {}, ranks 0, 2, 3 called all_reduce of float32[2] at {}, as call 1 of this test",
@@ -34,7 +37,10 @@ TABLE = {
         "rank 0 waits in all_reduce of float32[1] at {} on ranks 0, 1: rank 1 waits in all_reduce of float32[1] at {}",
     ),
     "test_slow_is_not_stuck": ("passed", ""),
-    "test_receives_what_nobody_sends": ("failed", "rank 3 is alone, waiting in recv: all other ranks have ended"),
+    "test_receives_what_nobody_sends": (
+        "failed",
+        "rank 3 is alone, waiting in recv: all other ranks have ended",
+    ),
     "test_in_a_function": ("failed", "rank 1 waits in broadcast of float32[2] at test_waits.py"),
 }
 

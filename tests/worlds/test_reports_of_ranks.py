@@ -22,15 +22,24 @@ def sent(request, when, outcome="passed", *, lost=False, **more):
     node = request.node
     made = pytest.TestReport(node.nodeid, node.location, {}, outcome, None, when)
     made.longrepr = "AssertionError: of its own" if outcome == "failed" else None
-    own = Raised(6.0, "AssertionError: of its own", False, None, None) if outcome == "failed" else None
+    own = (
+        Raised(6.0, "AssertionError: of its own", False, None, None)
+        if outcome == "failed"
+        else None
+    )
     made.gt_raised = LOST if lost else own
     for name, value in more.items():
         setattr(made, name, value)
-    return plain(request.config.hook.pytest_report_to_serializable(config=request.config, report=made))
+    return plain(
+        request.config.hook.pytest_report_to_serializable(config=request.config, report=made)
+    )
 
 
 def merged(request, *ranks, **outcome):
-    done = {rank: ItemDone(tuple(reports), (), None, GroupState(True, 1)) for rank, reports in enumerate(ranks)}
+    done = {
+        rank: ItemDone(tuple(reports), (), None, GroupState(True, 1))
+        for rank, reports in enumerate(ranks)
+    }
     return reports_of(request.node, RanksOutcome(len(ranks), done, **outcome))
 
 
@@ -42,7 +51,9 @@ PHASES = ("setup", "call", "teardown")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("missing", [PHASES, ("setup",), ("call",), ("teardown",), ("call", "teardown")], ids="+".join)
+@pytest.mark.parametrize(
+    "missing", [PHASES, ("setup",), ("call",), ("teardown",), ("call", "teardown")], ids="+".join
+)
 @pytest.mark.parametrize("reason", [None, "known"], ids=["plain", "xpassed"])
 def test_a_rank_without_a_report_of_a_phase_fails_the_test(request, rank, missing, reason) -> None:
     """V1: a hook of that rank has taken the test away, and the others pass."""
@@ -50,11 +61,16 @@ def test_a_rank_without_a_report_of_a_phase_fails_the_test(request, rank, missin
     whole = [sent(request, when, **(more if when == "call" else {})) for when in PHASES]
     ranks = [list(whole) for _ in range(3)]
     assert failed_phases(merged(request, *ranks)) == [], "the twin"
-    ranks = [[sent(request, when, **(more if when == "call" else {})) for when in PHASES] for _ in range(3)]
+    ranks = [
+        [sent(request, when, **(more if when == "call" else {})) for when in PHASES]
+        for _ in range(3)
+    ]
     ranks[rank] = [each for each in ranks[rank] if each["when"] not in missing]
     found = merged(request, *ranks)
     assert failed_phases(found) == ["call"]
-    assert f"rank {rank} has given no report of {', '.join(missing)}" in "".join(each.longreprtext for each in found)
+    assert f"rank {rank} has given no report of {', '.join(missing)}" in "".join(
+        each.longreprtext for each in found
+    )
 
 
 def test_a_rank_whose_setup_skipped_needs_no_call(request):
@@ -71,7 +87,7 @@ def test_a_rank_whose_setup_skipped_needs_no_call(request):
     ("teardown", "expected"),
     [({"outcome": "failed"}, ["teardown"]), ({"outcome": "failed", "lost": True}, []), ({}, [])],
     ids=["fails by itself", "lost, too", "passes"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_behind_a_lost_collective_counts(request, teardown, expected, rank):
     """V1: a rank fails as its mark expects. The other one waits for it, is freed, and its teardown fails by itself."""
@@ -80,7 +96,11 @@ def test_a_failure_behind_a_lost_collective_counts(request, teardown, expected, 
         sent(request, "call", "failed", lost=True),
         sent(request, "teardown", **teardown),
     ]
-    fails = [sent(request, "setup"), sent(request, "call", "skipped", wasxfail="known"), sent(request, "teardown")]
+    fails = [
+        sent(request, "setup"),
+        sent(request, "call", "skipped", wasxfail="known"),
+        sent(request, "teardown"),
+    ]
     ranks = [waits, fails] if rank == 0 else [fails, waits]
     found = merged(request, *ranks, raised={rank: LOST}, unblocked_at=4.0)
     assert failed_phases(found) == expected
@@ -91,32 +111,45 @@ def golden(name):
     return {field: getattr(claim, field) for field in claim.__match_args__}
 
 
-@pytest.mark.parametrize(("in_setup", "in_call"), [(None, XFAIL), (None, None), (XFAIL, XFAIL)],
-                         ids=["added in the call", "no mark", "from the beginning"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("in_setup", "in_call"),
+    [(None, XFAIL), (None, None), (XFAIL, XFAIL)],
+    ids=["added in the call", "no mark", "from the beginning"],
+)
 @pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
-def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_phases(request, in_setup, in_call, phase):
+def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_phases(
+    request, in_setup, in_call, phase
+):
     """V1: a golden that a fixture checks is missing before the test adds its mark."""
     marks = {"setup": in_setup, "call": in_call, "teardown": in_call}
     ranks = []
     for _ in range(2):
         claims = {each: [golden("never")] if each == phase else [] for each in PHASES}
-        ranks.append([sent(request, each, gt_xfail=marks[each], gt_goldens=claims[each]) for each in PHASES])
+        ranks.append(
+            [sent(request, each, gt_xfail=marks[each], gt_goldens=claims[each]) for each in PHASES]
+        )
     found = merged(request, *ranks)
     assert failed_phases(found) == ([] if marks[phase] else [phase])
     if marks[phase]:
         assert [each.wasxfail for each in found if each.when == phase] == ["known"]
 
 
-@pytest.mark.parametrize(("in_subtest", "phases"), [(None, ["call"]), (XFAIL, [])], ids=["added behind it", "before"])
+@pytest.mark.parametrize(
+    ("in_subtest", "phases"), [(None, ["call"]), (XFAIL, [])], ids=["added behind it", "before"]
+)
 def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_subtests(request, in_subtest, phases):
     """V1: pytest asks the mark when the subtest ends, and the test adds it for what comes later."""
     config, ranks = request.config, []
     for _ in range(2):
         call = sent(request, "call", gt_xfail=XFAIL, gt_goldens=[])
-        report = pytest.TestReport(request.node.nodeid, request.node.location, {}, "passed", None, "call")
+        report = pytest.TestReport(
+            request.node.nodeid, request.node.location, {}, "passed", None, "call"
+        )
         report.gt_xfail, report.gt_goldens = in_subtest, [golden("never")]
         context = SubtestContext(msg="checks", kwargs={})
         subtest = SubtestReport._new(report, context, captured_output=None, captured_logs=None)
         part = plain(config.hook.pytest_report_to_serializable(config=config, report=subtest))
-        ranks.append([sent(request, "setup", gt_xfail=in_subtest), part, call, sent(request, "teardown")])
+        ranks.append(
+            [sent(request, "setup", gt_xfail=in_subtest), part, call, sent(request, "teardown")]
+        )
     assert failed_phases(merged(request, *ranks)) == phases

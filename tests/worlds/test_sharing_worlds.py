@@ -49,20 +49,34 @@ MARK += 'pytestmark = pytest.mark.gt_world("ranks", size=4, mesh={"outer": 2, "i
 def test_a_mesh_ends_with_its_module(suite, workers):
     """The next module, on the same ranks, does not find it again; a broken one is built anew on new ranks."""
     for name in ("one", "two"):
-        suite.write(f"test_{name}.py", SUITE.replace("{mark}", MARK) + SHARING.replace("test_shares", f"test_{name}"))
-    suite.write("test_zbroken.py", SUITE.replace("{mark}", MARK) + SHARING.replace("test_shares", "test_three") + AFTER)
+        suite.write(
+            f"test_{name}.py",
+            SUITE.replace("{mark}", MARK) + SHARING.replace("test_shares", f"test_{name}"),
+        )
+    suite.write(
+        "test_zbroken.py",
+        SUITE.replace("{mark}", MARK) + SHARING.replace("test_shares", "test_three") + AFTER,
+    )
     run = suite.run("--gt-gpus=4", "--gt-leaked-resources=fail", *workers)
-    wrong = {name: run.text(name) for name in run.reports if (run.outcome(name) != "passed") != ("fails" in name)}
+    wrong = {
+        name: run.text(name)
+        for name in run.reports
+        if (run.outcome(name) != "passed") != ("fails" in name)
+    }
     assert wrong == {}, run.output
     assert len(run.reports) == 11
     lines = [line.split() for line in (suite.folder / "groups").read_text().splitlines()]
     told = {}
     for module, pid, group, live in lines:
         told.setdefault((module.rpartition(".")[2], pid), []).append((group, live))
-    assert sorted(len(set(each)) for each in told.values()) == [1] * 4  # one mesh for each module, and after the fault
+    assert (
+        sorted(len(set(each)) for each in told.values()) == [1] * 4
+    )  # one mesh for each module, and after the fault
     if not workers:
         assert len({pid for _, pid in told}) == 2
-        assert len({live for each in told.values() for _, live in each}) == 1  # no group of an earlier module
+        assert (
+            len({live for each in told.values() for _, live in each}) == 1
+        )  # no group of an earlier module
         (one,), (two,) = (set(told[key]) for key in told if key[0] in ("test_one", "test_two"))
         assert one != two
 
@@ -81,7 +95,9 @@ def test_a_test_of_another_size_does_not_share(suite):
     run = suite.run("--gt-gpus=4")
     assert (run.outcome("test_two"), run.outcome("test_four")) == ("passed", "error")
     text = " ".join(run.text("test_four").split())
-    assert "gt_module_world: test_it.py is marked ranks(2), a test that shares it ranks(4): " in text
+    assert (
+        "gt_module_world: test_it.py is marked ranks(2), a test that shares it ranks(4): " in text
+    )
 
 
 def test_a_module_is_marked_as_a_whole(suite):
@@ -113,7 +129,10 @@ def test_fake_worlds_are_shared_too(suite):
             assert dist.get_world_size() == 6
         """,
     )
-    suite.write("test_later.py", "import torch.distributed as dist\ndef test_it(): assert not dist.is_initialized()")
+    suite.write(
+        "test_later.py",
+        "import torch.distributed as dist\ndef test_it(): assert not dist.is_initialized()",
+    )
     run = suite.run()
     assert {run.outcome(name) for name in run.reports} == {"passed"}, run.output
     assert "worlds    3 tests in fake(6" in run.output

@@ -122,8 +122,14 @@ def test_every_verdict_is_right(run, count):
 
 
 def test_never_more_ranks_are_at_work_than_there_are_slots(run):
-    spans = [[float(word) for word in line.split()] for line in (run.folder / "at-work").read_text().splitlines()]
-    at_once = [sum(size for begun, ended, size in spans if begun <= moment <= ended) for moment, _, _ in spans]
+    spans = [
+        [float(word) for word in line.split()]
+        for line in (run.folder / "at-work").read_text().splitlines()
+    ]
+    at_once = [
+        sum(size for begun, ended, size in spans if begun <= moment <= ended)
+        for moment, _, _ in spans
+    ]
     assert len(spans) > 30
     assert 2 <= max(at_once) <= 4
 
@@ -135,7 +141,9 @@ def test_ranks_under_xdist(run):
 
 def test_a_killed_worker_takes_its_ranks_along(run):
     """T6: the others go on with the next tests, on slots that are free again."""
-    assert re.search(r"worker 'gw\d' crashed while running 'test_last.py::test_kills_its_worker'", run.output)
+    assert re.search(
+        r"worker 'gw\d' crashed while running 'test_last.py::test_kills_its_worker'", run.output
+    )
     assert [run.outcome(f"test_after_that[{n}]") for n in range(3)] == ["passed"] * 3
 
 
@@ -152,7 +160,9 @@ def test_nothing_grows(run, what):
     for worker in ("gw0", "gw1"):
         taken = [each[what] for each in run.footprints if each["worker"] == worker]
         early, late = thirds(taken)
-        print(f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of {len(taken)} tests")
+        print(
+            f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of {len(taken)} tests"
+        )
         assert late <= 1.1 * early + (10_000 if "kib" in what else 4)
 
 
@@ -189,7 +199,9 @@ def test_slow_ranks_raise_no_alarm(suite, count):
     suite.write("test_it.py", GREEN.replace("{count}", str(count)))
     begun = time.monotonic()
     run = suite.run_together(suite.start("-n2", "--gt-gpus=8", "-p", "no:randomly"), limit=3000)
-    print(f"{count} green tests: {time.monotonic() - begun:.0f} s, load {os.getloadavg()[1]:.1f} over 5 minutes")
+    print(
+        f"{count} green tests: {time.monotonic() - begun:.0f} s, load {os.getloadavg()[1]:.1f} over 5 minutes"
+    )
     assert {name: run.text(name) for name in run.reports if run.outcome(name) != "passed"} == {}
     assert len(run.reports) == count
     assert run.left_over() == []

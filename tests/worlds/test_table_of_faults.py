@@ -164,7 +164,11 @@ def test_table(size, tmp_path):
         expected = said.format(others=OTHERS[size], line="LINE")
         text, failed = LINE.sub("LINE", run.text(name)), run.outcome(name) in ("failed", "error")
         seen = failed and all(line in text for line in expected.splitlines())
-        told = min(each["told"] for each in run.reports[name].values() if each["outcome"] == "failed" or not failed)
+        told = min(
+            each["told"]
+            for each in run.reports[name].values()
+            if each["outcome"] == "failed" or not failed
+        )
         shown = expected.replace("\n", "; ").replace("LINE", "its line")
         what, seconds = "the same" if seen else text[-300:], told - float(moments[name])
         print(f"| {name[5:].replace('_', ' ')} | {shown} | {what} | {seconds:.2f} |")

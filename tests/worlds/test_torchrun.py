@@ -140,15 +140,33 @@ TABLE = {
     "test_larger_than_the_world": ("skipped", ["needs 4 ranks, torchrun has started 3"]),
     "test_functions": ("passed", []),
     "test_golden": ("failed", ["test_golden.txt is missing"]),
-    "test_raises_while_others_wait": ("failed", ["rank 1: AssertionError: only here", "ranks 0, 2: waited in barrier"]),
-    "test_skips_on_one": ("failed", ["the ranks do not agree: passed (ranks 0, 1), skipped: not me (rank 2)"]),
+    "test_raises_while_others_wait": (
+        "failed",
+        ["rank 1: AssertionError: only here", "ranks 0, 2: waited in barrier"],
+    ),
+    "test_skips_on_one": (
+        "failed",
+        ["the ranks do not agree: passed (ranks 0, 1), skipped: not me (rank 2)"],
+    ),
     "test_skips_everywhere": ("skipped", []),
     "test_xfails_on_one": ("xfailed", []),
-    "test_subtest_fails": ("failed", ["rank 0: AssertionError: assert 0 != 0", "ranks 1, 2: passed"]),
-    "test_hangs[0]": ("failed", ["rank 0 did not end within 1.5 s, at test_it.py", "ranks 1, 2: did not end within"]),
-    "test_hangs[2]": ("failed", ["rank 2 did not end within 1.5 s, at test_it.py", "waiting in barrier"]),
+    "test_subtest_fails": (
+        "failed",
+        ["rank 0: AssertionError: assert 0 != 0", "ranks 1, 2: passed"],
+    ),
+    "test_hangs[0]": (
+        "failed",
+        ["rank 0 did not end within 1.5 s, at test_it.py", "ranks 1, 2: did not end within"],
+    ),
+    "test_hangs[2]": (
+        "failed",
+        ["rank 2 did not end within 1.5 s, at test_it.py", "waiting in barrier"],
+    ),
     "test_struck_by_a_limit_of_another_kind": ("failed", ["TimeoutError: enough of this"]),
-    "test_counts_differ": ("failed", ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"]),
+    "test_counts_differ": (
+        "failed",
+        ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"],
+    ),
     "test_good_after_that": ("passed", []),
     "test_killed[0]": ("failed", ["rank 0 was killed by SIGKILL", "ranks 1, 2: waited in barrier"]),
     "test_killed[2]": ("failed", ["rank 2 was killed by SIGKILL", "ranks 0, 1: waited in barrier"]),
@@ -160,7 +178,9 @@ TABLE = {
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
-    return module_suite.run("-p", "no:randomly", "--strict-markers", launcher=("--standalone", "--nproc-per-node=3"))
+    return module_suite.run(
+        "-p", "no:randomly", "--strict-markers", launcher=("--standalone", "--nproc-per-node=3")
+    )
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -185,7 +205,9 @@ def test_one_report_for_all(run):
 def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
     for who in (0, 2):
         where = rf"test_it.py:\d+ in test_hangs \(rank {who}\)"
-        assert re.search(rf"gtrainer: .*test_hangs\[{who}\] has run for \d s of 1.5: .*{where}", run.output), run.output
+        assert re.search(
+            rf"gtrainer: .*test_hangs\[{who}\] has run for \d s of 1.5: .*{where}", run.output
+        ), run.output
 
 
 def test_the_exit_code_is_one_for_all(run):
@@ -241,11 +263,18 @@ def on_two_nodes(suite, tmp_path, **environ):
     second = Suite(tmp_path / "second")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    launcher = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+    launcher = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    )
     there = {"TMPDIR": str(second.folder / "tmp"), **environ}
     run = suite.run_together(
         suite.start(launcher=(*launcher, "--node-rank=0"), environ={"GT_TORCHRUN_KEY": "a secret"}),
-        suite.start(launcher=(*launcher, "--node-rank=1"), environ={"GT_TORCHRUN_KEY": "a secret", **there}),
+        suite.start(
+            launcher=(*launcher, "--node-rank=1"), environ={"GT_TORCHRUN_KEY": "a secret", **there}
+        ),
     )
     return run, second
 
@@ -255,7 +284,9 @@ def test_two_nodes(suite, tmp_path):
     suite.write("test_it.py", ON_TWO_NODES)
     run, second = on_two_nodes(suite, tmp_path)
     outcomes = {name: run.outcome(name) for name in run.reports}
-    failed = dict.fromkeys(("test_fails_there", "test_ends_there", "test_hangs_there", "test_stops_there"), "failed")
+    failed = dict.fromkeys(
+        ("test_fails_there", "test_ends_there", "test_hangs_there", "test_stops_there"), "failed"
+    )
     assert outcomes == {"test_nodes": "passed", **failed, "test_functions": "passed"}, run.output
     assert "rank 1: AssertionError: assert 1 == 0" in run.text("test_fails_there")
     assert "rank 1 exited with status 3" in run.text("test_ends_there")
@@ -274,7 +305,8 @@ def test_a_node_with_another_key_is_refused(suite, tmp_path):
     suite.write("test_it.py", soon + ON_TWO_NODES)
     run, second = on_two_nodes(suite, tmp_path, GT_TORCHRUN_KEY="another secret")
     told = (
-        "127.0.0.1 does not have the key of this run, and is not heard; set GT_TORCHRUN_KEY to the same secret on all"
+        "127.0.0.1 does not have the key of this run, and is not heard;"
+        " set GT_TORCHRUN_KEY to the same secret on all"
     )
     assert f"gtrainer: refused a connection from 127.0.0.1: {told}" in run.output, run.output
     assert f"gtrainer: {told} nodes: rank 1 ends too" in run.output
@@ -304,7 +336,9 @@ def test_the_death_of_the_process_that_reports_ends_all(suite, tmp_path):
         """,
     )
     run, second = on_two_nodes(suite, tmp_path)
-    assert "gtrainer: rank 0, which reports for all ranks, has ended: rank 1 ends too" in run.output, run.output
+    assert (
+        "gtrainer: rank 0, which reports for all ranks, has ended: rank 1 ends too" in run.output
+    ), run.output
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
     _wait_until_nothing_is_left(second)
@@ -392,15 +426,23 @@ def test_ctrl_c_ends_all_ranks(suite):
 
 
 ENVIRONMENT = {
-    "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("-n2", "torchrun has started the 4 ranks of this run, and xdist would start processes of its own: leave out"),
+        (
+            "-n2",
+            "torchrun has started the 4 ranks of this run, and xdist would start processes of its own: leave out",
+        ),
         ("--gt-gpus=8", "--gt-gpus=8: torchrun has started 4 ranks; promise at most 4"),
     ],
 )

@@ -17,11 +17,17 @@ from tests.worlds.test_torchrun import ENVIRONMENT
 STATE = wire.GroupState(True, 1, 0, {"all ranks": 3})
 MESSAGES = [
     wire.StartTeam("team", 2, {"gt_size": 2, "mainargv": ["pytest", "-q"], "seed": 7}),
-    wire.ToTeam("team", "send", (wire.RunItem(wire.ItemRef("a", ("b",)), None, ("f", None, "d")), (1,))),
+    wire.ToTeam(
+        "team", "send", (wire.RunItem(wire.ItemRef("a", ("b",)), None, ("f", None, "d")), (1,))
+    ),
     wire.ToTeam("team", "send", (wire.CallFunction(b"\x80\x00", ("a",)), (1,))),
-    wire.FromRank("team", 1, wire.ItemDone(({"a": (1, [2.5, None, True], "\udcff")},), (), None, STATE)),
+    wire.FromRank(
+        "team", 1, wire.ItemDone(({"a": (1, [2.5, None, True], "\udcff")},), (), None, STATE)
+    ),
     wire.FromRank("team", 1, wire.CallDone(b"", None, "", ({"kind": "x"},), STATE)),
-    wire.FromRank("team", 1, wire.Raised(1.5, "E", False, None, (1, 10**5000), (("f.py", 3), ("g.py", 4)))),
+    wire.FromRank(
+        "team", 1, wire.Raised(1.5, "E", False, None, (1, 10**5000), (("f.py", 3), ("g.py", 4)))
+    ),
     wire.FromRank("team", None, {1: "where", 2: ""}),
     wire.ToTeam("team", "kill"),
     wire.Do("stop"),
@@ -36,7 +42,9 @@ def test_a_message_comes_as_it_was_sent(message):
 
 
 def test_what_cannot_be_sent_is_told_by_name():
-    with pytest.raises(TypeError, match=r"Launch, the type of Launch.*, cannot be sent to another node"):
+    with pytest.raises(
+        TypeError, match=r"Launch, the type of Launch.*, cannot be sent to another node"
+    ):
         encode(wire.ToTeam("team", "send", (Launch(0, 1, 0, 1), (1,))))
 
 
@@ -48,7 +56,8 @@ class Command:
 
 
 @pytest.mark.parametrize(
-    "data", [pickle.dumps(Command()), b"[1", b'{"Popen": ["x"]}', b'{"Stop": [1]}', b'{"a": 1, "b": 2}']
+    "data",
+    [pickle.dumps(Command()), b"[1", b'{"Popen": ["x"]}', b'{"Stop": [1]}', b'{"a": 1, "b": 2}'],
 )
 def test_what_is_no_message_is_refused(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -67,7 +76,9 @@ def test_the_pickle_of_these_tests_would_run_a_command(tmp_path, monkeypatch):
 def ends(here=b"secret", there=b"secret"):
     """Both ends of a connection, or what they raised: rank 0's, a node's."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
-        node = pool.submit(lambda: Line(socket.create_connection(server.getsockname()), there, rank_0=False))
+        node = pool.submit(
+            lambda: Line(socket.create_connection(server.getsockname()), there, rank_0=False)
+        )
         rank_0 = pool.submit(lambda: Line(server.accept()[0], here, rank_0=True))
         return [future.exception() or future.result() for future in (rank_0, node)]
 
@@ -84,7 +95,10 @@ def test_both_ends_of_a_line_hear_each_other():
 def test_who_does_not_have_the_key_is_refused_by_name():
     for error in ends(there=b"another"):
         assert isinstance(error, Refused), error
-        assert "127.0.0.1 does not have the key of this run, and is not heard; set GT_TORCHRUN_KEY" in str(error)
+        assert (
+            "127.0.0.1 does not have the key of this run, and is not heard; set GT_TORCHRUN_KEY"
+            in str(error)
+        )
 
 
 def wrongly_signed(line):
@@ -102,7 +116,10 @@ def test_a_message_with_a_wrong_signature_is_refused(what, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     rank_0, node = ends()
     wrongly_signed(node)[what]()
-    with pytest.raises(Refused, match="a message on a connection between nodes is not signed with the key of this run"):
+    with pytest.raises(
+        Refused,
+        match="a message on a connection between nodes is not signed with the key of this run",
+    ):
         rank_0.take()
     assert not (tmp_path / "owned").exists()
 
@@ -121,7 +138,9 @@ def test_a_message_said_again_is_refused(whose):
         (node if whose == "the other's" else rank_0).take()
 
 
-def test_the_key_is_the_environments_else_in_a_folder_that_only_its_user_enters(tmp_path, monkeypatch):
+def test_the_key_is_the_environments_else_in_a_folder_that_only_its_user_enters(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GT_TORCHRUN_KEY", "said")
     assert shared_key() == b"said"
@@ -131,12 +150,17 @@ def test_the_key_is_the_environments_else_in_a_folder_that_only_its_user_enters(
     assert file.parent.stat().st_mode & 0o777 == 0o700
     file.parent.rename(tmp_path / "elsewhere")
     file.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Refused, match=r"no file for the key .*pytest-gtrainer.* is no folder.*: set GT_TORCHRUN_KEY"):
+    with pytest.raises(
+        Refused,
+        match=r"no file for the key .*pytest-gtrainer.* is no folder.*: set GT_TORCHRUN_KEY",
+    ):
         shared_key()
 
 
 @pytest.mark.parametrize(("content", "mode"), [("", 0o600), ("k" * 64, 0o666)])
-def test_a_key_that_is_short_or_that_others_can_write_is_refused(content, mode, tmp_path, monkeypatch):
+def test_a_key_that_is_short_or_that_others_can_write_is_refused(
+    content, mode, tmp_path, monkeypatch
+):
     monkeypatch.delenv("GT_TORCHRUN_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     key = shared_key()
@@ -144,7 +168,9 @@ def test_a_key_that_is_short_or_that_others_can_write_is_refused(content, mode, 
     file = tmp_path / ".cache/pytest-gtrainer/torchrun.key"
     file.write_text(content)
     file.chmod(mode)
-    with pytest.raises(Refused, match=r"torchrun.key is another user's, can be written by others, or is too short"):
+    with pytest.raises(
+        Refused, match=r"torchrun.key is another user's, can be written by others, or is too short"
+    ):
         shared_key()
 
 

@@ -67,7 +67,9 @@ def test_no_test_captures_the_structured_trace_unless_asked(pytester, option):
     def captured(*options):
         result = pytester.runpytest_subprocess("--show-capture=log", *options)
         result.assert_outcomes(passed=1, failed=2)
-        return [line for line in result.outlines if "torch.__trace" in line or line.startswith("DEBUG")]
+        return [
+            line for line in result.outlines if "torch.__trace" in line or line.startswith("DEBUG")
+        ]
 
     by_itself = captured("-p", "no:gtrainer")
     assert bool(by_itself) == (pytest.version_tuple >= (9, 1))

@@ -26,7 +26,9 @@ print(*resets)
 
 
 def test_what_the_forkserver_imports_beforehand_is_there():
-    assert [name for name in PRELOAD if name != "numpy" and importlib.util.find_spec(name) is None] == []
+    assert [
+        name for name in PRELOAD if name != "numpy" and importlib.util.find_spec(name) is None
+    ] == []
 
 
 def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
@@ -47,7 +49,9 @@ def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
 
 
 def resets_after(compile):
-    done = subprocess.run([sys.executable, "-c", RESETS.format(compile=compile)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RESETS.format(compile=compile)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -30,7 +30,9 @@ def sum_and_divide_pass(
             (wait,) = launch.users
             with gm.graph.inserting_after(wait):
                 divided = _division(gm, wait, ranks, launch)
-            wait.replace_all_uses_with(divided, delete_user_cb=lambda user, divided=divided: user is not divided)
+            wait.replace_all_uses_with(
+                divided, delete_user_cb=lambda user, divided=divided: user is not divided
+            )
     gm.recompile()
     return gm
 

@@ -45,7 +45,10 @@ def rewritten(traced, *ours):
 def gradients(step, model, inputs):
     model.zero_grad()
     loss = step.replay(model, *inputs)
-    return {"loss": loss, **{name: parameter.grad.to_local() for name, parameter in model.named_parameters()}}
+    return {
+        "loss": loss,
+        **{name: parameter.grad.to_local() for name, parameter in model.named_parameters()},
+    }
 
 
 @pytest.mark.gt_world("fake", size=8)
@@ -59,7 +62,9 @@ def test_sums_divided_afterwards_are_averages(traced, model, divide_first, gt_wo
     ours = bind_options(sum_and_divide_pass, divide_first=divide_first)
     inputs = batch(gt_world.rank)
     averages = gradients(rewritten(traced), model, inputs)
-    assert_bitwise_equal(gradients(rewritten(traced, ours), model, inputs), averages, what="sum_and_divide_pass")
+    assert_bitwise_equal(
+        gradients(rewritten(traced, ours), model, inputs), averages, what="sum_and_divide_pass"
+    )
 
 
 @pytest.mark.gt_world("ranks", size=3)

@@ -27,7 +27,11 @@ class FuseNormAndQuant(CustomGraphPass):
 
     def __init__(self) -> None:
         self.patterns = PatternMatcherPass()
-        inputs = [torch.empty(5, 8, dtype=torch.bfloat16), torch.empty(8, dtype=torch.bfloat16), torch.empty(())]
+        inputs = [
+            torch.empty(5, 8, dtype=torch.bfloat16),
+            torch.empty(8, dtype=torch.bfloat16),
+            torch.empty(()),
+        ]
         register_replacement(
             lambda x, weight, scale: static_quant(rms_norm(x, weight, EPS), scale),
             lambda x, weight, scale: torch.ops.serve.rms_norm_static_quant(x, weight, scale, EPS),

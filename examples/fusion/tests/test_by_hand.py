@@ -69,7 +69,11 @@ def text(gm):
     for node in gm.graph.nodes:
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda each: names[each])
         value = node.meta.get("val")
-        kind = f"{value.dtype} {[str(extent) for extent in value.shape]}" if isinstance(value, torch.Tensor) else "_"
+        kind = (
+            f"{value.dtype} {[str(extent) for extent in value.shape]}"
+            if isinstance(value, torch.Tensor)
+            else "_"
+        )
         lines.append(f"{names[node]}: {kind} = {node.op} {node.target} {arguments}")
     return re.sub(r"s\d+", "s", "\n".join(lines)) + "\n"
 
@@ -108,7 +112,11 @@ def inputs(gm, size, seed):
 
 
 def bits(tensors):
-    return [tensor.contiguous().view(torch.uint8) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return [
+        tensor.contiguous().view(torch.uint8)
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    ]
 
 
 @pytest.mark.parametrize("size", [64, 128, 65])
@@ -119,6 +127,8 @@ def test_the_pass_changes_no_bit(watched, size):
         before, after = bits(watched.before(*given)), bits(watched.after(*given))
         assert len(before) == len(after)
         for place, (one, other) in enumerate(zip(before, after, strict=True)):
-            assert torch.equal(one, other), f"output {place} differs in {(one != other).sum()} bytes"
+            assert torch.equal(one, other), (
+                f"output {place} differs in {(one != other).sum()} bytes"
+            )
         outputs.append(before)
     assert not all(map(torch.equal, *outputs)), "outputs do not depend on the inputs"

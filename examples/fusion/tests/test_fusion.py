@@ -14,7 +14,9 @@ EVERY_NORM = "count 3 serve.rms_norm_static_quant\ncount 0 aten.rsqrt"
 def record(gt_compile, tokens):
     torch._dynamo.mark_dynamic(tokens, 0)
     with gt_compile() as record, torch.no_grad():
-        compiled = torch.compile(Model(), options={"post_grad_custom_post_pass": FuseNormAndQuant()})
+        compiled = torch.compile(
+            Model(), options={"post_grad_custom_post_pass": FuseNormAndQuant()}
+        )
         compiled(tokens)
         compiled(tokens[:32])
     return record

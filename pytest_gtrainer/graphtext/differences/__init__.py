@@ -15,7 +15,15 @@ from itertools import islice
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, reference_to, sentences, unit, what
+from pytest_gtrainer.graphtext.differences.remarks import (
+    Remark,
+    Weight,
+    about,
+    reference_to,
+    sentences,
+    unit,
+    what,
+)
 from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising, unfold
@@ -37,11 +45,19 @@ def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
 
 
 def explain(
-    old: Sequence[GraphLine], new: Sequence[GraphLine], notes: Iterable[str] = (), limit: int = LIMIT
+    old: Sequence[GraphLine],
+    new: Sequence[GraphLine],
+    notes: Iterable[str] = (),
+    limit: int = LIMIT,
 ) -> list[str]:
     """How two sequences of lines that are not equal differ: sentences, notes, an empty line, a diff."""
     comparison = Comparison(old, new)
-    return [*sentences(_remarks(comparison)), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
+    return [
+        *sentences(_remarks(comparison)),
+        *notes,
+        "",
+        *graph_diff(old, new, comparison.renumbered(old, new), limit),
+    ]
 
 
 _MOST = 5_000  # of so many differences of one sort the rest is not looked at, so that time stays bounded
@@ -61,14 +77,19 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
     yield from effect_remarks(comparison)
     yield from (modules := list(module_remarks(comparison)))
     whole = {remark.about for remark in modules}
-    yield from (remark for remark in _changes(comparison) if not whole or unit(remark.about) not in whole)
+    yield from (
+        remark for remark in _changes(comparison) if not whole or unit(remark.about) not in whole
+    )
 
 
 def module_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Layers, and modules outside of layers, that have parameters and of which one graph has nothing: a sentence each,
     and no other."""
     old, new = comparison.old, comparison.new
-    for verb, graph, partners, other in (("gone", old, comparison.to_new, new), ("new", new, comparison.to_old, old)):
+    for verb, graph, partners, other in (
+        ("gone", old, comparison.to_new, new),
+        ("new", new, comparison.to_old, old),
+    ):
         known = {unit(owner) for value in other.values for owner in value.scope.owners}
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for place, value in enumerate(graph.values):
@@ -77,8 +98,14 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
             found[unit(value.scope.owners[0])][value.scope.space] += 1
         for module, counts in found.items():
             if module not in known and counts["P"] and (counts["fwd"] or counts["bwd"]):
-                told = [("P", "parameter", ""), ("fwd", "operator", " in fwd"), ("bwd", "operator", " in bwd")]
-                many = [(counts[space], noun, behind) for space, noun, behind in told if counts[space]]
+                told = [
+                    ("P", "parameter", ""),
+                    ("fwd", "operator", " in fwd"),
+                    ("bwd", "operator", " in bwd"),
+                ]
+                many = [
+                    (counts[space], noun, behind) for space, noun, behind in told if counts[space]
+                ]
                 parts = ", ".join(f"{n} {noun}{'s' * (n > 1)}{behind}" for n, noun, behind in many)
                 yield Remark(Weight.WHOLE, f"{verb}: {module}, with {parts}", module)
 
@@ -87,7 +114,9 @@ def _changes(comparison: Comparison) -> Iterator[Remark]:
     """All but the verdict, and what belongs to it."""
     old, new = comparison.old, comparison.new
     is_graph = bool(old.values or new.values)
-    buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]
+    buckets, others = [
+        buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)
+    ]
     said = list(bucket_remarks(buckets, others))
     yield from (remark for remark, _ in said)
     common = set(buckets) & set(others)
@@ -107,7 +136,9 @@ def _changes(comparison: Comparison) -> Iterator[Remark]:
 def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
     sides = ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
-    ours, theirs = [list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides]
+    ours, theirs = [
+        list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides
+    ]
     if not comparison.same_dataflow:
         for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
             known = {digest for digest, _ in other}
@@ -115,7 +146,10 @@ def verdict(comparison: Comparison) -> Remark:
                 if digest not in known:
                     return Remark(Weight.VERDICT, f"the dataflow differs{title} {what(value)}")
         return Remark(Weight.VERDICT, "the dataflow differs")
-    annotations = [Counter((digest, value.scope, value.tags) for digest, value in side) for side in (ours, theirs)]
+    annotations = [
+        Counter((digest, value.scope, value.tags) for digest, value in side)
+        for side in (ours, theirs)
+    ]
     notes = ", other modules, buckets or tags" if annotations[0] != annotations[1] else ""
     places = [new for old, new in comparison.places if comparison.old.values[old].operator]
     if moved := len(places) - len(rising(places)):
@@ -123,7 +157,9 @@ def verdict(comparison: Comparison) -> Remark:
         text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
         return Remark(Weight.VERDICT, text + notes)
     is_same = comparison.old.definitions == comparison.new.definitions
-    notes = notes or (": only the spelling differs" if is_same else ", other definitions at the head")
+    notes = notes or (
+        ": only the spelling differs" if is_same else ", other definitions at the head"
+    )
     return Remark(Weight.VERDICT, f"same dataflow, same schedule{notes}")
 
 
@@ -141,8 +177,13 @@ def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(Weight.EFFECT, text, about(now))
             break
 
-    def history(digests: Sequence[int], storage: int, changes: Sequence[tuple[int | None, list[int]]]) -> str:
-        told = [(None if n is None else digests[n], sorted(digests[reader] for reader in all)) for n, all in changes]
+    def history(
+        digests: Sequence[int], storage: int, changes: Sequence[tuple[int | None, list[int]]]
+    ) -> str:
+        told = [
+            (None if n is None else digests[n], sorted(digests[reader] for reader in all))
+            for n, all in changes
+        ]
         return repr((digests[storage], told))
 
     left = Counter(history(after, *item) for item in new.histories.items())

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, communicates, kind_of, listed, module_of
+from pytest_gtrainer.graphtext.differences.remarks import (
+    Remark,
+    Weight,
+    communicates,
+    kind_of,
+    listed,
+    module_of,
+)
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
@@ -44,7 +51,11 @@ class LaunchedBucket:
 
 def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
-    launches = {place: kind for place, value in enumerate(graph.values) if (kind := kind_of(value)) is not None}
+    launches = {
+        place: kind
+        for place, value in enumerate(graph.values)
+        if (kind := kind_of(value)) is not None
+    }
     returned = _returned(graph, {place for place, kind in launches.items() if kind in _REDUCTIONS})
     found = []
     for place, kind in launches.items():
@@ -54,9 +65,13 @@ def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
         elif launch.sources:
             payload = _root(graph, launch.sources[0])
             value = graph.values[payload]
-            parts = [payload] if value.is_input else [_root(graph, source) for source in value.sources]
+            parts = (
+                [payload] if value.is_input else [_root(graph, source) for source in value.sources]
+            )
             inputs = [graph.values[part].scope for part in parts]
-            if all(scope.space == "P" for scope in inputs):  # none if anything else is in the payload
+            if all(
+                scope.space == "P" for scope in inputs
+            ):  # none if anything else is in the payload
                 members = [scope.owners[0] for scope in inputs]
         if members:
             found.append(LaunchedBucket(kind, launch.scope, tuple(members)))
@@ -91,7 +106,9 @@ Said = tuple[Remark, Sequence[LaunchedBucket]]
 def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> Iterator[Said]:
     """Sentences on buckets merged, split, lost, gained or reordered, each with the buckets that it is about."""
     for sort in dict.fromkeys(bucket.sort for bucket in (*old, *new)):
-        yield from _Change(*[[bucket for bucket in side if bucket.sort == sort] for side in (old, new)]).remarks()
+        yield from _Change(
+            *[[bucket for bucket in side if bucket.sort == sort] for side in (old, new)]
+        ).remarks()
 
 
 class _Change:
@@ -101,10 +118,16 @@ class _Change:
         self.old, self.new = old, new
         # each with the times that it stood there before: a parameter that stands there twice is two members
         self._members = [
-            [[(name, b.members[:place].count(name)) for place, name in enumerate(b.members)] for b in side]
+            [
+                [(name, b.members[:place].count(name)) for place, name in enumerate(b.members)]
+                for b in side
+            ]
             for side in (old, new)
         ]
-        self._homes = [{each: place for place, told in enumerate(side) for each in told} for side in self._members]
+        self._homes = [
+            {each: place for place, told in enumerate(side) for each in told}
+            for side in self._members
+        ]
         self._heirs, self._origins = (
             [Counter(homes[member] for member in members if member in homes) for members in side]
             for side, homes in zip(self._members, self._homes[::-1], strict=True)
@@ -118,11 +141,17 @@ class _Change:
     def remarks(self) -> Iterator[Said]:
         yield from self._merged()
         yield from self._split()
-        for verb, buckets, homes in (("lost", self.old, self._heirs), ("gained", self.new, self._origins)):
+        for verb, buckets, homes in (
+            ("lost", self.old, self._heirs),
+            ("gained", self.new, self._origins),
+        ):
             for place, bucket in enumerate(buckets):
                 if not homes[place]:
                     text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
-                    yield Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
+                    yield (
+                        Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"),
+                        [bucket],
+                    )
                 elif verb == "lost" and place in self._partner:
                     yield from self._members_changed(place, self._partner[place])
 
@@ -138,7 +167,11 @@ class _Change:
             target, labels, prefix = self.new[heir], [source.label for source in sources], ""
             if all(source.scope.is_bucket for source in sources):
                 prefix, labels = "buckets ", [label.removeprefix("bucket ") for label in labels]
-            told = " and ".join(labels) if len(labels) == 2 else listed(labels, 3 if len(labels) == 3 else 1)
+            told = (
+                " and ".join(labels)
+                if len(labels) == 2
+                else listed(labels, 3 if len(labels) == 3 else 1)
+            )
             text = f"{target.kind} {prefix}{told} merged into {target.label}"
             yield Remark(Weight.BUCKET, text, sources[0].about), [*sources, target]
 
@@ -150,21 +183,36 @@ class _Change:
             into = listed([f"{part.label} ({len(part.members)} members)" for part in new])
             if not any(part.scope.is_bucket for part in new):
                 into = f"{len(new)} collectives, of {listed(_inside(source, [part.members[0] for part in new]))}"
-            yield Remark(Weight.BUCKET, f"{source.kind} {source.label} split into {into}", source.about), [source, *new]
+            yield (
+                Remark(
+                    Weight.BUCKET, f"{source.kind} {source.label} split into {into}", source.about
+                ),
+                [source, *new],
+            )
 
     def _parts(self, origin: int) -> list[int]:
         """The new buckets that are made of one old one only; what is a single parameter left over is none."""
         heir = self._partner.get(origin)
-        made = [place for place in sorted(self._heirs[origin]) if len(self._origins[place]) == 1 or place == heir]
+        made = [
+            place
+            for place in sorted(self._heirs[origin])
+            if len(self._origins[place]) == 1 or place == heir
+        ]
         if heir is not None and not self.new[heir].scope.is_bucket:
             return made
-        return [place for place in made if self.new[place].scope.is_bucket or len(self.new[place].members) > 1]
+        return [
+            place
+            for place in made
+            if self.new[place].scope.is_bucket or len(self.new[place].members) > 1
+        ]
 
     def _members_changed(self, place: int, heir: int) -> Iterator[Said]:
         """Members that came, that went, and those that are in another order."""
         bucket, now = self.old[place], self.new[heir]
         mine, theirs = self._members[0][place], self._members[1][heir]
-        left: dict[int | None, list[str]] = defaultdict(list)  # by the new bucket that they are in, None for none
+        left: dict[int | None, list[str]] = defaultdict(
+            list
+        )  # by the new bucket that they are in, None for none
         for member in mine:
             left[self._homes[1].get(member)].append(member[0])
         come = [name for name, count in theirs if (name, count) not in self._homes[0]]
@@ -172,17 +220,29 @@ class _Change:
         told = {heir, *self._parts(place)}
         for where, names in left.items():
             if where not in told:
-                changes.append(("lost", names, "" if where is None else f" to {self.new[where].label}"))
+                changes.append(
+                    ("lost", names, "" if where is None else f" to {self.new[where].label}")
+                )
         for verb, names, to in changes:
             text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
-            yield Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}"), [bucket, now]
+            yield (
+                Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}"),
+                [bucket, now],
+            )
 
         common = set(mine) & set(theirs)
-        kept, order = ([name for name, count in side if (name, count) in common] for side in (mine, theirs))
+        kept, order = (
+            [name for name, count in side if (name, count) in common] for side in (mine, theirs)
+        )
         if kept != order:
-            stands, was = _inside(now, next([b, a] for a, b in zip(kept, order, strict=True) if a != b))
+            stands, was = _inside(
+                now, next([b, a] for a, b in zip(kept, order, strict=True) if a != b)
+            )
             text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
-            yield Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
+            yield (
+                Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"),
+                [bucket, now],
+            )
 
 
 def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:

@@ -29,30 +29,55 @@ class Comparison:
         self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
         self.to_new: list[int | None] = [None] * len(self.old.values)
         self.to_old: list[int | None] = [None] * len(self.new.values)
-        self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))  # places without partner
-        self.elsewhere: list[tuple[int, int]] = []  # pairs that may be in another module than before
-        self._pair(*[
-            [(value.scope, digest) for digest, value in zip(digests.values, graph.values, strict=True)]
-            for digests, graph in ((self.ours, self.old), (self.theirs, self.new))
-        ])  # fmt: skip
+        self.left = (
+            list(range(len(self.to_new))),
+            list(range(len(self.to_old))),
+        )  # places without partner
+        self.elsewhere: list[
+            tuple[int, int]
+        ] = []  # pairs that may be in another module than before
+        self._pair(
+            *[
+                [
+                    (value.scope, digest)
+                    for digest, value in zip(digests.values, graph.values, strict=True)
+                ]
+                for digests, graph in ((self.ours, self.old), (self.theirs, self.new))
+            ]
+        )
         if any(self.left):
             self._pair_inexactly()
-        self.places = [(place, partner) for place, partner in enumerate(self.to_new) if partner is not None]
-        self.definitions = self._definitions()  # of the old side, by those of the new one that stand for them
-        self.explained: frozenset[Scope] = frozenset()  # scopes whose change that of a bucket explains
+        self.places = [
+            (place, partner) for place, partner in enumerate(self.to_new) if partner is not None
+        ]
+        self.definitions = (
+            self._definitions()
+        )  # of the old side, by those of the new one that stand for them
+        self.explained: frozenset[Scope] = (
+            frozenset()
+        )  # scopes whose change that of a bucket explains
 
     def _pair_inexactly(self) -> None:
         numbers = Numbers()
-        (ours, ours_around), (theirs, theirs_around) = (_rings(graph, numbers) for graph in (self.old, self.new))
+        (ours, ours_around), (theirs, theirs_around) = (
+            _rings(graph, numbers) for graph in (self.old, self.new)
+        )
         self._pair(ours_around, theirs_around)  # the inner ring says the module, too
         kept = [place if partner is not None else None for place, partner in enumerate(self.to_new)]
-        self._pair(_with_operands(ours, self.old, kept), _with_operands(theirs, self.new, self.to_old))
+        self._pair(
+            _with_operands(ours, self.old, kept), _with_operands(theirs, self.new, self.to_old)
+        )
         self._pair(ours, theirs)
         for by_name in (True, False):
-            self._pair(*[
-                [(value.scope, value.operator, value.name if by_name else "") for value in graph.values]
-                for graph in (self.old, self.new)
-            ])  # fmt: skip
+            self._pair(
+                *[
+                    [
+                        (value.scope, value.operator, value.name if by_name else "")
+                        for value in graph.values
+                    ]
+                    for graph in (self.old, self.new)
+                ]
+            )
         self.elsewhere = sorted(self._pair(self.ours.values, self.theirs.values))
 
     def _pair(self, ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -75,7 +100,9 @@ class Comparison:
         """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
         old, new = self.old.definitions, self.new.definitions
         named = {definition.name: place for place, definition in enumerate(new)}
-        uses = Counter({(place, named[was.name]): 0 for place, was in enumerate(old) if was.name in named})
+        uses = Counter(
+            {(place, named[was.name]): 0 for place, was in enumerate(old) if was.name in named}
+        )
         for place in self.old.users:
             other = self.to_new[place]
             operands = () if other is None else self.new.values[other].operands
@@ -106,10 +133,14 @@ class Comparison:
 
     def lost_and_gained(self) -> Iterator[tuple[str, Value]]:
         """Values without a partner: those that were "lost", then those that were "gained"."""
-        for verb, graph, left in zip(("lost", "gained"), (self.old, self.new), self.left, strict=True):
+        for verb, graph, left in zip(
+            ("lost", "gained"), (self.old, self.new), self.left, strict=True
+        ):
             yield from ((verb, graph.values[place]) for place in left)
 
-    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
+    def renumbered(
+        self, old: Sequence[GraphLine], new: Sequence[GraphLine]
+    ) -> Iterator[tuple[int, int]]:
         """Lines that differ and yet say the same in both graphs, with other names for values."""
         for place, other in self.places:
             was, now = self.old.values[place], self.new.values[other]
@@ -151,10 +182,14 @@ def _rings(graph: Dataflow, numbers: Numbers) -> tuple[list[int], list[int]]:
         literals = tuple([operand for operand in operands if isinstance(operand, str)])
         own.append(numbers.of((scope, operator, kind, arguments, literals)))
     around = zip(own, graph.values, strict=True)
-    return own, [numbers.of((number, *[own[source] for source in value.sources])) for number, value in around]
+    return own, [
+        numbers.of((number, *[own[source] for source in value.sources])) for number, value in around
+    ]
 
 
-def _with_operands(rings: Sequence[int], graph: Dataflow, names: Sequence[int | None]) -> list[Hashable]:
+def _with_operands(
+    rings: Sequence[int], graph: Dataflow, names: Sequence[int | None]
+) -> list[Hashable]:
     """Each ring with those operands that have a partner, by their ``names``; no key without any."""
     keys: list[Hashable] = []
     for ring, value in zip(rings, graph.values, strict=True):

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_gtrainer.facts import counted, escaped
-from pytest_gtrainer.graphtext.differences.remarks import WIDTH, Remark, Weight, cut, listed, ranges, same_start
+from pytest_gtrainer.graphtext.differences.remarks import (
+    WIDTH,
+    Remark,
+    Weight,
+    cut,
+    listed,
+    ranges,
+    same_start,
+)
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.syntax import absolute
@@ -39,14 +47,19 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
     """Where two lists differ, in order."""
     joined: list[Change] = []
     for change in _changes(old, new, 0, 0, 0):
-        if joined and (joined[-1].last, joined[-1].end) == (change.first, change.begin):  # no equal line between them
+        if joined and (joined[-1].last, joined[-1].end) == (
+            change.first,
+            change.begin,
+        ):  # no equal line between them
             joined[-1] = joined[-1]._replace(last=change.last, end=change.end)
         else:
             joined.append(change)
     return joined
 
 
-def _changes(old: Sequence[str], new: Sequence[str], first: int, begin: int, depth: int) -> Iterator[Change]:
+def _changes(
+    old: Sequence[str], new: Sequence[str], first: int, begin: int, depth: int
+) -> Iterator[Change]:
     """The changes between two stretches, which begin at ``first`` and ``begin``."""
     start = same_start(old, new)
     end = same_start(old[start:][::-1], new[start:][::-1])
@@ -56,11 +69,15 @@ def _changes(old: Sequence[str], new: Sequence[str], first: int, begin: int, dep
     if not old or not new:
         yield from [replaced] if old or new else []
     elif len(old) * len(new) <= _SMALL:
-        for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for tag, i, j, k, m in difflib.SequenceMatcher(
+            None, old, new, autojunk=False
+        ).get_opcodes():
             if tag != "equal":
                 yield Change(first + i, first + j, begin + k, begin + m)
     elif depth < _DEPTH and (anchors := _anchors(old, new)):
-        for (at, to), (place, other) in itertools.pairwise([(0, 0), *anchors, (len(old), len(new))]):
+        for (at, to), (place, other) in itertools.pairwise(
+            [(0, 0), *anchors, (len(old), len(new))]
+        ):
             yield from _changes(old[at:place], new[to:other], first + at, begin + to, depth + 1)
     elif (found := _few(old, new)) is not None:
         yield from (Change(first + i, first + j, begin + k, begin + m) for i, j, k, m in found)
@@ -72,7 +89,11 @@ def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
     """Places of lines that stand once on either side, rising on both."""
     ours, theirs = Counter(old), Counter(new)
     places = {line: place for place, line in enumerate(new) if theirs[line] == 1}
-    common = [(place, places[line]) for place, line in enumerate(old) if ours[line] == 1 and line in places]
+    common = [
+        (place, places[line])
+        for place, line in enumerate(old)
+        if ours[line] == 1 and line in places
+    ]
     return [common[place] for place in rising([to for _, to in common])]
 
 
@@ -87,7 +108,12 @@ def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
             gains = k == -step or (k != step and ends[k - 1][0] < ends[k + 1][0])
             x, way = ends[k + 1] if gains else ends[k - 1]
             if step:
-                way = [*way, Change(x, x, x - k - 1, x - k) if gains else Change(x, x + 1, x - k + 1, x - k + 1)]
+                way = [
+                    *way,
+                    Change(x, x, x - k - 1, x - k)
+                    if gains
+                    else Change(x, x + 1, x - k + 1, x - k + 1),
+                ]
             x += not gains
             while x < len(old) and x - k < len(new) and old[x] == new[x - k]:
                 x += 1
@@ -111,7 +137,10 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
 
 
 def graph_diff(
-    old: Sequence[GraphLine], new: Sequence[GraphLine], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
+    old: Sequence[GraphLine],
+    new: Sequence[GraphLine],
+    same: Iterable[tuple[int, int]] = (),
+    limit: int = LIMIT,
 ) -> list[str]:
     """Differences section by section, the same in many layers once; lines that are ``same`` are left out."""
     keys = list(new)
@@ -129,10 +158,14 @@ def _bounded(lines: Iterator[str], limit: int) -> list[str]:
     return [*shown, "… and more"] if next(lines, None) is not None else shown
 
 
-def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]) -> Iterator[str]:
+def _section_diffs(
+    old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]
+) -> Iterator[str]:
     """The diffs of sections by ``keys``; their order, if that has changed and no section was lost or gained."""
     before, after, by = _by_section(old), _by_section(new), _by_section(keys)
-    found: dict[_Lines, tuple[list[str], list[str]]] = {}  # by what has changed: the first such body, and sections
+    found: dict[
+        _Lines, tuple[list[str], list[str]]
+    ] = {}  # by what has changed: the first such body, and sections
     for section in dict.fromkeys([*before, *after]):
         was, now, key = (side.get(section, ()) for side in (before, after, by))
         if was != key:
@@ -142,7 +175,10 @@ def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Seq
     for body, names in found.values():
         yield cut(f"@@ {spell_sections(names)} @@")
         yield from body
-    visits = [[section for section, _ in itertools.groupby(line.section for line in side)] for side in (old, new)]
+    visits = [
+        [section for section, _ in itertools.groupby(line.section for line in side)]
+        for side in (old, new)
+    ]
     if visits[0] != visits[1] and set(before) == set(after):
         yield "@@ order of the sections @@"
         left, right = ([section or "definitions" for section in side] for side in visits)
@@ -170,11 +206,16 @@ def spell_sections(sections: Sequence[str]) -> str:
         found = _NUMBERED.fullmatch(section)
         numbers = told[found["container"] if found else section]
         numbers += [int(found["number"])] if found else []
-    spans = {name: f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "" for name, numbers in told.items()}
+    spans = {
+        name: f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else ""
+        for name, numbers in told.items()
+    }
     return ", ".join((name or "definitions") + span for name, span in spans.items())
 
 
-def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:
+def _hunks(
+    old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None
+) -> Iterator[list[str]]:
     """Changes that share their lines of context: a heading as in a unified diff, then lines, ``shown`` for the new."""
     shown = new if shown is None else shown
     groups: list[list[Change]] = []
@@ -186,7 +227,9 @@ def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None =
     for group in groups:
         lead, tail = min(CONTEXT, group[0].first), min(CONTEXT, len(old) - group[-1].last)
         place, stop = group[0].first - lead, group[-1].last + tail
-        lines = [f"@@ -{_span(place, stop)} +{_span(group[0].begin - lead, group[-1].end + tail)} @@"]
+        lines = [
+            f"@@ -{_span(place, stop)} +{_span(group[0].begin - lead, group[-1].end + tail)} @@"
+        ]
         for change in group:
             lines += [cut(f" {line}") for line in old[place : change.first]]
             lines += _replaced(old[change.first : change.last], shown[change.begin : change.end])
@@ -223,7 +266,12 @@ def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator
         changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
         told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
         space, _, module = absolute(section, None).partition(".")
-        yield Remark(Weight.REST, f"{space} {module}".rstrip() + f": {told or 'lines in another order'}", module, told)
+        yield Remark(
+            Weight.REST,
+            f"{space} {module}".rstrip() + f": {told or 'lines in another order'}",
+            module,
+            told,
+        )
     if list(before) != list(after) and set(before) == set(after):
         yield Remark(Weight.REST, "sections are in another order")
 

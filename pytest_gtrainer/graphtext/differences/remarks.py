@@ -50,7 +50,9 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
 
     groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
     for place, (remark, layers) in enumerate(numbers.items()):
-        groups[remark.weight, remark.gist or f"\0{place}"].append((_spelled(remark, layers), len(layers)))
+        groups[remark.weight, remark.gist or f"\0{place}"].append(
+            (_spelled(remark, layers), len(layers))
+        )
     said: list[tuple[Remark, int]] = []
     for members in groups.values():
         if len(members) <= _ALIKE:
@@ -58,9 +60,16 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
             continue
         first = max(members, key=lambda pair: pair[1])[0]
         more = f" (and {len(members) - 1} more like this)"
-        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
+        said.append(
+            (
+                first._replace(text=cut(first.text, WIDTH - len(more)) + more),
+                sum(n for _, n in members),
+            )
+        )
 
-    texts = [cut(remark.text) for remark, _ in sorted(said, key=lambda pair: (pair[0].weight, -pair[1]))]
+    texts = [
+        cut(remark.text) for remark, _ in sorted(said, key=lambda pair: (pair[0].weight, -pair[1]))
+    ]
     if (left := len(texts) - limit) > 0:
         texts[limit - 1 :] = [f"… and {left + 1} more such differences"]
     return texts
@@ -73,7 +82,10 @@ def cut(line: str, width: int = WIDTH) -> str:
 
 def same_start(old: Sequence[str], new: Sequence[str]) -> int:
     """How many characters two lines begin with alike."""
-    return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+        min(len(old), len(new)),
+    )
 
 
 def _relative(text: str, container: str, number: int) -> str:
@@ -118,9 +130,15 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 KINDS = {
-    "all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "broadcast": "broadcast",
-    "permute_tensor": "permute", "isend": "send", "irecv": "receive",
-}  # fmt: skip
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_reduce": "AR",
+    "all_to_all": "A2A",
+    "broadcast": "broadcast",
+    "permute_tensor": "permute",
+    "isend": "send",
+    "irecv": "receive",
+}
 """The usual abbreviations, by what operators' names begin with."""
 
 _NAMESPACE = "_c10d_functional"  # what operators of collectives begin with
@@ -151,7 +169,11 @@ def reference_to(value: Value) -> str:
         return value.scope.owners[0]
     module = module_of(value.scope)
     path = f"{module}.{value.name}" if module else value.name
-    return ("bucket " if value.scope.is_bucket else "") + path + ("/bwd" if value.scope.space == "bwd" else "")
+    return (
+        ("bucket " if value.scope.is_bucket else "")
+        + path
+        + ("/bwd" if value.scope.space == "bwd" else "")
+    )
 
 
 def about(value: Value) -> str:
@@ -199,11 +221,15 @@ def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
     seen: Counter[str] = Counter()
     for place, value in enumerate(graph.values):
         if (kind := kind_of(value)) is not None:
-            label = f"{kind} {module_of(value.scope)}".rstrip() + ("/bwd" if value.scope.space == "bwd" else "")
+            label = f"{kind} {module_of(value.scope)}".rstrip() + (
+                "/bwd" if value.scope.space == "bwd" else ""
+            )
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
             events[place] = CollectiveEvent("launch", names[place])
         elif communicates(value):
-            source = next((names[source] for source in value.sources if source in names), reference_to(value))
+            source = next(
+                (names[source] for source in value.sources if source in names), reference_to(value)
+            )
             events[place] = CollectiveEvent("wait", source)
     return events

@@ -14,7 +14,14 @@ from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences import remarks
 from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, communicates, reference_to, what
+from pytest_gtrainer.graphtext.differences.remarks import (
+    Remark,
+    Weight,
+    about,
+    communicates,
+    reference_to,
+    what,
+)
 from pytest_gtrainer.graphtext.equivalence import bare_name
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import Scope
@@ -36,35 +43,59 @@ def type_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(Weight.DTYPE, f"dtype of {what(now)}: {change}", about(now), change)
         else:
             gist = "type of inputs" if now.is_input else "type"
-            yield Remark(Weight.ARGUMENT, f"type of {what(now)}: {_became(before, after)}", about(now), gist)
+            yield Remark(
+                Weight.ARGUMENT, f"type of {what(now)}: {_became(before, after)}", about(now), gist
+            )
     if len(changed) > len(own):
-        yield Remark(Weight.DTYPE, f"types of {len(changed) - len(own)} values that follow from these changed, too")
+        yield Remark(
+            Weight.DTYPE,
+            f"types of {len(changed) - len(own)} values that follow from these changed, too",
+        )
 
 
 def _became(old: str, new: str) -> str:
     """Both from where they differ, if they are long."""
-    start = max(remarks.same_start(old, new) - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
-    before, after = (remarks.cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new))
+    start = (
+        max(remarks.same_start(old, new) - _LONGEST // 3, 0)
+        if max(len(old), len(new)) > _LONGEST
+        else 0
+    )
+    before, after = (
+        remarks.cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new)
+    )
     return f"{before} became {after}"
 
 
 def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Literals that changed, and operands that are another value than before."""
     for _, was, now in comparison.changed():
-        is_same = was.arguments == now.arguments and comparison.same_operands(was.operands, now.operands)
+        is_same = was.arguments == now.arguments and comparison.same_operands(
+            was.operands, now.operands
+        )
         sources = [(comparison.to_old[source], source) for source in now.sources]
-        is_told = was.type != now.type and all(  # its type changed and those of its operands did not
-            old is None or comparison.old.values[old].type == comparison.new.values[new].type for old, new in sources
+        is_told = (
+            was.type != now.type
+            and all(  # its type changed and those of its operands did not
+                old is None or comparison.old.values[old].type == comparison.new.values[new].type
+                for old, new in sources
+            )
         )
         if is_same or now.is_input or is_told:
             continue
-        literals = [[operand for operand in value.operands if isinstance(operand, str)] for value in (was, now)]
+        literals = [
+            [operand for operand in value.operands if isinstance(operand, str)]
+            for value in (was, now)
+        ]
         if was.arguments == now.arguments and literals[0] == literals[1]:
             if len(was.operands) == len(now.operands):
                 yield from _operand_remarks(comparison, was, now)
             continue
-        whole = [_ITEMS.sub(HOLE, value.arguments) for value in (was, now)]  # whichever outputs are read
-        may_follow = len(was.operands) != len(now.operands) or (whole[0] == whole[1] and literals[0] == literals[1])
+        whole = [
+            _ITEMS.sub(HOLE, value.arguments) for value in (was, now)
+        ]  # whichever outputs are read
+        may_follow = len(was.operands) != len(now.operands) or (
+            whole[0] == whole[1] and literals[0] == literals[1]
+        )
         is_said = any(comparison.is_said(operand, "") for operand in was.operands)
         is_said = is_said or any(comparison.is_said("", operand) for operand in now.operands)
         if not (may_follow and is_said):
@@ -79,12 +110,16 @@ def _shown_arguments(value: Value) -> str:
     operands = [operand if isinstance(operand, str) else "·" for operand in value.operands]
     pieces = value.arguments.replace(SYMBOL, HOLE).split(HOLE)
     operands = operands[len(operands) - len(pieces) + 1 :]
-    return "".join(f"{piece}{operand}" for piece, operand in zip(pieces, [*operands, ""], strict=True))
+    return "".join(
+        f"{piece}{operand}" for piece, operand in zip(pieces, [*operands, ""], strict=True)
+    )
 
 
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
     def is_told(old: Operand, new: Operand) -> bool:
-        return comparison.same_operand(old, new) or comparison.is_said(old, new) or _is_definition(old)
+        return (
+            comparison.same_operand(old, new) or comparison.is_said(old, new) or _is_definition(old)
+        )
 
     pairs = enumerate(zip(was.operands, now.operands, strict=True), start=1)
     if not (other := [(number, old, new) for number, (old, new) in pairs if not is_told(old, new)]):
@@ -95,7 +130,11 @@ def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator
     if len(other) > 1 and moved == Counter(new for _, _, new in other):
         text = f"operands of {what(now)} are in another order: {shown} where {before} was"
     else:
-        more = f" (and {len(other) - 1} more operand{'s' if len(other) > 2 else ''})" if len(other) > 1 else ""
+        more = (
+            f" (and {len(other) - 1} more operand{'s' if len(other) > 2 else ''})"
+            if len(other) > 1
+            else ""
+        )
         text = f"{what(now)} reads {shown} instead of {before} as operand {number}{more}"
     yield Remark(Weight.OPERAND, text, about(now), "operands")
 
@@ -106,8 +145,16 @@ def _is_definition(operand: Operand) -> bool:
 
 def _shown(graph: Dataflow, operand: Operand) -> str:
     if isinstance(operand, int):
-        return reference_to(graph.values[operand]) if operand >= 0 else graph.definitions[~operand].name
-    return operand if isinstance(operand, str) else f"size {operand.number} of {_shown(graph, operand.value)}"
+        return (
+            reference_to(graph.values[operand])
+            if operand >= 0
+            else graph.definitions[~operand].name
+        )
+    return (
+        operand
+        if isinstance(operand, str)
+        else f"size {operand.number} of {_shown(graph, operand.value)}"
+    )
 
 
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
@@ -117,7 +164,11 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
-            if _is_definition(old) and _is_definition(new) and not comparison.same_operand(old, new):
+            if (
+                _is_definition(old)
+                and _is_definition(new)
+                and not comparison.same_operand(old, new)
+            ):
                 kind = remarks.kind_of(now) or now.operator
                 change = f"{_shown(comparison.old, old)} became {_shown(comparison.new, new)}"
                 text = f"process group of {kind} {remarks.module_of(now.scope)}/{now.scope.space}: {change}"
@@ -142,11 +193,16 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What values were lost and gained, by module; collectives of changed buckets are told there."""
     by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for verb, value in comparison.lost_and_gained():
-        is_told = value.scope in comparison.explained and (value.scope.is_bucket or communicates(value))
+        is_told = value.scope in comparison.explained and (
+            value.scope.is_bucket or communicates(value)
+        )
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = ((verb, [f"{n} {name}" if n > 1 else name for name, n in of.items()]) for verb, of in changes.items())
+        told = (
+            (verb, [f"{n} {name}" if n > 1 else name for name, n in of.items()])
+            for verb, of in changes.items()
+        )
         gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told)
         yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 
@@ -154,7 +210,9 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
     sides = (comparison.old, comparison.new)
-    old, new = (Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides)
+    old, new = (
+        Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides
+    )
     for name in dict.fromkeys([*old, *new]):
         if old[name] != new[name]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
@@ -172,15 +230,25 @@ def definition_remarks(comparison: Comparison) -> Iterator[Remark]:
             kind = _KINDS.get(was.kind, was.kind)
             yield Remark(Weight.GROUP, f"{kind} {now.name}: {was.content} became {now.content}")
     for verb, definitions, known in (("lost", old, kept), ("gained", new, set(kept.values()))):
-        for name, kind, content in (told for place, told in enumerate(definitions) if place not in known):
-            yield Remark(Weight.GROUP, f"{verb} {_KINDS.get(kind, kind)} {' = '.join(filter(None, (name, content)))}")
+        for name, kind, content in (
+            told for place, told in enumerate(definitions) if place not in known
+        ):
+            yield Remark(
+                Weight.GROUP,
+                f"{verb} {_KINDS.get(kind, kind)} {' = '.join(filter(None, (name, content)))}",
+            )
 
 
 def input_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What a graph takes."""
     for verb, value in comparison.lost_and_gained():
         if value.is_input:
-            yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), f"{verb} {value.scope.space}")
+            yield Remark(
+                Weight.BOUNDARY,
+                f"{verb} {what(value)}",
+                about(value),
+                f"{verb} {value.scope.space}",
+            )
     places = [new for old in comparison.old.inputs if (new := comparison.to_new[old]) is not None]
     if places != sorted(places):
         yield Remark(Weight.BOUNDARY, "inputs are in another order")
@@ -195,11 +263,17 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
             verb = "gained" if was is None else "lost"
             yield Remark(Weight.BOUNDARY, f"{verb} output {name}", name, f"{verb} output")
             continue
-        is_same = was.arguments == now.arguments and comparison.same_operands(was.operands, now.operands)
+        is_same = was.arguments == now.arguments and comparison.same_operands(
+            was.operands, now.operands
+        )
         pairs = list(zip(was.operands, now.operands, strict=False))
-        if not is_same and (len(was.operands) != len(now.operands) or not all(comparison.is_said(*p) for p in pairs)):
+        if not is_same and (
+            len(was.operands) != len(now.operands) or not all(comparison.is_said(*p) for p in pairs)
+        ):
             after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
-            yield Remark(Weight.BOUNDARY, f"output {name} is {after} instead of {before}", name, "output")
+            yield Remark(
+                Weight.BOUNDARY, f"output {name} is {after} instead of {before}", name, "output"
+            )
     if [name for name in old if name in new] != [name for name in new if name in old]:
         yield Remark(Weight.BOUNDARY, "outputs are in another order")
 
@@ -252,7 +326,9 @@ def _serving(graph: Dataflow) -> list[bool]:
     serving: list[bool] = []
     for value, is_communicated in zip(graph.values, communicated, strict=True):
         prepared = [serving[source] and not communicated[source] for source in value.sources]
-        is_prepared = value.scope.space == "P" if value.is_input else bool(prepared) and all(prepared)
+        is_prepared = (
+            value.scope.space == "P" if value.is_input else bool(prepared) and all(prepared)
+        )
         serving.append(is_communicated or is_prepared)
     return serving
 
@@ -288,7 +364,11 @@ class _Ruler:
             most = max(most, self.stretches[other], key=passed)
         unit, part = self.units[most[0]], passed(most) / (most[1] - most[0])
         value, last = self.graph.values[place], self.graph.values[self.old[mark]]
-        if part > _MOST_OF_LAYER and unit and (communicates(value) or remarks.unit_of(value.scope) != unit):
+        if (
+            part > _MOST_OF_LAYER
+            and unit
+            and (communicates(value) or remarks.unit_of(value.scope) != unit)
+        ):
             return f"{subject} moved {side} {'' if part == 1 else 'most of '}the compute of {unit}"
         if subject == what(last):
             return f"{reference_to(value)} moved {side} {reference_to(last)}"
@@ -304,16 +384,28 @@ def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
         if now is not None and ruler.has_passed(place, now):
             text = ruler.way(place, now, str(event))
             side = "behind" if " moved behind " in text else "before"
-            yield Remark(Weight.MOVE, text, about(values[place]), f"{event.step} {event.collective.split()[0]} {side}")
+            yield Remark(
+                Weight.MOVE,
+                text,
+                about(values[place]),
+                f"{event.step} {event.collective.split()[0]} {side}",
+            )
         elif now is not None:
             still[event.step].append((place, now))
 
     launches, waits = still["launch"], still["wait"]
-    kept, held = ([side[number] for number in rising([now for _, now in side])] for side in (launches, waits))
-    for place, side, other in list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]:
+    kept, held = (
+        [side[number] for number in rising([now for _, now in side])] for side in (launches, waits)
+    )
+    for place, side, other in list(_passed(launches, held)) or [
+        *_passed(waits, held),
+        *_passed(launches, kept),
+    ]:
         step, collective = event = events[place]
         text = f"{event} moved {side} the {events[other]}"
-        yield Remark(Weight.MOVE, text, about(values[place]), f"{step} {collective.split()[0]} {side} event")
+        yield Remark(
+            Weight.MOVE, text, about(values[place]), f"{step} {collective.split()[0]} {side} event"
+        )
 
 
 def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
@@ -328,7 +420,15 @@ def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
 
 
 FINDERS = (
-    definition_remarks, input_remarks, output_remarks, group_remarks, collective_remarks, operator_remarks,
-    type_remarks, argument_remarks, annotation_remarks, move_remarks,
-)  # fmt: skip
+    definition_remarks,
+    input_remarks,
+    output_remarks,
+    group_remarks,
+    collective_remarks,
+    operator_remarks,
+    type_remarks,
+    argument_remarks,
+    annotation_remarks,
+    move_remarks,
+)
 """What finds the differences of this module, in the order in which they are told."""

@@ -16,18 +16,45 @@ from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
 from pytest_gtrainer.passes.chunking import mixing
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
-from pytest_gtrainer.passes.chunking.mixing import HOW_MANY, Call, Known, Operand, Rows, Statistic, judge, refuse_mixing
-from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
+from pytest_gtrainer.passes.chunking.mixing import (
+    HOW_MANY,
+    Call,
+    Known,
+    Operand,
+    Rows,
+    Statistic,
+    judge,
+    refuse_mixing,
+)
+from pytest_gtrainer.passes.chunking.regions import (
+    Region,
+    Storages,
+    find_regions,
+    gradient_reductions,
+)
 from pytest_gtrainer.passes.chunking.rewrite import Rewrite
-from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins, unknown_dims
+from pytest_gtrainer.passes.chunking.twins import (
+    Twins,
+    constant,
+    differing_dims,
+    symbolic_twins,
+    unknown_dims,
+)
 
 aten = torch.ops.aten
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+)
 
 
 def check_extents(twins: Twins, config: ChunkConfig) -> None:
     """The graphs' inputs are N to 1 in the chunk dimension, or equal (G9)."""
-    differing = [node for node in twins.full.graph.find_nodes(op="placeholder") if node in twins.dims]
+    differing = [
+        node for node in twins.full.graph.find_nodes(op="placeholder") if node in twins.dims
+    ]
     for node, dim in ((each, dim) for each in differing for dim in twins.dims[each]):
         ours, theirs = node.meta["val"].shape[dim], twins.part_of[node].meta["val"].shape[dim]
         wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
@@ -44,14 +71,20 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
         )
 
 
-def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig) -> None:
+def check_bodies(
+    twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig
+) -> None:
     """Refuse other collectives than expert-parallel ones (G8), mixed rows (G3), a fixed full extent (G10) in a body."""
     reductions = gradient_reductions(twins.full.graph)
     following = _Following(twins, regions, storages, config)
     for region in regions:
         root = region.key.root
         for node in region.body:
-            if is_collective(node) and node.target not in (ALL_TO_ALL, WAIT) and node not in reductions:
+            if (
+                is_collective(node)
+                and node.target not in (ALL_TO_ALL, WAIT)
+                and node not in reductions
+            ):
                 raise collective_error(described(node), group_of(node), root)
             for source in node.all_input_nodes if region.key.direction == FORWARD else ():
                 if direction(source) == BACKWARD:
@@ -62,7 +95,9 @@ def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, co
             _check_fixed_extent(node, region, twins)
             if config.module_fqn not in config.row_wise:
                 following.check(node, root)
-                if region.key.direction == FORWARD and any(user not in following.bodies for user in node.users):
+                if region.key.direction == FORWARD and any(
+                    user not in following.bodies for user in node.users
+                ):
                     following.check_leaving(node, root)
 
 
@@ -81,7 +116,9 @@ def collective_error(what: str, group: str | None, root: str) -> ChunkError:
 class _Following:
     """What is known of the values of all bodies, node by node in graph order."""
 
-    def __init__(self, twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig) -> None:
+    def __init__(
+        self, twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig
+    ) -> None:
         self.twins, self.storages, self.config = twins, storages, config
         self.bodies = {node for region in regions for node in region.body}
         self.known: dict[fx.Node, list[Known]] = {}
@@ -94,9 +131,13 @@ class _Following:
             source, index = node.args
             self.known[node] = self.known.get(source, [])[index : index + 1] or [self._of(node)]
             return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: Operand(n.meta.get("val"), self._of(n)))
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: Operand(n.meta.get("val"), self._of(n))
+        )
         part = self.twins.part_of[node]
-        numbers = (part.args, part.kwargs) if direction(node) == FORWARD else None  # autograd's are those of a mean
+        numbers = (
+            (part.args, part.kwargs) if direction(node) == FORWARD else None
+        )  # autograd's are those of a mean
         call = Call(node.target, args, kwargs, list(self._results(node)), numbers)
         self.known[node] = judge(call, described(node), root, self.config, self.told)
         for storage in self.storages.written.get(node, ()):
@@ -113,13 +154,19 @@ class _Following:
         counted = known.hold in (mixing.NUMBERS, mixing.COUNTED)
         turned = known.hold == mixing.INPUT and known.front != 1
         if counted or turned:
-            wrong = f"depends on their number, or on {HOW_MANY}," if counted else "has rows in another order"
+            wrong = (
+                f"depends on their number, or on {HOW_MANY},"
+                if counted
+                else "has rows in another order"
+            )
             wrong += f" and leaves the module in dimension {known.dims[0]}"
             refuse_mixing(described(node), wrong, root, self.config, self.told)
 
     def _results(self, node: fx.Node) -> Iterator[tuple[Any, Sequence[int]]]:
         ours, theirs = node.meta.get("val"), self.twins.part_of[node].meta.get("val")
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, list | tuple) else [(ours, theirs)]
+        pairs = (
+            zip(ours, theirs, strict=True) if isinstance(ours, list | tuple) else [(ours, theirs)]
+        )
         for value, part in pairs:
             is_tensor = isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor)
             yield value, (differing_dims(value, part) or unknown_dims(value)) if is_tensor else ()
@@ -132,7 +179,9 @@ class _Following:
             return written
         if known is None and node.op == "get_attr":
             return self._of_constant(node)
-        if known is None and (dims := self.twins.dims.get(node) or unknown_dims(node.meta.get("val"))):
+        if known is None and (
+            dims := self.twins.dims.get(node) or unknown_dims(node.meta.get("val"))
+        ):
             return Rows(tuple(dims))
         return known
 
@@ -142,7 +191,10 @@ class _Following:
             return None
         if len(dims := self.twins.dims.get(node, [])) != 1:
             return Statistic(f"{described(node)}, by {HOW_MANY}")
-        ours, theirs = constant(self.twins.full, node), constant(self.twins.part, self.twins.part_of[node])
+        ours, theirs = (
+            constant(self.twins.full, node),
+            constant(self.twins.part, self.twins.part_of[node]),
+        )
         rows = [row for tensor in (ours, theirs) for row in tensor.unbind(dims[0])]
         same = not ours.is_meta and all(torch.equal(row, rows[0]) for row in rows)
         return Rows(tuple(dims), mixing.MADE if same else mixing.COUNTED)
@@ -160,7 +212,9 @@ def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
     value, before = node.meta["val"], source.meta["val"]
     extent, part = before.shape[given], twins.part_of[node].meta["val"]
     inward = math.prod(value.shape[:dim]) > math.prod(before.shape[:given])
-    if inward and any(a == b == extent for a, b in zip(value.shape[:dim], part.shape[:dim], strict=True)):
+    if inward and any(
+        a == b == extent for a, b in zip(value.shape[:dim], part.shape[:dim], strict=True)
+    ):
         raise ChunkError(
             f"{described(node)} in {region.key.root} has the full extent {extent} as a fixed number: a chunk of "
             f"{list(twins.part_of[source].meta['val'].shape)} would become {list(part.shape)}. Write x.shape[{given}], "
@@ -199,8 +253,13 @@ def chunk_pass(
         return Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
         inputs = zip(*(graph.graph.find_nodes(op="placeholder") for graph in twins), strict=False)
-        shapes = (zip(*(getattr(n.meta.get("val"), "shape", ()) for n in pair), strict=False) for pair in inputs)
-        extent = next((f", of extent {a}" for pairs in shapes for a, b in pairs if a != b), "")  # of the first input
+        shapes = (
+            zip(*(getattr(n.meta.get("val"), "shape", ()) for n in pair), strict=False)
+            for pair in inputs
+        )
+        extent = next(
+            (f", of extent {a}" for pairs in shapes for a, b in pairs if a != b), ""
+        )  # of the first input
         error.add_note(
             f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
         )

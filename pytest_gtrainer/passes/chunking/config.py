@@ -26,7 +26,9 @@ class ChunkWarning(UserWarning):
 
 def described(node: fx.Node) -> str:
     """A node as messages show it: name, operator, extents, module and, if it is known, source line."""
-    parts = [f"{node.name} = {node.target}" if node.op == "call_function" else f"{node.op} {node.target}"]
+    parts = [
+        f"{node.name} = {node.target}" if node.op == "call_function" else f"{node.op} {node.target}"
+    ]
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         parts.append(str(list(value.shape)))
@@ -75,7 +77,9 @@ class ChunkConfig:
         if self.chunk_dim not in _DIMENSIONS:
             raise ChunkError(f"chunk_dim={self.chunk_dim!r}: choose {BATCH!r} or {SEQUENCE!r}")
         if type(self.num_chunks) is not int or self.num_chunks < 2:
-            raise ChunkError(f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the model")
+            raise ChunkError(
+                f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the model"
+            )
         if self.chunk_dim == SEQUENCE and kind == BLOCK:
             raise ChunkError(
                 f"module_fqn={self.module_fqn!r} by sequence: a transformer block holds attention, which mixes "
@@ -139,12 +143,20 @@ class ChunkConfig:
 
     def dynamic_dims(self, inputs: Sequence[Any]) -> dict[str, list[tuple[int, int]]]:
         """Where the inputs have the chunk dimension, as by ``twin_inputs``, for ``trace_step(dynamic_dims=...)``."""
-        tensors = [(i, x) for i, x in enumerate(pytree.tree_leaves(tuple(inputs))) if isinstance(x, torch.Tensor)]
+        tensors = [
+            (i, x)
+            for i, x in enumerate(pytree.tree_leaves(tuple(inputs)))
+            if isinstance(x, torch.Tensor)
+        ]
         extents = {i: tensor.shape[self.dim] for i, tensor in tensors if tensor.ndim > self.dim}
         if not extents:
-            raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
+            raise ChunkError(
+                f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})"
+            )
         extent = next(iter(extents.values()))
-        return {self.chunk_dim: [(leaf, self.dim) for leaf, own in extents.items() if own == extent]}
+        return {
+            self.chunk_dim: [(leaf, self.dim) for leaf, own in extents.items() if own == extent]
+        }
 
 
 def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_degree: int) -> None:
@@ -160,4 +172,6 @@ def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_de
             layer = root.rpartition(".")[0] if config.kind == MOE else root
             if beyond := [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]:
                 wrong = f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}"
-                raise ChunkError(f"{wrong}, {', '.join(beyond)}: put what lies in {layer} into buckets of its own")
+                raise ChunkError(
+                    f"{wrong}, {', '.join(beyond)}: put what lies in {layer} into buckets of its own"
+                )

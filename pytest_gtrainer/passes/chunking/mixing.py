@@ -36,7 +36,9 @@ class Rows:
 
     dims: tuple[int, ...]
     hold: str = INPUT
-    front: int = 1  # of a dimension that is merged of others, positions in front of the chunk dimension
+    front: int = (
+        1  # of a dimension that is merged of others, positions in front of the chunk dimension
+    )
 
     def in_front(self, tensor: torch.Tensor) -> int:
         """Positions in front of the chunk dimension in all."""
@@ -69,11 +71,17 @@ class Call:
     """One call of an operator; ``part``: the arguments at a chunk's extent; ``counts``: a number depends on rows."""
 
     def __init__(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-        results: Sequence[tuple[Any, Sequence[int]]], part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[tuple[Any, Sequence[int]]],
+        part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> None:
         self.target, self.results, self.counts = target, results, False
-        self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
+        self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(
+            kwargs
+        )
         self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)
         if isinstance(target, HigherOrderOperator):
             self.name = self.full_name = target.name()
@@ -89,14 +97,21 @@ class Call:
             theirs = _bound(arguments, *part) if part is not None else self.given
             numbers = [a.name for a in arguments if re.search("number|float|Tensor", str(a.type))]
             pairs = [(self.given[name], theirs[name]) for name in numbers]
-            self.counts = any(isinstance(a, int | float) and isinstance(b, int | float) and a != b for a, b in pairs)
-        self.operands = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)]
+            self.counts = any(
+                isinstance(a, int | float) and isinstance(b, int | float) and a != b
+                for a, b in pairs
+            )
+        self.operands = [
+            leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)
+        ]
         tags = target.tags if isinstance(target, OpOverload) else ()
         self.pointwise = torch.Tag.pointwise in tags or self.name in _POINTWISE
         self.is_backward = "backward" in self.name and "::" not in self.name
 
     def rows(self) -> list[tuple[Operand, Rows]]:
-        return [(operand, operand.known) for operand in self.operands if isinstance(operand.known, Rows)]
+        return [
+            (operand, operand.known) for operand in self.operands if isinstance(operand.known, Rows)
+        ]
 
     @property
     def ndim(self) -> int:
@@ -104,10 +119,15 @@ class Call:
         return next((o.value.ndim for o in self.operands if isinstance(o.value, torch.Tensor)), 0)
 
 
-def _bound(arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(
+    arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments by their names in a schema."""
     pairs = enumerate(arguments)
-    return {a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value) for place, a in pairs}
+    return {
+        a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value)
+        for place, a in pairs
+    }
 
 
 Rule = Callable[[Call], Iterable[int]]
@@ -127,14 +147,22 @@ def _named(argument: str) -> Rule:
 
 def _batch_norm(call: Call) -> Iterable[int]:
     training = call.given.get("training", call.given.get("train", "no_training" not in call.name))
-    return [dim for dim in range(call.ndim) if dim != 1] if training and "no_update" not in call.name else ()
+    return (
+        [dim for dim in range(call.ndim) if dim != 1]
+        if training and "no_update" not in call.name
+        else ()
+    )
 
 
 def _sliced(call: Call) -> Iterable[int]:
     dim: int = call.given["dim"]
     start, end, step = (call.given.get(name) for name in ("start", "end", "step"))
     extent = call.operands[0].value.shape[dim]
-    whole = start in (None, 0) and step == 1 and (end is None or (type(end) is type(extent) is int and end >= extent))
+    whole = (
+        start in (None, 0)
+        and step == 1
+        and (end is None or (type(end) is type(extent) is int and end >= extent))
+    )
     return () if whole else [dim]
 
 
@@ -152,27 +180,51 @@ def _table(*entries: tuple[str, str, Rule]) -> dict[str, tuple[str, Rule]]:
 
 
 _ALONG = _table(
-    ("takes the softmax over", "_softmax _log_softmax _safe_softmax softmax log_softmax", _named("dim")),
-    ("accumulates along", "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper", _named("dim")),
+    (
+        "takes the softmax over",
+        "_softmax _log_softmax _safe_softmax softmax log_softmax",
+        _named("dim"),
+    ),
+    (
+        "accumulates along",
+        "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper",
+        _named("dim"),
+    ),
     ("orders the rows of", "sort argsort topk", _named("dim")),
-    ("normalises over", "native_layer_norm _fused_rms_norm layer_norm rms_norm",
-     lambda call: range(-len(call.given["normalized_shape"]), 0)),
+    (
+        "normalises over",
+        "native_layer_norm _fused_rms_norm layer_norm rms_norm",
+        lambda call: range(-len(call.given["normalized_shape"]), 0),
+    ),
     ("normalises over", "native_group_norm group_norm", lambda call: range(1, call.ndim)),
-    ("takes batch statistics over", "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
-     "cudnn_batch_norm _native_batch_norm_legit_no_training miopen_batch_norm batch_norm _batch_norm_with_update "
-     "_batch_norm_with_update_functional _batch_norm_no_update", _batch_norm),
-    ("attends over", "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-     "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
-     lambda call: range(-2, 0)),
-    ("convolves over", "convolution _convolution convolution_overrideable mkldnn_convolution",
-     lambda call: range(1, call.ndim)),
-    ("pools over", "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
-     "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
-     "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
-     lambda call: range(-next(n for n in (1, 2, 3) if f"{n}d" in call.name), 0)),
+    (
+        "takes batch statistics over",
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+        "cudnn_batch_norm _native_batch_norm_legit_no_training miopen_batch_norm batch_norm _batch_norm_with_update "
+        "_batch_norm_with_update_functional _batch_norm_no_update",
+        _batch_norm,
+    ),
+    (
+        "attends over",
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
+        lambda call: range(-2, 0),
+    ),
+    (
+        "convolves over",
+        "convolution _convolution convolution_overrideable mkldnn_convolution",
+        lambda call: range(1, call.ndim),
+    ),
+    (
+        "pools over",
+        "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
+        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
+        "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+        lambda call: range(-next(n for n in (1, 2, 3) if f"{n}d" in call.name), 0),
+    ),
     ("transforms", "_fft_r2c _fft_c2c _fft_c2r", _named("dim")),
-)  # fmt: skip
+)
 """Operators whose values depend on others along some dimensions: in words, the names, and which dimensions."""
 
 _BY_NUMBER = _table(
@@ -183,12 +235,32 @@ _BY_NUMBER = _table(
     ("takes a part of", "select unbind select_scatter", _named("dim")),
     ("splits", "split split_with_sizes chunk", _named("dim")),
     ("puts windows over", "unfold", _named("dimension")),
-    ("shows memory across", "as_strided as_strided_copy as_strided_scatter", lambda call: range(call.ndim)),
-    ("takes the diagonal of", "diagonal diagonal_copy", lambda call: [call.given["dim1"], call.given["dim2"]]),
+    (
+        "shows memory across",
+        "as_strided as_strided_copy as_strided_scatter",
+        lambda call: range(call.ndim),
+    ),
+    (
+        "takes the diagonal of",
+        "diagonal diagonal_copy",
+        lambda call: [call.given["dim1"], call.given["dim2"]],
+    ),
     ("cuts a triangle out of", "tril triu", lambda call: range(-2, 0)),
-    ("repeats", "repeat", lambda c: [-1 - dim for dim, n in enumerate(reversed(c.given["repeats"])) if n != 1]),
-    ("puts rows behind each other along", "cat", lambda c: [c.given["dim"]] * (len(c.given["tensors"]) > 1)),
-    ("pads", "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", _padded),
+    (
+        "repeats",
+        "repeat",
+        lambda c: [-1 - dim for dim, n in enumerate(reversed(c.given["repeats"])) if n != 1],
+    ),
+    (
+        "puts rows behind each other along",
+        "cat",
+        lambda c: [c.given["dim"]] * (len(c.given["tensors"]) > 1),
+    ),
+    (
+        "pads",
+        "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d",
+        _padded,
+    ),
 )
 """Operators that choose rows by their number, which in a chunk is another one."""
 
@@ -215,7 +287,12 @@ _BY_DIMENSIONS = _names(
     "_assert_scalar _assert_async _assert_tensor_metadata embedding_dense_backward equal item squeeze"
 )
 _LIKE = re.compile(r"[^:]+_like$|^new_.+")
-_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")  # the namespaces whose names the tables mean
+_OURS = (
+    "aten",
+    "prims",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+)  # the namespaces whose names the tables mean
 
 
 def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: set[str]) -> None:
@@ -263,14 +340,22 @@ def _wrong_along(call: Call) -> str | None:
     """Whether the operator works along the chunk dimension, or is not known."""
     rows = call.rows()
     if call.name in _SEARCHES:
-        sequence: Operand = call.given["boundaries" if call.name == "bucketize" else "sorted_sequence"]
+        sequence: Operand = call.given[
+            "boundaries" if call.name == "bucketize" else "sorted_sequence"
+        ]
         last = sequence.value.ndim - 1
-        return f"searches along dimension {last}" if last in getattr(sequence.known, "dims", ()) else None
+        return (
+            f"searches along dimension {last}"
+            if last in getattr(sequence.known, "dims", ())
+            else None
+        )
     words, rule = _ALONG.get(call.name) or _BY_NUMBER.get(call.name) or ("", None)
     if rule is not None:
         free = {ROUTED, ROUTING} if call.name in _BY_NUMBER else set()
         for operand, known in rows:
-            computes_routing = call.name in _ALONG and not operand.is_float and known.hold not in (NUMBERS, MADE)
+            computes_routing = (
+                call.name in _ALONG and not operand.is_float and known.hold not in (NUMBERS, MADE)
+            )
             if operand.value.ndim != call.ndim or known.hold in free or computes_routing:
                 continue
             if hit := {dim % call.ndim for dim in rule(call)}.intersection(known.dims):
@@ -294,7 +379,9 @@ def _made_in_rows(call: Call) -> str | None:
     if call.is_backward or not any(is_inexact(value) for value, _ in _tensors(call)):
         return None
     index = [operand for _, operand in chosen_by(call)[1]] if call.name in INDEXING else []
-    holds = {known.hold for operand, known in call.rows() if all(operand is not one for one in index)}
+    holds = {
+        known.hold for operand, known in call.rows() if all(operand is not one for one in index)
+    }
     if holds <= _WITHOUT_DATA or holds.isdisjoint((NUMBERS, COUNTED)):
         return None
     return "brings into rows what depends on their number, or on how many there are, and is another one in a chunk"
@@ -303,9 +390,16 @@ def _made_in_rows(call: Call) -> str | None:
 def _wrong_order(call: Call) -> str | None:
     """Whether a reshape tears rows apart, or rows in two orders would stand beside each other."""
     rows = [
-        (o.value, known) for o, known in call.rows() if is_plain(o.value) and known.hold not in (MADE, ROUTED, ROUTING)
+        (o.value, known)
+        for o, known in call.rows()
+        if is_plain(o.value) and known.hold not in (MADE, ROUTED, ROUTING)
     ]
-    if call.name in RESHAPES and rows and is_plain(result := call.results[0][0]) and call.results[0][1]:
+    if (
+        call.name in RESHAPES
+        and rows
+        and is_plain(result := call.results[0][0])
+        and call.results[0][1]
+    ):
         ((source, known), *_), (dim, *_) = rows, call.results[0][1]
         if known.in_front(source) % math.prod(result.shape[:dim]):
             return (
@@ -377,7 +471,11 @@ def _result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> Known:
     if (is_like := _LIKE.match(call.name)) or not (rows or statistics):
         if not dims:
             return Statistic(f"{what}, by {HOW_MANY}") if call.counts else None
-        if call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1:
+        if (
+            call.name == "arange"
+            and call.given.get("start", 0) == 0
+            and call.given.get("step", 1) == 1
+        ):
             return Rows(dims, NUMBERS)
         same = (is_like or call.name in _SAME_IN_EVERY_ROW) and not call.counts
         return Rows(dims, MADE if same else COUNTED)
@@ -395,7 +493,10 @@ def _front(call: Call, value: Any, dim: int) -> int:
     if call.name in RESHAPES:
         ((source, known),) = rows
         return max(1, known.in_front(source) // (math.prod(value.shape[:dim]) or 1))
-    return max((known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]), default=1)
+    return max(
+        (known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]),
+        default=1,
+    )
 
 
 def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:
@@ -406,7 +507,11 @@ def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:
     if not is_float:
         along = _ALONG.get(call.name)
         dims = {dim % call.ndim for dim in along[1](call)} if along and call.ndim else set()
-        across = ROUTING in holds or has_statistics or any(dims.intersection(known.dims) for _, known in call.rows())
+        across = (
+            ROUTING in holds
+            or has_statistics
+            or any(dims.intersection(known.dims) for _, known in call.rows())
+        )
         if (counted or call.counts) and getattr(value, "dtype", None) is torch.bool:
             return COUNTED
         if across or (of_data and (counted or call.counts)):
@@ -415,20 +520,34 @@ def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:
         return ROUTED
     if of_data or not (counted or call.counts):
         return _first(holds)
-    own = holds == {NUMBERS} and not call.counts and value.numel() == call.rows()[0][0].value.numel()
-    return NUMBERS if own and (is_view(call.target) or call.name in ("_to_copy", "clone")) else COUNTED
+    own = (
+        holds == {NUMBERS} and not call.counts and value.numel() == call.rows()[0][0].value.numel()
+    )
+    return (
+        NUMBERS if own and (is_view(call.target) or call.name in ("_to_copy", "clone")) else COUNTED
+    )
 
 
 def _hold_of_indexed(call: Call, holds: set[str], is_float: bool) -> str:
     """What rows hold that are looked up or written to."""
     into, chosen = chosen_by(call)
     if not isinstance(into.known, Rows):
-        return ROUTED if call.name in _WRITES else COUNTED if holds <= {NUMBERS, COUNTED} else _first(holds)
+        return (
+            ROUTED
+            if call.name in _WRITES
+            else COUNTED
+            if holds <= {NUMBERS, COUNTED}
+            else _first(holds)
+        )
     by_data = [i.known for dim, i in chosen if dim in into.known.dims and isinstance(i.known, Rows)]
     if any(known.hold not in _WITHOUT_DATA for known in by_data):
         if into.known.hold in (NUMBERS, COUNTED):
             return COUNTED if is_float else ROUTING
-        given = [known.hold for operand, known in call.rows() if all(operand is not index for _, index in chosen)]
+        given = [
+            known.hold
+            for operand, known in call.rows()
+            if all(operand is not index for _, index in chosen)
+        ]
         if call.name in _WRITES and _WITHOUT_DATA.issuperset(given):  # it counts rows
             return ROUTING
         return ROUTING if into.known.hold == ROUTING else ROUTED

@@ -39,7 +39,11 @@ class Storages:
     def __init__(self, graph: fx.Graph) -> None:
         self.of = {node: storage_of(node) for node in graph.nodes}
         written = {node: written_operands(node) for node in graph.nodes}
-        self.written = {node: [self.of[each] for each in operands] for node, operands in written.items() if operands}
+        self.written = {
+            node: [self.of[each] for each in operands]
+            for node, operands in written.items()
+            if operands
+        }
 
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
@@ -49,8 +53,16 @@ def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
     """The collectives of gradients: their result reaches the output by unary steps, or, padded, another of them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.target in _REDUCTIONS and direction(node) == BACKWARD and (wait := only_wait(node)) is not None:
-            behind = walked(wait.users, operator.attrgetter("users"), lambda n: n in found or n.target in PADDING)
+        if (
+            node.target in _REDUCTIONS
+            and direction(node) == BACKWARD
+            and (wait := only_wait(node)) is not None
+        ):
+            behind = walked(
+                wait.users,
+                operator.attrgetter("users"),
+                lambda n: n in found or n.target in PADDING,
+            )
             if chain_to_output(wait, graph.output_node()) is not None or behind & found:
                 found.add(node)
     return found
@@ -76,7 +88,9 @@ def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Nod
             return same and goes_on(node) and not (up_to_casts and _casts(node))
 
         if number is not None:
-            steps |= walked(launch.all_input_nodes, operator.attrgetter("all_input_nodes"), is_before)
+            steps |= walked(
+                launch.all_input_nodes, operator.attrgetter("all_input_nodes"), is_before
+            )
     return steps
 
 
@@ -111,9 +125,13 @@ def find_regions(twins: Twins, config: ChunkConfig, storages: Storages) -> list[
         regions.setdefault(key, Region(key)).body.append(node)
     names = set(search.roots.values())
     if not names:
-        outermost = sorted({node_fqn(node).partition(".")[0] for node in twins.full.graph.nodes} - {""})
+        outermost = sorted(
+            {node_fqn(node).partition(".")[0] for node in twins.full.graph.nodes} - {""}
+        )
         wrong = f"module_fqn={config.module_fqn!r} matches no module of the graph"
-        raise ChunkError(f"{wrong}; its outermost modules are {', '.join(outermost) or 'not annotated'}")
+        raise ChunkError(
+            f"{wrong}; its outermost modules are {', '.join(outermost) or 'not annotated'}"
+        )
     if untouched := sorted(names - {key.root for key in regions}):
         wrong = f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension"
         raise ChunkError(f"{wrong}: is the twin traced at another extent of it?")
@@ -126,16 +144,24 @@ class _BodySearch:
     def __init__(self, twins: Twins, config: ChunkConfig, storages: Storages) -> None:
         self.twins, self.graph, self.storages = twins, twins.full.graph, storages
         once = self.graph.output_node().meta.get(GATHERS_ONCE)
-        is_shared = once or config.early_grad_accumulation  # steps of gradients' reductions that no chunk repeats
+        is_shared = (
+            once or config.early_grad_accumulation
+        )  # steps of gradients' reductions that no chunk repeats
         self.shared = reduction_steps(self.graph, up_to_casts=not once) if is_shared else set()
         self.calls = [node for node in self.graph.nodes if node.op == "call_function"]
         self.roots = {node: root for node in self.calls if (root := config.root_of(node_fqn(node)))}
         self.written: dict[RegionKey, set[fx.Node]] = {}  # per region the memory that it writes to
         for node, written in storages.written.items():
             if node in self.roots:
-                self.written.setdefault(RegionKey(self.roots[node], direction(node)), set()).update(written)
-        self.forward_of: dict[tuple[str, int | None], list[fx.Node]] = {}  # by root and autograd's number
-        self.with_backward: set[int | None] = {None}  # numbers of forwards whose backward runs an operator
+                self.written.setdefault(RegionKey(self.roots[node], direction(node)), set()).update(
+                    written
+                )
+        self.forward_of: dict[
+            tuple[str, int | None], list[fx.Node]
+        ] = {}  # by root and autograd's number
+        self.with_backward: set[int | None] = {
+            None
+        }  # numbers of forwards whose backward runs an operator
         for node in self.calls:
             number = node.meta.get("seq_nr")
             if direction(node) == BACKWARD:
@@ -158,14 +184,20 @@ class _BodySearch:
             elif root and not is_engine_addition(node):
                 own = RegionKey(root, direction(node))
                 key = own if self._is_influenced(node, own) else None
-            elif not node_fqn(node) or is_engine_addition(node):  # it follows its newest operand in this direction
+            elif not node_fqn(node) or is_engine_addition(
+                node
+            ):  # it follows its newest operand in this direction
                 homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
-                key = next((home for home in homes if home and home.direction == direction(node)), None)
+                key = next(
+                    (home for home in homes if home and home.direction == direction(node)), None
+                )
                 loose |= {node: None} if key is not None else {}
             if key is not None:
                 self.found[node] = key
                 entering = [source for source in node.all_input_nodes if source in self.twins.dims]
-                self.entering.setdefault(key, {}).update((s, None) for s in entering if self.found.get(s) != key)
+                self.entering.setdefault(key, {}).update(
+                    (s, None) for s in entering if self.found.get(s) != key
+                )
         for node in reversed(loose):
             if not self._stays(node):
                 del self.found[node]
@@ -175,7 +207,9 @@ class _BodySearch:
         if node in self.twins.differing or is_random(node) or mutates(node):
             return True
         written = self.written.get(key)
-        if written and any(self.storages.of[near] in written for near in (node, *node.all_input_nodes)):
+        if written and any(
+            self.storages.of[near] in written for near in (node, *node.all_input_nodes)
+        ):
             return True
         return any(
             self._is_in(source, key.root)
@@ -191,8 +225,12 @@ class _BodySearch:
             return first if all(other is first for other in others) else None
         uses = self.forward_of.get((root, node.meta.get("seq_nr")), ())
         read = [source for use in uses for source in use.all_input_nodes]
-        computed = (source for source in read if self.roots.get(source) == root and source not in self.found)
-        handed_on = (source for source in computed if source.meta.get("seq_nr") not in self.with_backward)
+        computed = (
+            source for source in read if self.roots.get(source) == root and source not in self.found
+        )
+        handed_on = (
+            source for source in computed if source.meta.get("seq_nr") not in self.with_backward
+        )
         return next((source for source in handed_on if not is_view(source.target)), None)
 
     def _is_in(self, node: fx.Node, root: str) -> bool:
@@ -202,16 +240,22 @@ class _BodySearch:
     def _stays(self, node: fx.Node) -> bool:
         """Whether a node without a module is the body's: the body reads it, or it adds only what comes from inside."""
         key = self.found[node]
-        if any(self._is_in(user, key.root) for user in node.users) or self._differentiated(node, key.root):
+        if any(self._is_in(user, key.root) for user in node.users) or self._differentiated(
+            node, key.root
+        ):
             return True
         if not is_engine_addition(node) or node not in self.twins.dims:
             return False
         if all(self.found.get(source) == key for source in node.all_input_nodes):
             return True
         forward, value = RegionKey(key.root, FORWARD), node.meta["val"]
-        entering = (source for source in self.entering.get(forward, ()) if alike(source.meta["val"], value))
+        entering = (
+            source for source in self.entering.get(forward, ()) if alike(source.meta["val"], value)
+        )
         return not any(
-            self.found.get(user) != forward and propagates(user) for source in entering for user in source.users
+            self.found.get(user) != forward and propagates(user)
+            for source in entering
+            for user in source.users
         )
 
 

@@ -45,8 +45,12 @@ class Sums:
     """Additions outside of all bodies to which a body contributes."""
 
     def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
-        self.tops: dict[fx.Node, list[Contributions]] = {}  # per sum its last addition, and what arrives in order
-        self.partial: set[fx.Node] = set()  # its additions before that; only the next one reads them
+        self.tops: dict[
+            fx.Node, list[Contributions]
+        ] = {}  # per sum its last addition, and what arrives in order
+        self.partial: set[fx.Node] = (
+            set()
+        )  # its additions before that; only the next one reads them
         regions = {region.key: region for region in region_of.values()}
         arriving: dict[fx.Node, list[fx.Node]] = {}
         chains: dict[fx.Node, list[fx.Node]] = {}
@@ -55,7 +59,10 @@ class Sums:
                 older, newer = cast("tuple[fx.Node, fx.Node]", node.args)
                 arriving[node], chains[node] = [older, newer], []
                 if older in chains and len(older.users) == 1:
-                    arriving[node], chains[node] = [*arriving.pop(older), newer], [*chains.pop(older), older]
+                    arriving[node], chains[node] = (
+                        [*arriving.pop(older), newer],
+                        [*chains.pop(older), older],
+                    )
         for node, nodes in arriving.items():
             if any(source in region_of for source in nodes):
                 groups: list[Contributions] = []
@@ -65,7 +72,9 @@ class Sums:
                         groups[-1] = Contributions(region, (*groups[-1].nodes, source))
                     else:
                         groups.append(Contributions(region, (source,)))
-                self.tops[node] = _with_passed_on(groups, node, twins, regions) if node in twins.dims else groups
+                self.tops[node] = (
+                    _with_passed_on(groups, node, twins, regions) if node in twins.dims else groups
+                )
                 self.partial.update(chains[node])
 
 
@@ -77,14 +86,21 @@ def _with_passed_on(
     if len(places) != 1 or (region := groups[places[0]].region) is None:
         return groups
     (place,) = places
-    behind = before = 0  # uses that the activation has outside, behind the region in the forward and in front of it
+    behind = before = (
+        0  # uses that the activation has outside, behind the region in the forward and in front of it
+    )
     forward = regions.get(RegionKey(region.key.root, FORWARD))
     if forward is not None:
         body = set(forward.body)
         read = dict.fromkeys(source for node in forward.body for source in node.all_input_nodes)
         entering = [source for source in read if source not in body and source in twins.dims]
         of_its_kind = [source for source in entering if alike(source.meta["val"], top.meta["val"])]
-        uses = [use for source in of_its_kind for use in source.users if use not in body and propagates(use)]
+        uses = [
+            use
+            for source in of_its_kind
+            for use in source.users
+            if use not in body and propagates(use)
+        ]
         behind = sum(use > forward.body[0] for use in uses)
         before = len(uses) - behind
     first, last = min(place, behind), max(place, len(groups) - 1 - before)
@@ -98,7 +114,9 @@ aten = torch.ops.aten
 class Rewrite:
     """One rewriting; ``run`` gives the new GraphModule."""
 
-    def __init__(self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int) -> None:
+    def __init__(
+        self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int
+    ) -> None:
         self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
         self.region_of = {node: region for region in regions for node in region.body}
         self.sums = Sums(twins, self.region_of)
@@ -110,11 +128,15 @@ class Rewrite:
         self.attributes: dict[str, Any] = {}
 
     def run(self) -> fx.GraphModule:
-        for unit in units_in_order(list(self.twins.full.graph.nodes), self.region_of, self.storages):
+        for unit in units_in_order(
+            list(self.twins.full.graph.nodes), self.region_of, self.storages
+        ):
             if isinstance(unit, Region):
                 self._emit_region(unit)
             elif unit in self.sums.tops:
-                terms = [term for group in self.sums.tops[unit] for term in self._terms(group, unit)]
+                terms = [
+                    term for group in self.sums.tops[unit] for term in self._terms(group, unit)
+                ]
                 self.whole[unit] = self._fold(terms, unit)
             elif unit not in self.sums.partial:
                 self.whole[unit] = self.graph.node_copy(unit, self._whole)
@@ -137,8 +159,14 @@ class Rewrite:
             backwards = reversed(range(self.twins.num_chunks))
             return [self.chunks[node][chunk] for chunk in backwards for node in group.nodes]
         part = self.twins.part_of[top]
-        pieces = [self.chunks.get(node) or self._cut(node, dim, group.region) for node in group.nodes]
-        return [self._joined(top, [self._fold(terms, part) for terms in zip(*pieces, strict=True)], group.region)]
+        pieces = [
+            self.chunks.get(node) or self._cut(node, dim, group.region) for node in group.nodes
+        ]
+        return [
+            self._joined(
+                top, [self._fold(terms, part) for terms in zip(*pieces, strict=True)], group.region
+            )
+        ]
 
     def _fold(self, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
         """``((a + b) + c)``, with the metadata of ``like``."""
@@ -152,8 +180,12 @@ class Rewrite:
 
     def _emit_region(self, region: Region) -> None:
         body = set(region.body)
-        sources = (source for node in region.body for source in node.all_input_nodes if source not in body)
-        entering = {source for source in sources if source.op != "get_attr"}  # a constant is never cut
+        sources = (
+            source for node in region.body for source in node.all_input_nodes if source not in body
+        )
+        entering = {
+            source for source in sources if source.op != "get_attr"
+        }  # a constant is never cut
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.twins.num_chunks)]
         for source in sorted(entering):
             home = self.region_of.get(source)
@@ -187,7 +219,9 @@ class Rewrite:
         order = range(self.twins.num_chunks)
         return order[::-1] if region.key.direction == BACKWARD else order
 
-    def _copy(self, node: fx.Node, known: dict[fx.Node, fx.Node], chunk: int, region: Region) -> fx.Node:
+    def _copy(
+        self, node: fx.Node, known: dict[fx.Node, fx.Node], chunk: int, region: Region
+    ) -> fx.Node:
         """A body's node for one chunk: arguments and metadata of the part."""
         part = self.twins.part_of[node]
 
@@ -198,10 +232,15 @@ class Rewrite:
             return known[ours] if ours in known else self._whole(ours)
 
         args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}")
+        copied = self.graph.create_node(
+            node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}"
+        )
         copied.meta = dict(part.meta)
         renew_symbols(copied.meta, self.renamings[chunk])
-        copied.meta["custom"] = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
+        copied.meta["custom"] = {
+            **(node.meta.get("custom") or {}),
+            **annotation(region.key.root, BODY, GRAPH, chunk),
+        }
         return copied
 
     def _constant_of_part(self, part: fx.Node, full: fx.Node) -> fx.Node:
@@ -219,7 +258,9 @@ class Rewrite:
         if source not in self.cut:
             self._check_boundary(source, dim, region, "enters")
             if source in self.region_of:
-                self.cut[source] = [self._contiguous(piece, region) for piece in self.chunks[source]]
+                self.cut[source] = [
+                    self._contiguous(piece, region) for piece in self.chunks[source]
+                ]
             else:
                 self.cut[source] = self._split(source, dim, region)
         return self.cut[source]
@@ -229,9 +270,14 @@ class Rewrite:
         whole, count, value = self._whole(source), self.twins.num_chunks, source.meta["val"]
         sizes = [value.shape[dim] // count] * count
         values = values_of_split(value, sizes, dim)
-        split = self._boundary(aten.split_with_sizes.default, (whole, sizes, dim), values, region, SPLIT_BOUNDARY)
+        split = self._boundary(
+            aten.split_with_sizes.default, (whole, sizes, dim), values, region, SPLIT_BOUNDARY
+        )
         items = [((split, index), part) for index, part in enumerate(values)]
-        pieces = [self._boundary(operator.getitem, args, part, region, SPLIT_BOUNDARY) for args, part in items]
+        pieces = [
+            self._boundary(operator.getitem, args, part, region, SPLIT_BOUNDARY)
+            for args, part in items
+        ]
         # along the batch autograd's backward of a concatenation cuts by views, too
         is_gradient = direction(source) == BACKWARD and dim == 0
         return pieces if is_gradient else [self._contiguous(piece, region) for piece in pieces]
@@ -240,7 +286,9 @@ class Rewrite:
         value = piece.meta["val"]
         if value.is_contiguous():
             return piece
-        copied = self._boundary(aten.clone.default, (piece,), value_like(value, value.shape), region, SPLIT_BOUNDARY)
+        copied = self._boundary(
+            aten.clone.default, (piece,), value_like(value, value.shape), region, SPLIT_BOUNDARY
+        )
         copied.kwargs = {"memory_format": torch.contiguous_format}
         return copied
 
@@ -249,7 +297,9 @@ class Rewrite:
         if node in self.whole:
             return self.whole[node]
         region, pieces = self.region_of[node], self.chunks[node]
-        if self.storages.of[node] not in self.region_of:  # all share its memory, a buffer's that a write returns
+        if (
+            self.storages.of[node] not in self.region_of
+        ):  # all share its memory, a buffer's that a write returns
             self.whole[node] = pieces[self._chunk_order(region)[-1]]
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)
@@ -297,7 +347,12 @@ class Rewrite:
             )
 
     def _boundary(
-        self, target: Callable[..., Any], args: tuple[Any, ...], value: Any, region: Region, role: str
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        value: Any,
+        region: Region,
+        role: str,
     ) -> fx.Node:
         node = self.graph.call_function(target, args)
         custom = {"module_fqn": region.key.root, **annotation(region.key.root, role, GRAPH)}

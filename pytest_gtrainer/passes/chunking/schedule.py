@@ -23,7 +23,9 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 Unit: TypeAlias = fx.Node | Region
 
 
-def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages) -> list[Unit]:
+def units_in_order(
+    nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages
+) -> list[Unit]:
     """Nodes and regions, each once, after all that they depend on; refuses a region that depends on itself (G17)."""
     places: dict[Unit, int] = {}
     for place, node in enumerate(nodes):
@@ -41,7 +43,9 @@ def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region]
     return list(ordered)
 
 
-def _in_order(before: Mapping[Unit, Collection[Unit]], places: Mapping[Unit, Any]) -> Iterator[Unit]:
+def _in_order(
+    before: Mapping[Unit, Collection[Unit]], places: Mapping[Unit, Any]
+) -> Iterator[Unit]:
     """A topological sort: of the units that depend on nothing that is left, the one whose place is first."""
     sorter = graphlib.TopologicalSorter(before)
     with suppress(graphlib.CycleError):  # what does not depend on itself comes all the same
@@ -68,7 +72,9 @@ def dependencies(
         unit = region_of.get(node, node)
         sources = before.setdefault(unit, {})
         sources.update((region_of.get(source, source), None) for source in node.all_input_nodes)
-        for storage in {storages.of[source] for source in node.all_input_nodes} & written if written else ():
+        for storage in (
+            {storages.of[source] for source in node.all_input_nodes} & written if written else ()
+        ):
             if storage in writer:
                 sources[writer[storage]] = None
             readers.setdefault(storage, []).append(unit)
@@ -114,7 +120,9 @@ def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     regions: dict[RegionKey, dict[int, list[fx.Node]]] = {}
     loose: list[fx.Node] = []
     for node in nodes:
-        given = node.op == "placeholder"  # of a backward: a chunk's saved activation, which stays where it is
+        given = (
+            node.op == "placeholder"
+        )  # of a backward: a chunk's saved activation, which stays where it is
         told = None if given else told_by(node.meta.get("custom") or {})
         if told is not None and told.chunk_id is not None:
             region = regions.setdefault(RegionKey(told.fqn, direction(node)), {})
@@ -130,7 +138,11 @@ def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     found = []
     for key, region in regions.items():
         exchanges = {
-            chunk: [f"{n.target} in {node_fqn(n)} over group {n.args[-1]!r}" for n in part if n.target is ALL_TO_ALL]
+            chunk: [
+                f"{n.target} in {node_fqn(n)} over group {n.args[-1]!r}"
+                for n in part
+                if n.target is ALL_TO_ALL
+            ]
             for chunk, part in region.items()
         }
         (first, ours), *others = exchanges.items()
@@ -145,7 +157,9 @@ def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     return found
 
 
-def _turns(nodes: Sequence[fx.Node], regions: Sequence[dict[int, list[fx.Node]]]) -> dict[Unit, Turn]:
+def _turns(
+    nodes: Sequence[fx.Node], regions: Sequence[dict[int, list[fx.Node]]]
+) -> dict[Unit, Turn]:
     places = {node: place for place, node in enumerate(nodes)}
     turns: dict[Unit, Turn] = {node: (place,) for node, place in places.items()}
     chunked: set[fx.Node] = set()

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Expression, Symbol, expression_of, failed_guards, replaced, symbols_of
+from pytest_gtrainer._torch.chunking import (
+    Expression,
+    Symbol,
+    expression_of,
+    failed_guards,
+    replaced,
+    symbols_of,
+)
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.values import SYMBOLIC, value_like
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, leaves_of
@@ -29,9 +36,17 @@ class Twins:
         self.part_of = dict(aligned(full, part))
         self.full_of = {part: full for full, part in self.part_of.items()}
         # nodes of the full graph whose own extents, literals or constant depend on the chunk dimension
-        self.differing = {node for node, twin in self.part_of.items() if _differ(full, node, part, twin)}
-        tensors = ((n, value) for n in self.differing if isinstance(value := n.meta.get("val"), torch.Tensor))
-        dims = ((node, differing_dims(value, self.part_of[node].meta["val"])) for node, value in tensors)
+        self.differing = {
+            node for node, twin in self.part_of.items() if _differ(full, node, part, twin)
+        }
+        tensors = (
+            (n, value)
+            for n in self.differing
+            if isinstance(value := n.meta.get("val"), torch.Tensor)
+        )
+        dims = (
+            (node, differing_dims(value, self.part_of[node].meta["val"])) for node, value in tensors
+        )
         # for tensors whose known extents depend on it, the dimensions that differ
         self.dims = {node: found for node, found in dims if found}
 
@@ -65,9 +80,16 @@ def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Nod
     for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
         same = node is not None and twin is not None and node.op == twin.op
         same = same and (node.op != "call_function" or node.target == twin.target)
-        same = same and getattr(node.meta.get("val"), "ndim", None) == getattr(twin.meta.get("val"), "ndim", None)
-        if not same or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes:
-            ours, theirs = (described(one) if one is not None else "nothing" for one in (node, twin))
+        same = same and getattr(node.meta.get("val"), "ndim", None) == getattr(
+            twin.meta.get("val"), "ndim", None
+        )
+        if (
+            not same
+            or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes
+        ):
+            ours, theirs = (
+                described(one) if one is not None else "nothing" for one in (node, twin)
+            )
             raise ChunkError(
                 "the operators of the step depend on the chunk dimension's extent. The first that differ: at full "
                 f"extent {ours}, at the extent of one chunk {theirs}. Leave loops over that dimension and branches on "
@@ -80,19 +102,25 @@ def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Nod
 def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.Node) -> bool:
     """Whether two nodes that correspond differ in the extents of their values, in a literal, or in a constant."""
     ours, theirs = node.meta.get("val"), twin.meta.get("val")
-    if not (ours is None or theirs is None) and any(map(_extents_differ, leaves_of(ours), leaves_of(theirs))):
+    if not (ours is None or theirs is None) and any(
+        map(_extents_differ, leaves_of(ours), leaves_of(theirs))
+    ):
         return True
     if node.op != "get_attr":
         ours, theirs = leaves_of((node.args, node.kwargs)), leaves_of((twin.args, twin.kwargs))
         data = (fx.Node, *SYMBOLIC)  # no literals of the chunk dimension
         literals = [(a, b) for a, b in zip(ours, theirs, strict=False) if not isinstance(a, data)]
-        return len(ours) != len(theirs) or any(type(a) is not type(b) or bool(a != b) for a, b in literals)
+        return len(ours) != len(theirs) or any(
+            type(a) is not type(b) or bool(a != b) for a, b in literals
+        )
     ours, theirs = constant(full, node), constant(part, twin)
     if isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule):
         return any(_differ(ours, inner, theirs, other) for inner, other in aligned(ours, theirs))
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    same_kind = ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
+    same_kind = (
+        ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
+    )
     return not same_kind or not (ours.is_meta or torch.equal(ours, theirs))
 
 
@@ -140,7 +168,9 @@ def symbolic_twins(
     elif len(extents) == 1 and not named:
         [symbol] = extents
     else:
-        known = ", ".join([*named, *(f"{symbol} = {extent}" for symbol, extent in extents.items() if not named)])
+        known = ", ".join(
+            [*named, *(f"{symbol} = {extent}" for symbol, extent in extents.items() if not named)]
+        )
         raise ChunkError(
             f"the graph's dynamic dimensions are {known}: which of them is the {config.chunk_dim} dimension cannot be "
             f"told; trace with trace_step(..., dynamic_dims=config.dynamic_dims(inputs))"
@@ -151,11 +181,17 @@ def symbolic_twins(
 
 def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Extents:
     """A number for every symbol that is an extent of an input: the example's, else that of the trace."""
-    named: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
+    named: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(
+        DYNAMIC_DIMS, {}
+    )
     traced = {expression_of(symbol): extent for symbol, extent in named.values()}
     extents: Extents = {}
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        given = example_inputs[index] if example_inputs is not None and index < len(example_inputs) else None
+        given = (
+            example_inputs[index]
+            if example_inputs is not None and index < len(example_inputs)
+            else None
+        )
         for dim, extent in enumerate(getattr(node.meta.get("val"), "shape", ())):
             if not isinstance(extent, torch.SymInt) or not expression_of(extent).is_symbol:
                 continue
@@ -175,14 +211,26 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
     numbers = ", ".join(f"{symbol} = {number}" for symbol, number in extents.items())
     for message in failed_guards(gm, extents):
         wrong = f"with {numbers} the graph's guard is false: {message}"
-        raise ChunkError(f"{wrong}; choose extents and num_chunks for which it holds, or trace a static twin instead")
+        raise ChunkError(
+            f"{wrong}; choose extents and num_chunks for which it holds, or trace a static twin instead"
+        )
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
-    for node in (n for module in made.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
-        seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
+    for node in (
+        n
+        for module in made.modules()
+        if isinstance(module, fx.GraphModule)
+        for n in module.graph.nodes
+    ):
+        seen: list[Expression] = [
+            *symbols_of(node.meta.get("val")),
+            *symbols_of([node.args, node.kwargs]),
+        ]
         if left := [symbol for symbol in seen if symbol in extents]:  # H1
             wrong = f"{described(node)} still refers to {left[0]} after its extent was put in"
-            raise ChunkError(f"{wrong}: values may hold symbols in tensors, numbers, and lists or tuples of them")
+            raise ChunkError(
+                f"{wrong}: values may hold symbols in tensors, numbers, and lists or tuples of them"
+            )
     return made
 
 
@@ -216,7 +264,8 @@ class _Substitution:
     def _mapped(self, arguments: Any) -> Any:
         """Arguments with the new nodes, literals for sizes, and numbers for symbols."""
         return fx.node.map_aggregate(
-            arguments, lambda item: self.known[item] if isinstance(item, fx.Node) else self.value(item)
+            arguments,
+            lambda item: self.known[item] if isinstance(item, fx.Node) else self.value(item),
         )
 
     def _disappears(self, node: fx.Node) -> bool:
@@ -240,7 +289,9 @@ class _Substitution:
             return False
         if not fact:
             wrong = f"with {self.numbers} the assertion {described(node)} is false"
-            raise ChunkError(f"{wrong}: {message}; choose extents and num_chunks for which it holds")
+            raise ChunkError(
+                f"{wrong}: {message}; choose extents and num_chunks for which it holds"
+            )
         return True
 
     def value(self, value: Any) -> Any:
@@ -250,5 +301,7 @@ class _Substitution:
         if isinstance(value, list | tuple):
             return fx.node.map_aggregate(value, self.value)
         if isinstance(value, torch.Tensor) and symbols_of(value):
-            return value_like(value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()])
+            return value_like(
+                value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()]
+            )
         return value

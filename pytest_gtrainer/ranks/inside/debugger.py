@@ -65,7 +65,10 @@ def release() -> None:
 
 
 def connect(
-    rank: int, ask: Callable[[wire.AtPrompt], wire.Terminal], leave: Callable[[], object], session: pytest.Session
+    rank: int,
+    ask: Callable[[wire.AtPrompt], wire.Terminal],
+    leave: Callable[[], object],
+    session: pytest.Session,
 ) -> None:
     """Let ``breakpoint``, ``--trace``, ``--pdb`` and ``dist.breakpoint`` of this rank enter ``RankPdb``."""
     RankPdb.rank, RankPdb.ask, RankPdb.leave = rank, staticmethod(ask), staticmethod(leave)
@@ -84,7 +87,9 @@ def connect(
                 debugger = RankPdb()
                 debugger.reset()
                 debugger.interaction(frame, None)
-                if RankPdb.held is not None:  # it goes on by steps, of the user's function and its callers
+                if (
+                    RankPdb.held is not None
+                ):  # it goes on by steps, of the user's function and its callers
                     for outer, _ in traceback.walk_stack(frame):
                         outer.f_trace = debugger.trace_dispatch
                     sys.settrace(debugger.trace_dispatch)
@@ -100,7 +105,9 @@ def connect(
 class _PostMortem:
     """``--pdb``: the parent gives the terminal to the first rank that fails."""
 
-    def pytest_exception_interact(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[None], report: pytest.TestReport
+    ) -> None:
         assert call.excinfo is not None
         debugger = RankPdb()
         debugger.failure = report.longreprtext

@@ -30,12 +30,21 @@ from pytest_gtrainer._torch.process import forget_cublas_workspaces
 from pytest_gtrainer.marker import SHARED
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, KEPT, OUTPUT_SIGNAL, STACK_SIGNAL, file_of, stacks_text
+from pytest_gtrainer.ranks.answers import (
+    CALLS_SIGNAL,
+    KEPT,
+    OUTPUT_SIGNAL,
+    STACK_SIGNAL,
+    file_of,
+    stacks_text,
+)
 from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.worlds import hygiene
 
-COLLECTIVE_LIMIT = timedelta(hours=24)  # the parent's limit for a test ends a blocked collective long before this does
+COLLECTIVE_LIMIT = timedelta(
+    hours=24
+)  # the parent's limit for a test ends a blocked collective long before this does
 
 MEMORY_TOLERANCE = 2**20
 
@@ -43,7 +52,10 @@ MEMORY_TOLERANCE = 2**20
 _NAMES_A_GROUP = (
     re.compile(r"process group registered under the name ['\"]?([\w:]+)"),
     re.compile(r"process group ['\"]([^'\"]+)['\"]"),
-    re.compile(r"(?:^|\b(?:process|the|of|in|on|over|for|to)\s+)group ['\"]?(\d+)\b", re.MULTILINE | re.IGNORECASE),
+    re.compile(
+        r"(?:^|\b(?:process|the|of|in|on|over|for|to)\s+)group ['\"]?(\d+)\b",
+        re.MULTILINE | re.IGNORECASE,
+    ),
 )
 _SHOWS_A_GROUP = re.compile(r"\bProcessGroup object at (0x[0-9a-f]+)")
 _MESH_GROUPS = "mesh_"
@@ -55,15 +67,25 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     own = os.getpid()
 
     def send(message: object) -> None:
-        if os.getpid() != own:  # a test has forked and let the child return: its answers would be taken for the rank's
+        if (
+            os.getpid() != own
+        ):  # a test has forked and let the child return: its answers would be taken for the rank's
             os._exit(1)
         channel.send(pickle.dumps(message))
 
     try:
-        group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
+        group = RankGroup(
+            setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start
+        )
         group.join(setup.store, setup.size)
-        rank = Rank(session.start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
-        _thread.start_new_thread(_answer_parent, (rank, file_of(setup.folder, setup.rank, "answers")))
+        rank = Rank(
+            session.start_session(prepared_config(setup.args), setup.worker, setup.basetemp),
+            group,
+            send,
+        )
+        _thread.start_new_thread(
+            _answer_parent, (rank, file_of(setup.folder, setup.rank, "answers"))
+        )
     except BaseException:
         send(wire.Started(traceback.format_exc()))
         return 1
@@ -76,7 +98,10 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     debugger.connect(setup.rank, ask, lambda: send(wire.PromptOver()), rank.session)
     send(wire.Started(None, capture_fds(rank.session.config)))
     answer: object = None
-    with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):  # the parent is gone
+    with (
+        facts.watching({"control": lambda **_: None}),
+        contextlib.suppress(EOFError),
+    ):  # the parent is gone
         while not isinstance(answer, wire.Stopped):
             answer = rank.obey(pickle.loads(channel.receive()))
             send(answer)
@@ -104,7 +129,9 @@ def _answer_parent(rank: "Rank", file: Path) -> None:
 class Rank:
     """A pytest session on a process group; ``send`` takes messages that must not wait."""
 
-    def __init__(self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]) -> None:
+    def __init__(
+        self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]
+    ) -> None:
         self.session, self.group, self._send = own, group, send
         self._tests, self.recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
         self._is_stop_told = False
@@ -138,7 +165,9 @@ class Rank:
             if command.next_item is not None:
                 with contextlib.suppress(CollectionDiffers):  # its own turn will tell
                     following = self._tests.find(command.next_item)
-            vars(item).setdefault("location", command.location)  # a cached property, which reads the source
+            vars(item).setdefault(
+                "location", command.location
+            )  # a cached property, which reads the source
             # The parent may have changed its mind about what comes after the last test.
             tear_down(self.session, item)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -148,7 +177,9 @@ class Rank:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
             trouble = f"broke off: {session.summary_of(error)}"
-        asked = self.session.shouldfail or self.session.shouldstop  # a hook did; pytest lets nobody take it back
+        asked = (
+            self.session.shouldfail or self.session.shouldstop
+        )  # a hook did; pytest lets nobody take it back
         if asked and not self._is_stop_told:
             trouble = trouble or f"asked to stop the run: {asked}"
             self._is_stop_told = True
@@ -168,7 +199,9 @@ class Rank:
                 self._tests.load(command.chain)
                 function, args = pickle.loads(command.payload)
                 with hygiene.restored(), contextlib.ExitStack() as stack:
-                    if capture is not None:  # as pytest does around a phase; collecting leaves it suspended
+                    if (
+                        capture is not None
+                    ):  # as pytest does around a phase; collecting leaves it suspended
                         stack.callback(capture.suspend_global_capture)
                         capture.resume_global_capture()
                     value = function(*args)
@@ -179,7 +212,11 @@ class Rank:
                 if (cause := self.group.explain(error)) is not None:
                     error.add_note(cause)
                 shown = error.__traceback__  # without this module's own frames on top
-                while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
+                while (
+                    shown is not None
+                    and shown.tb_frame.f_code.co_filename == __file__
+                    and shown.tb_next is not None
+                ):
                     shown = shown.tb_next
                 told = "".join(traceback.format_exception(type(error), error, shown))
         debugger.release()
@@ -193,14 +230,22 @@ def _pickled(result: Any) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         wrong = f"the result, of type {type(result).__name__}, cannot be pickled ({error})"
-        raise TypeError(f"{wrong}: return tensors, numbers, strings, and containers of them") from None
+        raise TypeError(
+            f"{wrong}: return tensors, numbers, strings, and containers of them"
+        ) from None
 
 
 class RankGroup:
     """The default group of a rank, and what the tests have made beside it; ``index`` is that of its GPU."""
 
     def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
-        self.rank, self.size, self.device, self.backend, self._index = rank, 0, device, backend, index
+        self.rank, self.size, self.device, self.backend, self._index = (
+            rank,
+            0,
+            device,
+            backend,
+            index,
+        )
         self._default: dist.ProcessGroup | None = None
         self._joined = self._began = 0  # when, in ns since the epoch
         self._points: Counter[int] = Counter()  # sends and receives, by group
@@ -222,7 +267,9 @@ class RankGroup:
     def join(self, place: str, size: int) -> None:
         """Make the default group anew, of ``size`` ranks that meet at ``place``: see ``wire.JoinGroup``."""
         if self.rank >= size:
-            raise ValueError(f"rank {self.rank} cannot join a world of {size} ranks, which are 0..{size - 1}")
+            raise ValueError(
+                f"rank {self.rank} cannot join a world of {size} ranks, which are 0..{size - 1}"
+            )
         self.leave()
         self.size = size
         if self.device == "cuda":
@@ -232,8 +279,12 @@ class RankGroup:
             store = dist.FileStore(place, size)
         else:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.PrefixStore(place, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT)
+            store = dist.PrefixStore(
+                place, dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            )
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT
+        )
         self._default = dist.group.WORLD
         self._joined = time.time_ns()
         if self.backend == "gloo":
@@ -246,8 +297,13 @@ class RankGroup:
         message = "\n".join(map(session.str_of, _chain_of(error)))
         live = process_groups.names_of_live_groups()
         names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
-        stale = {name: f"Process group {name!r}" for name in sorted(names & self._ended - set(live.values()))}
-        for address in sorted(set(_SHOWS_A_GROUP.findall(message)) - {hex(id(group)) for group in live}):
+        stale = {
+            name: f"Process group {name!r}"
+            for name in sorted(names & self._ended - set(live.values()))
+        }
+        for address in sorted(
+            set(_SHOWS_A_GROUP.findall(message)) - {hex(id(group)) for group in live}
+        ):
             stale[address] = f"The process group at {address}"
         if not stale:
             return None
@@ -256,10 +312,16 @@ class RankGroup:
             said.append(f"{subject} was made by an earlier test in these processes, and has ended.")
             tables = process_groups.tables_that_name(group)
             if tables:
-                said.append(f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture.")
+                said.append(
+                    f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture."
+                )
             else:
-                said.append("No table of a module that holds it was found: a closure or a cache may.")
-        said.append("--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so.")
+                said.append(
+                    "No table of a module that holds it was found: a closure or a cache may."
+                )
+        said.append(
+            "--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so."
+        )
         return "\n".join(said)
 
     def leave(self) -> None:
@@ -284,7 +346,9 @@ class RankGroup:
         if broken or not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
         subgroups = len(process_groups.live_groups()) - 1
-        return wire.GroupState(True, process_groups.groups_made(), subgroups, self._issued(), shared)
+        return wire.GroupState(
+            True, process_groups.groups_made(), subgroups, self._issued(), shared
+        )
 
     def _has_lost_gpu(self) -> bool:
         try:
@@ -312,7 +376,9 @@ class RankGroup:
         return issued
 
     def _label(self, group: dist.ProcessGroup) -> str:
-        ranks = dist.get_process_group_ranks(group) if group is not self._default else range(self.size)
+        ranks = (
+            dist.get_process_group_ranks(group) if group is not self._default else range(self.size)
+        )
         return "all ranks" if len(ranks) == self.size else "ranks " + ", ".join(map(str, ranks))
 
     def begin(self) -> None:
@@ -336,14 +402,21 @@ class RankGroup:
     def left_behind(self, memory_before: int, *, shared: bool) -> tuple[str, ...]:
         """What a test has left: GPU memory, and groups, but for those of a DeviceMesh or of graph passes."""
         left = []
-        for group, name in process_groups.names_of_live_groups().items() if self._is_intact() and not shared else ():
+        for group, name in (
+            process_groups.names_of_live_groups().items()
+            if self._is_intact() and not shared
+            else ()
+        ):
             if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
                 continue
             from pytest_gtrainer._torch.passes import is_extra_group
 
             if not is_extra_group(name):
                 left.append(f"a process group of {self._label(group)}")
-        for free in (forget_cublas_workspaces, gc.collect):  # those of a test's products are no leak
+        for free in (
+            forget_cublas_workspaces,
+            gc.collect,
+        ):  # those of a test's products are no leak
             if self.memory() - memory_before > MEMORY_TOLERANCE:
                 free()
         grown = self.memory() - memory_before
@@ -365,7 +438,10 @@ class RankGroup:
                 dist.destroy_process_group(group)
         if made:
             process_groups.forget_groups(made)
-            del made, group  # gloo closes connections with the last reference: now, while ranks are idle
+            del (
+                made,
+                group,
+            )  # gloo closes connections with the last reference: now, while ranks are idle
             process_groups.forget_meshes()  # the next test may make an equal mesh, whose groups are others
             _forget_last_error()
             gc.collect()

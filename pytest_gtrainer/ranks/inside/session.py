@@ -21,20 +21,50 @@ from pytest_gtrainer.worlds import hygiene
 
 # These print, time out, write files or start processes: the parent does that, once.
 PARENT_ONLY = (
-    "terminal", "faulthandler", "junitxml", "pastebin", "stepwise", "timeout",
-    "xdist", "xdist.looponfail", "pytest_cov", "rerunfailures", "flaky", "html", "json-report",
-)  # fmt: skip
+    "terminal",
+    "faulthandler",
+    "junitxml",
+    "pastebin",
+    "stepwise",
+    "timeout",
+    "xdist",
+    "xdist.looponfail",
+    "pytest_cov",
+    "rerunfailures",
+    "flaky",
+    "html",
+    "json-report",
+)
 # Some plugins register objects of their own while the command line is parsed.
 PARENT_ONLY_OBJECTS = ("_cov", "terminalreporter")
 
 # What selects, stops or branches in the parent: a rank runs exactly what it is told to.
 NEUTRAL_OPTIONS: dict[str, Any] = {
-    "usepdb": False, "maxfail": 0, "keyword": "", "markexpr": "", "deselect": None,
-    "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False, "numprocesses": None,
-    "dist": "no", "tx": [], "looponfail": False, "collectonly": False, "ignore": None,
-    "ignore_glob": None, "setuponly": False, "setupshow": False, "setupplan": False,
-    "xmlpath": None, "log_file": os.devnull, "cacheclear": False, "cacheshow": None, "pyargs": False,
-}  # fmt: skip
+    "usepdb": False,
+    "maxfail": 0,
+    "keyword": "",
+    "markexpr": "",
+    "deselect": None,
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    "numprocesses": None,
+    "dist": "no",
+    "tx": [],
+    "looponfail": False,
+    "collectonly": False,
+    "ignore": None,
+    "ignore_glob": None,
+    "setuponly": False,
+    "setupshow": False,
+    "setupplan": False,
+    "xmlpath": None,
+    "log_file": os.devnull,
+    "cacheclear": False,
+    "cacheshow": None,
+    "pyargs": False,
+}
 
 OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
@@ -43,7 +73,9 @@ GPU_LIMIT = 2.0  # seconds
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
+def start_session(
+    config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None
+) -> pytest.Session:
     """Start a session that does not collect; with ``config.workerinput`` plugins behave as in a worker of xdist."""
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")
@@ -74,7 +106,9 @@ def _draw_alike(hypothesis: Any, seed: str) -> None:
 
     ``seed`` is for tests that are not derandomised, by ``@settings(derandomize=False)`` or a profile of their own.
     """
-    hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.register_profile(
+        "gtrainer-rank", derandomize=True, database=None, deadline=None
+    )
     hypothesis.settings.load_profile("gtrainer-rank")
     if hypothesis.core.global_force_seed is None:  # else --hypothesis-seed
         hypothesis.core.global_force_seed = seed
@@ -94,9 +128,15 @@ def close_session(session: pytest.Session) -> tuple[str, ...]:
             step()
         except BaseException as error:
             told = traceback.TracebackException.from_exception(error)
-            foreign = [frame for frame in told.stack if not re.search("/pluggy/|/pytest_gtrainer/", frame.filename)]
+            foreign = [
+                frame
+                for frame in told.stack
+                if not re.search("/pluggy/|/pytest_gtrainer/", frame.filename)
+            ]
             told.stack = traceback.StackSummary.from_list(foreign)
-            problems.append(f"{name} raised {summary_of(error)}\n\n{cut(''.join(told.format()))}".rstrip())
+            problems.append(
+                f"{name} raised {summary_of(error)}\n\n{cut(''.join(told.format()))}".rstrip()
+            )
     if session.exitstatus != pytest.ExitCode.OK:  # a hook may say so that the run has failed
         problems.append(f"pytest_sessionfinish set the exit status {int(session.exitstatus)}")
     return tuple(problems)
@@ -126,7 +166,9 @@ class CollectedTests:
         self.load(ref.chain)
         if ref.nodeid not in self._items:
             wrong = f"{ref.nodeid} was collected in the parent but not in this rank"
-            raise CollectionDiffers(f"{wrong}: names and parameters of tests must be the same in every process")
+            raise CollectionDiffers(
+                f"{wrong}: names and parameters of tests must be the same in every process"
+            )
         return self._items[ref.nodeid]
 
     def load(self, chain: tuple[str, ...]) -> None:
@@ -145,10 +187,14 @@ class CollectedTests:
         self._failures.clear()
         items = list(session.genitems(node))
         if self._failures:
-            raise CollectionDiffers(f"collecting {file.name} failed in this rank:\n{self._failures[0]}")
+            raise CollectionDiffers(
+                f"collecting {file.name} failed in this rank:\n{self._failures[0]}"
+            )
         self._items.update((id_of(item), item) for item in items)
         session.items = items[:]
-        session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+        session.config.hook.pytest_collection_modifyitems(
+            session=session, config=session.config, items=session.items
+        )
         self._files.add(chain[-1])
 
     def _child(self, node: pytest.Collector, path: Path) -> pytest.Collector:
@@ -156,7 +202,9 @@ class CollectedTests:
             node.ihook.pytest_collectstart(collector=node)
             report: pytest.CollectReport = node.ihook.pytest_make_collect_report(collector=node)
             if not report.passed:
-                raise CollectionDiffers(f"collecting {node.nodeid} failed in this rank:\n{report.longrepr}")
+                raise CollectionDiffers(
+                    f"collecting {node.nodeid} failed in this rank:\n{report.longrepr}"
+                )
             for child in report.result:
                 if isinstance(child, pytest.File | pytest.Directory):
                     self._nodes.setdefault(child.path, child)
@@ -172,7 +220,10 @@ class Recorder:
     """
 
     def __init__(
-        self, config: pytest.Config, send: Callable[[wire.Raised], None], explain: Callable[[BaseException], str | None]
+        self,
+        config: pytest.Config,
+        send: Callable[[wire.Raised], None],
+        explain: Callable[[BaseException], str | None],
     ) -> None:
         self._config, self._send, self._explain = config, send, explain
         self._reports: list[dict[str, Any]] = []
@@ -221,7 +272,11 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]
-        self._reports.append(plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report)))
+        self._reports.append(
+            plain(
+                self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+            )
+        )
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -249,7 +304,10 @@ def wait_for_gpu() -> None:
             time.sleep(1e-4)
     except RuntimeError as error:
         told = str(error).partition("\n")[0]
-        pytest.fail(f"a kernel that the test left running: {told}; CUDA_LAUNCH_BLOCKING=1 shows which", pytrace=False)
+        pytest.fail(
+            f"a kernel that the test left running: {told}; CUDA_LAUNCH_BLOCKING=1 shows which",
+            pytrace=False,
+        )
 
 
 def restored_after(item: pytest.Item) -> Generator[None, object, object]:
@@ -270,8 +328,13 @@ def raised(error: BaseException) -> wire.Raised:
     waiting_in = collective_of(_frames_of(error))
     if waiting_in is None and any(sign in str_of(error) for sign in LOST_PEER):
         waiting_in = "a collective"
-    told, is_skip = plain(origin) if isinstance(origin, tuple) else None, isinstance(error, pytest.skip.Exception)
-    place = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    told, is_skip = (
+        plain(origin) if isinstance(origin, tuple) else None,
+        isinstance(error, pytest.skip.Exception),
+    )
+    place = tuple(
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    )
     return wire.Raised(time.monotonic(), summary_of(error), is_skip, waiting_in, told, place)
 
 

@@ -28,11 +28,22 @@ def follow_rank_0(launch: Launch, config: pytest.Config) -> int:
         port = store.get(PORT)
         if not port.isdigit() or int(port) > 65535:
             raise Refused(f"torchrun's store holds as {PORT!r} what is no port: {port[:40]!r}")
-        host = "localhost" if launch.local_size == launch.size else os.environ["MASTER_ADDR"]  # as rank 0 listens
+        host = (
+            "localhost" if launch.local_size == launch.size else os.environ["MASTER_ADDR"]
+        )  # as rank 0 listens
         line = Line(socket.create_connection((host, int(port))), key, rank_0=False)
         return _Follower(launch, config, line).serve()
-    except (RuntimeError, OSError, EOFError, Refused) as error:  # torch's errors of a lost store are RuntimeErrors
-        told = str(error) if isinstance(error, Refused) else "rank 0, which reports for all ranks, has ended"
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+        Refused,
+    ) as error:  # torch's errors of a lost store are RuntimeErrors
+        told = (
+            str(error)
+            if isinstance(error, Refused)
+            else "rank 0, which reports for all ranks, has ended"
+        )
         print(f"gtrainer: {told}: rank {launch.rank} ends too", file=sys.stderr, flush=True)
         return 1
 
@@ -41,8 +52,16 @@ class _Follower:
     """Forks the ranks of this node as rank 0 says, and passes on what it and they say, while they are ``running``."""
 
     def __init__(self, launch: Launch, config: pytest.Config, line: Line) -> None:
-        first, last = launch.rank, launch.rank + (launch.local_size if launch.local_rank == 0 else 0)
-        self.ranks, self.config, self.line, self.pool = range(first, last), config, line, Pool(config)
+        first, last = (
+            launch.rank,
+            launch.rank + (launch.local_size if launch.local_rank == 0 else 0),
+        )
+        self.ranks, self.config, self.line, self.pool = (
+            range(first, last),
+            config,
+            line,
+            Pool(config),
+        )
         self.teams: dict[str, LocalRanks] = {}
         self.running: dict[str, list[int]] = {}
 
@@ -51,7 +70,11 @@ class _Follower:
         try:
             self.line.send((self.ranks.start, self.ranks.stop))
             while True:
-                files = [file for team, ranks in self.running.items() for file in self.teams[team].files(ranks)]
+                files = [
+                    file
+                    for team, ranks in self.running.items()
+                    for file in self.teams[team].files(ranks)
+                ]
                 if self.line.fileno() in readable([self.line.fileno(), *files], 3600.0):
                     for command in self.line.take():
                         if isinstance(command, wire.Over):
@@ -79,12 +102,16 @@ class _Follower:
                 ranks = range(self.ranks.start, min(self.ranks.stop, command.size))
                 plan = self.pool.plan(command.size, rank_environment(self.config), command.worker)
                 try:
-                    part = LocalRanks(self.pool.forkserver(), replace(plan, ranks=ranks, store=team))
+                    part = LocalRanks(
+                        self.pool.forkserver(), replace(plan, ranks=ranks, store=team)
+                    )
                 except RanksError as error:
                     self.line.send(wire.FromRank(team, ranks[0], wire.Started(str(error))))
                 else:
                     self.teams[team], self.running[team] = part, list(ranks)
-            case wire.ToTeam(team, "send" | "stacks" | "kill" as method, arguments) if team in self.teams:
+            case wire.ToTeam(team, "send" | "stacks" | "kill" as method, arguments) if (
+                team in self.teams
+            ):
                 answer = getattr(self.teams[team], method)(*arguments)
                 if method == "stacks":
                     self.line.send(wire.FromRank(team, None, answer))

@@ -46,9 +46,13 @@ def shared_key() -> bytes:
         with file.open("rb") as opened:
             lies, key = os.fstat(opened.fileno()), opened.read()
     except (OSError, RuntimeError) as error:
-        raise Refused(f"there is no file for the key that signs messages of a run ({error}): {_ADVICE}") from error
+        raise Refused(
+            f"there is no file for the key that signs messages of a run ({error}): {_ADVICE}"
+        ) from error
     if lies.st_uid != os.getuid() or lies.st_mode & 0o022 or len(key) < _SIGNATURE_BYTES:
-        raise Refused(f"{file} is another user's, can be written by others, or is too short: remove it, or {_ADVICE}")
+        raise Refused(
+            f"{file} is another user's, can be written by others, or is too short: remove it, or {_ADVICE}"
+        )
     return key
 
 
@@ -73,7 +77,9 @@ class Line:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _PROBES.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        sock.settimeout(HANDSHAKE_SECONDS if rank_0 else None)  # rank 0 answers when it first needs this node
+        sock.settimeout(
+            HANDSHAKE_SECONDS if rank_0 else None
+        )  # rank 0 answers when it first needs this node
         drawn = secrets.token_bytes(_SIGNATURE_BYTES)
         sock.sendall(drawn)
         other = _received(sock)
@@ -85,7 +91,9 @@ class Line:
         sock.settimeout(HANDSHAKE_SECONDS)
         sock.sendall(_sign(self._own, b"key"))
         if not hmac.compare_digest(_received(sock), _sign(self._other, b"key")):
-            raise Refused(f"{sock.getpeername()[0]} does not have the key of this run, and is not heard; {_ADVICE}")
+            raise Refused(
+                f"{sock.getpeername()[0]} does not have the key of this run, and is not heard; {_ADVICE}"
+            )
         sock.settimeout(None)
         self._channel = wire.Channel(os.dup(sock.fileno()), sock.detach())
 
@@ -107,13 +115,22 @@ class Line:
             self._heard += 1
             signature, data = said[:_SIGNATURE_BYTES], said[_SIGNATURE_BYTES:]
             if not hmac.compare_digest(signature, _sign(self._other, b"%d" % self._heard, data)):
-                raise Refused("a message on a connection between nodes is not signed with the key of this run")
+                raise Refused(
+                    "a message on a connection between nodes is not signed with the key of this run"
+                )
             messages.append(decode(data))
         return messages
 
 
-_CLASSES: dict[str, Any] = {name: kind for name, kind in vars(wire).items() if hasattr(kind, "__match_args__")}
-_READ: dict[str, Any] = {"tuple": tuple, "dict": dict, "bytes": base64.b64decode, "int": lambda text: int(text, 16)}
+_CLASSES: dict[str, Any] = {
+    name: kind for name, kind in vars(wire).items() if hasattr(kind, "__match_args__")
+}
+_READ: dict[str, Any] = {
+    "tuple": tuple,
+    "dict": dict,
+    "bytes": base64.b64decode,
+    "int": lambda text: int(text, 16),
+}
 
 
 def encode(message: object) -> bytes:
@@ -140,7 +157,9 @@ def _named(value: Any) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if _CLASSES.get(kind.__name__) is not kind:
-        raise TypeError(f"{kind.__qualname__}, the type of {value!r:.80}, cannot be sent to another node")
+        raise TypeError(
+            f"{kind.__qualname__}, the type of {value!r:.80}, cannot be sent to another node"
+        )
     return {kind.__name__: [_named(getattr(value, name)) for name in kind.__match_args__]}
 
 
@@ -149,7 +168,9 @@ def decode(data: bytes) -> Any:
     try:
         return json.loads(data, object_hook=_unnamed)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Refused(f"what came from another node is no message ({error}): {data[:80]!r}") from error
+        raise Refused(
+            f"what came from another node is no message ({error}): {data[:80]!r}"
+        ) from error
 
 
 def _unnamed(content: dict[str, Any]) -> Any:

@@ -36,7 +36,9 @@ class Nodes:
         self._numbers = itertools.count()
         self._nodes: list[Node] = []
         self._is_late = False  # a node that has not come once is not waited for again
-        self._server = socket.create_server(("localhost" if launch.local_size == launch.size else "", 0))
+        self._server = socket.create_server(
+            ("localhost" if launch.local_size == launch.size else "", 0)
+        )
         self._store = connect()  # which may live in this process
         self._store.set(PORT, str(self._server.getsockname()[1]))
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # with a summary, as at Ctrl-C
@@ -44,12 +46,18 @@ class Nodes:
     def place(self, plan: wire.RankSetup) -> tuple[wire.RankSetup, Iterator[str]]:
         """What a team's ranks on this node start from, once all its nodes are here, and where it meets later."""
         deadline = time.monotonic() + NODES_LIMIT  # for all, be they refused
-        while (known := self._launch.local_size + sum(len(node.ranks) for node in self._nodes)) < plan.size:
+        while (
+            known := self._launch.local_size + sum(len(node.ranks) for node in self._nodes)
+        ) < plan.size:
             if self._is_late or not self._take_in(max(0.0, deadline - time.monotonic())):
                 self._is_late = True
-                raise RanksError(f"the nodes of ranks {known} to {plan.size - 1} did not come within {NODES_LIMIT:g} s")
+                raise RanksError(
+                    f"the nodes of ranks {known} to {plan.size - 1} did not come within {NODES_LIMIT:g} s"
+                )
         if lost := [node for node in self._nodes_of(plan) if not node.alive]:
-            raise RanksError(f"the node of rank {lost[0].ranks.start} is lost, and torchrun replaces none")
+            raise RanksError(
+                f"the node of rank {lost[0].ranks.start} is lost, and torchrun replaces none"
+            )
         team, here = next(self._numbers), range(min(plan.size, self._launch.local_size))
         stores = (f"gtrainer-team{team}-{number}" for number in itertools.count())
         return replace(plan, ranks=here, store=next(stores)), stores
@@ -75,7 +83,9 @@ class Nodes:
 
     def end(self, status: int) -> None:
         """Tell everybody what to exit with, and wait until they have left."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once the first of the others has exited
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun's, once the first of the others has exited
         end = time.monotonic() + FAREWELL_SECONDS
         while (left := end - time.monotonic()) > 0:
             is_complete = len(self._nodes) == self._launch.size - 1

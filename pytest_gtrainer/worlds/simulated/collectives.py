@@ -23,11 +23,15 @@ class Contribution:
     """What one rank of the world gives to a collective, which takes the inputs out, so that their memory can go."""
 
     rank: int
-    inputs: list[Tensor]  # one for each of several collectives in one, or for each member where lists are exchanged
+    inputs: list[
+        Tensor
+    ]  # one for each of several collectives in one, or for each member where lists are exchanged
     op: str = "sum"
     factor: float | None = None  # multiplies every input of a "premul_sum" first, in its dtype
     root: int = 0  # the member that gives or gets, by its rank in the group
-    sends: Sequence[int] = field(default_factory=list)  # rows, or elements of a list's tensors, to each member
+    sends: Sequence[int] = field(
+        default_factory=list
+    )  # rows, or elements of a list's tensors, to each member
     receives: Sequence[int] = field(default_factory=list)  # and from each
     dims: tuple[int, int] = (0, 0)  # the one that is gathered, and the one that is sharded
 
@@ -57,7 +61,11 @@ def all_reduce(net: Net, given: Contributions) -> list[list[Tensor]]:
     results = []
     for inputs in _each(given):
         shape = inputs[0].shape
-        results.append(_reduced(stacked(inputs), given[0], net.all_reduce).view(shape) if prod(shape) else inputs[0])
+        results.append(
+            _reduced(stacked(inputs), given[0], net.all_reduce).view(shape)
+            if prod(shape)
+            else inputs[0]
+        )
     return [results] * len(given)
 
 
@@ -101,7 +109,10 @@ def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 def gather(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Every member's tensor to the root."""
-    return [[own.inputs[0] for own in given] if member == given[0].root else [] for member in range(len(given))]
+    return [
+        [own.inputs[0] for own in given] if member == given[0].root else []
+        for member in range(len(given))
+    ]
 
 
 def scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
@@ -122,7 +133,10 @@ def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
     width = prod(given[0].inputs[0].shape[1:])
     rows = torch.cat([own.inputs[0].reshape(own.inputs[0].shape[0], width) for own in given])
     arrived = rows.index_select(0, _by_destination(counts)).split(counts.sum(0).tolist())
-    return [[part.view(len(part), *own.inputs[0].shape[1:])] for part, own in zip(arrived, given, strict=True)]
+    return [
+        [part.view(len(part), *own.inputs[0].shape[1:])]
+        for part, own in zip(arrived, given, strict=True)
+    ]
 
 
 def _by_destination(counts: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ _RING = re.compile(
 )
 _NEXT = re.compile(r"Ring (?P<channel>\d+) : \d+ -> (?P<rank>\d+) -> (?P<next>\d+)")
 # connection 0 is that of collectives; SHM's lines name none
-_SENDS = re.compile(r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] ")
+_SENDS = re.compile(
+    r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] "
+)
 _TREES = re.compile(r"Trees((?: \[\d+\] [-\d]+/[-\d]+/[-\d]+->\d+->[-\d]+)+)")
 _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 
@@ -37,7 +39,9 @@ def rings_from_log(text: str) -> Rings:
     size = max(len(ring) for rings in found for ring in rings)
     largest = set(map(tuple, (rings for rings in found if len(rings[0]) == size)))
     if len(largest) > 1:
-        raise ValueError(f"{len(largest)} communicators of {size} ranks with different rings: keep the lines of one")
+        raise ValueError(
+            f"{len(largest)} communicators of {size} ranks with different rings: keep the lines of one"
+        )
     (rings,) = largest
     check_rings(rings, size)
     return rings
@@ -57,7 +61,9 @@ def _communicators(text: str) -> Iterator[list[Ring]]:
     for channels, rings in found:
         missing = min(set(range(channels)) - set(rings), default=0)
         if rings.keys() != set(range(channels)):
-            raise ValueError(f"the log has {len(rings)} of {channels} channels; channel {missing} is amiss")
+            raise ValueError(
+                f"the log has {len(rings)} of {channels} channels; channel {missing} is amiss"
+            )
         yield [rings[channel] for channel in range(channels)]
 
 
@@ -107,13 +113,22 @@ def trees_from_log(text: str) -> tuple[Tree, ...] | None:
             channel, *children, rank = map(int, match.groups())
             below = tuple(child for child in children if child >= 0)
             if by_channel.setdefault(channel, {}).setdefault(rank, below) != below:
-                raise ValueError(f"two trees of channel {channel} for rank {rank}: keep the lines of one communicator")
+                raise ValueError(
+                    f"two trees of channel {channel} for rank {rank}: keep the lines of one communicator"
+                )
     if not by_channel:
         return None
-    size = 1 + max(rank for tree in by_channel.values() for ranks in tree.items() for rank in (ranks[0], *ranks[1]))
+    size = 1 + max(
+        rank
+        for tree in by_channel.values()
+        for ranks in tree.items()
+        for rank in (ranks[0], *ranks[1])
+    )
     for channel, tree in sorted(by_channel.items()):
         if missing := sorted(set(range(size)) - set(tree)):
             raise ValueError(
                 f"no line 'Trees [{channel}] ...' of rank {missing[0]}: every rank writes one, so keep the logs of all"
             )
-    return tuple(tuple(tree[rank] for rank in range(size)) for _, tree in sorted(by_channel.items()))
+    return tuple(
+        tuple(tree[rank] for rank in range(size)) for _, tree in sorted(by_channel.items())
+    )

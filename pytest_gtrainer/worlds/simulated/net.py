@@ -34,9 +34,12 @@ PROTOCOLS = {"Simple": 2 << 20, "LL128": 576_000, "LL": 32 << 10}
 """The bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813, enqueue.cc:2222-2227)."""
 CHANNELS = 4
 _CHOICES = {
-    "partition": by_ring.PARTITIONS, "accumulate": ("wire", "fp32"), "average": ("premultiply", "divide"),
-    "algorithm": ("ring", "tree", "pat"), "protocol": tuple(PROTOCOLS),
-}  # fmt: skip
+    "partition": by_ring.PARTITIONS,
+    "accumulate": ("wire", "fp32"),
+    "average": ("premultiply", "divide"),
+    "algorithm": ("ring", "tree", "pat"),
+    "protocol": tuple(PROTOCOLS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,13 @@ class Path:
     algorithm: str = "ring"
 
     @classmethod
-    def of(cls, channel: int, order: by_tree.Order, members: Sequence[int] | None, algorithm: str = "ring") -> Path:
+    def of(
+        cls,
+        channel: int,
+        order: by_tree.Order,
+        members: Sequence[int] | None,
+        algorithm: str = "ring",
+    ) -> Path:
         """From an order of ranks of the group that ``members`` are, if not of the world."""
         return cls(channel, order if members is None else by_tree.mapped(order, members), algorithm)
 
@@ -134,7 +143,13 @@ class Net(ABC):
 
     @abstractmethod
     def explain(
-        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+        self,
+        collective: str,
+        offset: int,
+        count: int,
+        dtype: torch.dtype,
+        destination: int = 0,
+        op: str = "sum",
     ) -> Path:
         """How the element at ``offset`` of a payload of ``count`` elements is summed: for messages.
 
@@ -202,14 +217,18 @@ class NetModel(Net):
         if self.rings is not None:
             object.__setattr__(self, "rings", tuple(map(tuple, self.rings)))
             if not self.rings:
-                raise ValueError("rings is empty: give one ring for each channel, or None for rail rings")
+                raise ValueError(
+                    "rings is empty: give one ring for each channel, or None for rail rings"
+                )
             by_ring.check_rings(self.rings, self.world_size)
             if self.channels not in (None, len(self.rings)):
                 told = f"channels={self.channels}, but there are {len(self.rings)} rings"
                 raise ValueError(f"{told}: leave channels out, or give as many rings")
         if self.trees is not None:
             object.__setattr__(self, "trees", tuple(tuple(map(tuple, tree)) for tree in self.trees))
-            by_tree.check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
+            by_tree.check_trees(
+                self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS
+            )
         self._check_members()
 
     @classmethod
@@ -251,12 +270,19 @@ class NetModel(Net):
         count = self._payload("reduce_scatter", inputs, len(wanted), op)
         if self._algorithm("reduce_scatter", op) == "ring":
             orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
-            return self._ring_sum("reduce_scatter", inputs, orders, op, payloads=len(wanted)).view(len(wanted), -1)
-        rows, out = inputs.reshape(self.size, len(wanted), count), inputs.new_empty(len(wanted), count)
+            return self._ring_sum("reduce_scatter", inputs, orders, op, payloads=len(wanted)).view(
+                len(wanted), -1
+            )
+        rows, out = (
+            inputs.reshape(self.size, len(wanted), count),
+            inputs.new_empty(len(wanted), count),
+        )
         columns, targets = torch.arange(len(wanted)), torch.tensor(wanted)
         for part in self._parts("reduce_scatter", count, inputs.itemsize):
             own = rows.narrow(2, part.start, part.length)
-            order = by_tree.pat_order(self.size, by_tree.pat_delta(part.length * inputs.itemsize, self.size))
+            order = by_tree.pat_order(
+                self.size, by_tree.pat_delta(part.length * inputs.itemsize, self.size)
+            )
 
             def behind(distance: int, own: Tensor = own) -> Tensor:
                 return own[(targets - distance) % self.size, columns]
@@ -272,12 +298,20 @@ class NetModel(Net):
         out = inputs.new_empty(count)
         for part in self._parts("all_reduce", count, inputs.itemsize):
             own = inputs.narrow(1, part.start, part.length)
-            sums = by_tree.tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
+            sums = by_tree.tree_sum(
+                _tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size
+            )
             out.narrow(0, part.start, part.length).copy_(sums)
         return out
 
     def explain(
-        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+        self,
+        collective: str,
+        offset: int,
+        count: int,
+        dtype: torch.dtype,
+        destination: int = 0,
+        op: str = "sum",
     ) -> Path:
         check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
         if not 0 <= offset < count:
@@ -300,7 +334,11 @@ class NetModel(Net):
         """What carries it out: rings do what tree and PAT do not serve."""
         if self.algorithm == "tree" and collective == "all_reduce":
             return "tree"
-        if self.algorithm == "pat" and collective == "reduce_scatter" and op in ("sum", "product", "max", "min"):
+        if (
+            self.algorithm == "pat"
+            and collective == "reduce_scatter"
+            and op in ("sum", "product", "max", "min")
+        ):
             return "pat" if len(set(_node_of(self))) == self.size else "ring"
         return "ring"
 
@@ -309,12 +347,18 @@ class NetModel(Net):
         by_ring.check_reduction(collective, op, inputs.dtype)
         if inputs.dim() != 2 or inputs.shape[0] != self.size:
             shape = tuple(inputs.shape)
-            raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
+            raise ValueError(
+                f"{collective} takes one row for each of {self.size} ranks; not shape {shape}"
+            )
         if inputs.shape[1] % payloads:
-            raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
+            raise ValueError(
+                f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first"
+            )
         return inputs.shape[1] // payloads
 
-    def _ring_sum(self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1) -> Tensor:
+    def _ring_sum(
+        self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1
+    ) -> Tensor:
         dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
@@ -331,9 +375,15 @@ class NetModel(Net):
             around = self.size if collective == "all_reduce" and self.algorithm != "tree" else 1
             return by_ring.dealt(count, channels, around * self._chunk(itemsize))
         if self.partition == "contiguous":
-            return by_ring.parts_of(count, channels, by_ring.whole_words(-(-count // channels), itemsize))
-        traffic = (2 if collective == "all_reduce" else self.size) * (4 if self.protocol == "LL" else 1)
-        return by_ring.parts_of(count, channels, by_ring.in_cells(count, itemsize, channels, traffic))
+            return by_ring.parts_of(
+                count, channels, by_ring.whole_words(-(-count // channels), itemsize)
+            )
+        traffic = (2 if collective == "all_reduce" else self.size) * (
+            4 if self.protocol == "LL" else 1
+        )
+        return by_ring.parts_of(
+            count, channels, by_ring.in_cells(count, itemsize, channels, traffic)
+        )
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[by_ring.Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
@@ -378,8 +428,12 @@ def _tree_orders(net: NetModel) -> tuple[by_tree.Order, ...]:
         return tuple(by_tree.tree_from(tree) for tree in net.trees)
     rings = _rings(net)
     half = -(-len(rings) // 2)
-    chains = [by_tree.chains_of(rings[channel % half], _node_of(net)) for channel in range(len(rings))]
-    return tuple(by_tree.tree_over(each, second=channel >= half) for channel, each in enumerate(chains))
+    chains = [
+        by_tree.chains_of(rings[channel % half], _node_of(net)) for channel in range(len(rings))
+    ]
+    return tuple(
+        by_tree.tree_over(each, second=channel >= half) for channel, each in enumerate(chains)
+    )
 
 
 def check_count(name: str, value: object) -> None:
@@ -399,10 +453,15 @@ FIELDS = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 
 
 def sweep_nets(
-    size: int, *, nodes: Sequence[int] = (1, 2), channels: Sequence[int] = (1, CHANNELS),
-    algorithm: Sequence[str] = ("ring",), partition: Sequence[str] = ("contiguous",),
-    accumulate: Sequence[str] = ("wire",), **fields: Any,
-) -> list[Any]:  # fmt: skip
+    size: int,
+    *,
+    nodes: Sequence[int] = (1, 2),
+    channels: Sequence[int] = (1, CHANNELS),
+    algorithm: Sequence[str] = ("ring",),
+    partition: Sequence[str] = ("contiguous",),
+    accumulate: Sequence[str] = ("wire",),
+    **fields: Any,
+) -> list[Any]:
     """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
 
     >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]

@@ -69,7 +69,10 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
     """Every ring must visit every rank of the world once; a ValueError names the channel and the rank."""
     everyone = set(range(size))
     for channel, ring in enumerate(rings):
-        visited, short = set(ring), " ".join(map(str, ring[:16])) + (" ..." if len(ring) > 16 else "")
+        visited, short = (
+            set(ring),
+            " ".join(map(str, ring[:16])) + (" ..." if len(ring) > 16 else ""),
+        )
         if repeated := sorted(rank for rank in visited if ring.count(rank) > 1):
             wrong = f"visits rank {repeated[0]} more than once, {short}"
         elif unknown := sorted(visited - everyone):
@@ -78,35 +81,49 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
             wrong = f"leaves out rank {missing[0]} of {size}, {short}"
         else:
             continue
-        raise ValueError(f"the ring of channel {channel} {wrong}: list every rank of the world once")
+        raise ValueError(
+            f"the ring of channel {channel} {wrong}: list every rank of the world once"
+        )
 
 
 HOPS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sum", "avg", "premul_sum"), torch.add),
-    "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
-}  # fmt: skip
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 """How a rank combines what arrives with what it has; ``(arrived, own, out=...)``. For "premul_sum" it is a product."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-BLOCK_BYTES = 1 << 18  # of one hop's rows: large enough to hide the cost of a call, small enough for the cache
+BLOCK_BYTES = (
+    1 << 18
+)  # of one hop's rows: large enough to hide the cost of a call, small enough for the cache
 ROW_BYTES = 1 << 14
 
 
 def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
     """Refuse what no net models; NoModel names the collective, the op or the dtype, and what to use instead."""
     if op not in HOPS:
-        raise NoModel(f"{collective} with op {op!r} has no model in a simulated world: use one of {', '.join(HOPS)}")
+        raise NoModel(
+            f"{collective} with op {op!r} has no model in a simulated world: use one of {', '.join(HOPS)}"
+        )
     if dtype not in (*_FLOATS, *_INTEGERS):
-        raise NoModel(f"{collective} of {dtype} has no model in a simulated world: cast to a floating dtype first")
+        raise NoModel(
+            f"{collective} of {dtype} has no model in a simulated world: cast to a floating dtype first"
+        )
     if op == "avg" and dtype in _INTEGERS:
-        raise NoModel(f"{collective} averages {dtype}, which backends truncate differently: sum it and divide")
+        raise NoModel(
+            f"{collective} averages {dtype}, which backends truncate differently: sum it and divide"
+        )
 
 
 PARTITIONS = ("contiguous", "cells", "round-robin")
 WORD = 16  # bytes: the word in which kernels move data, at which parts and chunks begin
-CELL_TRAFFIC = 32 << 10  # bytes over the wire, all hops of a payload together; NCCL 2.29.2 and later
+CELL_TRAFFIC = (
+    32 << 10
+)  # bytes over the wire, all hops of a payload together; NCCL 2.29.2 and later
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +145,10 @@ def dealt(total: int, channels: int, piece: int) -> list[Stretch]:
     >>> [(part.channel, part.start, part.length) for part in dealt(7, 2, piece=2)]
     [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
     """
-    return [Stretch(part.place % channels, part.start, part.length) for part in chunks(Stretch(0, 0, total), piece)]
+    return [
+        Stretch(part.place % channels, part.start, part.length)
+        for part in chunks(Stretch(0, 0, total), piece)
+    ]
 
 
 def parts_of(total: int, channels: int, piece: int) -> list[Stretch]:
@@ -139,7 +159,10 @@ def parts_of(total: int, channels: int, piece: int) -> list[Stretch]:
     """
     starts = list(range(0, total, piece))[:channels]
     ends = [*starts[1:], total]
-    return [Stretch(channel, starts[channel], ends[channel] - starts[channel]) for channel in range(len(starts))]
+    return [
+        Stretch(channel, starts[channel], ends[channel] - starts[channel])
+        for channel in range(len(starts))
+    ]
 
 
 def in_cells(count: int, itemsize: int, channels: int, traffic_per_byte: int) -> int:
@@ -151,7 +174,9 @@ def in_cells(count: int, itemsize: int, channels: int, traffic_per_byte: int) ->
     (1024, 250880)
     """
     cell = -(-CELL_TRAFFIC // traffic_per_byte // WORD) * WORD
-    per_channel = -(-(max(CELL_TRAFFIC, count * itemsize * traffic_per_byte) // channels) // WORD) * WORD
+    per_channel = (
+        -(-(max(CELL_TRAFFIC, count * itemsize * traffic_per_byte) // channels) // WORD) * WORD
+    )
     return -(-per_channel // (cell * traffic_per_byte)) * cell // itemsize
 
 
@@ -164,7 +189,9 @@ def looped(part: Stretch, places: int, longest: int, itemsize: int) -> list[Stre
     found = []
     for loop in chunks(part, places * longest):
         is_whole = loop.length == places * longest
-        found += chunks(loop, longest if is_whole else whole_words(-(-loop.length // places), itemsize))
+        found += chunks(
+            loop, longest if is_whole else whole_words(-(-loop.length // places), itemsize)
+        )
     return found
 
 
@@ -176,7 +203,10 @@ def chunks(part: Stretch, length: int) -> list[Stretch]:
     """
     end = part.start + part.length
     starts = range(part.start, end, length)
-    return [Stretch(part.channel, start, min(length, end - start), place) for place, start in enumerate(starts)]
+    return [
+        Stretch(part.channel, start, min(length, end - start), place)
+        for place, start in enumerate(starts)
+    ]
 
 
 def whole_words(elements: int, itemsize: int) -> int:
@@ -205,19 +235,33 @@ def _units(
 
 
 def ring_sum(
-    inputs: Tensor, stretches: Sequence[Stretch], orders: Tensor, op: str, *, accumulator: torch.dtype, average: str,
+    inputs: Tensor,
+    stretches: Sequence[Stretch],
+    orders: Tensor,
+    op: str,
+    *,
+    accumulator: torch.dtype,
+    average: str,
     payloads: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Reduce ``[ranks, elements]`` to ``[elements]`` by stretches that cover each payload. ``orders`` are ``[channel,
     hop, place]``; partial sums have the dtype ``accumulator``. An "avg" divides, or scales inputs by 1 / ranks in the
     dtype of the wire ("premultiply")."""
     (ranks, elements), flat, hop = inputs.shape, inputs.contiguous().view(-1), HOPS[op]
-    factor = torch.tensor(1.0 / ranks, dtype=inputs.dtype) if op == "avg" and average == "premultiply" else None
+    factor = (
+        torch.tensor(1.0 / ranks, dtype=inputs.dtype)
+        if op == "avg" and average == "premultiply"
+        else None
+    )
     out = inputs.new_empty(elements)
     for length, *units in _units(stretches, payloads, elements // payloads, flat.itemsize):
-        rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
+        rows = flat.as_strided(
+            (flat.numel() - length + 1, length), (1, 1)
+        )  # row i begins at element i
         together = max(1, BLOCK_BYTES // (length * flat.itemsize))
-        for channel, place, offset in zip(*(column.split(together) for column in units), strict=True):
+        for channel, place, offset in zip(
+            *(column.split(together) for column in units), strict=True
+        ):
             sources = (orders[channel, :, place].t() * elements + offset).contiguous()
             own = rows.index_select(0, sources[0])
             if factor is not None:

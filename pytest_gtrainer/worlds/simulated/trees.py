@@ -17,7 +17,9 @@ from torch import Tensor
 from pytest_gtrainer.worlds.simulated.rings import HOPS, Ring
 
 Order = tuple["int | Order", ...]
-Tree = tuple[tuple[int, ...], ...]  # by rank: the ranks whose sums arrive, in the order in which they are added
+Tree = tuple[
+    tuple[int, ...], ...
+]  # by rank: the ranks whose sums arrive, in the order in which they are added
 
 
 def joined(own: int, arrivals: Iterable[Order]) -> Order:
@@ -58,7 +60,9 @@ def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, 
     >>> binary_children(4, second=False)
     (0, {0: {0: 2}, 1: {}, 2: {1: 1, 0: 3}, 3: {}})
     """
-    found: dict[int, dict[int, int]] = {0: {0: 1 << (nodes - 1).bit_length() >> 1} if nodes > 1 else {}}
+    found: dict[int, dict[int, int]] = {
+        0: {0: 1 << (nodes - 1).bit_length() >> 1} if nodes > 1 else {}
+    }
     for node in range(1, nodes):
         half = step = (node & -node) // 2
         while step and node + step >= nodes:
@@ -67,7 +71,9 @@ def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, 
     if not second:
         return 0, found
     other = [(node + 1) % nodes if nodes % 2 else nodes - 1 - node for node in range(nodes)]
-    return other[0], {other[node]: {at: other[child] for at, child in own.items()} for node, own in found.items()}
+    return other[0], {
+        other[node]: {at: other[child] for at, child in own.items()} for node, own in found.items()
+    }
 
 
 def tree_over(chains: Sequence[Sequence[int]], second: bool) -> Order:
@@ -84,7 +90,11 @@ def tree_over(chains: Sequence[Sequence[int]], second: bool) -> Order:
     def sum_of(node: int) -> Order:
         chain, total = chains[node], []
         for place in range(len(chain) - 1, -1, -1):
-            total += [sum_of(child) for at, child in children[node].items() if place == min(at, len(chain) - 1)]
+            total += [
+                sum_of(child)
+                for at, child in children[node].items()
+                if place == min(at, len(chain) - 1)
+            ]
             total = [joined(chain[place], total)]
         return total[0]
 
@@ -100,7 +110,9 @@ def tree_from(tree: Tree) -> Order:
     if twice := [rank for rank in below if below.count(rank) > 1]:
         raise ValueError(f"rank {twice[0]} has two parents")
     if len(roots) != 1:
-        raise ValueError(f"a tree has one root, this one has {len(roots)}: ranks {' '.join(map(str, roots))}")
+        raise ValueError(
+            f"a tree has one root, this one has {len(roots)}: ranks {' '.join(map(str, roots))}"
+        )
     reached: list[int] = []
 
     def sum_of(rank: int) -> Order:
@@ -174,11 +186,17 @@ def pat_order(ranks: int, delta: int, distance: int = 0) -> Order:
     low = delta.bit_length() - 1
     top = (distance & -distance).bit_length() - 1 if distance else (ranks - 1).bit_length()
     dimensions = [*range(min(low, top) - 1, 0, -1), *range(low, top), *([0] if top else [])]
-    arrivals = [pat_order(ranks, delta, distance + (1 << k)) for k in dimensions if distance + (1 << k) < ranks]
+    arrivals = [
+        pat_order(ranks, delta, distance + (1 << k))
+        for k in dimensions
+        if distance + (1 << k) < ranks
+    ]
     return joined(distance, arrivals)
 
 
-def tree_sum(order: Order, own: Callable[[int], Tensor], op: str, average: str, ranks: int) -> Tensor:
+def tree_sum(
+    order: Order, own: Callable[[int], Tensor], op: str, average: str, ranks: int
+) -> Tensor:
     """Add what ``own`` gives for each rank of the order, rounding to its dtype after every addition."""
 
     def term_of(term: int | Order) -> Tensor:

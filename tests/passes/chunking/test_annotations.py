@@ -35,14 +35,20 @@ def test_an_annotation_is_read_back(told, words):
     assert told.words() == words
 
 
-OF_A_BODY, OF_A_BOUNDARY = annotation("layers.0", BODY, GRAPH, 1), annotation("layers.0", SPLIT_BOUNDARY, EAGER)
+OF_A_BODY, OF_A_BOUNDARY = (
+    annotation("layers.0", BODY, GRAPH, 1),
+    annotation("layers.0", SPLIT_BOUNDARY, EAGER),
+)
 
 
 @pytest.mark.parametrize(
     "keys",
     [
         {"module_fqn": "layers.0"},
-        *({key: value for key, value in OF_A_BODY.items() if key != lacking} for lacking in OF_A_BODY),
+        *(
+            {key: value for key, value in OF_A_BODY.items() if key != lacking}
+            for lacking in OF_A_BODY
+        ),
         {**OF_A_BODY, ROLE: "a role"},
         {**OF_A_BODY, PRODUCER: "somebody"},
         {**OF_A_BODY, REGION_FQN: ""},

@@ -17,7 +17,14 @@ from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.chunking import is_engine_addition, symbols_of
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.graph.nodes import BODY, MATERIALIZATION, SPLIT_BOUNDARY, direction, node_fqn, told_by
+from pytest_gtrainer.graph.nodes import (
+    BODY,
+    MATERIALIZATION,
+    SPLIT_BOUNDARY,
+    direction,
+    node_fqn,
+    told_by,
+)
 
 aten = torch.ops.aten
 
@@ -33,7 +40,9 @@ def told(node):
 
 
 def with_role(gm, role):
-    return [node for node in gm.graph.nodes if (found := told(node)) is not None and found.role == role]
+    return [
+        node for node in gm.graph.nodes if (found := told(node)) is not None and found.role == role
+    ]
 
 
 def of_parameters_alone(traced, gm):
@@ -41,7 +50,12 @@ def of_parameters_alone(traced, gm):
     found = set(list(gm.graph.find_nodes(op="placeholder"))[: len(traced.parameter_fqns)])
     for node in gm.graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "call_function" and direction(node) == "fwd" and sources and found.issuperset(sources):
+        if (
+            node.op == "call_function"
+            and direction(node) == "fwd"
+            and sources
+            and found.issuperset(sources)
+        ):
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
 
@@ -58,14 +72,18 @@ def test_what_is_of_parameters_alone_is_shared(gt_mesh):
     assert not [node for node in after if told(node)]
 
 
-@pytest.mark.parametrize(("root", "chunk_dim"), [("layers.*", "batch"), ("layers.*.moe", "sequence")])
+@pytest.mark.parametrize(
+    ("root", "chunk_dim"), [("layers.*", "batch"), ("layers.*.moe", "sequence")]
+)
 def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     """G5: along the batch a view does; along the sequence each part is copied once, and contiguous."""
     _, gm = rewritten(net(chunkable.grouped_moe)(), strict(root, chunk_dim), token_batch(0))
     cut = with_role(gm, SPLIT_BOUNDARY)
     copies = [node for node in cut if node.target is aten.clone.default]
     views = [node for node in cut if node.target is operator.getitem]
-    assert len(views) == 2 * len([node for node in cut if node.target is aten.split_with_sizes.default])
+    assert len(views) == 2 * len(
+        [node for node in cut if node.target is aten.split_with_sizes.default]
+    )
     told = "each part of a sequence is copied, a gradient's, too; a part of a batch is a view"
     assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else []), told
     assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
@@ -86,7 +104,11 @@ def test_a_gradient_is_cut_along_the_batch_by_views():
     _, gm = rewritten(SummedNet(chunkable.Dense), strict("layers.*"), token_batch(0))
     cut = [node for node in with_role(gm, SPLIT_BOUNDARY) if direction(node) == "bwd"]
     assert not [node for node in cut if node.target is aten.clone.default]
-    assert [node for node in cut if node.target is operator.getitem and not node.meta["val"].is_contiguous()]
+    assert [
+        node
+        for node in cut
+        if node.target is operator.getitem and not node.meta["val"].is_contiguous()
+    ]
 
 
 class Gated(nn.Module):
@@ -126,7 +148,11 @@ def test_blocks_in_a_row_hand_their_chunks_on(blocks):
 def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chunk_dim):
     """G6: chunk by chunk, in the chunks they are in; only what comes from outside is cut."""
     _, gm = rewritten(net(block)(), strict("layers.*.moe", chunk_dim), token_batch(0))
-    splits = [node for node in with_role(gm, SPLIT_BOUNDARY) if node.target is aten.split_with_sizes.default]
+    splits = [
+        node
+        for node in with_role(gm, SPLIT_BOUNDARY)
+        if node.target is aten.split_with_sizes.default
+    ]
     assert (len(splits), len(with_role(gm, MATERIALIZATION))) == (2, 2)
 
 
@@ -139,12 +165,23 @@ class PositionsFirst(nn.Module):
 
     def forward(self, x):
         h = self.w(x).transpose(0, 1).contiguous()
-        return (h.view(x.shape[1], x.shape[0], 2, -1).tanh() + 1).view(h.shape).transpose(0, 1).contiguous()
+        return (
+            (h.view(x.shape[1], x.shape[0], 2, -1).tanh() + 1)
+            .view(h.shape)
+            .transpose(0, 1)
+            .contiguous()
+        )
 
 
 def test_a_view_may_have_the_batch_by_chance_in_front_of_the_chunk_dimension():
     """G10: as many positions as rows; a view that leaves them where they are cuts a chunk as it cuts the whole."""
-    check_equals_eager(Case(model=net(PositionsFirst), config=strict("layers.*"), batch=lambda n: token_batch(n, 4, 4)))
+    check_equals_eager(
+        Case(
+            model=net(PositionsFirst),
+            config=strict("layers.*"),
+            batch=lambda n: token_batch(n, 4, 4),
+        )
+    )
 
 
 class Positions(nn.Module):
@@ -163,8 +200,13 @@ def test_replicas_reduce_padded_gradients_once_a_chunk(gt_mesh):
     """G8: of hybrid sharding with uneven shards, a pad stands between the two collectives of a gradient."""
     model = data_parallel(net(chunkable.Dense)(), gt_mesh, mode="hybrid_shard")
     config = strict("layers.*")
-    gm = chunked(trace_step(model, ce_step, token_batch(0), chunk=config, reuse_gathers=False), config)
-    counts = {"outside": 2, "in chunks": 2 * 4}  # of the two weights outside, and of four parameters of the block
+    gm = chunked(
+        trace_step(model, ce_step, token_batch(0), chunk=config, reuse_gathers=False), config
+    )
+    counts = {
+        "outside": 2,
+        "in chunks": 2 * 4,
+    }  # of the two weights outside, and of four parameters of the block
     for collective in (ALL_REDUCE, REDUCE_SCATTER):
         found = gm.graph.find_nodes(op="call_function", target=collective)
         chunks = [node for node in found if "_chunk" in node.name]
@@ -175,7 +217,10 @@ def test_what_is_joined_is_contiguous_whatever_the_whole_was():
     """G5: the whole gradient was a transpose; its join is told, and lies, as a concatenation gives it."""
     traced, gm = rewritten(Net(Positions), strict("layers.*"), token_batch(0))
     [joined] = [node for node in with_role(gm, MATERIALIZATION) if direction(node) == "bwd"]
-    shape, whole = joined.meta["val"].shape, [n.meta["val"] for n in traced.gm.graph.nodes if node_fqn(n) == "layers.0"]
+    shape, whole = (
+        joined.meta["val"].shape,
+        [n.meta["val"] for n in traced.gm.graph.nodes if node_fqn(n) == "layers.0"],
+    )
     assert [value for value in whole if value.shape == shape and not value.is_contiguous()]
     made = aten.cat.default([part.meta["val"] for part in joined.args[0]], joined.args[1])
     assert joined.meta["val"].stride() == made.stride() == (8 * DIM, DIM, 1)
@@ -204,7 +249,9 @@ def test_a_partial_sum_of_gradients_that_something_else_reads_stays():
     given = [*(tensor.detach() for tensor in (*model.parameters(), *model.buffers())), *inputs]
     before, after = torch.fx.Interpreter(traced.gm).run(*given), chunked(traced, config)(*given)
     assert torch.equal(after[-1], before[-1]), "the sum so far, row by row"
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(before, after, strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-6) for one, other in zip(before, after, strict=True)
+    )
 
 
 def test_copies_keep_their_module_and_direction():
@@ -219,9 +266,14 @@ def test_copies_keep_their_module_and_direction():
         assert told(node).chunk_id == int(chunk)
         assert node_fqn(node).startswith(told(node).fqn) or not node_fqn(node)
     assert len(bodies) == 4 * len({node.name.rpartition("_chunk")[0] for node in bodies})
-    orders = {way: [told(node).chunk_id for node in bodies if direction(node) == way] for way in ("fwd", "bwd")}
+    orders = {
+        way: [told(node).chunk_id for node in bodies if direction(node) == way]
+        for way in ("fwd", "bwd")
+    }
     both = {way: list(dict.fromkeys(order)) for way, order in orders.items()}
-    assert both == {"fwd": [0, 1, 2, 3], "bwd": [3, 2, 1, 0]}, "chunks run as eagerly: the backward's the last first"
+    assert both == {"fwd": [0, 1, 2, 3], "bwd": [3, 2, 1, 0]}, (
+        "chunks run as eagerly: the backward's the last first"
+    )
     for node in [*with_role(gm, SPLIT_BOUNDARY), *with_role(gm, MATERIALIZATION)]:
         assert (told(node).chunk_id, told(node).fqn) == (None, node_fqn(node))
 
@@ -245,7 +297,9 @@ def test_no_full_extent_is_left_in_a_body():
     model = net(chunkable.Attention, chunkable.Factories, chunkable.plain_attention)()
     traced, gm = rewritten(model, config, token_batch(0, batch, seq))
     full = {batch, batch * seq, batch * chunkable.HEADS}
-    given = [sizes_in([node.meta.get("val"), node.args, node.kwargs]) for node in traced.gm.graph.nodes]
+    given = [
+        sizes_in([node.meta.get("val"), node.args, node.kwargs]) for node in traced.gm.graph.nodes
+    ]
     assert set().union(*given) >= full
     for node in with_role(gm, BODY):
         assert not full & sizes_in([node.meta.get("val"), node.args, node.kwargs]), node
@@ -256,12 +310,21 @@ def test_no_full_extent_is_left_in_a_body():
 def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
     """G17: counts, split sizes and saved activations of data-dependent extents, none of which could be joined."""
     config = deepseek_v3.DeepSeekV3Config(
-        dim=16, n_layers=1, n_dense_layers=0, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+        dim=16,
+        n_layers=1,
+        n_dense_layers=0,
+        n_heads=2,
+        q_lora_rank=0,
+        kv_lora_rank=8,
+        ffn_dim=24,
+        vocab_size=40,
         moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
-    )  # fmt: skip
+    )
     model = deepseek_v3.DeepSeekV3(config)
     model.init_weights()
-    _, gm = rewritten(apply_expert_parallel(model, gt_mesh["ep"]), strict("layers.*.moe"), token_batch(0, 4, 8))
+    _, gm = rewritten(
+        apply_expert_parallel(model, gt_mesh["ep"]), strict("layers.*.moe"), token_batch(0, 4, 8)
+    )
     handed = {"sizes": 0, "of unknown extent": 0}
     for node in with_role(gm, BODY):
         for source in node.all_input_nodes if direction(node) == "bwd" else ():
@@ -277,7 +340,9 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
 
 def test_chunks_have_sizes_of_the_data_of_their_own():
     """G17: a size that one chunk's data makes is no other chunk's."""
-    _, gm = rewritten(net(chunkable.MoEBlock)(), strict("layers.*.moe", num_chunks=2), token_batch(0))
+    _, gm = rewritten(
+        net(chunkable.MoEBlock)(), strict("layers.*.moe", num_chunks=2), token_batch(0)
+    )
     made = {}
     for node in with_role(gm, BODY):
         for symbol in node.meta.get("unbacked_bindings") or ():

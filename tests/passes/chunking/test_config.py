@@ -18,7 +18,10 @@ from pytest_gtrainer.passes.chunking.config import BLOCK, MOE, described
         ("model.layers.*", BLOCK),
         ("layers.*.moe", MOE),
         ("blocks.moe", MOE),
-        *((pattern, None) for pattern in ("*", "moe", ".*", ".moe", "a..*", "layers.*.norm", "layers.x*", "", 3)),
+        *(
+            (pattern, None)
+            for pattern in ("*", "moe", ".*", ".moe", "a..*", "layers.*.norm", "layers.x*", "", 3)
+        ),
     ],
 )
 def test_a_pattern_names_blocks_or_moe_layers(pattern, kind):
@@ -50,7 +53,13 @@ def test_a_module_lies_in_the_root_that_matches_component_by_component(pattern, 
     assert not config.matches("")
 
 
-INPUTS = (2.0, torch.zeros(4, 6), {"labels": torch.zeros(4, 6, dtype=torch.int64)}, torch.zeros(6), torch.zeros(()))
+INPUTS = (
+    2.0,
+    torch.zeros(4, 6),
+    {"labels": torch.zeros(4, 6, dtype=torch.int64)},
+    torch.zeros(6),
+    torch.zeros(()),
+)
 """Leaves 1 and 2 have both dimensions; leaf 3 has as many elements as there are positions."""
 
 
@@ -64,7 +73,9 @@ INPUTS = (2.0, torch.zeros(4, 6), {"labels": torch.zeros(4, 6, dtype=torch.int64
 )
 def test_inputs_of_a_twin(config, leaves, shapes):
     """G9: the first tensor with the dimension gives the extent; what has this extent there is cut, and contiguous."""
-    assert config.dynamic_dims(INPUTS) == {config.chunk_dim: leaves}, "inputs of the first one's extent, no others"
+    assert config.dynamic_dims(INPUTS) == {config.chunk_dim: leaves}, (
+        "inputs of the first one's extent, no others"
+    )
     scalar, tokens, labels, *others = config.twin_inputs(INPUTS)
     cut = [tokens, labels["labels"], *others]
     assert (scalar, [tuple(tensor.shape) for tensor in cut]) == (2.0, shapes)
@@ -75,7 +86,11 @@ def test_inputs_of_a_twin(config, leaves, shapes):
 @pytest.mark.parametrize(
     ("config", "inputs", "message"),
     [
-        (ChunkConfig("layers.*.moe", "sequence"), (1, torch.zeros(6)), r"has a sequence dimension \(dimension 1\)"),
+        (
+            ChunkConfig("layers.*.moe", "sequence"),
+            (1, torch.zeros(6)),
+            r"has a sequence dimension \(dimension 1\)",
+        ),
         (ChunkConfig("layers.*"), (), r"has a batch dimension \(dimension 0\)"),
         (
             ChunkConfig("layers.*", num_chunks=3),

@@ -22,7 +22,9 @@ def test_gradients_added_first_chunk_first(monkeypatch):
 
     def first_first(traced, config):
         fold = rewrite.Rewrite._fold
-        monkeypatch.setattr(rewrite.Rewrite, "_fold", lambda self, terms, like: fold(self, terms[::-1], like))
+        monkeypatch.setattr(
+            rewrite.Rewrite, "_fold", lambda self, terms, like: fold(self, terms[::-1], like)
+        )
         return chunked(traced, config)
 
     check_control(net(chunkable.Dense), first_first, "gradient", num_chunks=4)
@@ -62,7 +64,9 @@ def test_a_stale_buffer():
 
     def stale(traced, config):
         gm = chunked(traced, config)
-        first, *_, second = [node for node in gm.graph.nodes if node.name in ("lerp__chunk0", "lerp__chunk1")]
+        first, *_, second = [
+            node for node in gm.graph.nodes if node.name in ("lerp__chunk0", "lerp__chunk1")
+        ]
         with gm.graph.inserting_before(first):
             before = gm.graph.call_function(torch.ops.aten.clone.default, (first.args[0],))
         (reader,) = [user for user in second.users if "sub" in user.name]

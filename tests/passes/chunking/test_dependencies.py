@@ -36,15 +36,21 @@ def behind(*region):
     found = dependencies(list(gm.graph.nodes), dict.fromkeys(body, one), Storages(gm.graph))
     named = {unit: "the region" if unit is one else unit.name for unit in found}
     inputs = {node for node in gm.graph.nodes if node.op == "placeholder"}
-    return {name: {named[s] for s in found[unit] if s not in inputs} for unit, name in named.items()}
+    return {
+        name: {named[s] for s in found[unit] if s not in inputs} for unit, name in named.items()
+    }
 
 
 def test_writes_and_random_numbers_keep_their_order():
     """G15: a write stands behind what has read that memory, through a view, too; a read behind the last write."""
     found = behind()
-    assert found["write"] == {"view", "before"}, "a write stands behind each reader of its memory, through a view, too"
+    assert found["write"] == {"view", "before"}, (
+        "a write stands behind each reader of its memory, through a view, too"
+    )
     assert found["after"] == found["through"] == {"write"}
-    assert found["again"] == {"write", "after", "through"}, "a second write, behind readers of what the first returned"
+    assert found["again"] == {"write", "after", "through"}, (
+        "a second write, behind readers of what the first returned"
+    )
     assert found["last"] == {"view", "again"}
     assert found["elsewhere"] == found["noise"] == set()
     assert (found["more"], found["most"]) == ({"noise"}, {"more"})
@@ -61,10 +67,25 @@ def test_units_come_in_order_each_once_and_as_early_as_the_graph_has_them():
     """G17: two regions whose parts stand in turns in the graph become two blocks."""
     gm = graphtext.parse(TEXT)
     nodes = list(gm.graph.nodes)
-    bodies = [[node for node in nodes if node.name in names] for names in (("before", "more"), ("elsewhere", "noise"))]
+    bodies = [
+        [node for node in nodes if node.name in names]
+        for names in (("before", "more"), ("elsewhere", "noise"))
+    ]
     first, second = (Region(RegionKey(f"layers.{i}", "fwd"), body) for i, body in enumerate(bodies))
     region_of = {node: region for region in (first, second) for node in region.body}
     units = units_in_order(nodes, region_of, Storages(gm.graph))
     told = {first: "first", second: "second"}
-    calls = [told.get(unit) or unit.name for unit in units if unit in told or unit.op == "call_function"]
-    assert calls == ["view", "second", "first", "write", "after", "through", "again", "last", "most"]
+    calls = [
+        told.get(unit) or unit.name for unit in units if unit in told or unit.op == "call_function"
+    ]
+    assert calls == [
+        "view",
+        "second",
+        "first",
+        "write",
+        "after",
+        "through",
+        "again",
+        "last",
+        "most",
+    ]

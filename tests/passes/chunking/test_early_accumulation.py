@@ -32,7 +32,9 @@ def sharded(mesh, precision):
     """Parameters of fp32, but for "bf16": these are of bf16, and so is all that is computed of them."""
     torch.manual_seed(0)
     model = net(chunkable.Dense)()
-    return data_parallel(model.bfloat16() if precision == "bf16" else model, mesh, mp_policy=POLICIES[precision])
+    return data_parallel(
+        model.bfloat16() if precision == "bf16" else model, mesh, mp_policy=POLICIES[precision]
+    )
 
 
 def chunk(model, config, inputs):
@@ -68,7 +70,9 @@ def test_the_golden_pair(gt_mesh, gt_golden, precision):
 @pytest.mark.parametrize(("num_chunks", "precision"), [(2, "fp32"), (6, "bf16")])
 def test_the_number_of_reductions_does_not_grow(gt_mesh, num_chunks, precision):
     """J2."""
-    step = chunk(sharded(gt_mesh, precision), replace(ON, num_chunks=num_chunks), token_batch(0, batch=6))
+    step = chunk(
+        sharded(gt_mesh, precision), replace(ON, num_chunks=num_chunks), token_batch(0, batch=6)
+    )
     assert len(reductions(step)) == 4
 
 
@@ -91,7 +95,9 @@ def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
     """A10: by our own tracer; early or not, the sum is autograd's."""
     inputs = token_batch(0, batch=6)
     on, off = on_and_off(sharded(gt_mesh, "fp32"), inputs, reuse_gathers=True)
-    assert [str(node.target) for node in on.gm.graph.nodes] == [str(node.target) for node in off.gm.graph.nodes]
+    assert [str(node.target) for node in on.gm.graph.nodes] == [
+        str(node.target) for node in off.gm.graph.nodes
+    ]
     assert len(reductions(off)) == 4
 
 

@@ -30,10 +30,14 @@ BLOCKS = {
     "chunked loss": {"model": net(chunkable.Attention), "step": chunked_ce_step(4)},
     "offloaded": {"model": net(chunkable.Dense), "rewrite": offloaded},
     "rematerialised": {"model": net(chunkable.Dense, chunkable.Dense), "rewrite": rematerialised},
-    "moe between attention": {"model": net(chunkable.Attention, chunkable.MoEBlock, chunkable.Dense)},
+    "moe between attention": {
+        "model": net(chunkable.Attention, chunkable.MoEBlock, chunkable.Dense)
+    },
 }
 MOE = {
-    "loop": {"model": net(chunkable.Dense, chunkable.MoEBlock, chunkable.Dense, chunkable.MoEBlock)},
+    "loop": {
+        "model": net(chunkable.Dense, chunkable.MoEBlock, chunkable.Dense, chunkable.MoEBlock)
+    },
     "grouped": {"model": net(chunkable.grouped_moe)},
     "beside a residual": {"model": net(chunkable.Bare)},
     "before a residual": {"model": net(chunkable.BareFirst)},
@@ -107,7 +111,9 @@ def test_what_a_chunk_sees_though_no_tensor_of_the_operator_has_the_batch(block)
 
 
 @pytest.mark.second_tier("2-t", "4-by itself", "4-twice")
-@pytest.mark.parametrize("options", [{}, {"thrice": True}, {"by_itself": True}], ids=["twice", "thrice", "by itself"])
+@pytest.mark.parametrize(
+    "options", [{}, {"thrice": True}, {"by_itself": True}], ids=["twice", "thrice", "by itself"]
+)
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_the_gradient_of_a_sum_of_parameters_is_complete_in_each_chunk(options, chunks):
     """G14: its uses in one chunk are added before another chunk's."""
@@ -123,7 +129,8 @@ def test_the_whole_matrix(given, root, chunk_dim, dtype, chunks):
     """The long form: everything with everything (``make chunk-matrix``), three steps of AdamW."""
     by_hand = "rewrite" in given  # which eager code has not
     check_equals_eager(
-        case_of(given, strict(root, chunk_dim, chunks), dtype, steps=3), *((GRAPH,) if by_hand else PRODUCERS)
+        case_of(given, strict(root, chunk_dim, chunks), dtype, steps=3),
+        *((GRAPH,) if by_hand else PRODUCERS),
     )
 
 
@@ -132,15 +139,30 @@ def case_of(given, config, dtype, steps):
     fields = dict(given)
     extents = {"batch": 8, "seq": fields.pop("seq", 8)}
     extents |= {"seq" if config.dim else "batch": 2 * config.num_chunks}
-    return Case(**fields, config=config, dtype=dtype, batch=lambda step: token_batch(step, **extents), steps=steps)
+    return Case(
+        **fields,
+        config=config,
+        dtype=dtype,
+        batch=lambda step: token_batch(step, **extents),
+        steps=steps,
+    )
 
 
 def test_the_short_form_has_pairs():
     ids = [param.id for param in IN_SHORT]
     assert {strategy.id for strategy in STRATEGIES} == {name.rsplit("-", 3)[0] for name in ids}
     columns = list(
-        zip(*(name.rsplit("-", 3) for name in ids if not any(heavy in name for heavy in HEAVY)), strict=True)
+        zip(
+            *(name.rsplit("-", 3) for name in ids if not any(heavy in name for heavy in HEAVY)),
+            strict=True,
+        )
     )
     strategy, number, dtype, producer = columns
-    for one, other in [(strategy, dtype), (strategy, producer), (number, dtype), (number, producer), (dtype, producer)]:
+    for one, other in [
+        (strategy, dtype),
+        (strategy, producer),
+        (number, dtype),
+        (number, producer),
+        (dtype, producer),
+    ]:
         assert len(set(zip(one, other, strict=True))) == len(set(one)) * len(set(other))

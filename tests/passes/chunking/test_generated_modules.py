@@ -38,7 +38,12 @@ def folded(then):
 
 def turned(then):
     """The same, with the positions in front."""
-    return lambda x: then(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], -1)).transpose(0, 1).contiguous()
+    return lambda x: (
+        then(x.transpose(0, 1).flatten(0, 1))
+        .unflatten(0, (x.shape[1], -1))
+        .transpose(0, 1)
+        .contiguous()
+    )
 
 
 def counted(x):
@@ -63,7 +68,9 @@ OPERATORS = {
     "pairs": lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x,
     "mean": lambda x: x - x.mean(1, keepdim=True),
     "last": lambda x: x + x[torch.arange(x.shape[0]), x[..., 0].argmax(1)][:, None],
-    "into themselves": lambda x: x + x.new_zeros(x.shape).index_add(0, torch.arange(x.shape[0]), x.tanh()),
+    "into themselves": lambda x: (
+        x + x.new_zeros(x.shape).index_add(0, torch.arange(x.shape[0]), x.tanh())
+    ),
     "zeros": lambda x: x * x.new_ones(x.shape[0], 1, 1) + torch.zeros(x.shape[0], 1, 1),
     "buckets": lambda x: x + torch.bucketize(x.detach(), torch.tensor([-1.0, 0.0, 1.0])) / 4,
     "buffered": buffered,
@@ -91,7 +98,9 @@ OPERATORS = {
     "turned mean": turned(lambda rows: rows - rows.mean(0)),
     "two orders": lambda x: folded(lambda rows: rows + x.transpose(0, 1).flatten(0, 1))(x),
     "copied in reverse": lambda x: x.index_copy(0, torch.arange(x.shape[0] - 1, -1, -1), x),
-    "numbered memory": lambda x: x + x.new_zeros(x.shape[0], 2).add_(counted(x)[:, None]).sum(1)[:, None, None],
+    "numbered memory": lambda x: (
+        x + x.new_zeros(x.shape[0], 2).add_(counted(x)[:, None]).sum(1)[:, None, None]
+    ),
 }
 MIXES = set(list(OPERATORS)[list(OPERATORS).index("softmax of rows") :])
 
@@ -101,7 +110,9 @@ def programs(seed, number):
     choose = random.Random(seed)
     for place in range(number):
         names = [name for name in OPERATORS if place % 4 or name not in MIXES]
-        yield tuple((choose.choice(names), choose.random() < 0.3) for _ in range(choose.randint(1, 3)))
+        yield tuple(
+            (choose.choice(names), choose.random() < 0.3) for _ in range(choose.randint(1, 3))
+        )
 
 
 def forward_of(program):
@@ -119,7 +130,10 @@ def new_model(program):
 
 
 def results(model, loss):
-    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    return {
+        "loss": loss.detach(),
+        **{name: parameter.grad for name, parameter in model.named_parameters()},
+    }
 
 
 def whole(program, inputs):
@@ -154,12 +168,16 @@ def check(program, config):
     """Whether both sides accept a program; they agree, and what they accept is the whole model up to rounding."""
     inputs = token_batch(0, 4, 6)
     graph, eager = (verdict(side, program, inputs, config) for side in (by_graph, by_eager_code))
-    assert (graph is None) == (eager is None), f"{program}: graph refuses {graph is None}, eager {eager is None}"
+    assert (graph is None) == (eager is None), (
+        f"{program}: graph refuses {graph is None}, eager {eager is None}"
+    )
     if graph is None or eager is None:
         return False
     assert_bitwise_equal(graph, eager, what=f"{program} by graph against eager chunking")
     close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(graph, whole(program, inputs), **close, msg=lambda text: f"{program}: {text}")
+    torch.testing.assert_close(
+        graph, whole(program, inputs), **close, msg=lambda text: f"{program}: {text}"
+    )
     return True
 
 

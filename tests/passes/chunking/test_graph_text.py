@@ -42,14 +42,24 @@ def test_the_text_tells_all_of_it(producer):
 
 def annotations(gm):
     """Of each node with one, in order."""
-    nodes = [node for node in gm.graph.nodes if node.target is not operator.getitem]  # these have no line of their own
+    nodes = [
+        node for node in gm.graph.nodes if node.target is not operator.getitem
+    ]  # these have no line of their own
     customs = [node.meta.get("custom") or {} for node in nodes]
-    return [{key: custom[key] for key in KEYS if key in custom} for custom in customs if set(KEYS) & set(custom)]
+    return [
+        {key: custom[key] for key in KEYS if key in custom}
+        for custom in customs
+        if set(KEYS) & set(custom)
+    ]
 
 
-@pytest.mark.parametrize("tag", ["chunk(L)", "chunk(L, body)", "chunk(L, 0, graph)", "chunk(L, 1.5)"])
+@pytest.mark.parametrize(
+    "tag", ["chunk(L)", "chunk(L, body)", "chunk(L, 0, graph)", "chunk(L, 1.5)"]
+)
 def test_a_tag_that_is_none(tag):
     lines = ["# gtrainer graph v2", "if I:", "  I[0]: f32[2]", "if fwd:", "  with _:"]
     text = "\n".join([*lines, f"    neg: f32[2] | {tag} = aten.neg(I[0])", ""])
-    with pytest.raises(graphtext.TextError, match=r"expected `chunk\(path, 0\)` or `chunk\(path, split_boundary\)`"):
+    with pytest.raises(
+        graphtext.TextError, match=r"expected `chunk\(path, 0\)` or `chunk\(path, split_boundary\)`"
+    ):
         graphtext.parse(text)

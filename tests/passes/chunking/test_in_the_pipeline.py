@@ -16,7 +16,9 @@ MOE = ChunkConfig("layers.*.moe")
 
 def test_its_place():
     """G12, M1: one frozen object is its option, in the fingerprint too."""
-    passes = construct_default_graph_passes(n_layers=2, reshard_after_forward=True, chunk=MOE, schedule_chunks=True)
+    passes = construct_default_graph_passes(
+        n_layers=2, reshard_after_forward=True, chunk=MOE, schedule_chunks=True
+    )
     names = [step.name for step in passes]
     place = names.index("chunk_pass")
     assert names[place - 1 : place + 3] == [
@@ -26,15 +28,30 @@ def test_its_place():
         "reassign_collective_pgs_pass",
     ]
     assert "module_fqn='layers.*.moe'" in str(passes[place])
-    assert passes[place] != construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*"))[place - 2]
+    assert (
+        passes[place]
+        != construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*"))[place - 2]
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "bucket", "message"),
     [
-        (ChunkConfig("layers.*"), ["layers.0", "norm"], r"\[layers\.0, norm\] .* layers\.0 and, beyond .*, norm"),
-        (ChunkConfig("layers.*"), ["layers.1", "layers.10"], r"chunked layers\.1 and, beyond layers\.1, layers\.10"),
-        (MOE, ["layers.0.moe.router", "layers.1.norm"], r"layers\.0\.moe and, beyond layers\.0, layers\.1\.norm"),
+        (
+            ChunkConfig("layers.*"),
+            ["layers.0", "norm"],
+            r"\[layers\.0, norm\] .* layers\.0 and, beyond .*, norm",
+        ),
+        (
+            ChunkConfig("layers.*"),
+            ["layers.1", "layers.10"],
+            r"chunked layers\.1 and, beyond layers\.1, layers\.10",
+        ),
+        (
+            MOE,
+            ["layers.0.moe.router", "layers.1.norm"],
+            r"layers\.0\.moe and, beyond layers\.0, layers\.1\.norm",
+        ),
     ],
 )
 def test_buckets_that_reach_out_of_a_chunked_layer(config, bucket, message):
@@ -45,7 +62,9 @@ def test_buckets_that_reach_out_of_a_chunked_layer(config, bucket, message):
 
 def test_buckets_within_a_layer():
     """G20: the default plan of a MoE layer holds the router with the attention."""
-    passes = construct_default_graph_passes(n_layers=2, moe_layers=[1], expert_fsdp_degree=2, chunk=MOE)
+    passes = construct_default_graph_passes(
+        n_layers=2, moe_layers=[1], expert_fsdp_degree=2, chunk=MOE
+    )
     assert "chunk_pass" in [step.name for step in passes]
 
 

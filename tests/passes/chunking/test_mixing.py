@@ -13,7 +13,14 @@ from fixtures.chunking import chunked, strict, token_batch
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, HEADS, Attention, Net, Then, net
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import ChunkConfig, ChunkError, ChunkWarning, assert_bitwise_different, eager_chunked, trace_step
+from pytest_gtrainer import (
+    ChunkConfig,
+    ChunkError,
+    ChunkWarning,
+    assert_bitwise_different,
+    eager_chunked,
+    trace_step,
+)
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.passes.chunking.mixing import Call, Operand, Rows, judge
 
@@ -46,9 +53,9 @@ def heads(x):
 
 def folded_attention(x):
     q = heads(x.flatten(0, 1))
-    return x + F.scaled_dot_product_attention(q[None], q[None], q[None])[0].transpose(0, 1).flatten(1).unflatten(
-        0, x.shape[:2]
-    )
+    return x + F.scaled_dot_product_attention(q[None], q[None], q[None])[0].transpose(0, 1).flatten(
+        1
+    ).unflatten(0, x.shape[:2])
 
 
 def folded_plain_attention(x):
@@ -92,8 +99,16 @@ def by_ranks(x):
 
 
 MIXING = {
-    "attention, folded": (folded_attention, None, r"_scaled_dot_product_.* attends over dimension 2"),
-    "plain attention, folded": (folded_plain_attention, None, r"mm.* relates every row to every other one"),
+    "attention, folded": (
+        folded_attention,
+        None,
+        r"_scaled_dot_product_.* attends over dimension 2",
+    ),
+    "plain attention, folded": (
+        folded_plain_attention,
+        None,
+        r"mm.* relates every row to every other one",
+    ),
     "softmax": (lambda x: x.softmax(0), None, r"_softmax.* takes the softmax over dimension 0"),
     "cumsum": (lambda x: x.cumsum(0), None, r"cumsum.* accumulates along dimension 0"),
     "complex numbers": (
@@ -114,19 +129,47 @@ MIXING = {
         None,
         r"cumsum.* accumulates along dimension 0",
     ),
-    "roll of everything": (lambda x: x.roll(1), None, r"roll.* rolls dimension|view.* folds rows into"),
-    "pad": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:], None, r"constant_pad_nd.* pads dimension 0"),
+    "roll of everything": (
+        lambda x: x.roll(1),
+        None,
+        r"roll.* rolls dimension|view.* folds rows into",
+    ),
+    "pad": (
+        lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:],
+        None,
+        r"constant_pad_nd.* pads dimension 0",
+    ),
     "first row": (lambda x: x - x[:1], None, r"slice.* takes a part of dimension 0"),
-    "mean": (lambda x: x - x.mean(0), None, r"sub.* brings into rows a value over all of them \(.*mean"),
-    "largest": (lambda x: x / x.abs().amax(), None, r"div.* brings into rows a value over all of them \(.*amax"),
-    "count": (lambda x: x / (x > 0).sum(), None, r"div.* brings into rows a value over all of them \(.*sum"),
+    "mean": (
+        lambda x: x - x.mean(0),
+        None,
+        r"sub.* brings into rows a value over all of them \(.*mean",
+    ),
+    "largest": (
+        lambda x: x / x.abs().amax(),
+        None,
+        r"div.* brings into rows a value over all of them \(.*amax",
+    ),
+    "count": (
+        lambda x: x / (x > 0).sum(),
+        None,
+        r"div.* brings into rows a value over all of them \(.*sum",
+    ),
     "gram matrix": (
         lambda x: x @ (x.flatten(0, 1).T @ x.flatten(0, 1)),
         None,
         r"brings into rows a value over all of them \(.*mm",
     ),
-    "einsum": (lambda x: torch.einsum("bsd,csd->bcs", x, x).mean(1)[..., None] * x, None, r"every row to every other"),
-    "contrastive": (contrastive, None, r"relates every row to every other one \(dimensions 0 and 1\)"),
+    "einsum": (
+        lambda x: torch.einsum("bsd,csd->bcs", x, x).mean(1)[..., None] * x,
+        None,
+        r"every row to every other",
+    ),
+    "contrastive": (
+        contrastive,
+        None,
+        r"relates every row to every other one \(dimensions 0 and 1\)",
+    ),
     "batch norm": (
         lambda x, norm: norm(x.transpose(1, 2)).transpose(1, 2).contiguous(),
         lambda: nn.BatchNorm1d(DIM),
@@ -167,9 +210,17 @@ MIXING = {
         None,
         r"where.* brings into rows what depends on their number",
     ),
-    "row numbers in memory": (numbered_memory, None, r"add.* brings into rows what depends on their number"),
+    "row numbers in memory": (
+        numbered_memory,
+        None,
+        r"add.* brings into rows what depends on their number",
+    ),
     "the batch's size": (lambda x: x / x.shape[0], None, r"div.* \(how many rows there are\)"),
-    "one by the batch's size": (lambda x: x * (1.0 / x.shape[0]), None, r"mul.* \(how many rows there are\)"),
+    "one by the batch's size": (
+        lambda x: x * (1.0 / x.shape[0]),
+        None,
+        r"mul.* \(how many rows there are\)",
+    ),
     "a scalar of the batch's size": (
         lambda x: x * torch.full((), float(x.shape[0])),
         None,
@@ -235,8 +286,16 @@ MIXING = {
         None,
         r"index_copy.* chooses rows of dimension 0 by a fixed number",
     ),
-    "folded, mean": (lambda x: x + x.reshape(2, -1, DIM).mean(0).mean(0), None, r"reshape|view.* folds rows into"),
-    "folded, reversed": (lambda x: x.reshape(2, -1, DIM).flip(0).reshape(x.shape), None, r"view.* folds rows into"),
+    "folded, mean": (
+        lambda x: x + x.reshape(2, -1, DIM).mean(0).mean(0),
+        None,
+        r"reshape|view.* folds rows into",
+    ),
+    "folded, reversed": (
+        lambda x: x.reshape(2, -1, DIM).flip(0).reshape(x.shape),
+        None,
+        r"view.* folds rows into",
+    ),
     "folded behind positions": (
         lambda x: x + x.transpose(0, 1).reshape(4, -1, DIM).mean((0, 1)),
         None,
@@ -253,11 +312,22 @@ MIXING = {
         r"searchsorted.* searches along dimension 0",
     ),
     "rows that are counted by the data": (
-        lambda x: x * column(torch.zeros(x.shape[0]).index_add(0, (x[:, 0, 0] > 0).long(), torch.ones(x.shape[0]))),
+        lambda x: (
+            x
+            * column(
+                torch.zeros(x.shape[0]).index_add(
+                    0, (x[:, 0, 0] > 0).long(), torch.ones(x.shape[0])
+                )
+            )
+        ),
         None,
         r"mul.* brings into rows .* \(integers computed across rows",
     ),
-    "numbers across rows": (by_ranks, None, r"mul.* brings into rows .* \(integers computed across rows"),
+    "numbers across rows": (
+        by_ranks,
+        None,
+        r"mul.* brings into rows .* \(integers computed across rows",
+    ),
     "an operator nobody knows": (
         lambda x: x + torch.cdist(x.transpose(0, 1), x.transpose(0, 1)).sum(-1).T[..., None],
         None,
@@ -320,28 +390,51 @@ def routed_by_counts(x):
 def made_by_itself(x):
     """Rows that are all the same, memory that is written to, sums of rows into themselves."""
     batch, seq = x.shape[:2]
-    rows = x.new_full((batch, seq, DIM), 0.5).copy_(x) + torch.ones(batch, 1, 1) * x.new_zeros(batch, seq, 1)
+    rows = x.new_full((batch, seq, DIM), 0.5).copy_(x) + torch.ones(batch, 1, 1) * x.new_zeros(
+        batch, seq, 1
+    )
     itself = x.new_zeros(batch).index_add(0, torch.arange(batch), x.mean((1, 2)))
     return rows * torch.empty_like(x).fill_(2.0) + column(itself)
 
 
 ROW_WISE = {
     "buckets": (
-        lambda x: x + torch.bucketize(x, torch.tensor([-1.0, 0.0])) + torch.searchsorted(torch.tensor([0.0, 0.5]), x),
+        lambda x: (
+            x
+            + torch.bucketize(x, torch.tensor([-1.0, 0.0]))
+            + torch.searchsorted(torch.tensor([0.0, 0.5]), x)
+        ),
         None,
     ),
-    "searched in each row": (lambda x: x + torch.searchsorted(x.detach().sort(-1).values, x.detach()), None),
+    "searched in each row": (
+        lambda x: x + torch.searchsorted(x.detach().sort(-1).values, x.detach()),
+        None,
+    ),
     "made by itself": (made_by_itself, None),
     "folded behind positions": (
-        lambda x: x + x.transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (x.shape[1], -1)).transpose(0, 1),
+        lambda x: (
+            x
+            + x.transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+        ),
         None,
     ),
-    "softmax of others": (lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1) + F.pad(x, (1, 0))[..., :-1], None),
+    "softmax of others": (
+        lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1) + F.pad(x, (1, 0))[..., :-1],
+        None,
+    ),
     "attention": (
-        lambda x: x + F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).flatten(2),
+        lambda x: (
+            x
+            + F.scaled_dot_product_attention(heads(x), heads(x), heads(x))
+            .transpose(1, 2)
+            .flatten(2)
+        ),
         None,
     ),
-    "layer norm": (lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]), lambda: nn.LayerNorm(DIM)),
+    "layer norm": (
+        lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+        lambda: nn.LayerNorm(DIM),
+    ),
     "group norm": (  # of positions; of a transposed sequence torch 2.14 traces a backward that does not run
         lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
         lambda: nn.GroupNorm(2, DIM),
@@ -360,8 +453,13 @@ ROW_WISE = {
     "routing by counts": (routed_by_counts, None),
     "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
     "complex numbers": (
-        lambda x: real(as_complex(x) * torch.polar(torch.ones(x.shape[-1] // 2), torch.arange(x.shape[-1] / 2)))
-        + torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real,
+        lambda x: (
+            real(
+                as_complex(x)
+                * torch.polar(torch.ones(x.shape[-1] // 2), torch.arange(x.shape[-1] / 2))
+            )
+            + torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real
+        ),
         None,
     ),
 }
@@ -390,12 +488,27 @@ def deciding(then):
 
 
 OF_TWINS_ALONE = (
-    "row numbers", "the first two rows", "row numbers in memory", "the batch's size", "one by the batch's size",
-    "a scalar of the batch's size", "a constant of the batch's size", "a constant for each row", "rows of a parameter",
-    "a constant of equal rows", "row numbers alone", "row numbers that are looked up", "ones that are counted",
-    "ones that are accumulated", "an exchange matrix", "a triangle", "rows that are counted by the data",
-    "folded, mean", "folded, reversed", "folded behind positions",
-)  # fmt: skip
+    "row numbers",
+    "the first two rows",
+    "row numbers in memory",
+    "the batch's size",
+    "one by the batch's size",
+    "a scalar of the batch's size",
+    "a constant of the batch's size",
+    "a constant for each row",
+    "rows of a parameter",
+    "a constant of equal rows",
+    "row numbers alone",
+    "row numbers that are looked up",
+    "ones that are counted",
+    "ones that are accumulated",
+    "an exchange matrix",
+    "a triangle",
+    "rows that are counted by the data",
+    "folded, mean",
+    "folded, reversed",
+    "folded behind positions",
+)
 FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
 
 
@@ -411,7 +524,9 @@ def test_a_forward_that_has_no_twin_is_followed_while_it_runs(then, extra, messa
 def test_a_row_wise_forward_that_has_no_twin(then, extra):
     inputs = token_batch(0, 4, 6)
     expected = ce_step(model_of(then, extra), *inputs)
-    torch.testing.assert_close(by_eager_code(model_of(deciding(then), extra), BATCH, inputs), expected)
+    torch.testing.assert_close(
+        by_eager_code(model_of(deciding(then), extra), BATCH, inputs), expected
+    )
 
 
 class FoldedAttention(Attention):
@@ -436,12 +551,18 @@ def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
 
     model = Tokens(lambda: FoldedAttention(plain))
     with pytest.raises(
-        REFUSED, match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0"
+        REFUSED,
+        match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0",
     ):
         side(model, BATCH, token_batch(0, 4, 6))
-    logits, vouched = model(token_batch(0, 4, 6)[0]), ChunkConfig("layers.*", row_wise=("layers.*",))
+    logits, vouched = (
+        model(token_batch(0, 4, 6)[0]),
+        ChunkConfig("layers.*", row_wise=("layers.*",)),
+    )
     with eager_chunked(model, vouched):
-        assert_bitwise_different(model(token_batch(0, 4, 6)[0]), logits, what="what would have come")
+        assert_bitwise_different(
+            model(token_batch(0, 4, 6)[0]), logits, what="what would have come"
+        )
 
 
 @SIDES
@@ -454,7 +575,10 @@ def test_rows_that_leave_in_another_order_are_refused(side):
             return x.unflatten(0, tokens.T.shape).transpose(0, 1)
 
     model = Turned(lambda: Then(lambda x: x.transpose(0, 1).flatten(0, 1), None))
-    with pytest.raises(REFUSED, match=r"rows in another order and leaves the module in dimension 0 inside layers\.0"):
+    with pytest.raises(
+        REFUSED,
+        match=r"rows in another order and leaves the module in dimension 0 inside layers\.0",
+    ):
         side(model, BATCH, token_batch(0, 4, 6))
 
 
@@ -467,11 +591,16 @@ def test_who_answers_for_an_operator_is_believed(side):
 
     inputs = token_batch(0, 4, 6)
     with pytest.raises(
-        REFUSED, match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise"
+        REFUSED,
+        match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise",
     ):
         side(model_of(then), BATCH, inputs)
-    vouched = ChunkConfig("layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::halved",))
-    torch.testing.assert_close(side(model_of(then), vouched, inputs), ce_step(model_of(then), *inputs))
+    vouched = ChunkConfig(
+        "layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::halved",)
+    )
+    torch.testing.assert_close(
+        side(model_of(then), vouched, inputs), ce_step(model_of(then), *inputs)
+    )
 
 
 @torch.library.custom_op("gtrainer_tests::tripled", mutates_args=())
@@ -487,7 +616,9 @@ def test_what_a_vouched_operator_returns_has_rows_where_their_extent_is():
         return x + torch.ops.gtrainer_tests.tripled(x.transpose(0, 1).contiguous()).transpose(0, 1)
 
     inputs = token_batch(0, 4, 6)
-    vouched = ChunkConfig("layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::tripled",))
+    vouched = ChunkConfig(
+        "layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::tripled",)
+    )
     torch.testing.assert_close(
         by_eager_code(model_of(deciding(then)), vouched, inputs), ce_step(model_of(then), *inputs)
     )
@@ -529,7 +660,10 @@ def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, bloc
         side(net(block)(), config, token_batch(0, 4, 6))
     told = [str(one.message) for one in caught if one.category is ChunkWarning]
     assert bool(told) is not answers
-    assert all("if you mean those of each chunk, say so: ChunkConfig(row_wise=('layers.*',))" in one for one in told)
+    assert all(
+        "if you mean those of each chunk, say so: ChunkConfig(row_wise=('layers.*',))" in one
+        for one in told
+    )
 
 
 aten = torch.ops.aten
@@ -546,10 +680,26 @@ TABLE = [
     (aten.native_layer_norm.default, ([3, 4], None, None, 1e-5), {1, 2}),
     (aten.native_group_norm.default, (None, None, 2, 3, 4, 1, 1e-5), {1, 2}),
     (aten.native_batch_norm.default, (None, None, None, None, True, 0.1, 1e-5), {0, 2}),
-    (aten.native_batch_norm.default, (None, None, torch.ones(3), torch.ones(3), False, 0.1, 1e-5), set()),
-    (aten._batch_norm_with_update.default, (None, None, torch.zeros(3), torch.ones(3), 0.1, 1e-5), {0, 2}),
-    (aten._batch_norm_no_update.default, (None, None, torch.zeros(3), torch.ones(3), 0.1, 1e-5), set()),
-    (aten._native_batch_norm_legit_no_training.default, (None, None, torch.ones(3), torch.ones(3), 0.1, 1e-5), set()),
+    (
+        aten.native_batch_norm.default,
+        (None, None, torch.ones(3), torch.ones(3), False, 0.1, 1e-5),
+        set(),
+    ),
+    (
+        aten._batch_norm_with_update.default,
+        (None, None, torch.zeros(3), torch.ones(3), 0.1, 1e-5),
+        {0, 2},
+    ),
+    (
+        aten._batch_norm_no_update.default,
+        (None, None, torch.zeros(3), torch.ones(3), 0.1, 1e-5),
+        set(),
+    ),
+    (
+        aten._native_batch_norm_legit_no_training.default,
+        (None, None, torch.ones(3), torch.ones(3), 0.1, 1e-5),
+        set(),
+    ),
     (aten.convolution.default, (torch.ones(5, 3, 1), None, [1], [0], [1], False, [0], 1), {1, 2}),
     (aten.avg_pool1d.default, ([2],), {2}),
     (aten.max_pool2d_with_indices.default, ([1, 2],), {1, 2}),
@@ -585,28 +735,48 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("operator", "arguments", "mixed"), TABLE, ids=str)
-def test_an_operator_is_refused_along_exactly_the_dimensions_that_it_mixes(operator, arguments, mixed):
+def test_an_operator_is_refused_along_exactly_the_dimensions_that_it_mixes(
+    operator, arguments, mixed
+):
     """G3, G24: of a tensor of three dimensions each in turn is that of the rows."""
     x = torch.arange(24.0).add(1).sin().view(2, 3, 4)
     x = x.to(torch.complex64) if "fft" in str(operator) else x
-    results = [leaf for leaf in pytree.tree_leaves(operator(x, *arguments)) if isinstance(leaf, torch.Tensor)]
+    results = [
+        leaf
+        for leaf in pytree.tree_leaves(operator(x, *arguments))
+        if isinstance(leaf, torch.Tensor)
+    ]
     refused = set()
     for dim in range(3):
-        call = Call(operator, [Operand(x, Rows((dim,))), *arguments], {}, [
-            (result, (dim,) if dim < result.ndim else ()) for result in results
-        ])  # fmt: skip
+        call = Call(
+            operator,
+            [Operand(x, Rows((dim,))), *arguments],
+            {},
+            [(result, (dim,) if dim < result.ndim else ()) for result in results],
+        )
         try:
             judge(call, str(operator), "layers.0", BATCH, set())
         except ChunkError:
             refused.add(dim)
-    assert refused == mixed, f"{operator}{arguments} is refused along {refused}, and mixes along {mixed}"
+    assert refused == mixed, (
+        f"{operator}{arguments} is refused along {refused}, and mixes along {mixed}"
+    )
 
 
 def test_rows_that_are_put_behind_others_are_refused():
     """G3: along their own dimension; one tensor alone is put behind nothing."""
     x = torch.ones(2, 3)
-    for tensors, dim, is_refused in [((x, x), 0, True), ((x, x), 1, False), ((x, x), -2, True), ((x,), 0, False)]:
+    for tensors, dim, is_refused in [
+        ((x, x), 0, True),
+        ((x, x), 1, False),
+        ((x, x), -2, True),
+        ((x,), 0, False),
+    ]:
         given = [Operand(tensor, Rows((0,))) for tensor in tensors]
         call = Call(aten.cat.default, [given, dim], {}, [(torch.cat(tensors, dim), (0,))])
-        with pytest.raises(ChunkError, match="puts rows behind each other") if is_refused else nullcontext():
+        with (
+            pytest.raises(ChunkError, match="puts rows behind each other")
+            if is_refused
+            else nullcontext()
+        ):
             judge(call, "cat", "layers.0", BATCH, set())

@@ -6,7 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.chunking import Case, check_equals_eager, strict, train_chunked_graph, train_eager_chunked
+from fixtures.chunking import (
+    Case,
+    check_equals_eager,
+    strict,
+    train_chunked_graph,
+    train_eager_chunked,
+)
 from fixtures.models import deepseek_v3
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
@@ -29,9 +35,15 @@ POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 MODEL = deepseek_v3.DeepSeekV3Config(
-    dim=16, n_layers=2, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    q_lora_rank=0,
+    kv_lora_rank=8,
+    ffn_dim=24,
+    vocab_size=40,
     moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
-)  # fmt: skip
+)
 
 
 def expert_parallel_model(mesh, config=MODEL):
@@ -68,7 +80,9 @@ def test_expert_parallelism_on_two_ranks(gt_world, gt_mesh, config):
     """Every rank has other tokens, so every exchange other sizes. In short each way to chunk has one of the worlds."""
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     model = partial(expert_parallel_model, gt_mesh["ep"])
-    check_equals_eager(Case(model=model, config=config, batch=lambda step: batch(step, gt_world.rank)))
+    check_equals_eager(
+        Case(model=model, config=config, batch=lambda step: batch(step, gt_world.rank))
+    )
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
@@ -76,13 +90,17 @@ def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
     """G14, the twin: on every rank."""
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     case = Case(
-        model=partial(expert_parallel_model, gt_mesh["ep"], replace(MODEL, n_layers=1, n_dense_layers=0)),
+        model=partial(
+            expert_parallel_model, gt_mesh["ep"], replace(MODEL, n_layers=1, n_dense_layers=0)
+        ),
         config=strict("layers.*.moe", "sequence", 4),
         batch=lambda step: batch(step, gt_world.rank),
         steps=1,
     )
     fold = rewrite.Rewrite._fold
-    monkeypatch.setattr(rewrite.Rewrite, "_fold", lambda self, terms, like: fold(self, terms[::-1], like))
+    monkeypatch.setattr(
+        rewrite.Rewrite, "_fold", lambda self, terms, like: fold(self, terms[::-1], like)
+    )
     actual, _ = train_chunked_graph(case)
     assert_bitwise_different(actual, train_eager_chunked(case), what="first chunk first")
 

@@ -20,6 +20,7 @@ from pytest_gtrainer.graph.nodes import BODY, direction, told_by
 
 CHUNKS = ChunkConfig("layers.*.moe", num_chunks=2)
 
+
 def sharded(config, mesh):
     """Experts over ``ep``, their slices over ``efsdp``, everything else over all ranks; nothing is allocated."""
     with torch.device("meta"):
@@ -27,7 +28,12 @@ def sharded(config, mesh):
         apply_expert_parallel(model, mesh["ep"])
     policy = PRECISIONS["bf16_fp32"]
     for layer in model.moe_layers():
-        data_parallel(layer.routed_experts, mesh["efsdp"], mp_policy=policy, gradient_divide_factor=float(mesh.size()))
+        data_parallel(
+            layer.routed_experts,
+            mesh["efsdp"],
+            mp_policy=policy,
+            gradient_divide_factor=float(mesh.size()),
+        )
     return data_parallel(model, mesh._flatten("fsdp"), mp_policy=policy)
 
 
@@ -62,7 +68,13 @@ def test_the_published_one(gt_mesh, gt_golden):
     """
     config = deepseek_v3.FLAVORS["671B"]
     gm = rewritten(config, gt_mesh, 4096)
-    chunked = {(f"layers.{index}.moe", way) for index in range(3, config.n_layers) for way in ("fwd", "bwd")}
+    chunked = {
+        (f"layers.{index}.moe", way)
+        for index in range(3, config.n_layers)
+        for way in ("fwd", "bwd")
+    }
     told = [(told_by(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
-    assert {(each.fqn, direction(node)) for each, node in told if each is not None and each.role == BODY} == chunked
+    assert {
+        (each.fqn, direction(node)) for each, node in told if each is not None and each.role == BODY
+    } == chunked
     gt_golden.check(gm, view="schedule")

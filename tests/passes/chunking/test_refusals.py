@@ -10,7 +10,13 @@ from fixtures.chunking import chunked, strict, token_batch
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, Net, net
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import ChunkConfig, ChunkError, chunk_pass, construct_default_graph_passes, trace_step
+from pytest_gtrainer import (
+    ChunkConfig,
+    ChunkError,
+    chunk_pass,
+    construct_default_graph_passes,
+    trace_step,
+)
 
 
 class Block(nn.Module):
@@ -25,10 +31,20 @@ class Block(nn.Module):
         return self.then(self.w(x))
 
 
-def chunk(then=lambda x: x, *, root="layers.*", chunk_dim="batch", num_chunks=2, extents=(4, 6), model=None):
+def chunk(
+    then=lambda x: x,
+    *,
+    root="layers.*",
+    chunk_dim="batch",
+    num_chunks=2,
+    extents=(4, 6),
+    model=None,
+):
     """Trace a net of one such block, and chunk it."""
     config = strict(root, chunk_dim, num_chunks)
-    traced = trace_step(model or Net(lambda: Block(then)), ce_step, token_batch(0, *extents), chunk=config)
+    traced = trace_step(
+        model or Net(lambda: Block(then)), ce_step, token_batch(0, *extents), chunk=config
+    )
     return chunked(traced, config)
 
 
@@ -38,9 +54,15 @@ def chunk(then=lambda x: x, *, root="layers.*", chunk_dim="batch", num_chunks=2,
         ({"chunk_dim": "heads"}, "chunk_dim='heads': choose 'batch' or 'sequence'"),
         ({"num_chunks": 1}, "num_chunks=1: give an integer of at least 2"),
         ({"num_chunks": 2.0}, r"num_chunks=2\.0: give an integer"),
-        ({"module_fqn": "layers.*.attention"}, "names neither transformer blocks, .* nor MoE layers"),
+        (
+            {"module_fqn": "layers.*.attention"},
+            "names neither transformer blocks, .* nor MoE layers",
+        ),
         ({"module_fqn": "*"}, "names neither transformer blocks"),
-        ({"chunk_dim": "sequence"}, r"by sequence: a transformer block holds attention, .*\(layers\.\*\.moe\)"),
+        (
+            {"chunk_dim": "sequence"},
+            r"by sequence: a transformer block holds attention, .*\(layers\.\*\.moe\)",
+        ),
     ],
 )
 def test_a_configuration_is_checked_when_it_is_built(options, message):
@@ -51,7 +73,9 @@ def test_a_configuration_is_checked_when_it_is_built(options, message):
 
 def test_a_graph_without_a_match():
     """G2."""
-    with pytest.raises(ChunkError, match=r"'blocks\.\*' matches no module of the graph; .* layers, lm_head, loss"):
+    with pytest.raises(
+        ChunkError, match=r"'blocks\.\*' matches no module of the graph; .* layers, lm_head, loss"
+    ):
         chunk(root="blocks.*")
 
 
@@ -74,7 +98,9 @@ class Beside(Net):
 
 def test_modules_that_the_dimension_does_not_reach():
     """G2: all of them are named, beside one that can be chunked."""
-    with pytest.raises(ChunkError, match=r"^nothing in layers\.0, layers\.2 depends on the batch dimension"):
+    with pytest.raises(
+        ChunkError, match=r"^nothing in layers\.0, layers\.2 depends on the batch dimension"
+    ):
         chunk(model=Beside(Deaf, lambda: Block(lambda x: x), Deaf))
 
 
@@ -89,20 +115,30 @@ def test_an_extent_that_does_not_divide(batch, num_chunks):
 def test_blocks_that_hand_each_other_the_batch_in_another_place():
     """G6: chunks could go from one to the other, which eager chunking, that joins along dimension 0, does not do."""
     blocks = [lambda: Block(lambda x: x.transpose(0, 1).contiguous()) for _ in range(2)]
-    with pytest.raises(ChunkError, match=r"enters the chunked module layers\.1 with the chunk dimension in place 1"):
+    with pytest.raises(
+        ChunkError, match=r"enters the chunked module layers\.1 with the chunk dimension in place 1"
+    ):
         chunk(model=Net(*blocks))
 
 
 def test_a_twin_of_another_number_of_chunks():
     """G9."""
-    traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0), chunk=strict("layers.*", num_chunks=4))
-    with pytest.raises(ChunkError, match=r"twin of placeholder .* extent 2 where the batch dimension has 8; .* has 4"):
+    traced = trace_step(
+        net(chunkable.Dense)(), ce_step, token_batch(0), chunk=strict("layers.*", num_chunks=4)
+    )
+    with pytest.raises(
+        ChunkError,
+        match=r"twin of placeholder .* extent 2 where the batch dimension has 8; .* has 4",
+    ):
         chunk_pass(traced.gm, config=strict("layers.*", num_chunks=2), twin=traced.twin)
 
 
 def test_a_graph_without_its_twin():
     traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0))
-    with pytest.raises(ChunkError, match=r"trace with trace_step\(\.\.\., chunk=config\) and give twin=traced\.twin"):
+    with pytest.raises(
+        ChunkError,
+        match=r"trace with trace_step\(\.\.\., chunk=config\) and give twin=traced\.twin",
+    ):
         chunk_pass(traced.gm, config=strict("layers.*"))
     with pytest.raises(ChunkError, match="have inputs of the same extents"):
         chunk_pass(traced.gm, config=strict("layers.*"), twin=traced.gm)
@@ -110,19 +146,26 @@ def test_a_graph_without_its_twin():
 
 def test_a_loop_over_the_batch():
     """G18."""
-    with pytest.raises(ChunkError, match=r"depend on the chunk dimension's extent.* in layers\.0, at"):
+    with pytest.raises(
+        ChunkError, match=r"depend on the chunk dimension's extent.* in layers\.0, at"
+    ):
         chunk(lambda x: torch.stack([row.tanh() for row in x]))
 
 
 def test_a_dimension_that_an_extent_of_one_loses():
     """G18: the operators are the same, and give another number of dimensions."""
-    with pytest.raises(ChunkError, match=r"depend on .*squeeze.* \[2, 6, 16\] in layers\.0, .*squeeze.* \[6, 16\] in"):
+    with pytest.raises(
+        ChunkError,
+        match=r"depend on .*squeeze.* \[2, 6, 16\] in layers\.0, .*squeeze.* \[6, 16\] in",
+    ):
         chunk(lambda x: x.squeeze().reshape(x.shape), extents=(2, 6))
 
 
 def test_a_fixed_extent_that_a_chunk_does_not_have():
     """G10: the twin cannot be traced; the line is the model's."""
-    with pytest.raises(ValueError, match=r"twin's inputs .* at .*test_refusals\.py:\d+: .*\n.*x\.shape\[i\]"):
+    with pytest.raises(
+        ValueError, match=r"twin's inputs .* at .*test_refusals\.py:\d+: .*\n.*x\.shape\[i\]"
+    ):
         chunk(lambda x: x.view(4, 6 * DIM).view(4, 6, DIM))
 
 
@@ -132,7 +175,9 @@ def test_a_fixed_extent_that_cuts_a_chunk_otherwise():
     def fixed(x):
         return x + x.view(4, -1, DIM).mean(1, keepdim=True).mean(0)
 
-    with pytest.raises(ChunkError, match=r"in layers\.0 has the full extent 4 as a fixed number: .* \[2, 6, 16\]"):
+    with pytest.raises(
+        ChunkError, match=r"in layers\.0 has the full extent 4 as a fixed number: .* \[2, 6, 16\]"
+    ):
         chunk(fixed)
 
 
@@ -140,7 +185,9 @@ def test_a_fixed_extent_that_cuts_a_chunk_otherwise():
 def test_a_collective_that_is_not_expert_parallel(gt_world):
     """G8: by its group."""
     group = r"over the process group '0' of ranks \[0, 1\]"
-    with pytest.raises(ChunkError, match=rf"all_reduce.* {group} .* inside layers\.0\. Only .* tensor parallelism"):
+    with pytest.raises(
+        ChunkError, match=rf"all_reduce.* {group} .* inside layers\.0\. Only .* tensor parallelism"
+    ):
         chunk(lambda x: funcol.wait_tensor(funcol.all_reduce(x.detach(), "sum", "0")) + x)
 
 
@@ -149,7 +196,9 @@ def test_a_forward_that_reads_the_backward():
     config = strict("layers.*")
     traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0), chunk=config)
     for gm in (traced.gm, traced.twin):
-        untold = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.gelu_backward.default)
+        untold = next(
+            node for node in gm.graph.nodes if node.target is torch.ops.aten.gelu_backward.default
+        )
         del untold.meta["autograd_backward"]
     message = r"gelu_backward .* in the forward of layers\.0 reads .*layers\.0\.w2.* of the backward: .*; mark recom"
     with pytest.raises(ChunkError, match=message):
@@ -173,25 +222,36 @@ def test_attention_by_sequence():
     for attend in (lambda x: F.scaled_dot_product_attention(x, x, x), plain):
         words = r"(every row to every other one|attends over dimension) .* inside layers\.0\.moe: .* sequence"
         with pytest.raises(ChunkError, match=words):
-            chunk(root="layers.*.moe", chunk_dim="sequence", model=Net(lambda attend=attend: Attentive(attend)))
+            chunk(
+                root="layers.*.moe",
+                chunk_dim="sequence",
+                model=Net(lambda attend=attend: Attentive(attend)),
+            )
 
 
 def test_an_error_ends_with_what_was_asked_for():
     """G9: the pattern, the dimension, its extent and the number of chunks, whatever is wrong."""
     with pytest.raises(ChunkError) as refused:
         chunk(lambda x: x + x.view(4, -1, DIM).mean(1, keepdim=True).mean(0))
-    assert refused.value.__notes__ == ["while layers.* was chunked by batch, of extent 4, into 2 chunks"]
+    assert refused.value.__notes__ == [
+        "while layers.* was chunked by batch, of extent 4, into 2 chunks"
+    ]
 
 
 @pytest.mark.parametrize("degree", [2, 8])
 def test_tensor_parallelism(degree):
     """G3: by its degree, before anything is traced."""
     with pytest.raises(
-        ChunkError, match=rf"layers\.\*\.moe .* tensor-parallel degree of {degree}: .*; chunk with a degree of 1"
+        ChunkError,
+        match=rf"layers\.\*\.moe .* tensor-parallel degree of {degree}: .*; chunk with a degree of 1",
     ):
-        construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=degree)
+        construct_default_graph_passes(
+            n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=degree
+        )
     construct_default_graph_passes(n_layers=2, tensor_parallel_degree=degree)
-    construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=1)
+    construct_default_graph_passes(
+        n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=1
+    )
 
 
 class Outward(Net):
@@ -212,12 +272,28 @@ class Outward(Net):
 @pytest.mark.parametrize(
     ("keep", "use", "message"),
     [
-        (lambda x: x.square().mean(), lambda y, kept: y + kept, "does not have the chunk dimension"),
+        (
+            lambda x: x.square().mean(),
+            lambda y, kept: y + kept,
+            "does not have the chunk dimension",
+        ),
         (lambda x: x[x[..., 0] > 0], lambda y, kept: y + kept.sum(), "known only at run time"),
         (lambda x: x.argmax().item(), lambda y, kept: y * kept, "is no tensor"),
-        (lambda x: x.transpose(0, 1).tanh(), lambda y, kept: y + kept.sum(), "in place 1; eager chunking .* along 0"),
-        (lambda x: x.transpose(1, 2).tanh(), lambda y, kept: y + kept.sum(), r"strides \[96, 1, 16\]; .* make it"),
-        (lambda x: x.flatten(0, 1) @ x.flatten(0, 1).T, lambda y, kept: y + kept.sum(), "every row to every other one"),
+        (
+            lambda x: x.transpose(0, 1).tanh(),
+            lambda y, kept: y + kept.sum(),
+            "in place 1; eager chunking .* along 0",
+        ),
+        (
+            lambda x: x.transpose(1, 2).tanh(),
+            lambda y, kept: y + kept.sum(),
+            r"strides \[96, 1, 16\]; .* make it",
+        ),
+        (
+            lambda x: x.flatten(0, 1) @ x.flatten(0, 1).T,
+            lambda y, kept: y + kept.sum(),
+            "every row to every other one",
+        ),
     ],
     ids=["no dimension", "data-dependent", "scalar", "another place", "strides", "two dimensions"],
 )
@@ -244,7 +320,9 @@ def test_a_data_dependent_value_that_enters_a_region():
             return super().forward(tokens)
 
     model = Inward(lambda: Block(lambda x: x + (x.unsqueeze(-1) * model.rows).mean(-1)))
-    with pytest.raises(ChunkError, match=r"extent that is known only at run time, so layers\.0 cannot read it"):
+    with pytest.raises(
+        ChunkError, match=r"extent that is known only at run time, so layers\.0 cannot read it"
+    ):
         chunk(model=model)
 
 
@@ -258,5 +336,7 @@ def test_a_region_that_leaves_and_re_enters():
         def outside(self, x):
             return self.lm_head(x)[..., :DIM] + x
 
-    with pytest.raises(ChunkError, match=r"fwd region of layers\.0 leaves and re-enters .* depends on .*lm_head"):
+    with pytest.raises(
+        ChunkError, match=r"fwd region of layers\.0 leaves and re-enters .* depends on .*lm_head"
+    ):
         chunk(model=Between())

@@ -32,9 +32,16 @@ from pytest_gtrainer.passes.chunking import schedule
 
 CONFIG = strict("layers.*.moe", num_chunks=2)
 MODEL = deepseek_v3.DeepSeekV3Config(
-    dim=16, n_layers=1, n_dense_layers=0, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+    dim=16,
+    n_layers=1,
+    n_dense_layers=0,
+    n_heads=2,
+    q_lora_rank=0,
+    kv_lora_rank=8,
+    ffn_dim=24,
+    vocab_size=40,
     moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
-)  # fmt: skip
+)
 BATCH = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
 
 
@@ -74,7 +81,9 @@ def launches_and_waits(gm, direction):
     """Of all-to-alls, in order: the chunk, and whether it is launched or waited for."""
     for node in gm.graph.nodes:
         chunk = (node.meta.get("custom") or {}).get("chunk_id")
-        exchanges = node.target is ALL_TO_ALL or (node.target is WAIT and node.args[0].target is ALL_TO_ALL)
+        exchanges = node.target is ALL_TO_ALL or (
+            node.target is WAIT and node.args[0].target is ALL_TO_ALL
+        )
         if exchanges and bool(node.meta.get("autograd_backward")) == (direction == "bwd"):
             yield f"{'launch' if node.target is ALL_TO_ALL else 'wait'} {chunk}"
 
@@ -90,7 +99,16 @@ def test_the_order_of_exchanges(graph, producer):
     turn = ["wait 0", "launch 0", "wait 1", "launch 1"]
     forwards = ["launch 0", "launch 1", *turn, *turn, "wait 0", "wait 1"]
     assert list(launches_and_waits(gm, "fwd")) == forwards
-    backwards = ["launch 1", "launch 0", "wait 1", "launch 1", "wait 0", "launch 0", "wait 1", "wait 0"]
+    backwards = [
+        "launch 1",
+        "launch 0",
+        "wait 1",
+        "launch 1",
+        "wait 0",
+        "launch 0",
+        "wait 1",
+        "wait 0",
+    ]
     assert list(launches_and_waits(gm, "bwd")) == backwards
     assert sorted(before, key=id) == sorted(gm.graph.nodes, key=id)
 
@@ -118,7 +136,12 @@ def test_inputs_keep_their_order(graph):
 
 def case_on(gt_world, **fields):
     """Every rank has other tokens, so every exchange other sizes."""
-    return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), arrange=chunk_schedule_pass, **fields)
+    return Case(
+        config=CONFIG,
+        batch=lambda step: BATCH(step, gt_world.rank),
+        arrange=chunk_schedule_pass,
+        **fields,
+    )
 
 
 @pytest.mark.second_tier
@@ -180,7 +203,9 @@ def test_an_exchange_that_belongs_to_no_chunk(graph):
     gm = graph()
     second = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[1]
     second.meta["custom"] = {"module_fqn": second.meta["custom"]["module_fqn"]}
-    with pytest.raises(ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.0\.moe, but no"):
+    with pytest.raises(
+        ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.0\.moe, but no"
+    ):
         chunk_schedule_pass(gm)
 
 
@@ -189,5 +214,7 @@ def test_chunks_with_different_exchanges(graph):
     gm = graph()
     moved = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[-1]
     moved.meta["custom"] = {**moved.meta["custom"], "chunk_id": 1}
-    with pytest.raises(ChunkError, match=r"layers\.0\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"):
+    with pytest.raises(
+        ChunkError, match=r"layers\.0\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"
+    ):
         chunk_schedule_pass(gm)

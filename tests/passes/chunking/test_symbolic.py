@@ -54,12 +54,16 @@ def test_a_symbolic_trace_is_its_own_twin(block, config):
     with flex_attention_backward_on_cpu():
         actual, gm = train_chunked_graph(replace(case, rewrite=by_symbols))
         assert_bitwise_equal(actual, train_eager_chunked(case))
-        other = train_eager_chunked(replace(case, config=replace(config, num_chunks=8 // config.num_chunks)))
+        other = train_eager_chunked(
+            replace(case, config=replace(config, num_chunks=8 // config.num_chunks))
+        )
         _, static = train_chunked_graph(case)
     assert_bitwise_different(actual, other, what="chunks of another extent")
     assert not leftover(gm)
     if block is not FlexBiased:  # a second compilation of its scores takes other ways
-        assert [str(node.target) for node in gm.graph.nodes] == [str(node.target) for node in static.graph.nodes]
+        assert [str(node.target) for node in gm.graph.nodes] == [
+            str(node.target) for node in static.graph.nodes
+        ]
 
 
 @pytest.mark.second_tier
@@ -77,9 +81,16 @@ def test_nested_graphs_have_numbers():
 
 def leftover(gm):
     """Symbols of inputs' extents that a graph refers to anywhere; those of data are born in it (H1)."""
-    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    nodes = [
+        node
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    ]
     born = {symbol for node in nodes for symbol in node.meta.get("unbacked_bindings") or ()}
-    found = {s for node in nodes for s in symbols_of([node.args, node.kwargs, node.meta.get("val")])}
+    found = {
+        s for node in nodes for s in symbols_of([node.args, node.kwargs, node.meta.get("val")])
+    }
     return found - born
 
 
@@ -103,11 +114,22 @@ def test_the_extents_are_those_of_the_example_inputs():
     model, config = net(chunkable.plain_attention)(), strict("layers.*")
     six, eight = (torch.randint(0, 40, (2, batch, 8)).unbind(0) for batch in (6, 8))
     gm, given = symbolic(model, config, six).gm, [*model.parameters(), *eight]
-    made, static = concretize_chunk_symbolic_shapes_pass(gm, given), trace_step(model, ce_step, eight).gm
+    made, static = (
+        concretize_chunk_symbolic_shapes_pass(gm, given),
+        trace_step(model, ce_step, eight).gm,
+    )
     for node, expected in zip(made.graph.nodes, static.graph.nodes, strict=True):
-        assert getattr(node.meta.get("val"), "shape", None) == getattr(expected.meta.get("val"), "shape", None), node
-    parts = [node.meta["val"] for node in chunk_pass(gm, given, config=config).graph.nodes if "_chunk" in node.name]
-    assert {part.shape[0] for part in parts if isinstance(part, torch.Tensor) and part.ndim == 3} >= {4}
+        assert getattr(node.meta.get("val"), "shape", None) == getattr(
+            expected.meta.get("val"), "shape", None
+        ), node
+    parts = [
+        node.meta["val"]
+        for node in chunk_pass(gm, given, config=config).graph.nodes
+        if "_chunk" in node.name
+    ]
+    assert {
+        part.shape[0] for part in parts if isinstance(part, torch.Tensor) and part.ndim == 3
+    } >= {4}
     assert not [part for part in parts if isinstance(part, torch.Tensor) and part.shape[:1] == (3,)]
 
 
@@ -126,14 +148,18 @@ def traced_under(check):
             check(x.shape[0])
             return self.w(x)
 
-    return symbolic(net(Checking)(), strict("layers.*"), torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
+    return symbolic(
+        net(Checking)(), strict("layers.*"), torch.randint(0, 40, (2, 6, 8)).unbind(0)
+    ).gm
 
 
 def test_a_guard_that_the_numbers_make_false():
     """H2: at six rows it is true, for a chunk of three it is not."""
     gm = traced_under(lambda batch: torch._check(batch % 2 == 0))
     concretize_chunk_symbolic_shapes_pass(gm)
-    with pytest.raises(ChunkError, match=r"u0 = 3 .* Eq\(Mod\(u0, 2\), 0\), stated at .*test_symbolic\.py:\d+"):
+    with pytest.raises(
+        ChunkError, match=r"u0 = 3 .* Eq\(Mod\(u0, 2\), 0\), stated at .*test_symbolic\.py:\d+"
+    ):
         chunk_pass(gm, config=strict("layers.*"))
 
 
@@ -153,7 +179,9 @@ def test_an_assertion_in_the_graph(least):
             op="call_function", target=aten._assert_scalar.default
         )
     else:
-        with pytest.raises(ChunkError, match=r"with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"):
+        with pytest.raises(
+            ChunkError, match=r"with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"
+        ):
             concretize_chunk_symbolic_shapes_pass(gm)
 
 
@@ -190,14 +218,18 @@ def test_a_symbol_that_nothing_replaces():
 def test_an_extent_that_does_not_divide():
     """G9."""
     gm = traced_under(lambda batch: None)
-    with pytest.raises(ChunkError, match=r"layers\.\*, symbol u\d+: extent 6 .* does not divide into 4 chunks"):
+    with pytest.raises(
+        ChunkError, match=r"layers\.\*, symbol u\d+: extent 6 .* does not divide into 4 chunks"
+    ):
         chunk_pass(gm, config=strict("layers.*", num_chunks=4))
 
 
 def test_a_dimension_that_nobody_named():
     """The graph knows its batch; what the sequence is cannot be told."""
     gm = traced_under(lambda batch: None)
-    with pytest.raises(ChunkError, match="dynamic dimensions are batch: which of them is the sequence dimension"):
+    with pytest.raises(
+        ChunkError, match="dynamic dimensions are batch: which of them is the sequence dimension"
+    ):
         chunk_pass(gm, config=strict("layers.*.moe", "sequence"))
 
 
@@ -205,7 +237,10 @@ def test_a_dimension_that_nobody_named():
     ("use", "message"),
     [
         (lambda x: x.view(6, 8 * DIM).view(6, 8, DIM), r"fixes the dynamic dimension batch to 6"),
-        (lambda x: x * float(x.shape[0]), r"the number of a size that is not known at .*test_symbolic\.py:\d+"),
+        (
+            lambda x: x * float(x.shape[0]),
+            r"the number of a size that is not known at .*test_symbolic\.py:\d+",
+        ),
     ],
     ids=["a fixed number in a view", "a decision of Python's"],
 )

@@ -11,7 +11,9 @@ from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
 
 pytestmark = pytest.mark.second_tier
 
-CASE = Case(model=net(chunkable.Attention, chunkable.grouped_moe), config=strict("layers.*"), steps=20)
+CASE = Case(
+    model=net(chunkable.Attention, chunkable.grouped_moe), config=strict("layers.*"), steps=20
+)
 STRATEGIES = {
     "transformer-batch": strict("layers.*"),
     "moe-batch": strict("layers.*.moe"),
@@ -22,7 +24,10 @@ STRATEGIES = {
 @pytest.fixture(scope="module")
 def eager():
     """What eager chunking gives, by strategy."""
-    return {name: train_eager_chunked(replace(CASE, config=config)) for name, config in STRATEGIES.items()}
+    return {
+        name: train_eager_chunked(replace(CASE, config=config))
+        for name, config in STRATEGIES.items()
+    }
 
 
 @pytest.mark.parametrize("producer", PRODUCERS)
@@ -30,7 +35,9 @@ def eager():
 def test_twenty_losses(eager, strategy, producer):
     """G1, I3: and every gradient, weight and buffer on the way."""
     actual, _ = train_chunked_graph(replace(CASE, config=STRATEGIES[strategy]), producer)
-    assert_bitwise_equal(actual, eager[strategy], what=f"chunked graph ({producer}) against eager chunking")
+    assert_bitwise_equal(
+        actual, eager[strategy], what=f"chunked graph ({producer}) against eager chunking"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["moe-batch", "moe-sequence"])

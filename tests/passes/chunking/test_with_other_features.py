@@ -32,7 +32,12 @@ def test_nested_graphs_of_flex_attention():
         gm = rewritten(FlexNet(Flex), strict("layers.*"), inputs=token_batch(0, 4, 32))
     nested = [module for name, module in gm.named_modules() if name.endswith("_of_chunk")]
     assert nested
-    shapes = {tuple(n.meta["val"].shape) for m in nested for n in m.graph.nodes if torch.is_tensor(n.meta.get("val"))}
+    shapes = {
+        tuple(n.meta["val"].shape)
+        for m in nested
+        for n in m.graph.nodes
+        if torch.is_tensor(n.meta.get("val"))
+    }
     assert (2, 32) in shapes
     assert (4, 32) not in shapes
 
@@ -40,13 +45,19 @@ def test_nested_graphs_of_flex_attention():
 def test_offload_copies():
     """G20: written by hand into both twins, they are dataflow like any other."""
     gm = rewritten(net(chunkable.Dense)(), strict("layers.*", num_chunks=4), offloaded)
-    copies = [n for n in gm.graph.nodes if n.target is aten.clone.default and "chunk_id" in n.meta.get("custom", {})]
+    copies = [
+        n
+        for n in gm.graph.nodes
+        if n.target is aten.clone.default and "chunk_id" in n.meta.get("custom", {})
+    ]
     assert len(copies) == 8
 
 
 def test_recomputed_nodes():
     """G12: behind the remat pass, which the pipeline runs on the twin, too."""
-    gm = rewritten(net(chunkable.Dense, chunkable.Dense)(), strict("layers.*", num_chunks=4), rematerialised)
+    gm = rewritten(
+        net(chunkable.Dense, chunkable.Dense)(), strict("layers.*", num_chunks=4), rematerialised
+    )
     again = [node for node in gm.graph.nodes if "recomputed" in node.name]
     assert {node.meta["custom"]["chunk_id"] for node in again} == {0, 1, 2, 3}
 
@@ -65,7 +76,9 @@ def test_values_that_are_lists_and_sizes():
             return x + torch.cat((high, low), -1) * top
 
     gm = check_equals_eager(Case(model=net(Splitting), config=strict("layers.*", num_chunks=4)))
-    items = [node for node in gm.graph.nodes if node.target is operator.getitem and "_chunk" in node.name]
+    items = [
+        node for node in gm.graph.nodes if node.target is operator.getitem and "_chunk" in node.name
+    ]
     assert items
 
 
@@ -88,9 +101,13 @@ class WeighedNet(chunkable.Net):
 
 def test_constants_of_the_graph():
     """G4: what is the same at either extent stands there once; what is not, by value or extent, is each chunk's own."""
-    gm = check_equals_eager(Case(model=lambda: WeighedNet(Weighing), config=strict("layers.*", num_chunks=4)))
+    gm = check_equals_eager(
+        Case(model=lambda: WeighedNet(Weighing), config=strict("layers.*", num_chunks=4))
+    )
     constants = [node for node in gm.graph.nodes if node.op == "get_attr"]
-    values = {str(node.target): getattr(gm, str(node.target)).flatten().tolist() for node in constants}
+    values = {
+        str(node.target): getattr(gm, str(node.target)).flatten().tolist() for node in constants
+    }
     assert len(values) == len(constants)
     own = {name: values.pop(name) for name in [*values] if name.endswith("_of_chunk")}
     assert sorted(own.values()) == [[2.0], [3.0, 3.0]]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 
-LENGTHS = (112, 224)  # not two halves: channels that repeat the rings of others after half the shard would hide it
+LENGTHS = (
+    112,
+    224,
+)  # not two halves: channels that repeat the rings of others after half the shard would hide it
 
 
 def sees_the_order_of_a_bucket(net):
     """Whether two parameters get other bits when they are packed the other way round."""
-    first, second = parameters = [numbers(net.size, length, seed) for seed, length in enumerate(LENGTHS)]
+    first, second = parameters = [
+        numbers(net.size, length, seed) for seed, length in enumerate(LENGTHS)
+    ]
     straight = reduced(net, parameters).split(LENGTHS, 1)
     swapped = reduced(net, [second, first]).split(LENGTHS[::-1], 1)
     return not all(map(torch.equal, straight, reversed(swapped)))
@@ -17,7 +22,9 @@ def sees_the_order_of_a_bucket(net):
 
 def numbers(ranks, length, seed):
     """A gradient on every rank: ``[ranks, shards, length of a shard]``."""
-    return torch.randn(ranks, ranks, length, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randn(
+        ranks, ranks, length, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
 
 
 def reduced(net, parameters):

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
-from pytest_gtrainer.worlds.simulated.rings import Stretch, check_reduction, chunks, orders, ring_sum
+from pytest_gtrainer.worlds.simulated.rings import (
+    Stretch,
+    check_reduction,
+    chunks,
+    orders,
+    ring_sum,
+)
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2
@@ -47,17 +53,27 @@ class GlooNet(Net):
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
         """Of all shards together: segments know no shards."""
         if destinations is not None:
-            raise ValueError(f"gloo reduces all shards together, not those of {destinations} alone: leave it out")
+            raise ValueError(
+                f"gloo reduces all shards together, not those of {destinations} alone: leave it out"
+            )
         return self.all_reduce(inputs, op).view(self.size, -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
         check_reduction("all_reduce", op, inputs.dtype)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
         stretches = self._stretches(count, itemsize)
-        return ring_sum(inputs, stretches, self._orders(), op, accumulator=inputs.dtype, average="divide")
+        return ring_sum(
+            inputs, stretches, self._orders(), op, accumulator=inputs.dtype, average="divide"
+        )
 
     def explain(
-        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+        self,
+        collective: str,
+        offset: int,
+        count: int,
+        dtype: torch.dtype,
+        destination: int = 0,
+        op: str = "sum",
     ) -> Path:
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count

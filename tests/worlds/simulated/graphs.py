@@ -36,7 +36,9 @@ def run(function, *inputs, net=None, meshes=(), random=None):
     """Trace ``function`` as the first rank and run it for all."""
     size = dist.get_world_size()
     gm = make_fx(function)(*(value[0] if type(value) is PerRank else value for value in inputs))
-    return interpreter_of(gm, *meshes, net=net or NetModel.of_world(size), random=random).run(inputs)
+    return interpreter_of(gm, *meshes, net=net or NetModel.of_world(size), random=random).run(
+        inputs
+    )
 
 
 def interpreter_of(gm, *meshes, net=None, random=None):

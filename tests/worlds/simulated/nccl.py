@@ -10,9 +10,19 @@ from collections import defaultdict, deque
 
 import torch
 
-OPS = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+OPS = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 MIN_TRAFFIC = 32 << 10  # enqueue.cc:582
-CHUNK_BYTES = {"Simple": (1 << 22) // 8 * 4, "LL": 8 * 512 * 8 * 16 // 8 // 2, "LL128": 120 * 640 * 8 // 16 * 15}
+CHUNK_BYTES = {
+    "Simple": (1 << 22) // 8 * 4,
+    "LL": 8 * 512 * 8 * 16 // 8 // 2,
+    "LL128": 120 * 640 * 8 // 16 * 15,
+}
 
 
 def up(value, step):
@@ -68,7 +78,10 @@ class Wires:
     def run(self, kernels):
         waiting, rounds = list(kernels), 0
         while waiting:
-            waiting, rounds = [kernel for kernel in waiting if next(kernel, "ended") is None], rounds + 1
+            waiting, rounds = (
+                [kernel for kernel in waiting if next(kernel, "ended") is None],
+                rounds + 1,
+            )
             assert rounds < 10_000, "ranks wait for each other"
         assert not any(self.queues.values()), "sent, and never received"
 
@@ -102,8 +115,12 @@ def ring_all_reduce(wires, ring, rank, own, out, chunk_elements, part, op):
         rest, chunk = length - offset, chunk_elements
         if rest < ranks * chunk:
             chunk = up(-(-rest // ranks), 16 // own.itemsize)
-        places = [(place * chunk, max(0, min(chunk, rest - place * chunk))) for place in range(ranks)]
-        where = [slice(grid + offset + begin, grid + offset + begin + size) for begin, size in places]
+        places = [
+            (place * chunk, max(0, min(chunk, rest - place * chunk))) for place in range(ranks)
+        ]
+        where = [
+            slice(grid + offset + begin, grid + offset + begin + size) for begin, size in places
+        ]
         for step in range(1, ranks + 1):
             mine = own[where[(index + ranks - step) % ranks]]
             if step > 1:
@@ -153,7 +170,9 @@ def tree_of_rank(chains, node, rank, second):
     above = chain[place - 1] if place else -1
     below = [chain[place + 1]] if place + 1 < len(chain) else []
     parent, first, second_child, kind = dtree(len(chains), node, second)
-    spread = [own[min(1, len(own) - 1)] for own in chains]  # treeToChild0: index 1, or 0 of one rank
+    spread = [
+        own[min(1, len(own) - 1)] for own in chains
+    ]  # treeToChild0: index 1, or 0 of one rank
     heads = [own[0] for own in chains]  # treeToParent and treeToChild1
     if rank == heads[node] and parent != -1:
         above = (spread if kind == 0 else heads)[parent]
@@ -251,16 +270,24 @@ def pat_reduce_scatter(wires, pat, own, out, count, part, op):
             mine = OPS[op]((yield from wires.recv(peer, rank, distance + (1 << along))), mine)
         held[distance] = mine
         if distance and along in (None, 0):
-            wires.send(mine, rank, (rank + (1 << pat.first_bit(distance))) % ranks, distance)  # :691
+            wires.send(
+                mine, rank, (rank + (1 << pat.first_bit(distance))) % ranks, distance
+            )  # :691
     out[begin : begin + length] = held[0]
 
 
-def reduced(collective, algorithm, inputs, op, *, net, rings, chains, protocol="Simple", chunk_bytes=None):
+def reduced(
+    collective, algorithm, inputs, op, *, net, rings, chains, protocol="Simple", chunk_bytes=None
+):
     """What every rank ends with: ``[ranks, elements]``; ``rings`` by channel, ``chains`` by channel and node."""
     ranks, size = inputs.shape
     count, itemsize = (size // ranks if collective == "reduce_scatter" else size), inputs.itemsize
     parts = PARTS[net.partition](count, itemsize, ranks, len(rings), collective, protocol)
-    own = inputs * torch.tensor(1 / ranks, dtype=torch.float64).to(inputs.dtype) if op == "avg" else inputs
+    own = (
+        inputs * torch.tensor(1 / ranks, dtype=torch.float64).to(inputs.dtype)
+        if op == "avg"
+        else inputs
+    )
     out = inputs.new_empty(ranks, count)
     for channel, part in enumerate(parts):
         wires, kernels = Wires(), []
@@ -273,11 +300,15 @@ def reduced(collective, algorithm, inputs, op, *, net, rings, chains, protocol="
                 chain = chains[channel % -(-len(rings) // 2)]
                 node = next(node for node, members in enumerate(chain) if rank in members)
                 above, below = tree_of_rank(chain, node, rank, second)
-                kernels.append(tree_all_reduce(wires, above, below, rank, own[rank], out[rank], part, op))
+                kernels.append(
+                    tree_all_reduce(wires, above, below, rank, own[rank], out[rank], part, op)
+                )
             elif algorithm == "pat":
                 chunk = pat_chunk_bytes(part[1] * ranks * itemsize)
                 pat = Pat(chunk, part[1] * itemsize, rank, ranks)
-                kernels.append(pat_reduce_scatter(wires, pat, own[rank], out[rank], count, part, op))
+                kernels.append(
+                    pat_reduce_scatter(wires, pat, own[rank], out[rank], count, part, op)
+                )
             elif collective == "reduce_scatter":
                 kernels.append(ring_reduce_scatter(*given, count, part, op))
             else:

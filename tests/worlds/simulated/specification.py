@@ -9,7 +9,13 @@ import math
 
 import torch
 
-COMBINE = {"sum": lambda a, b: a + b, "avg": lambda a, b: a + b, "product": lambda a, b: a * b, "max": max, "min": min}
+COMBINE = {
+    "sum": lambda a, b: a + b,
+    "avg": lambda a, b: a + b,
+    "product": lambda a, b: a * b,
+    "max": max,
+    "min": min,
+}
 
 
 def rounded(value, dtype):
@@ -51,7 +57,9 @@ def path_of(net, collective, offset, count, dtype, destination):
     if net.accumulate == "fp32":
         return ring_of(net, 0)
     channels, size = channels_of(net), len(members_of(net))
-    chunk = (net.chunk_bytes or (2 << 20 if net.partition == "contiguous" else 512)) // dtype.itemsize
+    chunk = (
+        net.chunk_bytes or (2 << 20 if net.partition == "contiguous" else 512)
+    ) // dtype.itemsize
     if net.partition == "contiguous":
         part = words(math.ceil(count / channels), dtype.itemsize)
         channel = offset // part
@@ -105,5 +113,7 @@ def all_reduce(net, inputs, op):
     result = []
     for offset in range(count):
         path = path_of(net, "all_reduce", offset, count, dtype, 0)
-        result.append(reduced(net, [values[members.index(rank)][offset] for rank in path], op, dtype))
+        result.append(
+            reduced(net, [values[members.index(rank)][offset] for rank in path], op, dtype)
+        )
     return torch.tensor(result, dtype=dtype)

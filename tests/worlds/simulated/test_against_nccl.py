@@ -45,7 +45,10 @@ def chains_of(net):
         nodes = [members[rank] // per for rank in ring]
         while len(set(nodes)) > 1 and nodes[0] == nodes[-1]:
             ring, nodes = ring[1:] + ring[:1], nodes[1:] + nodes[:1]
-        by_node = {node: [rank for rank, own in zip(ring, nodes, strict=True) if own == node] for node in nodes}
+        by_node = {
+            node: [rank for rank, own in zip(ring, nodes, strict=True) if own == node]
+            for node in nodes
+        }
         chains.append(sorted(by_node.values(), key=min))
     return chains
 
@@ -54,9 +57,16 @@ def differing(net, collective, length, dtype, op, algorithm="ring"):
     """How many elements of all ranks differ from what NCCL's kernels give."""
     inputs = numbers(net.size, length * (net.size if collective == "reduce_scatter" else 1), dtype)
     theirs = nccl.reduced(
-        collective, algorithm, inputs, op, net=net, rings=rings_of(net), chains=chains_of(net),
-        protocol=net.protocol, chunk_bytes=net.chunk_bytes,
-    )  # fmt: skip
+        collective,
+        algorithm,
+        inputs,
+        op,
+        net=net,
+        rings=rings_of(net),
+        chains=chains_of(net),
+        protocol=net.protocol,
+        chunk_bytes=net.chunk_bytes,
+    )
     ours = getattr(net, collective)(inputs, op)
     return int((ours.expand_as(theirs) != theirs).sum())
 
@@ -94,7 +104,9 @@ def test_rings_add_as_nccl_does(collective, partition):
         for op in ("sum", "avg")
         for chunk in (None, 32)
     }
-    assert {case: elements for case, elements in found.items() if elements} == {}, f"of {len(found)} comparisons"
+    assert {case: elements for case, elements in found.items() if elements} == {}, (
+        f"of {len(found)} comparisons"
+    )
 
 
 @pytest.mark.second_tier
@@ -105,7 +117,9 @@ def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
     """S9: payloads of a few bytes to several loops of LL's chunks; the channels' cells, with and without a rest."""
     net = NetModel(2, 2, channels=3, partition=partition, protocol=protocol)
     lengths = [40, 4096, 24_577, 100_000]
-    found = {length: differing(net, collective, length, torch.bfloat16, "sum") for length in lengths}
+    found = {
+        length: differing(net, collective, length, torch.bfloat16, "sum") for length in lengths
+    }
     assert not any(found.values()), found
 
 
@@ -130,7 +144,9 @@ def test_every_channel_has_the_cells_that_nccl_gives_it():
                 for offset in (begin, begin + length - 1):
                     ours = net.explain(collective, offset, count, dtype).channel
                     if ours != channel:
-                        found.append(f"{collective} of {count} {dtype}, {protocol}, {ranks} ranks: {offset} in {ours}")
+                        found.append(
+                            f"{collective} of {count} {dtype}, {protocol}, {ranks} ranks: {offset} in {ours}"
+                        )
     assert not found, f"{len(found)} elements go through another channel than NCCL's, {found[0]}"
 
 
@@ -138,7 +154,9 @@ def test_a_cell_more_than_the_channels_hold():
     """Two bytes of traffic above a whole number of cells: the last channel takes the cell that is left."""
     net = NetModel(1, 3, channels=3, partition="cells")
     inputs = torch.randint(0, 9, (3, 3 * 16384 + 1), dtype=torch.int8)
-    theirs = nccl.reduced("all_reduce", "ring", inputs, "sum", net=net, rings=rings_of(net), chains=None)
+    theirs = nccl.reduced(
+        "all_reduce", "ring", inputs, "sum", net=net, rings=rings_of(net), chains=None
+    )
     assert nccl.cells(3 * 16384 + 1, 1, 3, 3, "all_reduce", "Simple")[-1] == (32768, 16385)
     assert torch.equal(net.all_reduce(inputs, "sum").expand_as(theirs), theirs)
     assert net.explain("all_reduce", 3 * 16384, 3 * 16384 + 1, torch.int8).channel == 2
@@ -169,7 +187,11 @@ def test_trees_add_as_nccl_does(net):
     for length in LENGTHS:
         for dtype in DTYPES:
             for op in ("sum", "avg"):
-                assert differing(net, "all_reduce", length, dtype, op, "tree") == 0, (length, dtype, op)
+                assert differing(net, "all_reduce", length, dtype, op, "tree") == 0, (
+                    length,
+                    dtype,
+                    op,
+                )
 
 
 def test_pat_adds_as_nccl_does():
@@ -178,7 +200,9 @@ def test_pat_adds_as_nccl_does():
     for size in [*range(2, 18), 32]:
         net = NetModel(size, 1, channels=2, algorithm="pat")
         for length in (1, 3000) if size < 32 else (1, 20_000):
-            found[size, length] = differing(net, "reduce_scatter", length, torch.bfloat16, "sum", "pat")
+            found[size, length] = differing(
+                net, "reduce_scatter", length, torch.bfloat16, "sum", "pat"
+            )
     assert not any(found.values()), found
 
 
@@ -188,12 +212,25 @@ def test_what_pat_aggregates_and_in_which_order():
         for size in (1, 100, 5000, 16_384, 32_768, 70_000, 10**6):
             theirs = nccl.Pat(nccl.pat_chunk_bytes(size * ranks), size, 0, ranks).agg_delta
             assert pat_delta(size, ranks) == theirs, (ranks, size)
-    inputs, out, wires = numbers(64, 64, torch.bfloat16), torch.empty(64, 1, dtype=torch.bfloat16), nccl.Wires()
+    inputs, out, wires = (
+        numbers(64, 64, torch.bfloat16),
+        torch.empty(64, 1, dtype=torch.bfloat16),
+        nccl.Wires(),
+    )
     pats = [nccl.Pat(1 << 16, 1 << 17, rank, 64) for rank in range(64)]
-    wires.run(nccl.pat_reduce_scatter(wires, pat, inputs[pat.rank], out[pat.rank], 1, (0, 1), "sum") for pat in pats)
+    wires.run(
+        nccl.pat_reduce_scatter(wires, pat, inputs[pat.rank], out[pat.rank], 1, (0, 1), "sum")
+        for pat in pats
+    )
     order = pat_order(64, pats[0].agg_delta)
     for to in range(64):
-        ours = tree_sum(order, lambda distance, to=to: inputs[(to - distance) % 64, to], "sum", "premultiply", 64)
+        ours = tree_sum(
+            order,
+            lambda distance, to=to: inputs[(to - distance) % 64, to],
+            "sum",
+            "premultiply",
+            64,
+        )
         assert ours == out[to, 0]
 
 
@@ -205,8 +242,13 @@ def test_pat_leaves_to_rings_what_multiplies(op):
     assert torch.equal(pat.reduce_scatter(inputs, op), ring.reduce_scatter(inputs, op))
     assert not torch.equal(pat.reduce_scatter(inputs, "sum"), ring.reduce_scatter(inputs, "sum"))
     two = NetModel(4, 2, algorithm="pat")
-    assert torch.equal(two.reduce_scatter(inputs, "sum"), replace(two, algorithm="ring").reduce_scatter(inputs, "sum"))
-    assert two.for_group((0, 3, 5)).explain("reduce_scatter", 0, 8, torch.float32).algorithm == "pat"
+    assert torch.equal(
+        two.reduce_scatter(inputs, "sum"),
+        replace(two, algorithm="ring").reduce_scatter(inputs, "sum"),
+    )
+    assert (
+        two.for_group((0, 3, 5)).explain("reduce_scatter", 0, 8, torch.float32).algorithm == "pat"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["tree", "pat"])
@@ -221,7 +263,10 @@ def test_the_path_is_that_of_the_sum(algorithm):
     sums = getattr(net, collective)(inputs, "sum").view(-1)
 
     def added(order, offset):
-        terms = [added(t, offset) if isinstance(t, tuple) else inputs[members.index(t), offset] for t in order]
+        terms = [
+            added(t, offset) if isinstance(t, tuple) else inputs[members.index(t), offset]
+            for t in order
+        ]
         total = terms[0]
         for term in terms[1:]:
             total = total + term
@@ -238,51 +283,80 @@ def test_the_path_is_that_of_the_sum(algorithm):
 def test_every_op_combines_along_the_path(algorithm, op):
     """Rank by rank as ``explain`` tells: an average scales every input once, or divides the end; a sum does neither."""
     combine = nccl.OPS.get(op, torch.add)
-    for net in (NetModel(3, 1, channels=2, algorithm=algorithm), NetModel(3, 2, channels=3, algorithm=algorithm)):
+    for net in (
+        NetModel(3, 1, channels=2, algorithm=algorithm),
+        NetModel(3, 2, channels=3, algorithm=algorithm),
+    ):
         for average in ("premultiply", "divide"):
-            net, inputs = replace(net, average=average), numbers(net.size, 6 * net.size, torch.bfloat16)
+            net, inputs = (
+                replace(net, average=average),
+                numbers(net.size, 6 * net.size, torch.bfloat16),
+            )
             factor = torch.tensor(1 / net.size, dtype=torch.bfloat16)
             scaled = inputs * factor if op == "avg" and average == "premultiply" else inputs
             for collective, count in (("reduce_scatter", 6), ("all_reduce", 6 * net.size)):
                 ours = getattr(net, collective)(inputs, op).view(-1)
 
                 def along(order, offset, scaled=scaled):
-                    terms = [along(t, offset) if isinstance(t, tuple) else scaled[t, offset] for t in order]
+                    terms = [
+                        along(t, offset) if isinstance(t, tuple) else scaled[t, offset]
+                        for t in order
+                    ]
                     return functools.reduce(combine, terms)
 
                 for offset in range(6 * net.size):
-                    path = net.explain(collective, offset % count, count, torch.bfloat16, offset // count, op)
+                    path = net.explain(
+                        collective, offset % count, count, torch.bfloat16, offset // count, op
+                    )
                     total = along(path.ranks, offset)
                     theirs = total / net.size if op == "avg" and average == "divide" else total
-                    assert ours[offset] == theirs, f"{op} ({average}) by {collective}, element {offset}: {path}"
+                    assert ours[offset] == theirs, (
+                        f"{op} ({average}) by {collective}, element {offset}: {path}"
+                    )
 
 
 def test_pieces_dealt_in_turn_are_as_long_as_what_goes_around_at_once():
     """Before 2.20.3: a ring all-reduce takes a chunk for each rank in turn, a tree or a reduce-scatter one chunk."""
-    for algorithm, collective, ranks_at_once in (("ring", "all_reduce", 4), ("tree", "all_reduce", 1),
-                                                ("ring", "reduce_scatter", 1)):  # fmt: skip
-        net = NetModel(2, 2, channels=3, algorithm=algorithm, partition="round-robin", chunk_bytes=32)
+    for algorithm, collective, ranks_at_once in (
+        ("ring", "all_reduce", 4),
+        ("tree", "all_reduce", 1),
+        ("ring", "reduce_scatter", 1),
+    ):
+        net = NetModel(
+            2, 2, channels=3, algorithm=algorithm, partition="round-robin", chunk_bytes=32
+        )
         channels = [net.explain(collective, at, 100, torch.float32).channel for at in range(100)]
-        assert channels == [at // (8 * ranks_at_once) % 3 for at in range(100)], f"{collective} by {algorithm}"
+        assert channels == [at // (8 * ranks_at_once) % 3 for at in range(100)], (
+            f"{collective} by {algorithm}"
+        )
 
 
 def test_a_group_has_trees_of_its_own_and_not_those_that_were_given():
     """Trees from a log are of the whole world: among a group's ranks NCCL builds others, over the nodes they lie on."""
     net = NetModel(2, 2, channels=1, algorithm="tree", trees=[[[1], [2], [3], []]])
     group = net.for_group((3, 1))
-    assert net.explain("all_reduce", 0, 8, torch.float32).ranks == (3, 2, 1, 0), "the world's is the one given"
+    assert net.explain("all_reduce", 0, 8, torch.float32).ranks == (3, 2, 1, 0), (
+        "the world's is the one given"
+    )
     assert set(group.explain("all_reduce", 0, 8, torch.float32).ranks) == {1, 3}
     inputs = numbers(2, 16, torch.float32)
-    assert torch.equal(group.all_reduce(inputs, "sum"), inputs[0] + inputs[1]), "the group's two ranks, and no other"
+    assert torch.equal(group.all_reduce(inputs, "sum"), inputs[0] + inputs[1]), (
+        "the group's two ranks, and no other"
+    )
 
 
 def test_algorithms_differ():
     """The twin: what is compared with NCCL's trees could have differed, and so could the second tree from the first."""
     inputs, tree = numbers(8, 256, torch.bfloat16), NetModel(4, 2, algorithm="tree")
-    assert not torch.equal(tree.all_reduce(inputs, "sum"), replace(tree, algorithm="ring").all_reduce(inputs, "sum"))
-    assert tree.explain("all_reduce", 0, 256, torch.float32) != tree.explain("all_reduce", 255, 256, torch.float32)
+    assert not torch.equal(
+        tree.all_reduce(inputs, "sum"), replace(tree, algorithm="ring").all_reduce(inputs, "sum")
+    )
+    assert tree.explain("all_reduce", 0, 256, torch.float32) != tree.explain(
+        "all_reduce", 255, 256, torch.float32
+    )
     assert torch.equal(
-        tree.reduce_scatter(inputs, "sum"), replace(tree, algorithm="ring").reduce_scatter(inputs, "sum")
+        tree.reduce_scatter(inputs, "sum"),
+        replace(tree, algorithm="ring").reduce_scatter(inputs, "sum"),
     )
 
 

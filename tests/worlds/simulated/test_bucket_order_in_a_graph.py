@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from fixtures.training import llama3_training
-from pytest_gtrainer import MixedPrecisionPolicy, NetModel, assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    NetModel,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+)
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -33,11 +38,17 @@ def step():
         graphs = {}
         for order in ("managed", "execution"):
             again = replace(traced, gm=copy.deepcopy(traced.gm))
-            graphs[order] = RankGraph.of(rewrite(again, config, payload_order=order).gm, config.mesh)
+            graphs[order] = RankGraph.of(
+                rewrite(again, config, payload_order=order).gm, config.mesh
+            )
     model = new_model(config)
     shards = [PerRank(parameter.detach().chunk(RANKS)) for parameter in model.parameters()]
     batches = [config.batch(0, rank) for rank in range(RANKS)]
-    inputs = [*shards, *model.buffers(), *(PerRank(values) for values in zip(*batches, strict=True))]
+    inputs = [
+        *shards,
+        *model.buffers(),
+        *(PerRank(values) for values in zip(*batches, strict=True)),
+    ]
 
     def run(net, order):
         output = Interpreter(graphs[order], net).run(inputs)
@@ -48,7 +59,11 @@ def step():
 
 def differing(ours, theirs):
     """How many elements differ, over all ranks."""
-    pairs = (pair for own, other in zip(ours, theirs, strict=True) for pair in zip(own, other, strict=True))
+    pairs = (
+        pair
+        for own, other in zip(ours, theirs, strict=True)
+        for pair in zip(own, other, strict=True)
+    )
     return sum(int((own != other).sum()) for own, other in pairs)
 
 
@@ -58,15 +73,23 @@ def test_two_nodes_see_that_buckets_are_packed_in_execution_order(step, partitio
     net = replace(TWO_NODES, partition=partition, chunk_bytes=64)
     ours, theirs = step(net, "managed"), step(net, "execution")
     count = differing(ours, theirs)
-    assert count > 1000, f"two nodes hide the order of packing: {count} elements differ between managed and execution"
+    assert count > 1000, (
+        f"two nodes hide the order of packing: {count} elements differ between managed and execution"
+    )
     losses = [[own[0] for own in side] for side in (ours, theirs)]
     assert_bitwise_equal(*losses, what="losses of all ranks, managed against execution order")
-    assert_bitwise_different(ours[0][1:], theirs[0][1:], what="rank 0's gradients, managed against execution order")
+    assert_bitwise_different(
+        ours[0][1:], theirs[0][1:], what="rank 0's gradients, managed against execution order"
+    )
 
 
 @pytest.mark.parametrize(
     "net",
-    [NetModel(1, RANKS, channels=4), replace(TWO_NODES, channels=1), replace(TWO_NODES, accumulate="fp32")],
+    [
+        NetModel(1, RANKS, channels=4),
+        replace(TWO_NODES, channels=1),
+        replace(TWO_NODES, accumulate="fp32"),
+    ],
     ids=["one node", "one channel", "accumulated in fp32"],
 )
 def test_where_nobody_sees_it(step, net):

@@ -9,9 +9,16 @@ import torch.distributed as dist
 from pytest_gtrainer import NetModel
 from tests.worlds.simulated.gloo import GlooNet, run_length
 
-OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX}
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+}
 LENGTHS = [1, 3, 7, 8, 33, 1001]
-SEVERAL_SEGMENTS = 600_001  # of 4 bytes on 4 ranks: more than the 8 segments that there are at least
+SEVERAL_SEGMENTS = (
+    600_001  # of 4 bytes on 4 ranks: more than the 8 segments that there are at least
+)
 
 
 def numbers(rows, columns, dtype):
@@ -40,7 +47,9 @@ def test_every_bit_of_real_gloo(gt_world, dtype):
     for length in LENGTHS:
         for op in OPS:
             inputs = numbers(4, 4 * length, dtype)
-            assert torch.equal(net.reduce_scatter(inputs, op)[rank], real_reduce_scatter(inputs[rank], op))
+            assert torch.equal(
+                net.reduce_scatter(inputs, op)[rank], real_reduce_scatter(inputs[rank], op)
+            )
             odd = inputs[:, 1:]
             assert torch.equal(net.all_reduce(odd, op), real_all_reduce(odd[rank], op))
 
@@ -53,7 +62,9 @@ def test_every_bit_of_real_gloo_in_several_segments(gt_world, dtype):
     net, rank = GlooNet(gt_world.size), gt_world.rank
     inputs = numbers(4, 4 * SEVERAL_SEGMENTS, dtype)
     assert 4 * run_length(4 * SEVERAL_SEGMENTS, dtype.itemsize, 4) > 4 * SEVERAL_SEGMENTS
-    assert torch.equal(net.reduce_scatter(inputs, "sum")[rank], real_reduce_scatter(inputs[rank], "sum"))
+    assert torch.equal(
+        net.reduce_scatter(inputs, "sum")[rank], real_reduce_scatter(inputs[rank], "sum")
+    )
     assert torch.equal(net.all_reduce(inputs, "avg"), real_all_reduce(inputs[rank], "avg"))
 
 
@@ -62,7 +73,9 @@ def test_every_bit_of_real_gloo_on_three_ranks_and_in_a_subgroup(gt_world):
     """S8: an average by a number of ranks that is no power of two; a group knows nothing of the others."""
     net, rank = GlooNet(gt_world.size), gt_world.rank
     inputs = numbers(3, 3 * 77, torch.bfloat16)
-    assert torch.equal(net.reduce_scatter(inputs, "avg")[rank], real_reduce_scatter(inputs[rank], "avg"))
+    assert torch.equal(
+        net.reduce_scatter(inputs, "avg")[rank], real_reduce_scatter(inputs[rank], "avg")
+    )
     group = dist.new_group([0, 2])
     if rank in (0, 2):
         own = inputs[rank].clone()
@@ -81,8 +94,12 @@ def test_where_gloo_hides_the_order_of_a_payload():
 def test_another_order_differs():
     """The twin: what real gloo is compared with could have differed."""
     inputs = numbers(4, 4 * 1001, torch.bfloat16)
-    assert not torch.equal(GlooNet(4).reduce_scatter(inputs, "sum"), NetModel(1, 4).reduce_scatter(inputs, "sum"))
-    assert not torch.equal(GlooNet(4).all_reduce(inputs, "sum"), NetModel(1, 4).all_reduce(inputs, "sum"))
+    assert not torch.equal(
+        GlooNet(4).reduce_scatter(inputs, "sum"), NetModel(1, 4).reduce_scatter(inputs, "sum")
+    )
+    assert not torch.equal(
+        GlooNet(4).all_reduce(inputs, "sum"), NetModel(1, 4).all_reduce(inputs, "sum")
+    )
 
 
 def test_explain_follows_the_runs_of_segments():
@@ -90,7 +107,10 @@ def test_explain_follows_the_runs_of_segments():
     inputs = numbers(4, 33, torch.bfloat16)
     summed = net.all_reduce(inputs, "sum")
     for offset in range(33):
-        first, *others = (inputs[rank, offset] for rank in net.explain("all_reduce", offset, 33, torch.bfloat16).ranks)
+        first, *others = (
+            inputs[rank, offset]
+            for rank in net.explain("all_reduce", offset, 33, torch.bfloat16).ranks
+        )
         for value in others:
             first = first + value
         assert first == summed[offset]

@@ -11,14 +11,25 @@ from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import Contribution, all_reduce
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
-from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, run, wait, world_group
+from tests.worlds.simulated.graphs import (
+    c10d,
+    different,
+    graph_of,
+    interpreter_of,
+    numbers,
+    run,
+    wait,
+    world_group,
+)
 
 pytestmark = pytest.mark.gt_world("fake", size=4)
 
 
 def same(actual, expected):
     assert type(actual) is type(expected)
-    for own, wanted in zip(actual, expected, strict=True) if type(actual) is PerRank else [(actual, expected)]:
+    for own, wanted in (
+        zip(actual, expected, strict=True) if type(actual) is PerRank else [(actual, expected)]
+    ):
         assert torch.equal(own, wanted)
 
 
@@ -39,7 +50,9 @@ def test_what_was_broadcast_stays_when_the_root_writes_on(gt_world):
     x = different(4, 2, 3)
     output = run(step, x)
     for rank in range(4):
-        assert torch.equal(of_rank(output, rank), x[2]), f"rank {rank} has what rank 2 wrote behind the broadcast"
+        assert torch.equal(of_rank(output, rank), x[2]), (
+            f"rank {rank} has what rank 2 wrote behind the broadcast"
+        )
 
 
 def test_tensors_beside_each_other_in_a_buffer_but_transposed():
@@ -48,7 +61,9 @@ def test_tensors_beside_each_other_in_a_buffer_but_transposed():
     given = [Contribution(rank=rank, inputs=[buffer[rank].t()]) for rank in range(2)]
     expected = buffer[0].t() + buffer[1].t()
     for (total,) in all_reduce(NetModel(1, 2), given):
-        assert torch.equal(total, expected), f"elements are summed in the order of memory: {total.tolist()}"
+        assert torch.equal(total, expected), (
+            f"elements are summed in the order of memory: {total.tolist()}"
+        )
 
 
 def test_parts_of_buffers_of_their_own_are_not_taken_for_parts_of_one():
@@ -56,7 +71,9 @@ def test_parts_of_buffers_of_their_own_are_not_taken_for_parts_of_one():
     buffers = [torch.full((2, 3), float(rank)) for rank in (1, 2)]
     given = [Contribution(rank=rank, inputs=[buffer[rank]]) for rank, buffer in enumerate(buffers)]
     for (total,) in all_reduce(NetModel(1, 2), given):
-        assert total.tolist() == [3.0] * 3, f"1 + 2 is {total[0]}: rank 0's buffer was read for both ranks"
+        assert total.tolist() == [3.0] * 3, (
+            f"1 + 2 is {total[0]}: rank 0's buffer was read for both ranks"
+        )
 
 
 def test_reductions_add_in_the_order_of_the_net(gt_world):
@@ -96,7 +113,9 @@ def test_all_to_all_with_splits_of_its_own_on_every_rank(gt_world):
 
     def build(graph):
         given, splits = graph.placeholder("x"), graph.placeholder("splits")
-        sent = graph.call_function(c10d.all_to_all_single.default, (given, splits, splits, world_group()))
+        sent = graph.call_function(
+            c10d.all_to_all_single.default, (given, splits, splits, world_group())
+        )
         return graph.call_function(c10d.wait_tensor.default, (sent,))
 
     parts = [value.split(own) for value, own in zip(x, sends, strict=True)]
@@ -109,7 +128,10 @@ def test_lists_of_tensors(gt_world):
     net = NetModel.of_world(4)
     (shard_x, shard_y), (all_x, all_y), (sum_x, sum_y) = run(
         lambda x, y: (
-            [wait(own) for own in c10d.reduce_scatter_tensor_coalesced([x, y], "sum", 4, world_group())],
+            [
+                wait(own)
+                for own in c10d.reduce_scatter_tensor_coalesced([x, y], "sum", 4, world_group())
+            ],
             [wait(own) for own in c10d.all_gather_into_tensor_coalesced([x, y], 4, world_group())],
             [wait(own) for own in c10d.all_reduce_coalesced([x, y], "sum", world_group())],
         ),
@@ -135,10 +157,14 @@ def test_in_place_collectives_write_where_others_look(gt_world):
 
     result = run(in_place, x)
     for own in result:
-        assert torch.equal(own, expected.view(2, 2)), "a view of what was reduced in place does not show the sum"
+        assert torch.equal(own, expected.view(2, 2)), (
+            "a view of what was reduced in place does not show the sum"
+        )
 
 
-def test_an_input_that_is_reduced_in_place_has_the_sum_though_nothing_in_the_graph_reads_it(gt_world):
+def test_an_input_that_is_reduced_in_place_has_the_sum_though_nothing_in_the_graph_reads_it(
+    gt_world,
+):
     """S7: a buffer, say, which the next step reads."""
     x = different(4, 4)
     expected = NetModel.of_world(4).all_reduce(torch.stack(list(x)), "sum")
@@ -185,11 +211,15 @@ def test_shards_of_another_dimension(gt_world):
     operator = torch.ops._dtensor.shard_dim_alltoall.default
     for gathered, sharded, x in ((1, 0, different(4, 8, 2)), (0, 1, different(4, 2, 8))):
         dims = gathered, sharded, world_group()
-        gm = graph_of(lambda graph, dims=dims: graph.call_function(operator, (graph.placeholder("x"), *dims)))
+        gm = graph_of(
+            lambda graph, dims=dims: graph.call_function(operator, (graph.placeholder("x"), *dims))
+        )
         shards = interpreter_of(gm).run([x])
         same(shards, PerRank(torch.cat(list(x), gathered).chunk(4, sharded)))
         whole = [shard.is_contiguous() for shard in shards]
-        assert whole == [True] * 4, "torch copies the shards out: of a strided one a sum has other bits"
+        assert whole == [True] * 4, (
+            "torch copies the shards out: of a strided one a sum has other bits"
+        )
 
 
 def test_subgroups_are_those_of_the_mesh(gt_world):
@@ -216,7 +246,10 @@ def test_flattened_dimensions_are_groups_too(gt_world):
     name = mesh["pp", "dp"]._flatten("pp_dp").get_group().group_name
     x = different(8, 1)
     gathered = run(lambda x: wait(c10d.all_gather_into_tensor(x, 4, name)), x, meshes=[mesh])
-    same(gathered, PerRank(torch.cat([x[rank] for rank in range(parity, 8, 2)]) for parity in (0, 1) * 4))
+    same(
+        gathered,
+        PerRank(torch.cat([x[rank] for rank in range(parity, 8, 2)]) for parity in (0, 1) * 4),
+    )
 
 
 def test_groups_of_a_mesh_in_any_order_are_sorted(gt_world):
@@ -224,7 +257,9 @@ def test_groups_of_a_mesh_in_any_order_are_sorted(gt_world):
     mesh = dist.DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("a", "b"))
     group = mesh["b"].get_group()
     x = different(4, 1)
-    gathered = run(lambda x: wait(c10d.all_gather_into_tensor(x, 2, group.group_name)), x, meshes=[mesh])
+    gathered = run(
+        lambda x: wait(c10d.all_gather_into_tensor(x, 2, group.group_name)), x, meshes=[mesh]
+    )
     same(gathered, PerRank(torch.cat([x[a], x[b]]) for a, b in ((0, 3), (1, 2), (1, 2), (0, 3))))
     assert dist.get_process_group_ranks(group) == [0, 3]
 
@@ -233,7 +268,10 @@ def test_groups_of_a_mesh_in_any_order_are_sorted(gt_world):
 def test_a_mesh_of_some_ranks_leaves_open_what_the_others_do(gt_world):
     mesh = dist.DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("a",))
     name = mesh.get_group().group_name
-    with pytest.raises(ValueError, match=r"of ranks 0 1 2 3 is no dimension of the meshes given: .* covers all ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"of ranks 0 1 2 3 is no dimension of the meshes given: .* covers all ranks",
+    ):
         run(lambda x: wait(c10d.all_gather_into_tensor(x, 4, name)), different(8, 1), meshes=[mesh])
 
 
@@ -246,7 +284,9 @@ def test_a_group_that_is_no_dimension_is_refused_by_its_ranks(gt_world):
 
 def test_a_graph_with_groups_given_by_hand(gt_world):
     gm = graph_of(
-        lambda graph: graph.call_function(c10d.all_gather_into_tensor.default, (graph.placeholder("x"), 2, "pairs"))
+        lambda graph: graph.call_function(
+            c10d.all_gather_into_tensor.default, (graph.placeholder("x"), 2, "pairs")
+        )
     )
     graph = RankGraph(gm, 0, 4, {"pairs": ((0, 3), (1, 2))})
     x = different(4, 1)
@@ -258,7 +298,9 @@ def test_a_graph_with_groups_given_by_hand(gt_world):
 
 def test_a_rank_has_its_own_group_along_a_dimension():
     rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    graph = RankGraph(graph_of(lambda graph: graph.placeholder("x")), 0, 4, {"5": rows, "7": columns})
+    graph = RankGraph(
+        graph_of(lambda graph: graph.placeholder("x")), 0, 4, {"5": rows, "7": columns}
+    )
     assert graph.group_of(3, (0, 1)) == (2, 3)
     assert graph.group_of(3, (0, 2)) == (1, 3)
 
@@ -279,7 +321,9 @@ def test_a_world_of_one(gt_world):
 
 
 def call(operator, *arguments):
-    return graph_of(lambda graph: graph.call_function(operator, (graph.placeholder("x"), *arguments)))
+    return graph_of(
+        lambda graph: graph.call_function(operator, (graph.placeholder("x"), *arguments))
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +338,10 @@ def call(operator, *arguments):
 def test_a_collective_without_a_model_is_refused_by_name(gt_world, operator, arguments):
     """S5: never passed through silently."""
     name = str(operator).replace(".", r"\.")
-    with pytest.raises(NoModel, match=rf"{name} \(.*\) has no model in a simulated world, which has all_gather_into"):
+    with pytest.raises(
+        NoModel,
+        match=rf"{name} \(.*\) has no model in a simulated world, which has all_gather_into",
+    ):
         interpreter_of(call(operator, *arguments))
 
 
@@ -308,9 +355,24 @@ def test_a_reduction_without_a_model_is_refused_by_name_and_place(gt_world):
 @pytest.mark.parametrize(
     ("operator", "arguments", "inputs", "sentence"),
     [
-        (c10d.all_reduce, ("sum",), [(2,), (2,), (3,), (2,)], r"rank 0 gives float32\[2\], rank 2 gives float32\[3\]"),
-        (c10d.all_gather_into_tensor, (2,), [(2,)] * 4, "the graph was traced for a group of 2, it has 4"),
-        (c10d.reduce_scatter_tensor, ("sum", 4), [(6,)] * 4, "6 rows do not divide over 4 ranks: pad them"),
+        (
+            c10d.all_reduce,
+            ("sum",),
+            [(2,), (2,), (3,), (2,)],
+            r"rank 0 gives float32\[2\], rank 2 gives float32\[3\]",
+        ),
+        (
+            c10d.all_gather_into_tensor,
+            (2,),
+            [(2,)] * 4,
+            "the graph was traced for a group of 2, it has 4",
+        ),
+        (
+            c10d.reduce_scatter_tensor,
+            ("sum", 4),
+            [(6,)] * 4,
+            "6 rows do not divide over 4 ranks: pad them",
+        ),
         (
             c10d.all_to_all_single,
             ([1, 1, 1, 1], [2, 1, 1, 0]),
@@ -346,12 +408,20 @@ def test_ranks_that_disagree_are_an_error(gt_world, operator, arguments, inputs,
     assert str(operator) in error.value.__notes__[0]
 
 
-@pytest.mark.parametrize("operator", [c10d.all_reduce, c10d.reduce_scatter_tensor, c10d.all_gather_into_tensor])
+@pytest.mark.parametrize(
+    "operator", [c10d.all_reduce, c10d.reduce_scatter_tensor, c10d.all_gather_into_tensor]
+)
 def test_ranks_that_give_other_dtypes_are_an_error(gt_world, operator):
     """S5: of one size, and yet torch would read the one's bytes as the other's numbers."""
-    arguments = {c10d.all_reduce: ("sum",), c10d.reduce_scatter_tensor: ("sum", 4)}.get(operator, (4,))
-    given = PerRank(torch.ones(4, dtype=torch.bfloat16 if rank == 3 else torch.float32) for rank in range(4))
-    with pytest.raises(CollectiveMismatch, match=r"rank 0 gives float32\[4\], rank 3 gives bfloat16\[4\]"):
+    arguments = {c10d.all_reduce: ("sum",), c10d.reduce_scatter_tensor: ("sum", 4)}.get(
+        operator, (4,)
+    )
+    given = PerRank(
+        torch.ones(4, dtype=torch.bfloat16 if rank == 3 else torch.float32) for rank in range(4)
+    )
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 0 gives float32\[4\], rank 3 gives bfloat16\[4\]"
+    ):
         interpreter_of(call(operator.default, *arguments, world_group())).run([given])
 
 

@@ -12,7 +12,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
+from pytest_gtrainer import (
+    NetModel,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    data_parallel,
+    trace_step,
+)
 from pytest_gtrainer.references.config import adamw
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.tracing.model import ModelState, local
@@ -44,20 +50,36 @@ class Simulated:
     def steps(self, batches):
         """Every rank's loss, gradients and weights, step by step."""
         interpreter = Interpreter(self.graph, self.net)
-        optimizers = [adamw([nn.Parameter(own) for own in self.parameters(rank)]) for rank in range(self.net.size)]
+        optimizers = [
+            adamw([nn.Parameter(own) for own in self.parameters(rank)])
+            for rank in range(self.net.size)
+        ]
         for given in batches:
-            output = interpreter.run([*self.tensors, *(PerRank(values) for values in zip(*given, strict=True))])
-            yield [self._updated(optimizer, *of_rank(output, rank)) for rank, optimizer in enumerate(optimizers)]
+            output = interpreter.run(
+                [*self.tensors, *(PerRank(values) for values in zip(*given, strict=True))]
+            )
+            yield [
+                self._updated(optimizer, *of_rank(output, rank))
+                for rank, optimizer in enumerate(optimizers)
+            ]
 
     def parameters(self, rank):
-        return [value[rank] for value, trained in zip(self.tensors, self.trained, strict=True) if trained]
+        return [
+            value[rank]
+            for value, trained in zip(self.tensors, self.trained, strict=True)
+            if trained
+        ]
 
     def _updated(self, optimizer, loss, *gradients):
         (group,) = optimizer.param_groups
         for parameter, gradient in zip(group["params"], gradients, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-        return {"loss": [loss], "gradient": gradients, "weight": [own.detach().clone() for own in group["params"]]}
+        return {
+            "loss": [loss],
+            "gradient": gradients,
+            "weight": [own.detach().clone() for own in group["params"]],
+        }
 
 
 def recorded(record, step):
@@ -145,9 +167,15 @@ class Small(nn.Module):
 def test_replicas_on_six_ranks(gt_mesh, gt_world, mode):
     """S8: gradients that are reduced in two groups, or as a whole."""
     torch.manual_seed(0)
-    mesh = gt_mesh if mode == "hybrid_shard" else dist.init_device_mesh("cpu", (6,), mesh_dim_names=("all",))
+    mesh = (
+        gt_mesh
+        if mode == "hybrid_shard"
+        else dist.init_device_mesh("cpu", (6,), mesh_dim_names=("all",))
+    )
     model = data_parallel(Small(), mesh, mode=mode)
-    batches = [(torch.randn(6, 24, generator=torch.Generator().manual_seed(rank)),) for rank in range(6)]
+    batches = [
+        (torch.randn(6, 24, generator=torch.Generator().manual_seed(rank)),) for rank in range(6)
+    ]
     traced = trace_step(model, lambda model, x: model(x).square().mean(), batches[0])
     simulated = Simulated(traced, model, GlooNet(6), mesh)
     other = Simulated(traced, model, NetModel(2, 3), mesh)
@@ -162,8 +190,13 @@ def test_replicas_on_six_ranks(gt_mesh, gt_world, mode):
 def test_tensor_parallelism_on_four_ranks(gt_mesh, gt_world):
     """S8: columns and rows of the weights over one dimension of the mesh; its all-reduces are those of DTensor."""
     torch.manual_seed(0)
-    model = parallelize_module(Small(), gt_mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    batches = [(torch.randn(6, 24, generator=torch.Generator().manual_seed(rank // 2)),) for rank in range(4)]
+    model = parallelize_module(
+        Small(), gt_mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    batches = [
+        (torch.randn(6, 24, generator=torch.Generator().manual_seed(rank // 2)),)
+        for rank in range(4)
+    ]
     traced = trace_step(model, lambda model, x: model(x).square().mean(), batches[0])
     simulated = Simulated(traced, model, GlooNet(4), gt_mesh)
     loss = traced.replay(model, *batches[gt_world.rank])

@@ -13,8 +13,21 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from pytest_gtrainer import NetModel
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, RankRandomStates
-from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, wait, world_group
+from pytest_gtrainer.worlds.simulated.interpreter import (
+    Interpreter,
+    PerRank,
+    RankGraph,
+    RankRandomStates,
+)
+from tests.worlds.simulated.graphs import (
+    c10d,
+    different,
+    graph_of,
+    interpreter_of,
+    numbers,
+    wait,
+    world_group,
+)
 
 aten = torch.ops.aten
 RANKS = 4
@@ -50,7 +63,9 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     assert torch.equal(torch.get_rng_state(), before)
     for rank, seed in enumerate(seeds):
         drawn = [value[rank] for values in runs for value in values]
-        assert all(map(torch.equal, drawn, drawn_by_itself(seed, x[rank]))), f"rank {rank} has another rank's numbers"
+        assert all(map(torch.equal, drawn, drawn_by_itself(seed, x[rank]))), (
+            f"rank {rank} has another rank's numbers"
+        )
 
 
 def test_ranks_that_start_alike_draw_alike_once():
@@ -60,7 +75,9 @@ def test_ranks_that_start_alike_draw_alike_once():
     torch.manual_seed(11)
     interpreter = alone(gm)
     runs = [interpreter.run([x]), interpreter.run([x])]
-    assert all(map(torch.equal, [value for values in runs for value in values], drawn_by_itself(11, x)))
+    assert all(
+        map(torch.equal, [value for values in runs for value in values], drawn_by_itself(11, x))
+    )
     assert interpreter.random.uniform
 
 
@@ -72,6 +89,7 @@ def test_draws_of_different_ranks_differ():
 
 def test_random_numbers_into_memory_of_all_ranks():
     """S7 for what draws and writes: the uniform buffer becomes one for each rank."""
+
     def step(x):
         buffer = x * 0
         view = buffer.view(2, 4)
@@ -95,16 +113,21 @@ def traced_with_sizes(function, *inputs):
 @pytest.mark.gt_world("fake", size=4)
 def test_splits_that_depend_on_data_are_each_ranks_own(gt_world):
     """As in expert parallelism: counts travel, then rows."""
+
     def exchange(rows, counts):
         arriving = wait(c10d.all_to_all_single(counts, [1] * 4, [1] * 4, world_group()))
         sent, received = counts.tolist(), arriving.tolist()
         for size in (*sent, *received):
             torch._check(size >= 0)
-        return wait(c10d.all_to_all_single(rows, received, sent, world_group())), rows.shape[0] + received[0]
+        return wait(c10d.all_to_all_single(rows, received, sent, world_group())), rows.shape[
+            0
+        ] + received[0]
 
     counts = PerRank(map(torch.tensor, [[1, 1, 2, 0], [0, 4, 0, 0], [2, 0, 1, 1], [1, 2, 0, 1]]))
     rows = different(4, 4, 2)
-    received, total = interpreter_of(traced_with_sizes(exchange, rows[0], counts[0])).run([rows, counts])
+    received, total = interpreter_of(traced_with_sizes(exchange, rows[0], counts[0])).run(
+        [rows, counts]
+    )
     parts = [own.split(sizes.tolist()) for own, sizes in zip(rows, counts, strict=True)]
     for rank in range(4):
         assert torch.equal(received[rank], torch.cat([parts[source][rank] for source in range(4)]))
@@ -174,9 +197,14 @@ def test_collectives_in_called_graphs_are_carried_out(gt_world):
     body, other = graph_of(with_collective), graph_of(lambda graph: (graph.placeholder("x"),))
     x = different(4, 3)
     total = NetModel.of_world(4).all_reduce(torch.stack(list(x)), "sum")
-    invoked = nested(body, target=torch.ops.higher_order.invoke_subgraph, arguments=lambda x, f: (f, "f", x))
+    invoked = nested(
+        body, target=torch.ops.higher_order.invoke_subgraph, arguments=lambda x, f: (f, "f", x)
+    )
     branch = nested(
-        body, other, target=torch.ops.higher_order.cond, arguments=lambda x, f, g: (torch.tensor(True), f, g, (x,))
+        body,
+        other,
+        target=torch.ops.higher_order.cond,
+        arguments=lambda x, f, g: (torch.tensor(True), f, g, (x,)),
     )
     graph = fx.Graph()
     called = graph.call_module("body", (graph.placeholder("x"),))
@@ -189,8 +217,12 @@ def test_collectives_in_called_graphs_are_carried_out(gt_world):
 def test_ranks_that_take_different_branches_to_a_collective_are_an_error(gt_world):
     """S5: on real ranks some would wait forever."""
     bodies = graph_of(with_collective), graph_of(lambda graph: (graph.placeholder("x"),))
-    gm = nested(*bodies, target=torch.ops.higher_order.cond, arguments=lambda x, f, g: (x, f, g, (x,)))
-    with pytest.raises(CollectiveMismatch, match="the ranks disagree on the predicate of a cond with a collective"):
+    gm = nested(
+        *bodies, target=torch.ops.higher_order.cond, arguments=lambda x, f, g: (x, f, g, (x,))
+    )
+    with pytest.raises(
+        CollectiveMismatch, match="the ranks disagree on the predicate of a cond with a collective"
+    ):
         interpreter_of(gm).run([PerRank(map(torch.tensor, [True, True, False, True]))])
 
 
@@ -199,7 +231,9 @@ def test_a_collective_in_a_graph_that_is_called_otherwise_is_refused(gt_world):
     """S5."""
     target = torch.ops.higher_order.while_loop
     gm = nested(graph_of(with_collective), target=target, arguments=lambda x, f: (f, f, (x,), ()))
-    with pytest.raises(NoModel, match=r"while_loop \(while_loop\) calls a graph with a collective.*inline it"):
+    with pytest.raises(
+        NoModel, match=r"while_loop \(while_loop\) calls a graph with a collective.*inline it"
+    ):
         interpreter_of(gm)
 
 
@@ -210,10 +244,14 @@ def compiled(x, constants):
 compiled.__module__ = "torch._inductor.output_code"
 
 
-@pytest.mark.parametrize("target", [torch.ops.higher_order.inductor_compiled_code, compiled], ids=["wrapped", "bare"])
+@pytest.mark.parametrize(
+    "target", [torch.ops.higher_order.inductor_compiled_code, compiled], ids=["wrapped", "bare"]
+)
 def test_compiled_code_is_refused(target):
     gm = graph_of(lambda graph: graph.call_function(target, (graph.placeholder("x"), [])))
-    with pytest.raises(NoModel, match=r"calls code that Inductor compiled \(.*take the graph before it is compiled"):
+    with pytest.raises(
+        NoModel, match=r"calls code that Inductor compiled \(.*take the graph before it is compiled"
+    ):
         alone(gm)
 
 
@@ -224,7 +262,9 @@ def test_what_is_no_operator_is_refused():
     with pytest.raises(NoModel, match="linear calls the module linear, a Linear: trace into it"):
         alone(fx.GraphModule(root, graph))
     method = graph_of(lambda graph: graph.call_method("sin", (graph.placeholder("x"),)))
-    with pytest.raises(NoModel, match="sin calls the method 'sin': trace to operators, with make_fx"):
+    with pytest.raises(
+        NoModel, match="sin calls the method 'sin': trace to operators, with make_fx"
+    ):
         alone(method)
 
 
@@ -233,7 +273,9 @@ def test_constants_of_the_graph_are_uniform(gt_world):
     table = torch.arange(3.0)
     x = different(4, 3)
     gm = make_fx(lambda x: wait(c10d.all_reduce(x * table, "sum", world_group())) + table)(x[0])
-    expected = NetModel.of_world(4).all_reduce(torch.stack([own * table for own in x]), "sum") + table
+    expected = (
+        NetModel.of_world(4).all_reduce(torch.stack([own * table for own in x]), "sum") + table
+    )
     assert torch.equal(interpreter_of(gm).run([x]), expected)
 
 
@@ -241,7 +283,10 @@ def test_constants_of_the_graph_are_uniform(gt_world):
 @pytest.mark.parametrize("mode", ["default", "custom_ops"])
 def test_buckets_of_torchs_own_passes(gt_world, mode):
     """They bake in the rank, as the place of its part in a buffer for all: right for every rank."""
-    from torch._inductor.fx_passes.bucketing import merge_all_gather_bucket, merge_reduce_scatter_bucket
+    from torch._inductor.fx_passes.bucketing import (
+        merge_all_gather_bucket,
+        merge_reduce_scatter_bucket,
+    )
 
     def step(a, b, x, y):
         gathers = [c10d.all_gather_into_tensor(value, 4, world_group()) for value in (a, b)]
@@ -264,5 +309,7 @@ def test_buckets_of_torchs_own_passes(gt_world, mode):
         assert torch.equal(value if isinstance(value, torch.Tensor) else value[3], wanted)
     pairs = zip(*inputs[2:], strict=True)
     bucket = torch.stack([torch.cat([x.view(4, -1), y.view(4, -1)], 1).flatten() for x, y in pairs])
-    for own, wanted in zip(zip(*actual[2:], strict=True), net.reduce_scatter(bucket, "sum"), strict=True):
+    for own, wanted in zip(
+        zip(*actual[2:], strict=True), net.reduce_scatter(bucket, "sum"), strict=True
+    ):
         assert torch.equal(torch.cat([part.flatten() for part in own]), wanted)

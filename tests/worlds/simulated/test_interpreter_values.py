@@ -18,7 +18,16 @@ from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import Kinds, at, of_rank
-from tests.worlds.simulated.graphs import Counted, c10d, different, interpreter_of, numbers, run, wait, world_group
+from tests.worlds.simulated.graphs import (
+    Counted,
+    c10d,
+    different,
+    interpreter_of,
+    numbers,
+    run,
+    wait,
+    world_group,
+)
 
 aten = torch.ops.aten
 RANKS = 4
@@ -33,7 +42,9 @@ def replayed(gm, inputs):
 def assert_same(actual, expected, what):
     """Say which value of which rank is another than that of the rank by itself."""
     equal = actual.equal(expected)
-    assert equal, f"{what} is {actual.tolist()} in the interpreter, and {expected.tolist()} where the rank runs alone"
+    assert equal, (
+        f"{what} is {actual.tolist()} in the interpreter, and {expected.tolist()} where the rank runs alone"
+    )
 
 
 def alone(gm, inputs):
@@ -144,7 +155,9 @@ class WatchedNet:
 
 
 @pytest.mark.gt_world("fake", size=4)
-@pytest.mark.parametrize("between", [False, True], ids=["computed right before", "computed earlier"])
+@pytest.mark.parametrize(
+    "between", [False, True], ids=["computed right before", "computed earlier"]
+)
 def test_while_ranks_reduce_there_is_one_copy_of_their_payloads(gt_world, between):
     def step(x):
         payload = x.sin()
@@ -173,12 +186,18 @@ def test_payloads_of_groups_are_copied_once(gt_world):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     name = mesh["replicate"].get_group().group_name
     x = different(4, 3)
-    interpreter = interpreter_of(make_fx(lambda x: wait(c10d.all_reduce(x.sin(), "sum", name)))(x[0]), mesh)
+    interpreter = interpreter_of(
+        make_fx(lambda x: wait(c10d.all_reduce(x.sin(), "sum", name)))(x[0]), mesh
+    )
     with Counted() as counted:
         sums = interpreter.run([x])
     assert counted.counts["copy_"] == 4
     for rank, own in enumerate(sums):
-        assert_same(own, x[rank].sin() + x[(rank + 2) % 4].sin(), f"the sum of ranks {rank % 2} and {rank % 2 + 2}")
+        assert_same(
+            own,
+            x[rank].sin() + x[(rank + 2) % 4].sin(),
+            f"the sum of ranks {rank % 2} and {rank % 2 + 2}",
+        )
 
 
 @pytest.mark.gt_world("fake", size=4)
@@ -251,6 +270,7 @@ def test_views_of_other_dtypes_are_copied_too():
 
 def test_buffers_are_written_to_as_in_a_replay():
     """Each rank's own by itself; one of all ranks only alike."""
+
     def step(buffer, x):
         buffer.add_(x)
 
@@ -269,8 +289,14 @@ def test_buffers_are_written_to_as_in_a_replay():
 def test_a_buffer_of_all_ranks_that_each_writes_to_is_refused_by_name():
     """Its changes would be lost."""
     gm = make_fx(lambda buffer, x: buffer.add_(x))(torch.zeros(2), torch.zeros(2))
-    gm.graph.find_nodes(op="placeholder")[0].meta["gt_input"] = {"kind": "buffer", "fqn": "moe.load"}
-    with pytest.raises(DependsOnRank, match=r"buffer moe\.load is one tensor for several ranks, and each writes to it"):
+    gm.graph.find_nodes(op="placeholder")[0].meta["gt_input"] = {
+        "kind": "buffer",
+        "fqn": "moe.load",
+    }
+    with pytest.raises(
+        DependsOnRank,
+        match=r"buffer moe\.load is one tensor for several ranks, and each writes to it",
+    ):
         alone(gm, [torch.zeros(2), different(RANKS, 2)])
     shared = torch.zeros(2)
     with pytest.raises(DependsOnRank, match=r"moe\.load"):
@@ -282,7 +308,9 @@ def test_numbers_that_compare_equal_are_no_shared_value():
     zeros = Kinds(4).of(PerRank([0.0, -0.0, -0.0, float("nan")]))
     assert zeros.classes[0] == (0,), f"rank 0's 0.0 is shared with -0.0: {zeros.classes}"
     truths = Kinds(4).of(PerRank([1, True, 1, 0]))
-    assert truths.classes == ((0, 2), (1,), (3,)), f"rank 1's True is shared with the number 1: {truths.classes}"
+    assert truths.classes == ((0, 2), (1,), (3,)), (
+        f"rank 1's True is shared with the number 1: {truths.classes}"
+    )
 
 
 def test_ranks_whose_memory_overlaps_behind_a_shorter_one_between():
@@ -291,12 +319,16 @@ def test_ranks_whose_memory_overlaps_behind_a_shorter_one_between():
     views = PerRank([memory[0:6:5], memory[5:7], memory[8:10], memory[10:12]])
     inside = PerRank([memory[1:3], *[torch.zeros(2) for _ in range(3)]])
     gm = make_fx(lambda x, y: x.add_(1) + y)(torch.zeros(2), torch.zeros(2))
-    with pytest.raises(DependsOnRank, match="is one tensor for several ranks, and each writes to it"):
+    with pytest.raises(
+        DependsOnRank, match="is one tensor for several ranks, and each writes to it"
+    ):
         alone(gm, [views, inside])
     assert memory.eq(0).all(), "nobody has written to memory that two ranks share"
     apart = torch.zeros(16)
     alone(gm, [PerRank([apart[0:2], apart[2:4], apart[6:8], apart[4:6]]), torch.zeros(2)])
-    assert apart.tolist() == [1.0] * 8 + [0.0] * 8, "parts of one buffer that no two ranks share are written to"
+    assert apart.tolist() == [1.0] * 8 + [0.0] * 8, (
+        "parts of one buffer that no two ranks share are written to"
+    )
 
 
 VIEWS = [
@@ -321,7 +353,9 @@ def programs(draw):
         if draw(st.booleans()):
             other = [entry for entry in tensors if entry[1].shape == like.shape]
             target = draw(st.sampled_from(WRITING))
-            tensors.append((graph.call_function(target, (node, draw(st.sampled_from(other))[0])), like))
+            tensors.append(
+                (graph.call_function(target, (node, draw(st.sampled_from(other))[0])), like)
+            )
             continue
         target, args = draw(st.sampled_from(VIEWS + PLAIN))
         try:
@@ -333,20 +367,26 @@ def programs(draw):
             tensors.append((graph.call_function(operator.getitem, (made, 0)), result[0]))
         else:
             tensors.append((made, result))
-    kept = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=4))  # the others die where they are used last
+    kept = draw(
+        st.lists(st.sampled_from(tensors), min_size=1, max_size=4)
+    )  # the others die where they are used last
     graph.output(tuple(node for node, _ in kept))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 @pytest.mark.second_tier
 @settings(max_examples=200)
-@given(programs(), st.lists(st.sampled_from(["uniform", "per rank", "pairs"]), min_size=2, max_size=2))
+@given(
+    programs(), st.lists(st.sampled_from(["uniform", "per rank", "pairs"]), min_size=2, max_size=2)
+)
 def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):
     """S7: whatever shares memory on a rank, and nothing else, sees its writes."""
     inputs = []
     for seed, kind in enumerate(kinds):
         a, b = numbers(4, seed=10 + seed), numbers(4, seed=20 + seed)
-        inputs.append({"uniform": a, "pairs": PerRank([a, a, b, b]), "per rank": different(RANKS, 4)}[kind])
+        inputs.append(
+            {"uniform": a, "pairs": PerRank([a, a, b, b]), "per rank": different(RANKS, 4)}[kind]
+        )
     try:
         expected = replayed(gm, inputs)
     except RuntimeError:
@@ -357,16 +397,28 @@ def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):
         return  # ranks write to what the caller gave to several of them
     for rank, (wanted, left) in enumerate(expected):
         for place, (own, by_itself) in enumerate(zip(of_rank(actual, rank), wanted, strict=True)):
-            assert_same(own, by_itself, f"result {place} of rank {rank}, inputs {kinds}, of the graph{gm.code}")
+            assert_same(
+                own,
+                by_itself,
+                f"result {place} of rank {rank}, inputs {kinds}, of the graph{gm.code}",
+            )
         for name, value, own in zip("ab", inputs, left, strict=True):
-            assert_same(at(value, rank), own, f"input {name} ({kinds}) as the graph leaves it to rank {rank}{gm.code}")
+            assert_same(
+                at(value, rank),
+                own,
+                f"input {name} ({kinds}) as the graph leaves it to rank {rank}{gm.code}",
+            )
 
 
 @pytest.mark.parametrize(
     ("inputs", "error", "sentence"),
     [
         ([], ValueError, "the graph takes 1 inputs, it got 0"),
-        ([PerRank([torch.ones(3)] * 3)], ValueError, "input x_1 is given for 3 ranks, the world has 4"),
+        (
+            [PerRank([torch.ones(3)] * 3)],
+            ValueError,
+            "input x_1 is given for 3 ranks, the world has 4",
+        ),
         (
             [PerRank([torch.ones(3)] * 3 + [torch.ones(2)])],
             DependsOnRank,
@@ -385,6 +437,7 @@ def test_inputs_that_the_graph_was_not_traced_for(inputs, error, sentence):
 
 def test_an_operator_that_fails_is_named_with_its_rank():
     """Of a block of generated code: the node, its module, and the rank."""
+
     def step(x, index):
         return x.sin().index_select(0, index) + 1
 
@@ -394,4 +447,6 @@ def test_an_operator_that_fails_is_named_with_its_rank():
     index = PerRank([torch.tensor([0])] * 2 + [torch.tensor([5])] * 2)
     with pytest.raises(IndexError) as error:
         alone(gm, [numbers(3), index])
-    assert error.value.__notes__ == ["in index_select (aten.index_select.default, layers.3.moe), for rank 2"]
+    assert error.value.__notes__ == [
+        "in index_select (aten.index_select.default, layers.3.moe), for rank 2"
+    ]

@@ -19,7 +19,9 @@ COLLECTIVES = ["reduce_scatter", "all_reduce"]
 
 
 def numbers(*shape, dtype=torch.bfloat16, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 @st.composite
@@ -44,17 +46,32 @@ def nets(draw):
 # parts of 8 and 3 elements: rows of 3 fill the inputs, but no part of 3 begins at one
 @example(NetModel(1, 3, channels=2), "reduce_scatter", 11, torch.float32, "sum")
 # an fp32 sum is divided before it is rounded to the wire: the other way round would round twice
-@example(NetModel(1, 3, channels=1, accumulate="fp32", average="divide"), "all_reduce", 21, torch.bfloat16, "avg")
+@example(
+    NetModel(1, 3, channels=1, accumulate="fp32", average="divide"),
+    "all_reduce",
+    21,
+    torch.bfloat16,
+    "avg",
+)
 @settings(max_examples=150)
-@given(nets(), st.sampled_from(COLLECTIVES), st.integers(0, 21), st.sampled_from(DTYPES),
-       st.sampled_from(["sum", "avg", "product", "max", "min"]))  # fmt: skip
+@given(
+    nets(),
+    st.sampled_from(COLLECTIVES),
+    st.integers(0, 21),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["sum", "avg", "product", "max", "min"]),
+)
 def test_fast_equals_its_specification(net, collective, length, dtype, op):
     """S1's model: every element, in every dtype, is what the definition says."""
     width = length * net.size if collective == "reduce_scatter" else length
-    inputs = numbers(net.size, width, dtype=dtype).where(numbers(net.size, width, seed=1) > -1, -0.0)
+    inputs = numbers(net.size, width, dtype=dtype).where(
+        numbers(net.size, width, seed=1) > -1, -0.0
+    )
     expected = getattr(specification, collective)(net, inputs, op)
     actual = getattr(net, collective)(inputs, op)
-    assert_bitwise_equal(actual, expected, what=f"{collective} ({op}) against its specification, under {net}")
+    assert_bitwise_equal(
+        actual, expected, what=f"{collective} ({op}) against its specification, under {net}"
+    )
 
 
 @settings(max_examples=50)
@@ -66,7 +83,9 @@ def test_shards_of_some_destinations_alone(net, length, op, data):
     inputs = numbers(net.size, net.size * length)
     part = inputs[:, some.start * length : some.stop * length]
     whole = net.reduce_scatter(inputs, op)[some.start : some.stop]
-    assert_bitwise_equal(net.reduce_scatter(part, op, some), whole, what=f"shards of ranks {some} alone, under {net}")
+    assert_bitwise_equal(
+        net.reduce_scatter(part, op, some), whole, what=f"shards of ranks {some} alone, under {net}"
+    )
 
 
 def test_shards_of_some_destinations_alone_by_pat():
@@ -92,8 +111,10 @@ def test_a_sum_that_is_large_enough_to_be_done_in_blocks():
     shards = net.reduce_scatter(inputs, "sum")
     rows = inputs.view(4, 4, -1)
     for destination in range(4):
-        first, *others = (rows[rank, destination] for rank in net.explain(
-            "reduce_scatter", 0, 150_001, torch.bfloat16, destination).ranks)  # fmt: skip
+        first, *others = (
+            rows[rank, destination]
+            for rank in net.explain("reduce_scatter", 0, 150_001, torch.bfloat16, destination).ranks
+        )
         for row in others:
             first = first + row
         assert torch.equal(shards[destination], first)
@@ -121,7 +142,11 @@ def test_two_nodes_see_the_order_of_a_bucket(partition, channels):
 
 @pytest.mark.parametrize(
     "net",
-    [NetModel(nodes=1, channels=4), NetModel(nodes=2, channels=1), NetModel(nodes=2, channels=4, accumulate="fp32")],
+    [
+        NetModel(nodes=1, channels=4),
+        NetModel(nodes=2, channels=1),
+        NetModel(nodes=2, channels=4, accumulate="fp32"),
+    ],
     ids=["one node", "one channel", "accumulated in fp32"],
 )
 @pytest.mark.parametrize("partition", ["contiguous", "round-robin"])
@@ -136,7 +161,8 @@ def test_an_average_multiplies_first_or_divides_last():
     inputs = numbers(6, 6 * 50)
     net = NetModel(nodes=2, ranks_per_node=3)
     first, last = (
-        dataclasses.replace(net, average=average).reduce_scatter(inputs, "avg") for average in ("premultiply", "divide")
+        dataclasses.replace(net, average=average).reduce_scatter(inputs, "avg")
+        for average in ("premultiply", "divide")
     )
     assert_bitwise_different(first, last)
     assert_bitwise_equal(last, net.reduce_scatter(inputs, "sum") / 6)
@@ -149,7 +175,9 @@ def test_an_average_multiplies_by_a_factor_of_the_wires_dtype():
     averaged = net.reduce_scatter(inputs, "avg")
     third = torch.tensor(1 / 3, dtype=torch.bfloat16)
     assert_bitwise_equal(averaged, net.reduce_scatter(inputs * third, "sum"))
-    assert_bitwise_different(averaged, net.reduce_scatter((inputs.float() * (1 / 3)).to(torch.bfloat16), "sum"))
+    assert_bitwise_different(
+        averaged, net.reduce_scatter((inputs.float() * (1 / 3)).to(torch.bfloat16), "sum")
+    )
 
 
 def test_whole_numbers_are_summed_exactly():
@@ -160,8 +188,12 @@ def test_whole_numbers_are_summed_exactly():
 def test_inputs_may_be_strided():
     inputs = numbers(4, 16)
     net = NetModel(1, 4)
-    assert torch.equal(net.reduce_scatter(inputs.t().contiguous().t(), "sum"), net.reduce_scatter(inputs, "sum"))
-    assert torch.equal(net.all_reduce(inputs[:, 3:], "sum"), net.all_reduce(inputs[:, 3:].clone(), "sum"))
+    assert torch.equal(
+        net.reduce_scatter(inputs.t().contiguous().t(), "sum"), net.reduce_scatter(inputs, "sum")
+    )
+    assert torch.equal(
+        net.all_reduce(inputs[:, 3:], "sum"), net.all_reduce(inputs[:, 3:].clone(), "sum")
+    )
 
 
 def test_a_world_of_one_gives_what_it_gets():
@@ -169,8 +201,12 @@ def test_a_world_of_one_gives_what_it_gets():
     for op in ("sum", "avg"):
         assert torch.equal(NetModel(1, 1).reduce_scatter(inputs, op), inputs)
         for algorithm in ("ring", "tree", "pat"):
-            assert torch.equal(NetModel(1, 1, algorithm=algorithm).all_reduce(inputs, op), inputs[0])
-            assert torch.equal(NetModel(1, 1, algorithm=algorithm).reduce_scatter(inputs, op), inputs)
+            assert torch.equal(
+                NetModel(1, 1, algorithm=algorithm).all_reduce(inputs, op), inputs[0]
+            )
+            assert torch.equal(
+                NetModel(1, 1, algorithm=algorithm).reduce_scatter(inputs, op), inputs
+            )
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
@@ -184,13 +220,19 @@ def test_nothing_is_summed_to_nothing(algorithm):
 def test_cells_begin_at_whole_words_where_ranks_do_not_divide_the_traffic(ranks):
     """A kernel moves 16 bytes at a time, so a part of eight bf16 numbers never lies across two channels."""
     net, count = NetModel(1, ranks, channels=4, partition="cells"), 8_000
-    channel = [net.explain("reduce_scatter", at, count, torch.bfloat16).channel for at in range(count)]
+    channel = [
+        net.explain("reduce_scatter", at, count, torch.bfloat16).channel for at in range(count)
+    ]
     torn = [at for at in range(1, count) if channel[at] != channel[at - 1] and at % 8]
     assert not torn, f"with {ranks} ranks a channel begins inside a word of 8 elements, at {torn}"
 
 
 def test_explain_reads_as_a_sentence():
-    path = NetModel(2, 2, channels=2).for_group((1, 3)).explain("reduce_scatter", 9, 16, torch.bfloat16, 0)
+    path = (
+        NetModel(2, 2, channels=2)
+        .for_group((1, 3))
+        .explain("reduce_scatter", 9, 16, torch.bfloat16, 0)
+    )
     assert str(path) == "channel 1, summed in the order of ranks 3 1"
 
 
@@ -210,13 +252,31 @@ def test_explain_reads_as_a_sentence():
         ),
         ({"trees": (((1,), ()),)}, "there are 1 trees for 4 channels: give one for each"),
         ({"rings": []}, "rings is empty: give one ring for each channel"),
-        ({"rings": [(0, 1, 1, 3)]}, "the ring of channel 0 visits rank 1 more than once, 0 1 1 3: list every rank"),
-        ({"rings": [(0, 1, 2, 3), (0, 1, 2)]}, "the ring of channel 1 leaves out rank 3 of 4, 0 1 2: list every rank"),
-        ({"rings": [(0, 1, 2, 4)]}, "the ring of channel 0 visits rank 4, but ranks are 0..3: list every rank"),
-        ({"rings": [(0, 1, 2, 3)], "channels": 2}, "channels=2, but there are 1 rings: leave channels out"),
+        (
+            {"rings": [(0, 1, 1, 3)]},
+            "the ring of channel 0 visits rank 1 more than once, 0 1 1 3: list every rank",
+        ),
+        (
+            {"rings": [(0, 1, 2, 3), (0, 1, 2)]},
+            "the ring of channel 1 leaves out rank 3 of 4, 0 1 2: list every rank",
+        ),
+        (
+            {"rings": [(0, 1, 2, 4)]},
+            "the ring of channel 0 visits rank 4, but ranks are 0..3: list every rank",
+        ),
+        (
+            {"rings": [(0, 1, 2, 3)], "channels": 2},
+            "channels=2, but there are 1 rings: leave channels out",
+        ),
         ({"channels": 1, "trees": [[[1], []]]}, "the tree of channel 0: it has 2 of 4 ranks"),
-        ({"channels": 1, "trees": [[[1], [4], [], []]]}, r"channel 0: rank 4 is not one of its ranks, 0\.\.3"),
-        ({"channels": 1, "trees": [[[1], [], [3], [2]]]}, "channel 0: rank 2 is not below the root, rank 0"),
+        (
+            {"channels": 1, "trees": [[[1], [4], [], []]]},
+            r"channel 0: rank 4 is not one of its ranks, 0\.\.3",
+        ),
+        (
+            {"channels": 1, "trees": [[[1], [], [3], [2]]]},
+            "channel 0: rank 2 is not below the root, rank 0",
+        ),
         ({"members": ()}, "a group without ranks has no net"),
         ({"members": (1, 1)}, r"the group \(1, 1\) repeats a rank: name each once"),
         ({"members": (1, 4)}, "rank 4 of the group is not in the world of 4 ranks: they are 0..3"),
@@ -238,9 +298,17 @@ def test_ranks_that_the_nodes_do_not_divide():
 @pytest.mark.parametrize(
     ("dtype", "op", "sentence"),
     [
-        (torch.int64, "avg", "averages torch.int64, which backends truncate differently: sum it and divide"),
+        (
+            torch.int64,
+            "avg",
+            "averages torch.int64, which backends truncate differently: sum it and divide",
+        ),
         (torch.float8_e4m3fn, "sum", "of torch.float8_e4m3fn has no model in a simulated world"),
-        (torch.float32, "bxor", "with op 'bxor' has no model in a simulated world: use one of sum, avg"),
+        (
+            torch.float32,
+            "bxor",
+            "with op 'bxor' has no model in a simulated world: use one of sum, avg",
+        ),
     ],
 )
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -251,9 +319,13 @@ def test_a_reduction_without_a_model_is_refused_by_name(collective, dtype, op, s
 
 
 def test_payloads_of_a_wrong_shape_are_refused():
-    with pytest.raises(ValueError, match=r"all_reduce takes one row for each of 4 ranks; not shape \(3, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"all_reduce takes one row for each of 4 ranks; not shape \(3, 8\)"
+    ):
         NetModel(1, 4).all_reduce(torch.ones(3, 8), "sum")
-    with pytest.raises(ValueError, match="reduce_scatter of 6 elements over 4 ranks: pad them first"):
+    with pytest.raises(
+        ValueError, match="reduce_scatter of 6 elements over 4 ranks: pad them first"
+    ):
         NetModel(1, 4).reduce_scatter(torch.ones(4, 6), "sum")
     with pytest.raises(ValueError, match="element 8 is not in a payload of 8"):
         NetModel(1, 4).explain("all_reduce", 8, 8, torch.float32)

@@ -61,5 +61,10 @@ def test_a_rank_in_the_middle_that_computes_otherwise_is_refused(gt_world):
 
 @SQUARE
 def test_clipping_beside_tensor_parallelism_is_refused_in_one_sentence(gt_world):
-    with pytest.raises(ValueError, match="max_norm beside tensor parallelism is not replayed in a simulated world"):
-        SimulatedGraphRun(lambda mesh: llama3_training(mesh, "fp32", parallel=Parallelism({}), max_norm=1.0), gt_world)
+    with pytest.raises(
+        ValueError, match="max_norm beside tensor parallelism is not replayed in a simulated world"
+    ):
+        SimulatedGraphRun(
+            lambda mesh: llama3_training(mesh, "fp32", parallel=Parallelism({}), max_norm=1.0),
+            gt_world,
+        )

@@ -38,7 +38,9 @@ EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
 
 def first_element(text: str) -> int:
     """Where the first difference lies in its matrix, which depends on how this processor adds inside of a product."""
-    row, column = re.search(r"first at step 0, rank 0, gradient of \S+, element \((\d+), (\d+)\)", text).groups()
+    row, column = re.search(
+        r"first at step 0, rank 0, gradient of \S+, element \((\d+), (\d+)\)", text
+    ).groups()
     width = re.search(r"ULP apart; \d+ of \d+ elements of this f32\[\d+, (\d+)\]", text)[1]
     return int(row) * int(width) + int(column)
 
@@ -55,12 +57,19 @@ def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
     with pytest.raises(BitwiseDifference) as error:
         assert_simulated_parity(functools.partial(CONFIG, step=twice_as_much_when_traced), gt_world)
     text = str(error.value)
-    assert re.search(r"first at step 0, rank 0, loss\n    actual   12\.316\d+  0x41451[0-9a-f]{3}\n", text)
+    assert re.search(
+        r"first at step 0, rank 0, loss\n    actual   12\.316\d+  0x41451[0-9a-f]{3}\n", text
+    )
     assert "step 0, rank 0, gradient of layers.0.attention.wq.weight: 512 of 512" in text
     # next(0), next(next(0)), ..., 0 on the ring 0 3 2 1 4 7 6 5
-    path = "reduce_scatter, element 0 of 2048, channel 0, summed in the order of ranks 3 2 1 4 7 6 5 0"
+    path = (
+        "reduce_scatter, element 0 of 2048, channel 0, summed in the order of ranks 3 2 1 4 7 6 5 0"
+    )
     for side in ("graph", "eager"):
-        assert f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 bytes" in text
+        assert (
+            f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 bytes"
+            in text
+        )
 
 
 @pytest.mark.gt_world("simulated", size=2)
@@ -80,9 +89,14 @@ def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
     told = {}
     for name, config in others.items():
         with pytest.raises(BitwiseDifference) as error:
-            assert_bitwise_equal(train_graph(config, world=gt_world), eager, what="graph against eager")
+            assert_bitwise_equal(
+                train_graph(config, world=gt_world), eager, what="graph against eager"
+            )
         told[name] = str(error.value).splitlines()[1]
-    assert told["weights"] == "the two runs start from different weights, on ranks 0, 1: seed both sides alike"
+    assert (
+        told["weights"]
+        == "the two runs start from different weights, on ranks 0, 1: seed both sides alike"
+    )
     assert "start" not in told["step"]
 
 
@@ -107,7 +121,10 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(CONFIG, gt_world, payload_order="execution")
     text = str(error.value)
-    assert "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte 19488, expected 0" in text
+    assert (
+        "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte 19488, expected 0"
+        in text
+    )
     assert "and therefore bits are different" in text
     assert "first at step 0, rank 0, gradient of layers.0.attention.wq.weight, element (" in text
     assert re.search(r"ULP apart; \d+ of 512 elements of this f32\[8, 64\]", text)
@@ -121,15 +138,23 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
 @EIGHT
 def test_execution_order_of_routed_experts(gt_world):
     """S1: the same bug in the other model."""
-    config = functools.partial(deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1)
+    config = functools.partial(
+        deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1
+    )
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(config, gt_world, payload_order="execution")
     text = str(error.value)
     assert "layers.1.moe.routed_experts.w1 sits at byte 24576, expected 0" in text
     assert "first at step 0, rank 0, gradient of layers.0.attention.wq_a.weight, element (" in text
     first = first_element(text)
-    assert f"graph: bucket 'layers.0', reduce_scatter, element {4620 + first} of 5592, channel 3, summed in" in text
-    assert f"eager: bucket 'layers.0', reduce_scatter, element {first} of 5592, channel 0, summed in" in text
+    assert (
+        f"graph: bucket 'layers.0', reduce_scatter, element {4620 + first} of 5592, channel 3, summed in"
+        in text
+    )
+    assert (
+        f"eager: bucket 'layers.0', reduce_scatter, element {first} of 5592, channel 0, summed in"
+        in text
+    )
 
 
 INVISIBLE = [
@@ -145,25 +170,35 @@ INVISIBLE = [
 def test_the_bug_is_invisible(gt_world, net):
     """S1: where all channels add a shard in one order, or accumulate in fp32, only the layout sees it."""
     world = dataclasses.replace(gt_world, net=net)
-    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout shows it"):
+    with pytest.raises(
+        LayoutDifference, match="all bits are equal under this net: only the layout shows it"
+    ):
         assert_simulated_parity(CONFIG, world, payload_order="execution")
 
 
 def test_an_element_is_counted_in_the_dtype_of_the_wire():
     """A gradient comes back in fp32 from a reduction in bf16, whose payload has elements of two bytes."""
     slots = Slot("first", 0, 16), Slot("second", 16, 16)
-    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.bfloat16, (0, 1), "avg", slots),))}
+    layouts = {
+        "graph": BucketLayout((Payload("reduce_scatter", torch.bfloat16, (0, 1), "avg", slots),))
+    }
     records = Record(world_size=2), Record(world_size=2)
     for number, record in enumerate(records):
         record.add(0, 0, "gradient", "second", torch.full((8,), float(number)))
-    told = next(paths_of_first(NetModel(1, 2), layouts, lambda rank, ranks: ranks, compare(*records), records[0]))
+    told = next(
+        paths_of_first(
+            NetModel(1, 2), layouts, lambda rank, ranks: ranks, compare(*records), records[0]
+        )
+    )
     assert "element 8 of 16," in told, f"the first of the second eight elements: {told}"
 
 
 @pytest.mark.gt_world("simulated", size=2)
 def test_a_layout_that_differs_fails_where_no_bit_does(gt_world):
     """S1: two ranks add a + b in any order."""
-    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout shows it"):
+    with pytest.raises(
+        LayoutDifference, match="all bits are equal under this net: only the layout shows it"
+    ):
         assert_simulated_parity(Recipe(reduced=None).config, gt_world, payload_order="execution")
 
 
@@ -173,7 +208,9 @@ def test_a_check_that_could_not_fail_is_no_pass(gt_world):
 
     The control trains for one step, and the first of two is what it is compared with.
     """
-    with pytest.raises(VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"):
+    with pytest.raises(
+        VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"
+    ):
         assert_simulated_parity(Recipe(reduced=None).config, gt_world)
 
 
@@ -190,7 +227,11 @@ class Roots(torch.nn.Module):
 
 def roots(mesh, scale: float):
     ones = (torch.ones(1),)
-    fields = {"model": lambda: Roots(scale), "step": lambda model, x: model(x), "batch": lambda step, rank: ones}
+    fields = {
+        "model": lambda: Roots(scale),
+        "step": lambda model, x: model(x),
+        "batch": lambda step, rank: ones,
+    }
     return TrainConfig(mesh=mesh, bucket_plan=[["values", ""]], steps=1, **fields)
 
 
@@ -204,7 +245,9 @@ def test_an_order_that_infinite_gradients_hide(gt_world):
 @EIGHT
 def test_a_run_that_is_not_finite_is_no_parity(gt_world):
     """V6"""
-    with pytest.raises(BitwiseDifference, match="the run is not finite: step 0, rank 0, loss is NaN"):
+    with pytest.raises(
+        BitwiseDifference, match="the run is not finite: step 0, rank 0, loss is NaN"
+    ):
         assert_simulated_parity(functools.partial(roots, scale=float("nan")), gt_world)
 
 
@@ -212,5 +255,7 @@ def test_a_run_that_is_not_finite_is_no_parity(gt_world):
 def test_a_world_of_odd_shards_is_refused(gt_world):
     """S4: by parameter and dimension, before anything is traced."""
     config = functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=1)
-    with pytest.raises(DependsOnRank, match=r"w1\.weight has 201 elements in dimension 0, and 8 ranks share them"):
+    with pytest.raises(
+        DependsOnRank, match=r"w1\.weight has 201 elements in dimension 0, and 8 ranks share them"
+    ):
         train_graph(config, world=gt_world)

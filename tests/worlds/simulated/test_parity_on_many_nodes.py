@@ -48,22 +48,32 @@ def test_a_head_left_out_of_the_last_bucket(gt_world):
     """B2, the bug of pull request 3770: the layout names the head, and its bits differ, as another channel adds it."""
     eager = simulated_eager(lambda mesh: chunked(mesh, ["norm", "lm_head", "loss"]), gt_world.net)
     graph = SimulatedGraphRun(lambda mesh: chunked(mesh, "norm", ["lm_head", "loss"]), gt_world)
-    with pytest.raises(LayoutDifference, match=r"bucket 'norm\+lm_head', all_gather: lm_head\.weight is missing"):
+    with pytest.raises(
+        LayoutDifference, match=r"bucket 'norm\+lm_head', all_gather: lm_head\.weight is missing"
+    ):
         assert_same_layout(graph.layout(), eager.layout)
     verdict = assert_bitwise_different(graph.run(), eager.record)
-    different = {each.key.name for each in verdict.differences if each.key.phase == "gradient" and each.key.step == 0}
+    different = {
+        each.key.name
+        for each in verdict.differences
+        if each.key.phase == "gradient" and each.key.step == 0
+    }
     assert "lm_head.weight" in different <= {"norm.weight", "lm_head.weight"}
 
 
 @EIGHT
 def test_a_last_bucket_without_the_loss_is_refused(gt_world):
     """B2, B6: the plan of pull request 3770 as it was. The head is read inside the loss, so no bucket has it."""
-    with pytest.raises(PlanError, match=r"covers no all-gather of lm_head\.weight \(read in loss\)"):
+    with pytest.raises(
+        PlanError, match=r"covers no all-gather of lm_head\.weight \(read in loss\)"
+    ):
         train_graph(lambda mesh: chunked(mesh, ["norm", "lm_head"]), world=gt_world)
 
 
 def check_deepseek_v3(world, **mesh):
-    config = functools.partial(deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1)
+    config = functools.partial(
+        deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1
+    )
     parity = assert_simulated_parity(config, dataclasses.replace(world, mesh=mesh))
     assert parity.control.outcome == "different"
     return parity
@@ -73,7 +83,10 @@ def check_deepseek_v3(world, **mesh):
 def test_expert_parallelism(gt_world):
     """S2: dense parameters over all ranks, experts over every second one, rows exchanged by sizes that data decides."""
     parity = check_deepseek_v3(gt_world, efsdp=2, ep=2)
-    assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {(0, 1, 2, 3), (0, 2)}
+    assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {
+        (0, 1, 2, 3),
+        (0, 2),
+    }
 
 
 @pytest.mark.long
@@ -86,7 +99,10 @@ def test_deepseek_v3_on_eight_ranks(gt_world, mesh):
 
 def eight_heads(mesh):
     """Llama 3 that eight ranks share, in parts of the sequence between the projections."""
-    sizes, parallel = llama3.Llama3Config(n_heads=8, n_kv_heads=8, ffn_dim=128), Parallelism({"sequence": True})
+    sizes, parallel = (
+        llama3.Llama3Config(n_heads=8, n_kv_heads=8, ffn_dim=128),
+        Parallelism({"sequence": True}),
+    )
 
     def model():
         built = llama3.Llama3(sizes)
@@ -104,7 +120,9 @@ def test_tensor_parallelism_inside_a_node_and_fsdp_across(gt_world):
     """N9: 64 ranks. ``python -m benchmarks.simulate --tp 4`` goes to 256."""
     parity = assert_simulated_parity(eight_heads, gt_world)
     assert parity.control.outcome == "different"
-    assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {tuple(range(0, 64, 4))}, "two a node"
+    assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {
+        tuple(range(0, 64, 4))
+    }, "two a node"
 
 
 @pytest.mark.long
@@ -112,13 +130,17 @@ def test_tensor_parallelism_inside_a_node_and_fsdp_across(gt_world):
 @pytest.mark.gt_world("simulated", size=32, nodes=4, mesh={"dp": 4, "tp": 8})
 def test_one_data_rank_a_node_shows_no_order(gt_world):
     """A ring has one way through four nodes: all channels add alike, wherever a parameter lies in its payload."""
-    with pytest.raises(VacuousCheck, match="payloads packed in another order give the same bits under this net"):
+    with pytest.raises(
+        VacuousCheck, match="payloads packed in another order give the same bits under this net"
+    ):
         assert_simulated_parity(eight_heads, gt_world)
 
 
 @pytest.mark.gt_world("fake", size=16)
 def test_a_fake_world_has_no_net(gt_world):
-    with pytest.raises(ValueError, match=r"kind 'fake' has no net model: mark the test gt_world\(\"simulated\""):
+    with pytest.raises(
+        ValueError, match=r"kind 'fake' has no net model: mark the test gt_world\(\"simulated\""
+    ):
         assert_simulated_parity(CONFIG, gt_world)
 
 
@@ -126,5 +148,8 @@ def test_a_fake_world_has_no_net(gt_world):
 def test_a_world_of_one_trains_and_is_no_check(gt_world):
     """S3: both sides run, and are equal in whatever order."""
     assert_bitwise_equal(train_graph(CONFIG, world=gt_world), train_eager(CONFIG, world=gt_world))
-    with pytest.raises(ValueError, match="a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2"):
+    with pytest.raises(
+        ValueError,
+        match="a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2",
+    ):
         assert_simulated_parity(CONFIG, gt_world)

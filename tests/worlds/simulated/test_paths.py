@@ -57,9 +57,15 @@ def test_a_rank_of_the_other_replica_goes_by_its_own_groups():
 def test_a_rank_of_a_group_with_gaps_goes_by_its_place_there():
     """Rank 4 is member 2 of the even ranks: element 13 is the second of its shard, in the upper half of the ring."""
     groups = ((0, 2, 4, 6), (1, 3, 5, 7))
-    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.float32, groups[0], "avg", SLOTS),))}
+    layouts = {
+        "graph": BucketLayout((Payload("reduce_scatter", torch.float32, groups[0], "avg", SLOTS),))
+    }
     one, other = records_that_differ_at(4, "b", 2, 1)
-    found = list(paths_of_first(FOUR_NODES, layouts, lambda rank, _: groups[rank % 2], compare(one, other), one))
+    found = list(
+        paths_of_first(
+            FOUR_NODES, layouts, lambda rank, _: groups[rank % 2], compare(one, other), one
+        )
+    )
     net = FOUR_NODES.for_group(groups[0])
     expected = net.explain("reduce_scatter", 13, 16, torch.float32, 2, "avg")
     assert found[0].endswith(f"element 13 of 16, {expected}")
@@ -67,7 +73,9 @@ def test_a_rank_of_a_group_with_gaps_goes_by_its_place_there():
 
 
 def test_sides_that_place_it_otherwise_or_not_at_all():
-    lines = lines_of({"graph": hybrid(Slot("b", 0, 48)), "eager": hybrid(Slot("a", 0, 16))}, 0, "b", 0, 1)
+    lines = lines_of(
+        {"graph": hybrid(Slot("b", 0, 48)), "eager": hybrid(Slot("a", 0, 16))}, 0, "b", 0, 1
+    )
     assert lines[0] == (
         "  graph: bucket 'b', reduce_scatter, element 1 of 12, channel 0, summed in the order of ranks 1 2 3 0"
     )
@@ -84,7 +92,9 @@ def test_a_replicated_gradient_is_reduced_by_itself():
 @pytest.mark.parametrize(("op", "algorithm"), [("avg", ""), ("sum", " pat,")])
 def test_the_path_is_that_of_the_payloads_op(op, algorithm):
     """S9: NCCL averages on rings, where it may sum by PAT."""
-    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.float32, SHARDS[0], op, SLOTS),))}
+    layouts = {
+        "graph": BucketLayout((Payload("reduce_scatter", torch.float32, SHARDS[0], op, SLOTS),))
+    }
     one, other = records_that_differ_at(0, "b", 0, 0)
     net = NetModel(nodes=8, ranks_per_node=1, algorithm="pat")
     path, *_ = paths_of_first(net, layouts, group_of, compare(one, other), one)
@@ -95,4 +105,11 @@ def test_where_no_gradient_differs_there_is_no_path():
     one, other = Record(world_size=1), Record(world_size=1)
     one.add(0, 0, "loss", "loss", torch.zeros(()))
     other.add(0, 0, "loss", "loss", torch.ones(()))
-    assert list(paths_of_first(FOUR_NODES, {"graph": hybrid(*SLOTS)}, group_of, compare(one, other), one)) == []
+    assert (
+        list(
+            paths_of_first(
+                FOUR_NODES, {"graph": hybrid(*SLOTS)}, group_of, compare(one, other), one
+            )
+        )
+        == []
+    )

@@ -108,6 +108,11 @@ def test_ddp_on_real_ranks_equals_the_graph(gt_mesh):
 def test_what_ddp_cannot_be_asked_for(gt_mesh):
     with pytest.raises(ValueError, match="replicate=True is for a 1-D mesh without submeshes"):
         CONFIG(gt_mesh, replicate=True)
-    for policy in (MixedPrecisionPolicy(param_dtype="bfloat16"), MixedPrecisionPolicy(reduce_dtype="bfloat16")):
-        with pytest.raises(ValueError, match=r"replicate=True with .*bfloat16.*: DDP has no dtypes of its own"):
+    for policy in (
+        MixedPrecisionPolicy(param_dtype="bfloat16"),
+        MixedPrecisionPolicy(reduce_dtype="bfloat16"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"replicate=True with .*bfloat16.*: DDP has no dtypes of its own"
+        ):
             CONFIG(gt_mesh["shard"], replicate=True, mp_policy=policy)

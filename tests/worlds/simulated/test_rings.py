@@ -56,7 +56,10 @@ def test_comments_in_a_file(tmp_path):
         ("no such line", "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO"),
         ("Channel 00/02 : 0 1", "the log has 1 of 2 channels; channel 1 is amiss"),
         ("Channel 00/01 : 0 1 3", "the ring of channel 0 visits rank 3, but ranks are 0..2"),
-        ("Channel 00/01 : 0 1\na Channel 00/01 : 1 0", "2 communicators of 2 ranks with different rings"),
+        (
+            "Channel 00/01 : 0 1\na Channel 00/01 : 1 0",
+            "2 communicators of 2 ranks with different rings",
+        ),
     ],
 )
 def test_a_log_without_usable_rings_is_refused_in_a_sentence(log, sentence):
@@ -74,11 +77,18 @@ def cut_log(*, lines, connect=True):
     header = "Channel 00/01 :" + "".join(f" {rank:2d}" for rank in ring)
     log = [f"n0:100:100 [0] NCCL INFO {header[:124]}..."]
     for rank in reversed(range(RANKS)):
-        who, after = f"n{rank // 8}:{100 + rank}:{100 + rank} [{rank % 8}] NCCL INFO", (rank + STEP) % RANKS
+        who, after = (
+            f"n{rank // 8}:{100 + rank}:{100 + rank} [{rank % 8}] NCCL INFO",
+            (rank + STEP) % RANKS,
+        )
         log.append(f"{who} " + lines.format(before=(rank - STEP) % RANKS, rank=rank, after=after))
-        log.append(f"{who} Channel 00/1 : {rank}[0] -> {(rank + 1) % RANKS}[0] via P2P/IPC")  # of sends and receives
+        log.append(
+            f"{who} Channel 00/1 : {rank}[0] -> {(rank + 1) % RANKS}[0] via P2P/IPC"
+        )  # of sends and receives
         log += [f"{who} Connected all rings, use ring PXN 0 GDR 1"] if connect else []
-        log.append(f"{who} Channel 00/0 : {rank}[0] -> {(rank + 3) % RANKS}[0] [send] via NET/IB/0")  # of a tree
+        log.append(
+            f"{who} Channel 00/0 : {rank}[0] -> {(rank + 3) % RANKS}[0] [send] via NET/IB/0"
+        )  # of a tree
     return "\n".join(log), tuple(ring)
 
 
@@ -102,8 +112,12 @@ def test_a_cut_ring_that_other_lines_do_not_tell_is_refused():
     log, _ = cut_log(lines="Channel 00/0 : {rank}[3] -> {after}[4] via P2P/CUMEM")
     ring = "NCCL cut the ring of channel 0 at 127 characters, as 2.23.4 and later do: 'Channel ... : 0 7 14 21 ...'; "
     way_out = r"log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like \"Ring 00 : 3 -> 0 -> 1\""
-    without_rank_5 = "\n".join(line for line in log.splitlines() if " : 5[3] -> " not in line and " 5[0] " not in line)
-    trees_first, _ = cut_log(lines="Channel 00/0 : {rank}[3] -> {after}[4] via P2P/CUMEM", connect=False)
+    without_rank_5 = "\n".join(
+        line for line in log.splitlines() if " : 5[3] -> " not in line and " 5[0] " not in line
+    )
+    trees_first, _ = cut_log(
+        lines="Channel 00/0 : {rank}[3] -> {after}[4] via P2P/CUMEM", connect=False
+    )
     other = log.replace(": 0[3] -> 7[4]", ": 0[3] -> 14[4]")
     for text, sentence in [
         (log.splitlines()[0], f"{ring}no other line tells where rank 0 sends: {way_out}"),
@@ -129,7 +143,9 @@ def test_trees_of_a_log(tmp_path):
     """S6: of every channel, from the lines of all ranks; a ring's net does not ask for them."""
     (tmp_path / "log").write_text(TREES)
     tree = NetModel.from_log(tmp_path / "log", nodes=2, algorithm="tree")
-    assert tree.trees == (((1,), (2,), (3,), ()), ((1,), (), (3, 0), ())), "below rank 2 of channel 1 is rank 0, too"
+    assert tree.trees == (((1,), (2,), (3,), ()), ((1,), (), (3, 0), ())), (
+        "below rank 2 of channel 1 is rank 0, too"
+    )
     ranks = [tree.explain("all_reduce", offset, 8, torch.float32).ranks for offset in (0, 7)]
     assert ranks == [(3, 2, 1, 0), (3, 2, (1, 0))]
     assert NetModel.from_log(tmp_path / "log", nodes=2).trees is None
@@ -140,10 +156,22 @@ def test_trees_of_a_log(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("h:3:3 [2] NCCL INFO Trees", "", r"log: no line 'Trees \[0\] ...' of rank 2: every rank writes one"),
+        (
+            "h:3:3 [2] NCCL INFO Trees",
+            "",
+            r"log: no line 'Trees \[0\] ...' of rank 2: every rank writes one",
+        ),
         ("[1] 1/-1/-1->0", "[1] 1/3/-1->0", "the tree of channel 1: rank 3 has two parents"),
-        ("[0] 2/-1/-1->1", "[0] -1/-1/-1->1", "the tree of channel 0: a tree has one root, this one has 2: ranks 0 2"),
-        ("h:4:4", "h:4:4 Trees [0] 1/-1/-1->3->2\nh:4:4", "two trees of channel 0 for rank 3: keep the lines of one"),
+        (
+            "[0] 2/-1/-1->1",
+            "[0] -1/-1/-1->1",
+            "the tree of channel 0: a tree has one root, this one has 2: ranks 0 2",
+        ),
+        (
+            "h:4:4",
+            "h:4:4 Trees [0] 1/-1/-1->3->2\nh:4:4",
+            "two trees of channel 0 for rank 3: keep the lines of one",
+        ),
     ],
 )
 def test_a_log_without_usable_trees_is_refused_in_a_sentence(tmp_path, old, new, sentence):
@@ -166,7 +194,8 @@ def test_presets_are_nets_of_two_nodes(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "visible"), [("a100_2x8_efa", True), ("a100_2x4_ib", True), ("a100_2x4_ib_one_ring", False)]
+    ("name", "visible"),
+    [("a100_2x8_efa", True), ("a100_2x4_ib", True), ("a100_2x4_ib_one_ring", False)],
 )
 def test_which_preset_sees_the_order_of_a_bucket(name, visible):
     """S1: one and the same hardware shows the order or hides it, with the rings that NCCL chose."""

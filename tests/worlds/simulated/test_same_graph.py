@@ -49,7 +49,9 @@ def test_a_sharded_step_is_the_same_on_all_ranks():
 @pytest.mark.second_tier
 def test_uneven_shards_are_refused_by_the_first_node_that_differs():
     """S4: only some ranks pad: here the last one's rows of a parameter are fewer."""
-    graphs = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8)
+    graphs = at_both_ends(
+        lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8
+    )
     # 201 rows of w1 over 8 ranks: 26 on all but the last
     first = r"first at node \d+, parameter layers\.0\.feed_forward\.w1\.weight: rank 0 has placeholder .*\[26, 72\]"
     with pytest.raises(DependsOnRank, match=first) as error:
@@ -61,9 +63,12 @@ def test_uneven_shards_are_refused_by_the_first_node_that_differs():
 def test_an_input_of_another_shape_is_refused():
     """S4: the operators behind it are the same, so the shape alone tells."""
     graphs = at_both_ends(
-        lambda mesh: make_fx(lambda x: x + 1, tracing_mode="fake")(numbers(3 + dist.get_rank())), fsdp=2
+        lambda mesh: make_fx(lambda x: x + 1, tracing_mode="fake")(numbers(3 + dist.get_rank())),
+        fsdp=2,
     )
-    with pytest.raises(DependsOnRank, match=r"rank 0 has placeholder .*\[3\], rank 1 has placeholder .*\[4\]"):
+    with pytest.raises(
+        DependsOnRank, match=r"rank 0 has placeholder .*\[3\], rank 1 has placeholder .*\[4\]"
+    ):
         check_same_on_all(*graphs)
 
 
@@ -95,9 +100,14 @@ def test_groups_are_compared_by_what_they_are():
     def swapped(mesh):
         order = mesh.mesh_dim_names if dist.get_rank() == 0 else reversed(mesh.mesh_dim_names)
         names = [mesh[name].get_group().group_name for name in order]
-        return make_fx(lambda x: [wait(c10d.all_reduce(x, "sum", name)) for name in names])(numbers(3))
+        return make_fx(lambda x: [wait(c10d.all_reduce(x, "sum", name)) for name in names])(
+            numbers(3)
+        )
 
-    with pytest.raises(DependsOnRank, match=r"node 1, all_reduce .*: .*\(\(0, 2\), \(1, 3\)\).*\(\(0, 1\), \(2, 3\)\)"):
+    with pytest.raises(
+        DependsOnRank,
+        match=r"node 1, all_reduce .*: .*\(\(0, 2\), \(1, 3\)\).*\(\(0, 1\), \(2, 3\)\)",
+    ):
         check_same_on_all(*at_both_ends(swapped, replicate=2, shard=2))
 
 
@@ -133,11 +143,20 @@ class InBranch(torch.nn.Module):
 @pytest.mark.parametrize(
     ("module", "difference"),
     [
-        (InBranch, "rank 0 has call_function aten.mul.Tensor*0*rank 3 has call_function aten.mul.Tensor*3"),
-        (Offset, "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function aten.add.Tensor*%0*, 3"),
+        (
+            InBranch,
+            "rank 0 has call_function aten.mul.Tensor*0*rank 3 has call_function aten.mul.Tensor*3",
+        ),
+        (
+            Offset,
+            "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function aten.add.Tensor*%0*, 3",
+        ),
         (Scaled, "rank 0 has call_function aten.add.Tensor*'alpha': 2*rank 3 has *'alpha': 5"),
         (Longer, "rank 0 has output *rank 3 has call_function aten.sin.default"),
-        (Constant, "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] [[]1.0, 3.0]"),
+        (
+            Constant,
+            "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] [[]1.0, 3.0]",
+        ),
     ],
 )
 def test_code_that_asks_for_its_rank_is_refused(module, difference):
@@ -173,7 +192,8 @@ def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
 
     def trace(mesh):
         gm = make_fx(
-            lambda x: c10d.all_gather_into_tensor_out(x[:2], 4, world_group(), out=torch.empty(8)), tracing_mode="fake"
+            lambda x: c10d.all_gather_into_tensor_out(x[:2], 4, world_group(), out=torch.empty(8)),
+            tracing_mode="fake",
         )(numbers(2))
         buffer = next(node for node in gm.graph.nodes if "empty" in str(node.target))
         start = dist.get_rank() * 2 - (shift if dist.get_rank() else 0)
@@ -183,7 +203,9 @@ def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
 
     if not shift:
         return check_same_on_all(*at_both_ends(trace, fsdp=4))
-    with pytest.raises(DependsOnRank, match=r"rank 0 has .*'own part'.* rank 3 has .*aten\.slice\.Tensor.*0, 4, 6"):
+    with pytest.raises(
+        DependsOnRank, match=r"rank 0 has .*'own part'.* rank 3 has .*aten\.slice\.Tensor.*0, 4, 6"
+    ):
         check_same_on_all(*at_both_ends(trace, fsdp=4))
 
 
@@ -195,13 +217,26 @@ def test_the_rank_in_torchs_buckets_is_no_difference(mode):
 
     def trace(mesh, shift=0):
         fake_mode = new_fake_mode()
-        fakes = [fake_mode.from_tensor(value, static_shapes=True) for value in (numbers(2), numbers(3))]
+        fakes = [
+            fake_mode.from_tensor(value, static_shapes=True) for value in (numbers(2), numbers(3))
+        ]
         with fake_mode:
-            gm = make_fx(lambda a, b: [wait(c10d.all_gather_into_tensor(x, 4, world_group())) for x in (a, b)])(*fakes)
-        launches = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+            gm = make_fx(
+                lambda a, b: [
+                    wait(c10d.all_gather_into_tensor(x, 4, world_group())) for x in (a, b)
+                ]
+            )(*fakes)
+        launches = gm.graph.find_nodes(
+            op="call_function", target=c10d.all_gather_into_tensor.default
+        )
         merge_all_gather_bucket(gm.graph, launches, mode=mode)
         if shift and dist.get_rank():
-            (part,) = (node for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor))
+            (part,) = (
+                node
+                for node in gm.graph.find_nodes(
+                    op="call_function", target=torch.ops.aten.slice.Tensor
+                )
+            )
             part.args = (*part.args[:2], part.args[2] - shift, part.args[3] - shift)
         return gm
 

@@ -35,7 +35,11 @@ def numbers(*shape, seed):
 
 def inputs_of(rank):
     """A shard of two weights ``[8, 24]`` and ``[24, 40]``, and a batch ``[5, 8]``."""
-    return numbers(1, 24, seed=rank), numbers(3, 40, seed=SIZE + rank), numbers(5, 8, seed=2 * SIZE + rank)
+    return (
+        numbers(1, 24, seed=rank),
+        numbers(3, 40, seed=SIZE + rank),
+        numbers(5, 8, seed=2 * SIZE + rank),
+    )
 
 
 def step(first, second, x):
@@ -49,7 +53,9 @@ def packed_in_execution_order(first, second, x):
 
 def _step(first, second, x, packed):
     world = dist.group.WORLD
-    whole = [funcol.wait_tensor(funcol.all_gather_single(shard, 0, world)) for shard in (first, second)]
+    whole = [
+        funcol.wait_tensor(funcol.all_gather_single(shard, 0, world)) for shard in (first, second)
+    ]
     hidden = torch.sin(x @ whole[0])
     loss = funcol.wait_tensor(funcol.all_reduce((hidden @ whole[1]).square().mean(), "avg", world))
     gradients = [x.t() @ hidden, hidden.t() @ (hidden @ whole[1])]
@@ -89,7 +95,8 @@ def test_the_order_in_which_a_graph_packs_gradients_shows(gt_world):
     """What found the order of an expert's payload: two graphs, each right by itself, of which one is not eager's."""
     expected = simulate_eager(step, inputs_of, gt_world, outputs=NAMES)
     ours, theirs = (
-        simulate_graph(traced(f), inputs_of, gt_world, outputs=NAMES) for f in (step, packed_in_execution_order)
+        simulate_graph(traced(f), inputs_of, gt_world, outputs=NAMES)
+        for f in (step, packed_in_execution_order)
     )
     assert_bitwise_equal(ours, expected)
     verdict = assert_bitwise_different(theirs, expected)
@@ -105,7 +112,9 @@ def test_a_compiled_functions_graph_is_that_of_its_code(gt_world):
     assert_bitwise_equal(simulate_graph(graphs["aot"], inputs_of, gt_world), expected)
     twin = simulate_graph(compiled(packed_in_execution_order)["aot"], inputs_of, gt_world)
     assert_bitwise_different(twin, expected)
-    with pytest.raises(NoModel, match="calls the method 'square': trace to operators, with make_fx"):
+    with pytest.raises(
+        NoModel, match="calls the method 'square': trace to operators, with make_fx"
+    ):
         simulate_graph(graphs["dynamo"], inputs_of, gt_world)
 
 
@@ -114,7 +123,9 @@ def bucketed_by_torch(gm):
     from torch._inductor.fx_passes import bucketing
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    launches = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+    launches = gm.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
+    )
     bucketing.merge_all_gather(gm, [launches], "custom_ops")
     stable_topological_sort(gm.graph)
     gm.recompile()
@@ -136,7 +147,9 @@ def test_a_net_and_a_number_of_ranks_are_worlds_too(gt_world):
     gm = traced(step)
     by_net = simulate_graph(gm, inputs_of, NET)
     assert_bitwise_equal(by_net, simulate_eager(step, inputs_of, NET))
-    assert_bitwise_different(by_net, simulate_graph(gm, inputs_of, SIZE))  # one node adds in another order
+    assert_bitwise_different(
+        by_net, simulate_graph(gm, inputs_of, SIZE)
+    )  # one node adds in another order
 
 
 @simulated
@@ -167,9 +180,14 @@ def test_groups_that_no_process_has_are_told_by_their_ranks():
     inputs = [{"x": torch.full((3,), float(rank))} for rank in range(4)]
     found = simulate_graph(of_a_group("tp"), inputs, 4, groups={"tp": [[0, 1], [2, 3]]})
     assert [own["total"][0].item() for own in found] == [1, 1, 5, 5]
-    across = simulate_graph(of_a_group("tp"), inputs, 4, groups={"tp": [[0, 2], [1, 3]]}, outputs=["sum"])
+    across = simulate_graph(
+        of_a_group("tp"), inputs, 4, groups={"tp": [[0, 2], [1, 3]]}, outputs=["sum"]
+    )
     assert [own["sum"][0].item() for own in across] == [2, 4, 2, 4]
-    with pytest.raises(ValueError, match=r"process group 'tp', which this simulated world lacks; it has '0': tell the"):
+    with pytest.raises(
+        ValueError,
+        match=r"process group 'tp', which this simulated world lacks; it has '0': tell the",
+    ):
         simulate_graph(of_a_group("tp"), inputs, 4)
     for wrong in ([[0, 1]], [[0, 1], [1, 2, 3]]):
         told = f"groups['tp'] is {wrong}: every rank of 0..3 belongs to one group"
@@ -204,14 +222,46 @@ ALL = {"tp": [range(4)]}
 X = (torch.ones(3),)
 REFUSED = {
     "one rank": (lambda gm: simulate_graph(gm, inputs_of, 1), VacuousCheck, "world of one rank"),
-    "one thread": (lambda gm: simulate_eager(adds, inputs_of, 1), VacuousCheck, "world of one rank"),
-    "eager alone": (lambda gm: simulate_eager(lambda x: x, lambda r: X, 2), VacuousCheck, "no rank came to a coll"),
-    "graph alone": (lambda gm: simulate_graph(make_fx(torch.sin)(*X), lambda r: X, 2), VacuousCheck, "has no coll"),
-    "too few": (lambda gm: simulate_graph(gm, [X, X], 4, groups=ALL), ValueError, "for 2 ranks, the world has 4"),
-    "a tensor": (lambda gm: simulate_graph(gm, lambda r: X[0], 4, groups=ALL), ValueError, "rank 0 are a Tensor: give"),
-    "names": (lambda gm: simulate_graph(gm, lambda r: {"y": 0}, 4, groups=ALL), ValueError, "x, differ in x, y"),
-    "a world": (lambda gm: simulate_graph(gm, inputs_of, "8"), ValueError, "a number of ranks; not '8'"),
-    "outputs": (lambda gm: simulate_graph(gm, lambda r: X, 4, groups=ALL, outputs="ab"), ValueError, "2 names of out"),
+    "one thread": (
+        lambda gm: simulate_eager(adds, inputs_of, 1),
+        VacuousCheck,
+        "world of one rank",
+    ),
+    "eager alone": (
+        lambda gm: simulate_eager(lambda x: x, lambda r: X, 2),
+        VacuousCheck,
+        "no rank came to a coll",
+    ),
+    "graph alone": (
+        lambda gm: simulate_graph(make_fx(torch.sin)(*X), lambda r: X, 2),
+        VacuousCheck,
+        "has no coll",
+    ),
+    "too few": (
+        lambda gm: simulate_graph(gm, [X, X], 4, groups=ALL),
+        ValueError,
+        "for 2 ranks, the world has 4",
+    ),
+    "a tensor": (
+        lambda gm: simulate_graph(gm, lambda r: X[0], 4, groups=ALL),
+        ValueError,
+        "rank 0 are a Tensor: give",
+    ),
+    "names": (
+        lambda gm: simulate_graph(gm, lambda r: {"y": 0}, 4, groups=ALL),
+        ValueError,
+        "x, differ in x, y",
+    ),
+    "a world": (
+        lambda gm: simulate_graph(gm, inputs_of, "8"),
+        ValueError,
+        "a number of ranks; not '8'",
+    ),
+    "outputs": (
+        lambda gm: simulate_graph(gm, lambda r: X, 4, groups=ALL, outputs="ab"),
+        ValueError,
+        "2 names of out",
+    ),
 }
 
 

@@ -45,15 +45,22 @@ def test_a_sweep_ends_in_a_table(pytester):
     result.assert_outcomes(passed=4, failed=3)
     lines = [line.rstrip() for line in result.outlines]
     for test, table in (("test_order_of_buckets", TABLE), ("test_wrong", TABLE_OF_WRONG_ORDER)):
-        begin = next(at for at, line in enumerate(lines) if f"- nets of test_nets.py::{test} -" in line) + 1
+        begin = (
+            next(at for at, line in enumerate(lines) if f"- nets of test_nets.py::{test} -" in line)
+            + 1
+        )
         assert lines[begin : begin + len(table.splitlines())] == table.splitlines()
     assert TABLE in DOCUMENTATION
 
 
 def test_every_combination_is_a_parameter():
-    parameters = sweep_nets(16, nodes=[1, 2], channels=[1, 2], accumulate=["wire", "fp32"], average="divide")
+    parameters = sweep_nets(
+        16, nodes=[1, 2], channels=[1, 2], accumulate=["wire", "fp32"], average="divide"
+    )
     assert len(parameters) == 8
     assert parameters[-1].id == "nodes2-channels2-ring-contiguous-fp32"
-    assert parameters[-1].values == (NetModel(2, 8, channels=2, accumulate="fp32", average="divide"),)
+    assert parameters[-1].values == (
+        NetModel(2, 8, channels=2, accumulate="fp32", average="divide"),
+    )
     with pytest.raises(ValueError, match="16 ranks do not divide over 3 nodes: change one of them"):
         sweep_nets(16, nodes=[3])

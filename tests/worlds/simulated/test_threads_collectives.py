@@ -32,7 +32,9 @@ def reduced(rank):
             tensor = numbers(rank, 5, 7, dtype=dtype)
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
             part = torch.empty(4, dtype=dtype)
-            dist.reduce_scatter_single(part, numbers(rank, 12, dtype=dtype), op=getattr(dist.ReduceOp, op))
+            dist.reduce_scatter_single(
+                part, numbers(rank, 12, dtype=dtype), op=getattr(dist.ReduceOp, op)
+            )
             sums[op, dtype] = tensor, part
     whole = torch.arange(4) * (rank + 1)
     dist.all_reduce(whole)
@@ -61,7 +63,10 @@ def sent(rank):
     dist.broadcast_object_list(objects, src=1)
     received = torch.empty(3)
     after, before = (rank + 1) % RANKS, (rank - 1) % RANKS
-    works = [dist.P2POp(dist.isend, numbers(rank, 3), after), dist.P2POp(dist.irecv, received, before)]
+    works = [
+        dist.P2POp(dist.isend, numbers(rank, 3), after),
+        dist.P2POp(dist.irecv, received, before),
+    ]
     for work in dist.batch_isend_irecv(works):
         work.wait()
     later = numbers(rank, 3)
@@ -76,7 +81,10 @@ def sent(rank):
 def exchanged(rank):
     even = torch.empty(6, 2)
     dist.all_to_all_single(even, numbers(rank, 6, 2))
-    sends, receives = [rank, 0, 2], [[0, 1, 2][source] if rank == 0 else 0 if rank == 1 else 2 for source in range(3)]
+    sends, receives = (
+        [rank, 0, 2],
+        [[0, 1, 2][source] if rank == 0 else 0 if rank == 1 else 2 for source in range(3)],
+    )
     uneven = torch.empty(sum(receives), 2)
     dist.all_to_all_single(uneven, numbers(rank, sum(sends), 2), receives, sends)
     nothing = torch.empty(0, 4)
@@ -92,7 +100,9 @@ def in_groups(rank):
         if dist.get_rank(group) >= 0:
             dist.all_reduce(tensor, group=group)
         results.append((tensor, dist.get_rank(group)))
-    return results, [dist.get_process_group_ranks(group) for group in pairs if dist.get_rank(group) >= 0]
+    return results, [
+        dist.get_process_group_ranks(group) for group in pairs if dist.get_rank(group) >= 0
+    ]
 
 
 def asynchronous(rank):
@@ -132,14 +142,25 @@ def by_functional_collectives(rank):
         functional.reduce_scatter_single(given, "avg", 0, group),
         functional.all_to_all_single(given, None, None, group),
         functional.broadcast(given, 1, group),
-        *functional.all_reduce_coalesced([given.round(), given.round() + 1], "sum", group),  # gloo joins them
+        *functional.all_reduce_coalesced(
+            [given.round(), given.round() + 1], "sum", group
+        ),  # gloo joins them
     ]
     return [result + 0 for result in results]  # waits
 
 
 @pytest.mark.parametrize(
     "function",
-    [reduced, gathered, sent, exchanged, in_groups, asynchronous, unseen_by_autograd, by_functional_collectives],
+    [
+        reduced,
+        gathered,
+        sent,
+        exchanged,
+        in_groups,
+        asynchronous,
+        unseen_by_autograd,
+        by_functional_collectives,
+    ],
 )
 def test_threads_do_what_gloo_does(gt_ranks, function):
     """S8: values and orders of addition, bit for bit."""
@@ -149,8 +170,14 @@ def test_threads_do_what_gloo_does(gt_ranks, function):
 
 
 def assert_equal(simulated, real):
-    for index, (one, other) in enumerate(zip(tree_leaves(simulated), tree_leaves(real), strict=True)):
-        same = one.dtype == other.dtype and one.equal(other) if isinstance(one, torch.Tensor) else one == other
+    for index, (one, other) in enumerate(
+        zip(tree_leaves(simulated), tree_leaves(real), strict=True)
+    ):
+        same = (
+            one.dtype == other.dtype and one.equal(other)
+            if isinstance(one, torch.Tensor)
+            else one == other
+        )
         assert same, f"leaf {index}: {one} on threads, {other} on gloo"
 
 
@@ -160,7 +187,9 @@ def on_rank(function):
 
 def test_another_net_gives_other_bits():
     """The twin of the above: the sums are the net's."""
-    of_gloo, of_rings = (run_threads(4, summed, net=net) for net in (GlooNet(4), NetModel(2, 2, channels=2)))
+    of_gloo, of_rings = (
+        run_threads(4, summed, net=net) for net in (GlooNet(4), NetModel(2, 2, channels=2))
+    )
     assert not of_gloo[0].equal(of_rings[0])
     torch.testing.assert_close(of_gloo, of_rings)
 
@@ -232,7 +261,10 @@ def messages_of_a_group(rank):
     """From the second rank of a group to its first, by their numbers in the world and in the group."""
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group, received = groups[rank % 2], torch.empty(2)
-    for in_world, in_group in ({"src": rank + 2}, {"group_src": 1}), ({"dst": rank - 2}, {"group_dst": 0}):
+    for in_world, in_group in (
+        ({"src": rank + 2}, {"group_src": 1}),
+        ({"dst": rank - 2}, {"group_dst": 0}),
+    ):
         for number in (in_world, in_group):
             if rank < 2 and "src" in str(number):
                 dist.recv(received, group=group, **number)
@@ -248,7 +280,9 @@ def test_messages_of_a_group_go_to_its_members():
 def test_messages_come_under_their_tags_and_in_the_order_in_which_they_were_sent():
     _, of_one, of_two = run_threads(3, messages, net=NetModel(1, 3))
     assert of_one == [2.0, 1.0, 3.0], "by tag 5, then both of tag 7 in their order"
-    assert of_two[:2] == [4.0, 5.0], "two messages that are waited for before they are sent, in the order of the waits"
+    assert of_two[:2] == [4.0, 5.0], (
+        "two messages that are waited for before they are sent, in the order of the waits"
+    )
 
 
 def a_list_for_each(rank):
@@ -259,7 +293,9 @@ def a_list_for_each(rank):
 
 def test_a_list_for_every_member():
     """Tensor j of rank i comes to rank j in place i."""
-    assert run_threads(3, a_list_for_each, net=NetModel(1, 3)) == [[rank, 10 + rank, 20 + rank] for rank in range(3)]
+    assert run_threads(3, a_list_for_each, net=NetModel(1, 3)) == [
+        [rank, 10 + rank, 20 + rank] for rank in range(3)
+    ]
 
 
 def premultiplied(rank):
@@ -301,7 +337,9 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
     together = run_threads(6, scattered, net=net)
     monkeypatch.setattr(collectives, "PART_BYTES", 1)
     in_parts = run_threads(6, scattered, net=net)
-    assert_bitwise_equal(tree_leaves(in_parts), tree_leaves(together), what="shards reduced in parts, and together")
+    assert_bitwise_equal(
+        tree_leaves(in_parts), tree_leaves(together), what="shards reduced in parts, and together"
+    )
     elsewhere = run_threads(6, scattered, net=NetModel(1, 6, channels=2))
     assert_bitwise_different(tree_leaves(elsewhere), tree_leaves(in_parts))
 
@@ -309,7 +347,9 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
 def scattered_lists(rank):
     """What rank 1 gets are the second of all lists; a work tells what it made."""
     made = torch.empty(2, 2)
-    work = dist.reduce_scatter(made, [numbers(10 * rank + place, 2, 2) for place in range(3)], async_op=True)
+    work = dist.reduce_scatter(
+        made, [numbers(10 * rank + place, 2, 2) for place in range(3)], async_op=True
+    )
     future = work.get_future().wait()
     return made, work.result(), future, work.is_success(), work.is_completed()
 
@@ -317,7 +357,9 @@ def scattered_lists(rank):
 def test_a_list_that_is_scattered_and_what_a_work_tells():
     net = NetModel(1, 3)
     for rank, (made, *told) in enumerate(run_threads(3, scattered_lists, net=net)):
-        whole = [torch.cat([numbers(10 * other + place, 4) for place in range(3)]) for other in range(3)]
+        whole = [
+            torch.cat([numbers(10 * other + place, 4) for place in range(3)]) for other in range(3)
+        ]
         assert_equal(made.view(-1), net.reduce_scatter(torch.stack(whole), "sum")[rank])
         assert_equal(told, [[made], [made], True, True])
 
@@ -327,7 +369,9 @@ def test_a_timeout_that_is_no_time_is_refused():
         run_threads(8, summed, net=NetModel(1, 8), timeout=0)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize(
+    "name", ["all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"]
+)
 def test_a_list_that_is_too_short_is_told(name):
     """With its length, or its size where it is joined first; by a rank that has it."""
 

@@ -19,7 +19,12 @@ from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.threads import NotOnThreads, Standstill, TimeLimit, run_threads
+from pytest_gtrainer.worlds.simulated.threads import (
+    NotOnThreads,
+    Standstill,
+    TimeLimit,
+    run_threads,
+)
 from pytest_gtrainer.worlds.simulated.threads import run as run_module
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.team import ThreadTeam, is_ours
@@ -130,10 +135,22 @@ def other_message(rank):
             "the ranks disagree in collective 1 of the group of ranks 0-3; "
             "ranks 0, 2, 3: all_reduce (sum) of float32[4]; rank 1: broadcast from member 0 of float32[4]",
         ),
-        (other_size, "ranks 0, 1, 3: all_reduce (sum) of float32[4]; rank 2: all_reduce (sum) of float32[5]"),
-        (other_dtype, "ranks 0-2: reduce_scatter (sum) of float32[4]; rank 3: reduce_scatter (sum) of bfloat16[4]"),
-        (other_reduction, "ranks 0, 1: all_reduce (avg) of float32[4]; ranks 2, 3: all_reduce (sum) of float32[4]"),
-        (other_root, "ranks 0, 2: broadcast from member 0 of float32[4]; ranks 1, 3: broadcast from member 1"),
+        (
+            other_size,
+            "ranks 0, 1, 3: all_reduce (sum) of float32[4]; rank 2: all_reduce (sum) of float32[5]",
+        ),
+        (
+            other_dtype,
+            "ranks 0-2: reduce_scatter (sum) of float32[4]; rank 3: reduce_scatter (sum) of bfloat16[4]",
+        ),
+        (
+            other_reduction,
+            "ranks 0, 1: all_reduce (avg) of float32[4]; ranks 2, 3: all_reduce (sum) of float32[4]",
+        ),
+        (
+            other_root,
+            "ranks 0, 2: broadcast from member 0 of float32[4]; ranks 1, 3: broadcast from member 1",
+        ),
         (other_splits, "all_to_all: rank 0 sends 1 row to rank 2, which expects 2 from it"),
         (other_list, "all_gather: rank 3 sends 2 elements to rank 1, which expects 5 from it"),
         (other_message, "rank 0 sends float32[3] to rank 1, which receives float32[4]"),
@@ -169,13 +186,22 @@ def test_a_disagreement_is_told_even_if_the_rank_hides_it():
 
 
 def test_a_collective_that_cannot_be_right():
-    with pytest.raises(ValueError, match=r"the input float32\[6\] must be 4 times the output float32\[2\]"):
+    with pytest.raises(
+        ValueError, match=r"the input float32\[6\] must be 4 times the output float32\[2\]"
+    ):
         run(lambda rank: dist.reduce_scatter_single(torch.ones(2), torch.ones(6)))
-    with pytest.raises(ValueError, match=r"the output float32\[8\] must be 4 times the input bfloat16\[2\]"):
+    with pytest.raises(
+        ValueError, match=r"the output float32\[8\] must be 4 times the input bfloat16\[2\]"
+    ):
         run(lambda rank: dist.all_gather_single(torch.ones(8), torch.ones(2, dtype=torch.bfloat16)))
-    with pytest.raises(ValueError, match=r"the input has 3 rows, but its splits \[1, 1\] have 2 entries for 4 ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"the input has 3 rows, but its splits \[1, 1\] have 2 entries for 4 ranks",
+    ):
         run(lambda rank: dist.all_to_all_single(torch.ones(2), torch.ones(3), [1, 1], [1, 1]))
-    with pytest.raises(ValueError, match=r"a collective gives float32\[12\], but its output is float32\[8\]"):
+    with pytest.raises(
+        ValueError, match=r"a collective gives float32\[12\], but its output is float32\[8\]"
+    ):
         run(lambda rank: dist.all_to_all_single(torch.ones(4, 2), torch.ones(4, 3)))
 
 
@@ -201,13 +227,16 @@ def test_a_rank_that_never_comes():
     assert ", at test_threads_faults.py:" in text
     assert "in never_comes; rank 1: ended" in text
     assert "--- ranks 0, 2, 3 ---" in text
-    assert text.count(f"{torch.__path__[0]}/") == 1  # the collective, without torch's wrappers around it
+    assert (
+        text.count(f"{torch.__path__[0]}/") == 1
+    )  # the collective, without torch's wrappers around it
 
 
 def test_ranks_that_wait_in_a_circle():
     text = failure_of(Standstill, in_a_circle)
-    assert "rank 0: waiting in all_reduce (sum) of float32[1] (collective 0 of the group of ranks 0, 1) for rank 1" in (
-        text
+    assert (
+        "rank 0: waiting in all_reduce (sum) of float32[1] (collective 0 of the group of ranks 0, 1) for rank 1"
+        in (text)
     )
     assert "(collective 0 of the group of ranks 0, 1 (group 2 of these)) for rank 0" in text
 
@@ -270,7 +299,9 @@ def test_an_error_in_a_backward_releases_the_others_inside_of_theirs():
     def fails(rank):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))  # without one torch takes a GPU if there is one
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (4,))
+        )  # without one torch takes a GPU if there is one
         output = model(torch.ones(1, 4))
         if rank == 0:
             raise LookupError("before its backward")
@@ -294,7 +325,9 @@ def test_a_rank_that_does_not_end():
     started = time.monotonic()
     text = failure_of(TimeLimit, loops, timeout=1)
     assert time.monotonic() - started < 5
-    assert text.startswith("a rank ran for 1 seconds without coming to a collective: rank 0: waiting in barrier (")
+    assert text.startswith(
+        "a rank ran for 1 seconds without coming to a collective: rank 0: waiting in barrier ("
+    )
     assert ") for ranks 1-3, at test_threads_faults.py:" in text
     assert "; rank 1: running, at test_threads_faults.py:" in text
     assert "; ranks 2, 3: waiting for its turn" in text
@@ -316,7 +349,9 @@ def test_a_rank_that_cannot_be_interrupted_is_left_to_itself(monkeypatch):
 
     text = failure_of(TimeLimit, sleeps, timeout=0.3)
     assert "rank 1: still in a call that cannot be interrupted" in text
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == ["rank 1"]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == [
+        "rank 1"
+    ]
     assert run(lambda rank: rank) == [0, 1, 2, 3]
     wait_until(lambda: not any(thread.name == "rank 1" for thread in threading.enumerate()))
     assert not woken
@@ -423,18 +458,54 @@ doubled = torch.compile(lambda x: x * 2, backend="eager")
 @pytest.mark.parametrize(
     ("function", "kind", "complaint"),
     [
-        (lambda rank: make_fx(lambda x: x + 1)(torch.ones(1)), NotOnThreads, "make_fx inside run_threads"),
-        (lambda rank: torch.compile(nn.ReLU())(torch.ones(1)), NotOnThreads, "torch.compile inside run_threads"),
-        (lambda rank: doubled(torch.ones(1)), NotOnThreads, "torch.compile inside run_threads: ranks on threads run"),
-        (lambda rank: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND), NoModel, "op 'band' has no model"),
-        (lambda rank: dist.all_reduce(torch.ones(1) == 1), NoModel, "all_reduce of torch.bool has no model"),
-        (lambda rank: dist.all_reduce(torch.ones(1, device="meta")), NoModel, "^all_reduce of tensors on meta: a "),
+        (
+            lambda rank: make_fx(lambda x: x + 1)(torch.ones(1)),
+            NotOnThreads,
+            "make_fx inside run_threads",
+        ),
+        (
+            lambda rank: torch.compile(nn.ReLU())(torch.ones(1)),
+            NotOnThreads,
+            "torch.compile inside run_threads",
+        ),
+        (
+            lambda rank: doubled(torch.ones(1)),
+            NotOnThreads,
+            "torch.compile inside run_threads: ranks on threads run",
+        ),
+        (
+            lambda rank: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND),
+            NoModel,
+            "op 'band' has no model",
+        ),
+        (
+            lambda rank: dist.all_reduce(torch.ones(1) == 1),
+            NoModel,
+            "all_reduce of torch.bool has no model",
+        ),
+        (
+            lambda rank: dist.all_reduce(torch.ones(1, device="meta")),
+            NoModel,
+            "^all_reduce of tensors on meta: a ",
+        ),
         (lambda rank: dist.reduce(torch.ones(1), 0), NoModel, "use all_reduce"),
         (lambda rank: dist.recv(torch.ones(1)), NoModel, "recv_anysource has no model"),
         (lambda rank: dist.monitored_barrier(), (NoModel, ValueError), "monitored_barrier"),
-        (lambda rank: dist.distributed_c10d._get_default_store().get("key"), NotOnThreads, "have no store"),
-        (in_a_thread_of_its_own, NotOnThreads, "a thread that a rank started uses torch.distributed"),
-        (waits_in_a_thread_of_its_own, NotOnThreads, "a thread that rank 0 started called a collective"),
+        (
+            lambda rank: dist.distributed_c10d._get_default_store().get("key"),
+            NotOnThreads,
+            "have no store",
+        ),
+        (
+            in_a_thread_of_its_own,
+            NotOnThreads,
+            "a thread that a rank started uses torch.distributed",
+        ),
+        (
+            waits_in_a_thread_of_its_own,
+            NotOnThreads,
+            "a thread that rank 0 started called a collective",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

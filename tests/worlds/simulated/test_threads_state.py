@@ -66,7 +66,9 @@ def test_a_collective_of_fake_tensors_is_refused():
 
 def replicas_of_one(rank):
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="no tensor of Linear is replicated over 'tp': nothing could differ"):
+    with pytest.raises(
+        ValueError, match="no tensor of Linear is replicated over 'tp': nothing could differ"
+    ):
         assert_replicas_equal(torch.nn.Linear(2, 2), mesh, "tp")
 
 
@@ -135,7 +137,9 @@ def test_default_dtype_and_environment_are_a_ranks_own():
     def of_rank(rank):
         torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[rank])
         dist.barrier()
-        return torch.ones(1).dtype, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+        return torch.ones(1).dtype, [
+            os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        ]
 
     assert run_threads(3, of_rank, net=NET) == [
         (torch.float32, ["0", "0", "3"]),
@@ -203,19 +207,27 @@ def test_the_interpreter_computes_on_one_thread(two_threads):
     assert seen == [1, 1, 1], "as ranks compute: some kernels' bits depend on the number of threads"
     with pytest.raises(KeyError, match="no more"):
         interpreter.run([given])
-    assert torch.get_num_threads() == 2, "an operator that fails leaves the caller with as many threads as before"
+    assert torch.get_num_threads() == 2, (
+        "an operator that fails leaves the caller with as many threads as before"
+    )
 
 
 def gathered(rank):
     """Through DTensor, which caches by mesh."""
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-    return (sharded * 2).redistribute(placements=[Replicate()]).to_local().tolist(), len(sharded.to_local())
+    return (sharded * 2).redistribute(placements=[Replicate()]).to_local().tolist(), len(
+        sharded.to_local()
+    )
 
 
 @pytest.mark.parametrize("turn", range(2))
 def test_equal_meshes_of_two_runs_have_their_own_groups(turn):
-    assert run_threads(3, gathered, net=NET) == [([0, 2, 4, 6], 2), ([0, 2, 4, 6], 2), ([0, 2, 4, 6], 0)]
+    assert run_threads(3, gathered, net=NET) == [
+        ([0, 2, 4, 6], 2),
+        ([0, 2, 4, 6], 2),
+        ([0, 2, 4, 6], 0),
+    ]
 
 
 @pytest.mark.gt_world("fake", size=3, mesh={"shard": 3})

@@ -24,7 +24,10 @@ from tests.worlds.simulated.gloo import GlooNet
 pytestmark = pytest.mark.second_tier
 
 TRAININGS = {
-    "llama3": ({"fsdp": 4}, functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=2)),
+    "llama3": (
+        {"fsdp": 4},
+        functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=2),
+    ),
     "deepseek_v3 with expert parallelism": (
         {"efsdp": 2, "ep": 2},
         functools.partial(deepseek_v3_training, precision="fp32", flavor="debug_odd", steps=2),
@@ -34,7 +37,9 @@ TRAININGS = {
 
 def real_run(name):
     mesh, config_of_mesh = TRAININGS[name]
-    return EagerRun(config_of_mesh(init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh)))).run()
+    return EagerRun(
+        config_of_mesh(init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh)))
+    ).run()
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -43,7 +48,9 @@ def test_eager_training_has_the_bits_of_real_ranks(gt_ranks, name):
     mesh, config_of_mesh = TRAININGS[name]
     real = Record.merged(gt_ranks.run(real_run, name, size=4))
     assert_bitwise_equal(simulated_eager(config_of_mesh, GlooNet(4), mesh=mesh).record, real)
-    assert_bitwise_different(simulated_eager(config_of_mesh, NetModel(2, 2, channels=2), mesh=mesh).record, real)
+    assert_bitwise_different(
+        simulated_eager(config_of_mesh, NetModel(2, 2, channels=2), mesh=mesh).record, real
+    )
 
 
 def hybrid_shards(rank):
@@ -120,7 +127,8 @@ def test_two_nodes_add_in_another_order_than_one():
 def test_a_run_is_the_same_every_time():
     """Turns are handed on in a fixed order, whatever the system does with the threads."""
     assert_bitwise_equal(
-        simulated_eager(ROUGH, NetModel.of_world(8, nodes=2, channels=2)).record, trained(nodes=2, channels=2)
+        simulated_eager(ROUGH, NetModel.of_world(8, nodes=2, channels=2)).record,
+        trained(nodes=2, channels=2),
     )
 
 
@@ -137,7 +145,9 @@ def test_a_backward_runs_on_the_thread_of_its_rank():
 
 
 def test_the_layout_comes_with_the_record():
-    run = simulated_eager(functools.partial(llama3_training, precision="fp32", steps=1), NetModel(1, 2))
+    run = simulated_eager(
+        functools.partial(llama3_training, precision="fp32", steps=1), NetModel(1, 2)
+    )
     assert run.record.ranks == (0, 1)
     assert run.layout.payloads
 
@@ -171,6 +181,9 @@ def test_a_mesh_of_outside_means_nothing_to_a_rank(gt_mesh):
 @pytest.mark.parametrize("ranks", [64, 128, 256])
 def test_many_ranks(ranks):
     """S2: graph and eager by one digest a step of all ranks' weights, as ``make simulate`` prints them."""
-    graph, eager = (simulate.train(side, ranks, nodes=ranks // 8, steps=2).digests for side in ("graph", "eager"))
+    graph, eager = (
+        simulate.train(side, ranks, nodes=ranks // 8, steps=2).digests
+        for side in ("graph", "eager")
+    )
     assert graph == eager
     assert len({*graph.values()}) == 2

@@ -31,9 +31,12 @@ def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
     """As NCCL balances its two trees, so that no node adds in both; the first one alone may, if nodes are odd."""
     trees = [binary_children(nodes, second)[1] for second in (False, True)]
     inside = [
-        {node for node, children in tree.items() if any(child is not None for child in children)} for tree in trees
+        {node for node, children in tree.items() if any(child is not None for child in children)}
+        for tree in trees
     ]
-    assert inside[0] & inside[1] <= ({0} if nodes % 2 else set()), f"nodes that add in both trees of {nodes}: {inside}"
+    assert inside[0] & inside[1] <= ({0} if nodes % 2 else set()), (
+        f"nodes that add in both trees of {nodes}: {inside}"
+    )
 
 
 def test_the_tree_of_a_group_is_over_the_nodes_of_its_ranks():
@@ -46,19 +49,32 @@ def test_the_tree_of_a_group_is_over_the_nodes_of_its_ranks():
 
 def test_a_tree_does_not_depend_on_the_order_in_which_a_ring_visits_the_nodes():
     """NCCL numbers nodes by their lowest rank, and builds the tree over these numbers."""
-    nets = [NetModel(4, 2, algorithm="tree", rings=[ring]) for ring in (range(8), (0, 1, 6, 7, 2, 3, 4, 5))]
+    nets = [
+        NetModel(4, 2, algorithm="tree", rings=[ring])
+        for ring in (range(8), (0, 1, 6, 7, 2, 3, 4, 5))
+    ]
     first, other = (net.explain("all_reduce", 0, 8, torch.float32).ranks for net in nets)
     assert other == first, "the ring visits node 3 before node 1: its tree has to be the same"
 
 
 def test_a_tree_has_no_places_that_pieces_are_dealt_to():
     """Round-robin: a ring's pieces are as many chunks as ranks, one for each place; a tree's are single chunks."""
-    nets = [NetModel(2, 2, partition="round-robin", chunk_bytes=16, algorithm=by) for by in ("tree", "ring")]
-    tree, ring = ([net.explain("all_reduce", at, 64, torch.float32).channel for at in (0, 4, 16)] for net in nets)
-    assert (tree, ring) == ([0, 1, 0], [0, 0, 1]), "channels of elements 0, 4, 16: chunks of 4 elements, 4 ranks"
+    nets = [
+        NetModel(2, 2, partition="round-robin", chunk_bytes=16, algorithm=by)
+        for by in ("tree", "ring")
+    ]
+    tree, ring = (
+        [net.explain("all_reduce", at, 64, torch.float32).channel for at in (0, 4, 16)]
+        for net in nets
+    )
+    assert (tree, ring) == ([0, 1, 0], [0, 0, 1]), (
+        "channels of elements 0, 4, 16: chunks of 4 elements, 4 ranks"
+    )
 
 
-@pytest.mark.parametrize(("part_bytes", "ranks", "delta"), [(1 << 20, 32, 4), (16, 32, 2), (16, 8, 2), (16, 5, 4)])
+@pytest.mark.parametrize(
+    ("part_bytes", "ranks", "delta"), [(1 << 20, 32, 4), (16, 32, 2), (16, 8, 2), (16, 5, 4)]
+)
 def test_small_parts_are_aggregated_over_half_of_the_ranks_at_most(part_bytes, ranks, delta):
     """S9: from which distance on PAT aggregates (collectives.h:542-562)."""
     assert pat_delta(part_bytes, ranks) == delta, f"{part_bytes} bytes over {ranks} ranks"
@@ -68,8 +84,13 @@ def test_an_average_through_a_tree_multiplies_by_what_a_ring_multiplies_by():
     """1/N in the dtype of the wire, as NCCL hands it on: where one rank alone has values, no order matters."""
     inputs = torch.zeros(3, 64, dtype=torch.bfloat16)
     inputs[1] = torch.linspace(1, 2, 64)
-    ring, tree = (NetModel(3, 1, algorithm=algorithm).all_reduce(inputs, "avg") for algorithm in ("ring", "tree"))
-    assert torch.equal(ring, tree), f"{int((ring != tree).sum())} of 64 averages differ: is 1/3 rounded to bfloat16?"
+    ring, tree = (
+        NetModel(3, 1, algorithm=algorithm).all_reduce(inputs, "avg")
+        for algorithm in ("ring", "tree")
+    )
+    assert torch.equal(ring, tree), (
+        f"{int((ring != tree).sum())} of 64 averages differ: is 1/3 rounded to bfloat16?"
+    )
 
 
 def through_trees(world):
@@ -100,7 +121,9 @@ def test_a_wrong_order_is_told_with_the_tree_that_adds_it(gt_world):
 @pytest.mark.gt_world("simulated", size=8, nodes=4)
 def test_ddp_through_trees(gt_world):
     """D10, S9: a gradient by itself; the control is DDP with torch's own buckets."""
-    parity = assert_simulated_parity(functools.partial(CONFIG, replicate=True), through_trees(gt_world))
+    parity = assert_simulated_parity(
+        functools.partial(CONFIG, replicate=True), through_trees(gt_world)
+    )
     assert parity.control.outcome == "different"
 
 
@@ -130,7 +153,10 @@ def test_a_sum_of_products_is_told_to_the_net(op):
     """enqueue.cc:2009: FSDP2's PreMulSum goes around rings, a sum by PAT."""
 
     def reduced(algorithm):
-        given = [Contribution(rank=r, inputs=[graphs.numbers(320, seed=r)], op=op, factor=0.7) for r in range(8)]
+        given = [
+            Contribution(rank=r, inputs=[graphs.numbers(320, seed=r)], op=op, factor=0.7)
+            for r in range(8)
+        ]
         return [shard for (shard,) in reduce_scatter(NetModel(8, 1, algorithm=algorithm), given)]
 
     same = all(map(torch.equal, reduced("pat"), reduced("ring")))
@@ -147,11 +173,16 @@ def test_the_documentations_own_net(gt_world):
         exec(compile(text, name, "exec", dont_inherit=True), namespace)
     world = replace(gt_world, net=own["UpAndDown"](8))
     assert assert_simulated_parity(example["training"], world).control.outcome == "different"
-    with pytest.raises(LayoutDifference, match=r"channel 0, up and down, summed in the order of ranks [07]"):
+    with pytest.raises(
+        LayoutDifference, match=r"channel 0, up and down, summed in the order of ranks [07]"
+    ):
         assert_simulated_parity(example["training"], world, payload_order="execution")
     assert row_of(world.net)["algorithm"] == "UpAndDown"
 
 
 def test_a_table_tells_trees():
-    nets = [parameter.values[0] for parameter in sweep_nets(8, nodes=[4], channels=[2], algorithm=["ring", "tree"])]
+    nets = [
+        parameter.values[0]
+        for parameter in sweep_nets(8, nodes=[4], channels=[2], algorithm=["ring", "tree"])
+    ]
     assert [row_of(net)["algorithm"] for net in nets] == ["ring", "tree"]

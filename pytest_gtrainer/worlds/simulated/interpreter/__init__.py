@@ -5,8 +5,19 @@ bits are those of a replay on real ranks. In: a ``RankGraph`` (``graph``), its i
 ``program`` compiles it to blocks of plain operators and ``steps`` for all others, and runs it.
 """
 
-from pytest_gtrainer.worlds.simulated.interpreter.graph import RankGraph, RankLiterals, check_same_on_all
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    RankGraph,
+    RankLiterals,
+    check_same_on_all,
+)
 from pytest_gtrainer.worlds.simulated.interpreter.program import Interpreter
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, RankRandomStates
 
-__all__ = ["Interpreter", "PerRank", "RankGraph", "RankLiterals", "RankRandomStates", "check_same_on_all"]
+__all__ = [
+    "Interpreter",
+    "PerRank",
+    "RankGraph",
+    "RankLiterals",
+    "RankRandomStates",
+    "check_same_on_all",
+]

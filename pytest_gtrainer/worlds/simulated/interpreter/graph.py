@@ -30,7 +30,14 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.graph.nodes import argument_of, graphs_called, is_collective, is_random, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import (
+    argument_of,
+    graphs_called,
+    is_collective,
+    is_random,
+    node_fqn,
+    short_name,
+)
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
@@ -54,7 +61,9 @@ def group_name(node: fx.Node) -> str:
     """The group of a collective; NoModel if it is no name."""
     name = argument_of(node, _GROUP)
     if not isinstance(name, str):
-        raise NoModel(f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name")
+        raise NoModel(
+            f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name"
+        )
     return name
 
 
@@ -79,7 +88,9 @@ def source_of(node: fx.Node) -> fx.Node:
 
 def draws(node: fx.Node, root: torch.nn.Module) -> bool:
     """Whether the operator, or a graph that it calls, draws random numbers."""
-    return is_random(node) or any(draws(inner, gm) for gm in graphs_called(root, node) for inner in gm.graph.nodes)
+    return is_random(node) or any(
+        draws(inner, gm) for gm in graphs_called(root, node) for inner in gm.graph.nodes
+    )
 
 
 def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
@@ -90,11 +101,17 @@ def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
     if called.name() == COMPILED_CODE if isinstance(called, HigherOrderOperator) else is_module:
         name = getattr(called, "__name__", None) or type(called).__name__
         wrong = f"{node.name} calls code that Inductor compiled ({name})"
-        raise NoModel(f"{wrong}: a simulated world replays operators, so take the graph before it is compiled")
+        raise NoModel(
+            f"{wrong}: a simulated world replays operators, so take the graph before it is compiled"
+        )
     if node.op == "call_module" and not isinstance(called, fx.GraphModule):
-        raise NoModel(f"{node.name} calls the module {node.target}, a {type(called).__name__}: trace into it")
+        raise NoModel(
+            f"{node.name} calls the module {node.target}, a {type(called).__name__}: trace into it"
+        )
     if node.op == "call_method":
-        raise NoModel(f"{node.name} calls the method {node.target!r}: trace to operators, with make_fx")
+        raise NoModel(
+            f"{node.name} calls the method {node.target!r}: trace to operators, with make_fx"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,9 @@ class RankGraph:
     rank: int
     size: int
     partitions: Mapping[str, Partition]  # of the ranks, by name of the group
-    meshes: tuple[Tensor, ...] = field(default=(), compare=False)  # their ranks; groups are looked up in them
+    meshes: tuple[Tensor, ...] = field(
+        default=(), compare=False
+    )  # their ranks; groups are looked up in them
 
     @classmethod
     def of(cls, gm: fx.GraphModule, *meshes: DeviceMesh) -> RankGraph:
@@ -116,7 +135,11 @@ class RankGraph:
     def with_graph(self, gm: fx.GraphModule) -> RankGraph:
         """Another graph of the same rank and meshes, before a pass for example; as ``of``, in the same world."""
         called = (node for node in nodes_within(gm) if isinstance(node.target, OpOverload))
-        with_group = (node for node in called if any(arg.name == _GROUP for arg in schema(node.target).arguments))
+        with_group = (
+            node
+            for node in called
+            if any(arg.name == _GROUP for arg in schema(node.target).arguments)
+        )
         names = dict.fromkeys(map(group_name, with_group))
         return replace(self, gm=gm, partitions={name: self._partition(name) for name in names})
 
@@ -180,27 +203,42 @@ class RankLiterals:
         made = copied_lazily(gm)
         named = {old.name: new for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True)}
         for (name, place), (_, own) in self.values.items():
-            if name not in named or place >= len(named[name].args) or named[name].args[place] != own[0]:
-                raise DependsOnRank(f"the graph depends on the rank: {own[0]} of {name}, which a pass has removed")
+            if (
+                name not in named
+                or place >= len(named[name].args)
+                or named[name].args[place] != own[0]
+            ):
+                raise DependsOnRank(
+                    f"the graph depends on the rank: {own[0]} of {name}, which a pass has removed"
+                )
             with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
                 number = made.graph.placeholder(f"of_rank_{name}_{place}")
             number.meta["val"] = own[0]
             named[name].update_arg(place, number)
         return made
 
-    def with_firsts(self, first: fx.GraphModule, other: RankGraph, coordinate: Sequence[int]) -> RankGraph:
+    def with_firsts(
+        self, first: fx.GraphModule, other: RankGraph, coordinate: Sequence[int]
+    ) -> RankGraph:
         """The graph of the rank at this place with the first's numbers, wherever its own are those of its place."""
-        made, numbers = copied_lazily(other.gm), dict(zip(self.values, self.of_rank(coordinate), strict=True))
+        made, numbers = (
+            copied_lazily(other.gm),
+            dict(zip(self.values, self.of_rank(coordinate), strict=True)),
+        )
         for ours, theirs in zip(first.graph.nodes, made.graph.nodes, strict=False):
             for index in range(min(len(ours.args), len(theirs.args))):
-                if (ours.name, index) in numbers and theirs.args[index] == numbers[ours.name, index]:
+                if (ours.name, index) in numbers and theirs.args[index] == numbers[
+                    ours.name, index
+                ]:
                     theirs.update_arg(index, ours.args[index])
         return replace(other, gm=made)
 
 
 def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
     """DependsOnRank if the last rank's graph is another; names may differ, and groups along one dimension."""
-    pairs = zip_longest(lines_of(first, first.gm), lines_of(last, last.gm), fillvalue=("nothing more", ""))
+    pairs = zip_longest(
+        lines_of(first, first.gm), lines_of(last, last.gm), fillvalue=("nothing more", "")
+    )
     for (ours, where), (theirs, elsewhere) in pairs:
         if ours != theirs:
             raise DependsOnRank(
@@ -217,12 +255,19 @@ def lines_of(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         held = attrgetter(target)(gm) if node.op in ("get_attr", "call_module") else None
         if node.op == "get_attr":
-            target = f"{value_text(held)} {held.tolist()}" if isinstance(held, Tensor) else type(held).__name__
+            target = (
+                f"{value_text(held)} {held.tolist()}"
+                if isinstance(held, Tensor)
+                else type(held).__name__
+            )
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
         if isinstance(node.target, OpOverload):
             args = _without_rank(graph, node, args)
         line = f"{node.op} {target}{(args, kwargs)} -> {value_text(node.meta.get('val'))}"
-        yield line, f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}"
+        yield (
+            line,
+            f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}",
+        )
         if isinstance(held, fx.GraphModule):
             yield from lines_of(graph, held, f"{prefix}{index}.")
 
@@ -236,10 +281,14 @@ def _without_rank(graph: RankGraph, node: fx.Node, args: Sequence[Any]) -> list[
         elif argument.name == "rank" and schema(node.target).name == PRE_BUCKET_ALL_GATHER:
             told[place] = "own rank"
     if node.target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
-        buffer, _, start, stop = node.args  # perhaps the rank's own place in a buffer that a gather fills
+        buffer, _, start, stop = (
+            node.args
+        )  # perhaps the rank's own place in a buffer that a gather fills
         for user in buffer.users:
             if user.target is ALL_GATHER_OUT and user.kwargs["out"] is buffer:
-                own = next(ranks for ranks in graph.partitions[group_name(user)] if graph.rank in ranks)
+                own = next(
+                    ranks for ranks in graph.partitions[group_name(user)] if graph.rank in ranks
+                )
                 if start == own.index(graph.rank) * (stop - start):
                     told[2:] = ["own part"]
     return told

@@ -23,7 +23,13 @@ from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
-from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, at
+from pytest_gtrainer.worlds.simulated.interpreter.values import (
+    Kind,
+    Kinds,
+    PerRank,
+    RankRandomStates,
+    at,
+)
 from pytest_gtrainer.worlds.simulated.net import Net
 
 
@@ -50,13 +56,17 @@ class OperatorBlock:
                 for rank in ranks:
                     value[rank] = None
         for node, result in zip(self.outputs, results, strict=True):
-            frame.values[node] = result[0] if self.kind is frame.kinds.uniform else PerRank(result, self.kind)
+            frame.values[node] = (
+                result[0] if self.kind is frame.kinds.uniform else PerRank(result, self.kind)
+            )
 
     def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
             return self.graph.forward(*own)
         except Exception as error:
-            single = fx.Interpreter(self.graph, garbage_collect_values=False)  # nothing here has effects
+            single = fx.Interpreter(
+                self.graph, garbage_collect_values=False
+            )  # nothing here has effects
             with suppress(Exception):
                 single.run(*own)
             *_, failed = list(self.graph.graph.nodes)[: len(single.env) + 1]
@@ -78,30 +88,43 @@ class Segment:
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]  # nodes before it that it uses
     needed: frozenset[fx.Node]  # nodes of it that are used behind it
-    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)  # by the kinds of its inputs
+    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(
+        default_factory=dict
+    )  # by the kinds of its inputs
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
         kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
         if kinds not in self.plans:
-            self.plans[kinds] = self._blocks(dict(zip(self.inputs, kinds, strict=True)), frame.kinds, dying)
+            self.plans[kinds] = self._blocks(
+                dict(zip(self.inputs, kinds, strict=True)), frame.kinds, dying
+            )
         for block in self.plans[kinds]:
             block.run(frame)
 
-    def _blocks(self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]) -> list[OperatorBlock]:
+    def _blocks(
+        self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]
+    ) -> list[OperatorBlock]:
         """Coarser kinds first: they use nothing of finer ones. Made from the last to the first."""
         by_kind: dict[Kind, list[fx.Node]] = {}
         for node in self.nodes:
-            kind_of[node] = kinds.common(kind_of[rank_graph.source_of(given)] for given in node.all_input_nodes)
+            kind_of[node] = kinds.common(
+                kind_of[rank_graph.source_of(given)] for given in node.all_input_nodes
+            )
             by_kind.setdefault(kind_of[node], []).append(node)
         blocks: list[OperatorBlock] = []
         used_later: set[fx.Node] = set()
-        for kind, nodes in sorted(by_kind.items(), key=lambda part: len(part[0].classes), reverse=True):
+        for kind, nodes in sorted(
+            by_kind.items(), key=lambda part: len(part[0].classes), reverse=True
+        ):
             inputs = inputs_of(nodes)
             outputs = [node for node in nodes if node in self.needed or node in used_later]
             graph = fx.Graph()
             copies = {node: graph.placeholder(node.name) for node in inputs}
             for node in nodes:
-                copies[node] = graph.node_copy(node, lambda given: copies[rank_graph.source_of(given)])  # noqa: B023
+                copies[node] = graph.node_copy(
+                    node,
+                    lambda given, copies=copies: copies[rank_graph.source_of(given)],
+                )
             graph.output(tuple(copies[node] for node in outputs))
             module = fx.GraphModule(torch.nn.Module(), graph)
             ending = frozenset(node for node in inputs if node in dying and node not in used_later)
@@ -124,7 +147,9 @@ class RankProgram:
         """What the graph returns for these inputs, both uniform or per rank, in the structure of its output."""
         names = [rank_graph.input_name(node) for node in self.placeholders]
         self._check_inputs(names, inputs)
-        own = [self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs]  # may be emptied
+        own = [
+            self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs
+        ]  # may be emptied
         values = {**self.constants, **dict(zip(self.placeholders, own, strict=True))}
         frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
@@ -142,12 +167,22 @@ class RankProgram:
             if type(value) is PerRank and len(value) != size:
                 raise ValueError(f"{name} is given for {len(value)} ranks, the world has {size}")
             traced = node.meta.get("val")
-            if not isinstance(traced, Tensor) or not all(isinstance(extent, int) for extent in traced.shape):
+            if not isinstance(traced, Tensor) or not all(
+                isinstance(extent, int) for extent in traced.shape
+            ):
                 continue
             for rank in range(size) if type(value) is PerRank else (0,):
                 given = at(value, rank)
-                if not isinstance(given, Tensor) or given.shape != traced.shape or given.dtype != traced.dtype:
-                    found = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+                if (
+                    not isinstance(given, Tensor)
+                    or given.shape != traced.shape
+                    or given.dtype != traced.dtype
+                ):
+                    found = (
+                        f"{given.dtype}{list(given.shape)}"
+                        if isinstance(given, Tensor)
+                        else type(given).__name__
+                    )
                     raise DependsOnRank(
                         f"{name} of rank {rank} is {found}, the graph was traced with {traced.dtype}"
                         f"{list(traced.shape)}: one graph serves ranks with equal shapes only, so choose sizes that "
@@ -158,43 +193,64 @@ class RankProgram:
 class Interpreter:
     """A graph for all ranks of a world, see ``check_same_on_all``; NoModel names an operator that it lacks."""
 
-    def __init__(self, graph: rank_graph.RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
+    def __init__(
+        self, graph: rank_graph.RankGraph, net: Net, *, random: RankRandomStates | None = None
+    ) -> None:
         if net.size != graph.size:
-            raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
+            raise ValueError(
+                f"the net connects {net.size} ranks, the graph was traced for {graph.size}"
+            )
         self.random = random or RankRandomStates()
         self._graph, self._net = graph, net
         self._kinds = Kinds(graph.size)
-        self._nets = {part: [net.for_group(ranks) for ranks in part] for part in set(graph.partitions.values())}
+        self._nets = {
+            part: [net.for_group(ranks) for ranks in part]
+            for part in set(graph.partitions.values())
+        }
         self._program = self._compile(graph.gm)
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Outputs as the graph returns them, uniform or ``PerRank`` as inputs are. Buffers are written to.
         CollectiveMismatch if ranks differ in sizes or splits, DependsOnRank if an input is not what was traced."""
         # on one thread, as ranks: some kernels' bits depend on the number
-        facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
+        facts.tell(
+            "replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random
+        )
         with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
             return self._program.run(inputs, self.random)
 
     def _compile(self, gm: fx.GraphModule) -> RankProgram:
         output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
-        constants = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
-        computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        nodes = [node for node in computed if not rank_graph.passes_through(node)]  # a wait has the awaited value
+        constants = {
+            node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")
+        }
+        computed = [
+            node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")
+        ]
+        nodes = [
+            node for node in computed if not rank_graph.passes_through(node)
+        ]  # a wait has the awaited value
         special = {node: self._step(node, gm) for node in nodes}
         pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
         for plain, run in groupby(nodes, key=lambda node: special[node] is None):
             piece = list(run)
             pieces += [piece] if plain else [[node] for node in piece]
         # the pieces that use each value; the output counts as one more
-        users: dict[fx.Node, set[int]] = {node: set() for node in [*placeholders, *constants, *nodes]}
+        users: dict[fx.Node, set[int]] = {
+            node: set() for node in [*placeholders, *constants, *nodes]
+        }
         for index, piece in enumerate([*pieces, [output]]):
             for given in chain.from_iterable(node.all_input_nodes for node in piece):
                 users[rank_graph.source_of(given)].add(index)
         parts: list[tuple[Step | Segment, frozenset[fx.Node]]] = []
         for index, piece in enumerate(pieces):
             inputs = inputs_of(piece)
-            dying = frozenset(node for node in [*inputs, *piece] if max(users[node], default=index) <= index)
-            parts.append((special[piece[0]] or Segment(piece, inputs, frozenset(piece) - dying), dying))
+            dying = frozenset(
+                node for node in [*inputs, *piece] if max(users[node], default=index) <= index
+            )
+            parts.append(
+                (special[piece[0]] or Segment(piece, inputs, frozenset(piece) - dying), dying)
+            )
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
     def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
@@ -209,7 +265,9 @@ class Interpreter:
         if node.op == "call_module" or any(map(is_collective, inside)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
                 wrong = f"{node.target} ({node.name}) calls a graph with a collective"
-                raise NoModel(f"{wrong}, which has a model only in cond, invoke_subgraph and called modules: inline it")
+                raise NoModel(
+                    f"{wrong}, which has a model only in cond, invoke_subgraph and called modules: inline it"
+                )
             return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
         written, random = written_operands(node), rank_graph.draws(node, gm)
         return steps.EffectStep(node, written, random) if written or random else None

@@ -14,7 +14,12 @@ from pytest_gtrainer.graph.nodes import short_name, written_operands
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
-from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, described, source_of, value_text
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    Partition,
+    described,
+    source_of,
+    value_text,
+)
 from pytest_gtrainer.worlds.simulated.net import Net
 
 COND = torch.ops.higher_order.cond
@@ -49,11 +54,15 @@ class Frame:
 
     def own_memory(self, written: Sequence[fx.Node]) -> None:
         """Give ranks memory of their own for what they write to (S7); DependsOnRank if it is an input's."""
-        storages = on_ranks.make_private(self.values, list(map(source_of, written)), self.kinds.size)
+        storages = on_ranks.make_private(
+            self.values, list(map(source_of, written)), self.kinds.size
+        )
         for name, value in self.inputs:
             if on_ranks.reaches(value, storages):
                 way_out = "give every rank its own"
-                raise DependsOnRank(f"{name} is one tensor for several ranks, and each writes to it: {way_out}")
+                raise DependsOnRank(
+                    f"{name} is one tensor for several ranks, and each writes to it: {way_out}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,9 @@ class CollectiveStep(Step):
             for node in dying.intersection(map(source_of, self.node.all_input_nodes)):
                 value = frame.values[node]
                 if type(value) is on_ranks.PerRank:
-                    value[:] = [None] * len(value)  # a reduction needs the memory of operands that die
+                    value[:] = [None] * len(
+                        value
+                    )  # a reduction needs the memory of operands that die
         results: list[Any] = [None] * frame.kinds.size
         for ranks, net in zip(self.partition, self.nets, strict=True):
             is_list = "inputs" in calls[ranks[0]]
@@ -126,15 +137,25 @@ class CollectiveStep(Step):
                 results[rank] = result if is_list else result[0]
         if not targets:
             return frame.kinds.value(results)
-        storages = {storage for value in frame.of(targets) for storage in on_ranks.storages_of(value)}
+        storages = {
+            storage for value in frame.of(targets) for storage in on_ranks.storages_of(value)
+        }
         live = [value for node, value in frame.values.items() if node not in dying]
-        if not any(on_ranks.reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)]):
-            return frame.kinds.value(results)  # nobody sees the memory that is written to: it may lie elsewhere
+        if not any(
+            on_ranks.reaches(value, storages)
+            for value in [*live, *(value for _, value in frame.inputs)]
+        ):
+            return frame.kinds.value(
+                results
+            )  # nobody sees the memory that is written to: it may lie elsewhere
         frame.own_memory(targets)
-        (name,) = (argument.name for argument in schema(self.node.target).arguments if argument.is_write)
+        (name,) = (
+            argument.name for argument in schema(self.node.target).arguments if argument.is_write
+        )
         pairs = zip((call[name] for call in self._calls(frame)), results, strict=True)
         written = [
-            own.copy_(new) if isinstance(own, Tensor) else list(map(Tensor.copy_, own, new)) for own, new in pairs
+            own.copy_(new) if isinstance(own, Tensor) else list(map(Tensor.copy_, own, new))
+            for own, new in pairs
         ]
         return frame.kinds.value(written)
 
@@ -149,7 +170,9 @@ def collective_of(node: fx.Node) -> Collective:
     known = _COLLECTIVES if str(node.target).startswith(("_c10d_functional", "_dtensor")) else {}
     if short_name(node) not in known:
         names = ", ".join(sorted(_COLLECTIVES))
-        raise NoModel(f"{node.target} ({node.name}) has no model in a simulated world, which has {names}")
+        raise NoModel(
+            f"{node.target} ({node.name}) has no model in a simulated world, which has {names}"
+        )
     return known[short_name(node)]
 
 
@@ -157,7 +180,9 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     """What these ranks, a group, give, taken out of their arguments; they must agree."""
     members = calls[0].get("group_size", len(ranks))
     if members != len(ranks):
-        raise CollectiveMismatch(f"the graph was traced for a group of {members}, it has {len(ranks)}")
+        raise CollectiveMismatch(
+            f"the graph was traced for a group of {members}, it has {len(ranks)}"
+        )
     given = [
         Contribution(
             rank=rank,
@@ -172,12 +197,16 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     ]
     counts = sorted({len(own.inputs) for own in given})
     if len(counts) > 1:
-        raise CollectiveMismatch(f"the ranks give lists of {' and '.join(map(str, counts))} tensors")
+        raise CollectiveMismatch(
+            f"the ranks give lists of {' and '.join(map(str, counts))} tensors"
+        )
     by_rows = "input_split_sizes" in calls[0]
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0
         if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
-            wrong = f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}"
+            wrong = (
+                f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}"
+            )
             raise CollectiveMismatch(f"{wrong}, in a group of {members} ranks")
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
@@ -197,7 +226,10 @@ class NestedStep(Step):
         args, _ = self.arguments(frame.of(self.node.all_input_nodes))
         if self.node.target is COND:
             predicate, if_true, if_false, given = args
-            ways = {bool(own) for own in (predicate if type(predicate) is on_ranks.PerRank else [predicate])}
+            ways = {
+                bool(own)
+                for own in (predicate if type(predicate) is on_ranks.PerRank else [predicate])
+            }
             if len(ways) > 1:
                 raise CollectiveMismatch(
                     "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"

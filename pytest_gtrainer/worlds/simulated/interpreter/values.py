@@ -54,7 +54,9 @@ class Kinds:
         numbers: dict[Hashable, int] = {}
         class_of = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
         if class_of not in self._known:
-            self._known[class_of] = Kind(class_of, tuple(map(tuple, ranks_by(enumerate(class_of)).values())))
+            self._known[class_of] = Kind(
+                class_of, tuple(map(tuple, ranks_by(enumerate(class_of)).values()))
+            )
         return self._known[class_of]
 
     def of(self, value: Any) -> Kind:
@@ -72,7 +74,11 @@ class Kinds:
     def common(self, kinds: Iterable[Kind]) -> Kind:
         """Ranks share a result if they share all operands."""
         own = set(kinds) - {self.uniform} or {self.uniform}
-        return own.pop() if len(own) == 1 else self.by_key(list(zip(*(kind.class_of for kind in own), strict=True)))
+        return (
+            own.pop()
+            if len(own) == 1
+            else self.by_key(list(zip(*(kind.class_of for kind in own), strict=True)))
+        )
 
     def value(self, own: Sequence[Any]) -> Any:
         """The value that is ``own[rank]`` on every rank."""
@@ -84,7 +90,8 @@ def interned(values: Iterable[Any]) -> list[Any]:
     """The same values, with one list or tuple instead of several that hold the same objects."""
     same: dict[tuple[int, ...], Any] = {}
     return [
-        same.setdefault(tuple(map(id, value)), value) if isinstance(value, list | tuple) else value for value in values
+        same.setdefault(tuple(map(id, value)), value) if isinstance(value, list | tuple) else value
+        for value in values
     ]
 
 
@@ -101,7 +108,9 @@ def of_rank(value: Any, rank: int) -> Any:
     """
     if type(value) is PerRank:
         return value[rank]
-    return tuple(of_rank(item, rank) for item in value) if isinstance(value, list | tuple) else value
+    return (
+        tuple(of_rank(item, rank) for item in value) if isinstance(value, list | tuple) else value
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -115,9 +124,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
     """The storage of a tensor, and from which to which of its bytes the tensor reaches."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     start = tensor.storage_offset() * tensor.itemsize
-    return storage_id(tensor), start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
+    return (
+        storage_id(tensor),
+        start,
+        start + (last + 1) * tensor.itemsize if tensor.numel() else start,
+    )
 
 
 def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[int]:
@@ -126,7 +141,9 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
     shared = [node for node, value in values.items() if reaches(value, storages)]
     if _are_apart([values[node] for node in shared], storages):
         return set()
-    copies = [_copied([at(values[node], rank) for node in shared], storages) for rank in range(size)]
+    copies = [
+        _copied([at(values[node], rank) for node in shared], storages) for rank in range(size)
+    ]
     for node in shared:
         values[node] = PerRank(_moved(at(values[node], rank), copies[rank]) for rank in range(size))
     return storages
@@ -148,7 +165,9 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
         return False
     owned = ((rank, own) for value in values for rank, own in enumerate(value))
     spans = {(*_span(tensor), rank) for rank, own in owned for tensor in tensors_in(own)}
-    furthest: dict[int, tuple[int, int]] = {}  # of each storage: where the spans so far end, and whose they are
+    furthest: dict[
+        int, tuple[int, int]
+    ] = {}  # of each storage: where the spans so far end, and whose they are
     for storage, start, stop, rank in sorted(span for span in spans if span[0] in storages):
         end, owner = furthest.get(storage, (0, rank))
         if start < end and owner != rank:
@@ -157,7 +176,9 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
     return True
 
 
-Copies = dict[int, tuple[Tensor, int]]  # by storage, the copy of a part of it as bytes, and where that part begins
+Copies = dict[
+    int, tuple[Tensor, int]
+]  # by storage, the copy of a part of it as bytes, and where that part begins
 
 
 def _copied(own: list[Any], storages: set[int]) -> Copies:
@@ -171,7 +192,9 @@ def _copied(own: list[Any], storages: set[int]) -> Copies:
     copies = {}
     for storage, (start, stop, tensor) in bounds.items():
         start -= start % _ALIGNMENT
-        window = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+        window = torch.empty(0, dtype=torch.uint8).set_(
+            tensor.untyped_storage(), start, (stop - start,), (1,)
+        )
         copies[storage] = window.clone(), start
     return copies
 

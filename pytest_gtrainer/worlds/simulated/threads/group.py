@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pytest_gtrainer._torch.threads import BACKEND, Work, active_fake_mode, reduction_of, unseen_by_modes
+from pytest_gtrainer._torch.threads import (
+    BACKEND,
+    Work,
+    active_fake_mode,
+    reduction_of,
+    unseen_by_modes,
+)
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
@@ -30,9 +36,13 @@ from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
 _UNMODELLED = (
-    "_start_coalescing", "allgather_coalesced", "merge_remote_group", "monitored_barrier", "recv_anysource",
+    "_start_coalescing",
+    "allgather_coalesced",
+    "merge_remote_group",
+    "monitored_barrier",
+    "recv_anysource",
     "split_group",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +81,16 @@ class Meeting(Awaited):
         calls = [self.calls[rank] for rank in self.place.ranks]
         for call in calls:
             exact = call.given.sends  # else shapes do not matter, sizes do
-            call.given.inputs = [t.detach() if exact else t.detach().reshape(-1) for t in call.given.inputs]
+            call.given.inputs = [
+                t.detach() if exact else t.detach().reshape(-1) for t in call.given.inputs
+            ]
         try:
             results = calls[0].collective(self.place.net, [call.given for call in calls])
         except CollectiveMismatch as error:
             name = calls[0].text.partition(" ")[0]
-            raise CollectiveMismatch(f"the ranks disagree in {self.where}, {name}: {error}") from None
+            raise CollectiveMismatch(
+                f"the ranks disagree in {self.where}, {name}: {error}"
+            ) from None
         for call, values in zip(calls, results, strict=True):
             for output, value in zip(call.outputs, values, strict=True):
                 _fill(output, value)
@@ -86,7 +100,9 @@ class Meeting(Awaited):
 def _fill(output: Tensor, values: Tensor) -> None:
     """Write ``values``, of as many elements and the same dtype, to ``output``."""
     if texts([output]) != texts([values]):
-        raise ValueError(f"a collective gives {texts([values])}, but its output is {texts([output])}: make them equal")
+        raise ValueError(
+            f"a collective gives {texts([values])}, but its output is {texts([output])}: make them equal"
+        )
     # .data: autograd does not see that a collective writes, as it does not with other backends
     output.data.copy_(values.detach().reshape(output.shape))
 
@@ -145,9 +161,13 @@ class SharedGroups:
         key = name, ranks
         if key not in self._places:
             same = sum(members == ranks for _, members in self._places)
-            text = f"the group of {ranks_text(ranks)}" + (f" (group {same + 1} of these)" if same else "")
+            text = f"the group of {ranks_text(ranks)}" + (
+                f" (group {same + 1} of these)" if same else ""
+            )
             whole = ranks == tuple(range(self.team.size))
-            self._places[key] = MeetingPlace(ranks, self._net if whole else self._net.for_group(ranks), text)
+            self._places[key] = MeetingPlace(
+                ranks, self._net if whole else self._net.for_group(ranks), text
+            )
         return self._places[key]
 
 
@@ -164,7 +184,9 @@ class _Work(Work):
 
     def is_completed(self) -> bool:
         if not self._event.happened:
-            self._team.give_way(self._rank)  # a rank that asks again and again must not keep the turn
+            self._team.give_way(
+                self._rank
+            )  # a rank that asks again and again must not keep the turn
         return self._event.happened
 
     def is_success(self) -> bool:
@@ -196,7 +218,12 @@ class ThreadGroup(dist.ProcessGroup):
         return self._place.arrivals[self._global_rank]
 
     def _issue(
-        self, collective: Collective, text: str, inputs: Sequence[Tensor], outputs: list[Tensor], **details: Any
+        self,
+        collective: Collective,
+        text: str,
+        inputs: Sequence[Tensor],
+        outputs: list[Tensor],
+        **details: Any,
     ) -> _Work:
         """Come to a collective; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
         self._check(text, outputs)
@@ -214,9 +241,13 @@ class ThreadGroup(dist.ProcessGroup):
         name = text.partition(" ")[0]
         # others would meet tensors without data, and run with torch's switches moved
         if active_fake_mode() is not None:
-            raise NoModel(f"{name} while fake tensors stand for real ones: call it where the ranks have data")
+            raise NoModel(
+                f"{name} while fake tensors stand for real ones: call it where the ranks have data"
+            )
         if elsewhere := {tensor.device.type for tensor in tensors} - {"cpu"}:
-            raise NoModel(f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU")
+            raise NoModel(
+                f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU"
+            )
 
     @contextmanager
     def _failing_all(self) -> Iterator[None]:
@@ -240,26 +271,38 @@ class ThreadGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> _Work:
         how, details = _reduction(opts)
         self._check_parts("reduce_scatter", inputs, outputs)
         text = f"reduce_scatter ({how}) of {texts(inputs)}"
         return self._issue(collectives.reduce_scatter, text, inputs, outputs, **details)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> _Work:
         whole = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
         return self.reduce_scatter_single_coalesced(outputs, whole, opts)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> _Work:
         self._check_parts("all_gather", outputs, inputs)
-        return self._issue(collectives.all_gather, f"all_gather of {texts(inputs)}", inputs, outputs)
+        return self._issue(
+            collectives.all_gather, f"all_gather of {texts(inputs)}", inputs, outputs
+        )
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> _Work:
         given = [inputs[0]] * len(self._members)
-        return self._exchange(f"all_gather into a list of {dtype_text(inputs[0])}", outputs[0], given)
+        return self._exchange(
+            f"all_gather into a list of {dtype_text(inputs[0])}", outputs[0], given
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
         return self._exchange(f"all_to_all of a list of {dtype_text(inputs[0])}", outputs, inputs)
@@ -269,7 +312,9 @@ class ThreadGroup(dist.ProcessGroup):
         for tensors in (outputs, inputs):
             self._check_count(text, tensors)
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
-        return self._issue(collectives.exchange_lists, text, inputs, outputs, sends=sends, receives=receives)
+        return self._issue(
+            collectives.exchange_lists, text, inputs, outputs, sends=sends, receives=receives
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         root = opts.rootRank
@@ -289,10 +334,18 @@ class ThreadGroup(dist.ProcessGroup):
         return self._issue(collectives.scatter, text, sent, outputs[:1], root=root)
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> _Work:
         members, splits = len(self._members), []
-        for what, tensor, asked in (("input", given, input_splits), ("output", output, output_splits)):
+        for what, tensor, asked in (
+            ("input", given, input_splits),
+            ("output", output, output_splits),
+        ):
             rows = tensor.shape[0] if tensor.dim() else 0
             own = list(asked) or [rows // members] * members
             if len(own) != members or sum(own) != rows:
@@ -302,7 +355,9 @@ class ThreadGroup(dist.ProcessGroup):
                 )
             splits.append(own)
         text = f"all_to_all of rows of {dtype_text(given)}[{prod(given.shape[1:])}]"
-        return self._issue(collectives.all_to_all, text, [given], [output], sends=splits[0], receives=splits[1])
+        return self._issue(
+            collectives.all_to_all, text, [given], [output], sends=splits[0], receives=splits[1]
+        )
 
     def barrier(self, opts: Any = None) -> _Work:
         return self._issue(collectives.barrier, "barrier", [], [])
@@ -334,14 +389,21 @@ class ThreadGroup(dist.ProcessGroup):
         return _Work(self._team, self._global_rank, message, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:
-        raise NoModel("the order of additions in reduce has no model in a simulated world: use all_reduce")
+        raise NoModel(
+            "the order of additions in reduce has no model in a simulated world: use all_reduce"
+        )
 
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NoModel(f"{name} has no model in a simulated world; its groups do the usual collectives")
+        raise NoModel(
+            f"{name} has no model in a simulated world; its groups do the usual collectives"
+        )
 
     def _check_parts(self, name: str, wholes: list[Tensor], parts: list[Tensor]) -> None:
         """The tensors that are gathered, or to be scattered, hold a part for each member."""
-        members, names = len(self._members), ("output", "input") if name == "all_gather" else ("input", "output")
+        members, names = (
+            len(self._members),
+            ("output", "input") if name == "all_gather" else ("input", "output"),
+        )
         for whole, part in zip(wholes, parts, strict=True):
             if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
                 told = f"the {names[0]} {texts([whole])} must be {members} times the {names[1]} {texts([part])}"
@@ -350,7 +412,9 @@ class ThreadGroup(dist.ProcessGroup):
     def _check_count(self, text: str, tensors: Sequence[Tensor], only: int | None = None) -> None:
         if only in (None, self.rank()) and len(tensors) != len(self._members):
             name = text.partition(" ")[0]
-            raise ValueError(f"{name}: a list of {counted(len(tensors), 'tensor')} for {len(self._members)} ranks")
+            raise ValueError(
+                f"{name}: a list of {counted(len(tensors), 'tensor')} for {len(self._members)} ranks"
+            )
 
     def new_group(
         self,
@@ -362,7 +426,11 @@ class ThreadGroup(dist.ProcessGroup):
         group_desc: str = "",
     ) -> ThreadGroup | None:
         """The subgroup of these global ranks; None for a rank that is not in it."""
-        return ThreadGroup(self._shared, self._global_rank, group_name, ranks) if self._global_rank in ranks else None
+        return (
+            ThreadGroup(self._shared, self._global_rank, group_name, ranks)
+            if self._global_rank in ranks
+            else None
+        )
 
     def _get_backend(self, device: torch.device) -> ThreadGroup:
         """What moves tensors of a device: the group itself, which coalesces nothing. Asked since torch 2.14."""

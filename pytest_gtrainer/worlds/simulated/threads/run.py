@@ -20,7 +20,13 @@ from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
-from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released, ThreadTeam, TimeLimit, state_kept
+from pytest_gtrainer.worlds.simulated.threads.team import (
+    NotOnThreads,
+    Released,
+    ThreadTeam,
+    TimeLimit,
+    state_kept,
+)
 
 LIMIT = 300.0
 _GRACE = 2.0
@@ -33,12 +39,16 @@ class NoStore(dist.Store):
     """The store of ranks on threads: there is none, as a rank that waits for a key would keep the turn."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotOnThreads("ranks on threads have no store: exchange values by collectives (broadcast_object_list)")
+        raise NotOnThreads(
+            "ranks on threads have no store: exchange values by collectives (broadcast_object_list)"
+        )
 
     set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
 
 
-def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT) -> list[Any]:
+def run_threads(
+    size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT
+) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks. Every rank
     finds ``torch.distributed`` initialised, and adds in the order of ``net``. The first error of any rank is raised
     here with a note that names the rank: Standstill if every rank waits for another, TimeLimit if one ran for
@@ -46,7 +56,9 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
     if size < 1:
         raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
     if net.size != size:
-        raise ValueError(f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same")
+        raise ValueError(
+            f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same"
+        )
     if not timeout > 0:
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
     crew = _Crew(size, function, args, net)
@@ -80,12 +92,16 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Crew:
-    def __init__(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net) -> None:
+    def __init__(
+        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net
+    ) -> None:
         self._team = ThreadTeam(size)
         self._groups = SharedGroups(self._team, net)
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
-        self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
+        self._first_group = (
+            next(_runs) * _NAMES_A_RUN
+        )  # no name of a group means anything elsewhere
         thread = partial(threading.Thread, target=self._be_rank, daemon=True)
         self._threads = [thread(args=(rank,), name=f"rank {rank}") for rank in range(size)]
 
@@ -160,7 +176,9 @@ class _Crew:
             begin, interrupted = time.monotonic(), False
             while team.running == rank and time.monotonic() < begin + _GRACE:
                 time.sleep(0.005)
-                interrupted = interrupted or (time.monotonic() > begin + _GRACE / 4 and team.interrupt(rank))
+                interrupted = interrupted or (
+                    time.monotonic() > begin + _GRACE / 4 and team.interrupt(rank)
+                )
             if team.running == rank:
                 stuck.append(rank)
                 team.abandon(rank)

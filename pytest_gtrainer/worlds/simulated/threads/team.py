@@ -67,7 +67,9 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
-        return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())  # a simulated world is on the CPU
+        return cls(
+            GeneratorStates.now(cuda=False), torch.get_default_dtype()
+        )  # a simulated world is on the CPU
 
     def put_back(self) -> None:
         self.generators.put_back()
@@ -105,7 +107,9 @@ class ThreadTeam:
         self.running: int | None = None  # the rank that has the turn, since ``last_turn``
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        self._states = [ProcessState.now()] * size  # of every rank that has not the turn; all start with the caller's
+        self._states = [
+            ProcessState.now()
+        ] * size  # of every rank that has not the turn; all start with the caller's
         self._lock = threading.RLock()
         self._ready = deque(range(size))
         self._turns = [threading.Semaphore(0) for _ in range(size)]
@@ -179,7 +183,9 @@ class ThreadTeam:
             if rank != self.running or frame is None or is_ours(frame):
                 return False
             identifier = ctypes.c_ulong(self.threads[rank])
-            return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Released)))
+            return bool(
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Released))
+            )
 
     def abandon(self, rank: int) -> None:
         """Count a rank as ended that has no thread, or does not come back with the turn."""
@@ -206,13 +212,17 @@ class ThreadTeam:
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
         self._states[rank].put_back()
-        os.environ.update(zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True))
+        os.environ.update(
+            zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True)
+        )
         self.check(rank)
 
     def check(self, rank: int) -> None:
         """Raise Released if the team has failed, NotOnThreads if the calling thread is not the rank's."""
         if threading.get_ident() != self.threads[rank]:
-            raise NotOnThreads(f"a thread that rank {rank} started called a collective: let the rank itself call it")
+            raise NotOnThreads(
+                f"a thread that rank {rank} started called a collective: let the rank itself call it"
+            )
         if self.failed:
             raise Released
 
@@ -220,16 +230,25 @@ class ThreadTeam:
         """What each rank does, and the stacks."""
         frames = self._frames()
         doing = dict.fromkeys(range(self.size), "waiting for its turn")
-        doing |= {rank: f"{event}{_whereabouts(frames.get(rank))}" for rank, event in self.waiting.items()}
+        doing |= {
+            rank: f"{event}{_whereabouts(frames.get(rank))}" for rank, event in self.waiting.items()
+        }
         if self.running is not None:
             doing[self.running] = f"running{_whereabouts(frames.get(self.running))}"
         doing |= dict.fromkeys(self.ended, "ended")
-        told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(sorted(doing.items())).items())
+        told = "; ".join(
+            f"{ranks_text(ranks)}: {text}"
+            for text, ranks in ranks_by(sorted(doing.items())).items()
+        )
         return f"{told}\n\n{self.stacks()}"
 
     def stacks(self) -> str:
         """The Python stacks of all ranks that have not ended, equal ones once, outermost call first."""
-        stacks = ranks_by((rank, _stack(frame)) for rank, frame in self._frames().items() if rank not in self.ended)
+        stacks = ranks_by(
+            (rank, _stack(frame))
+            for rank, frame in self._frames().items()
+            if rank not in self.ended
+        )
         parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
         if len(parts) > _MOST_STACKS:
             parts[_MOST_STACKS:] = [f"... and {len(parts) - _MOST_STACKS} more"]
@@ -237,13 +256,18 @@ class ThreadTeam:
 
     def _frames(self) -> dict[int, FrameType]:
         current = sys._current_frames()
-        return {rank: current[thread] for rank, thread in sorted(self.threads.items()) if thread in current}
+        return {
+            rank: current[thread]
+            for rank, thread in sorted(self.threads.items())
+            if thread in current
+        }
 
 
 def _stack(frame: FrameType) -> str:
     """The frames of the function that the rank runs; of torch's the innermost, which is the collective."""
     entries = dropwhile(
-        lambda entry: entry.filename.startswith((_HERE, threading.__file__)), traceback.extract_stack(frame)
+        lambda entry: entry.filename.startswith((_HERE, threading.__file__)),
+        traceback.extract_stack(frame),
     )
     inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), entries))
     shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)] + inner[-1:]

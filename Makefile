@@ -10,7 +10,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix matrix parallel bench simulate soak mutants reach fuzz faults pictures report-check docs dist check-install lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers bench mutants docs dist lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -58,56 +58,13 @@ test-transformers: env ## ordinary models of the transformers package, which thi
 gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
 	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu
 
-check-long: env   ## the long forms too
-	$(PYTEST) --gt-gpus=8
-
-chunk-matrix: env ## every chunked block with every number of chunks and dtype, against eager chunking
-	$(PYTEST) -m long tests/passes/chunking/test_equals_eager_chunking.py
-
-parallel: env     ## FSDP, expert and tensor parallelism on 8 ranks: equal to eager, and each of three mistakes differs
-	$(PYTEST) --gt-gpus=8 -rP tests/parity/test_three_mistakes.py
-
-# A run that was cut goes on where it was, as long as the commit is the same.
-RESUME = build/matrix-$(shell git rev-parse --short HEAD).jsonl
-
-matrix: env       ## every combination of parallelism, and pipelines, on 4 and 8 ranks and 16 or 64 simulated ones, with a table; FROM="-k ..." takes some
-	$(PYTEST) --gt-gpus=8 --gt-timeout=1200 -v -p tests.parity.resume --resume=$(RESUME) -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py tests/parity/test_pipeline_matrix.py
-
 bench: env        ## speed against yardsticks measured in the same run; fails if a goal is missed, at the end
 	missed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || missed=1; done; exit $$missed
-
-simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the weights, graph and eager
-	$(PY) -m benchmarks.simulate
-
-pictures: env     ## the pictures of the documentation, drawn again from real runs; the page's needs Debian's chromium
-	$(PY) docs/pictures.py
-
-report-check: env ## the page of --gt-report in headless Chromium, with screenshots; needs Debian's chromium
-	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
-	$(PYTEST) -rP tests/report/browser_check.py
 
 # mutmut brings twenty packages, which stand beside the environment: only this command needs them.
 mutants: env      ## mutation testing: SAMPLE=200 mutants of PACKAGES="passes numerics", drawn by SEED=0; what survives is shown
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mutants-tool "mutmut>=3.8,<4"
 	$(PY) .ci/mutants.py $(PACKAGES) --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0)
-
-# The report is made though tests fail, as those of interrupts and of stacks may, which see the tracer. Ranks that are
-# killed tell nothing, and so do the few that start by exec: read the report for what runs in the tests' own process.
-reach: env        ## lines and branches that no test of the fast tier reaches
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt coverage
-	mkdir -p build/reach && rm -f build/reach/*
-	-COVERAGE_FILE=$(CURDIR)/build/reach/data $(PY) -m coverage run -m pytest -q$(if $(GT_DEVICE), --gt-device=$(GT_DEVICE)) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile
-	cd build/reach && COVERAGE_FILE=data ../../$(PY) -m coverage combine --quiet --rcfile=$(CURDIR)/pyproject.toml
-	COVERAGE_FILE=build/reach/data $(PY) -m coverage report --skip-covered --show-missing
-
-soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault; and 1,000 that are slow and pass
-	$(PYTEST) -s tests/worlds/test_soak.py -m long
-
-faults: env       ## what befalls ranks, and in how many seconds it is told, at 4 and at 8 ranks: a table
-	$(PYTEST) -s -m long tests/worlds/test_table_of_faults.py
-
-fuzz: env         ## damaged graph texts and records for SECONDS=1800 of CPU time each; examples are drawn from SEED=0 on
-	GT_FUZZ_SECONDS=$(or $(SECONDS),1800) GT_FUZZ_SEED=$(or $(SEED),0) $(PYTEST) -s -m long tests/test_fuzz.py
 
 docs:             ## the site, in build/site; a warning fails, and so does a page that loads from the network. It needs no torch
 	# python3 -m http.server -d build/site: its search needs a server, the pages do not
@@ -122,9 +79,6 @@ dist:             ## the wheel and the source archive, in dist/, as an index wou
 	rm -rf dist
 	build/dist/bin/python -m build --quiet
 	build/dist/bin/python -m twine check --strict dist/*
-
-check-install: env ## the documentation, followed in clean environments of Python 3.11 to 3.13 that hold the wheel alone
-	$(PYTEST) -rs tests/integration/test_clean_install.py
 
 lint: env
 	$(PY) -m ruff check .

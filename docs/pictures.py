@@ -1,4 +1,4 @@
-"""The pictures of the documentation, in ``docs/pictures``: ``make pictures`` draws them again, from real runs.
+"""Draw the pictures of the documentation, in ``docs/pictures``, again from real runs.
 
 ``python docs/pictures.py DIR`` draws all; ``--only NAME`` one. Timelines are those that ``timeline`` tells of a traced
 graph, the terminal is a run of ``examples/downstream`` with its bug, the page is made by ``--gt-report`` and

@@ -1,7 +1,8 @@
 """Damaged graph texts and records: read, or refused by the one documented error; what fuzzing has found stays so.
 
-``make fuzz SECONDS=1800 SEED=0`` runs it for so many seconds of CPU time on each of the two. Batch n of a run draws
-its examples from the seed SEED + n, so that each can be drawn again.
+``GT_FUZZ_SECONDS=1800 GT_FUZZ_SEED=0 pytest -s -m long tests/test_fuzz.py`` runs each of the two for so
+many seconds of CPU time. Batch n of a run draws its examples from the seed GT_FUZZ_SEED + n, so each can
+be drawn again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what ``make pictures`` would draw now, and each is shown somewhere."""
+"""The pictures are those that ``docs/pictures.py`` draws now, and each is shown somewhere."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ FROM_RUNS = ("buckets", "terminal")
 @pytest.mark.parametrize("name", [name for name in DRAWINGS if name not in FROM_RUNS])
 def test_a_drawing_is_up_to_date(name):
     assert DRAWINGS[name]() == (PICTURES / f"{name}.svg").read_text(), (
-        "make pictures draws it again"
+        "python docs/pictures.py draws it again"
     )
 
 
@@ -30,7 +30,7 @@ def test_a_picture_of_a_run_is_what_the_run_says(name):
     sides = [DRAWINGS[name](), (PICTURES / f"{name}.svg").read_text()]
     if name == "terminal":  # shows the rank that failed first: its numbers are its own
         sides = [re.sub(r" *-?\b\d[\d.a-fx]*", " N", side) for side in sides]
-    assert sides[0] == sides[1], "make pictures draws it again"
+    assert sides[0] == sides[1], "python docs/pictures.py draws it again"
 
 
 def test_a_difference_would_be_seen(monkeypatch):

@@ -12,7 +12,7 @@ GOLDEN = "golden/tests/parity/test_llama3_8b/test_llama3_8b_under_64_ranks_is_pi
 EXAMPLES = dict(
     re.findall(
         r"^```python\n# view: (\w+)\n(.*?)^```",
-        (ROOT / "docs/graph-views.md").read_text(),
+        (ROOT / "docs/graph-text.md").read_text(),
         re.S | re.M,
     )
 )
@@ -29,4 +29,4 @@ def test_the_example_is_cut_from_a_golden(view):
 def test_the_example_says_how_long_the_schedule_is():
     golden = (ROOT / GOLDEN.format("schedule")).read_text().splitlines()
     lines = len([line for line in golden if not line.startswith("#")])
-    assert f"{lines} lines in all" in (ROOT / "docs/graph-views.md").read_text()
+    assert f"{lines} lines in all" in (ROOT / "docs/graph-text.md").read_text()

@@ -2,7 +2,8 @@
 
 On 4 and 8 ranks, and on simulated nodes of 8, where the order of a sum shows: two, and also eight, of DeepSeek-V3 with
 fewer cells, as each takes minutes. A control of every cell must differ: payloads in another order or, where that does
-not show, gradients reduced in bf16. ``make matrix`` runs all cells, ``make test`` and ``make check`` some.
+not show, gradients reduced in bf16. CONTRIBUTING.md has the command for all cells; ``make test`` and
+``make check`` run some.
 """
 
 from __future__ import annotations

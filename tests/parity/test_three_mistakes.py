@@ -1,6 +1,6 @@
 """FSDP, expert and tensor parallelism together on eight ranks: equal to eager, and each of three mistakes differs.
 
-``make parallel`` is this file.
+Run it with ``--gt-gpus=8 -rP`` to see the table.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The page of ``--gt-report`` in a real browser: ``make report-check`` (Debian's ``chromium``); not in ``make test``.
+"""The page of ``--gt-report`` in a real browser, which needs Debian's ``chromium``: run this file by name.
 
 Each check opens a copy of a page with a script behind it that clicks, types, and leaves what it saw in the title.
 Screenshots at 1,280 pixels lie in ``build/report-check`` afterwards, for a person to look at.
@@ -521,7 +521,7 @@ def test_on_paper_controls_are_gone_and_nothing_is_cut_or_without_its_colour(pag
 
 
 def test_pictures_of_a_passing_and_a_failing_run(pages):
-    """To be looked at: make report-check says where they are."""
+    """To be looked at: ``pytest -rP`` says where they are."""
     picture(pages["failing"], "failing", 1000, "#t0")
     picture(pages["passing"], "passing", 2600, "#t0.4")
     picture(pages["failing"], "failing-list", 600)

@@ -61,7 +61,7 @@ def test_fault(run, name):
 
 
 def test_waits_are_told_long_before_the_limit(run):
-    """Within two seconds on a quiet machine (`make faults`); a busy one has more here. The limit is 300 s."""
+    """Within two seconds on a quiet machine; a busy one has more here. The limit is 300 s."""
     spent = {name: run.reports[name]["call"]["duration"] for name in TABLE}
     assert {name for name, seconds in spent.items() if seconds > 60} == set()
 

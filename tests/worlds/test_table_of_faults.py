@@ -1,6 +1,7 @@
 """T: what befalls ranks, what the report must say of it, and how long it took to say so, at 4 and at 8 ranks.
 
-``make faults`` prints the table. Seconds are from the moment of the fault to the report; nothing is asserted of them.
+``pytest -s -m long`` of this file prints the table.
+Seconds are from the moment of the fault to the report; nothing is asserted of them.
 """
 
 from __future__ import annotations

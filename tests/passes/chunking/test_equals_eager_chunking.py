@@ -126,7 +126,7 @@ def test_the_gradient_of_a_sum_of_parameters_is_complete_in_each_chunk(options, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("given", "root", "chunk_dim"), STRATEGIES)
 def test_the_whole_matrix(given, root, chunk_dim, dtype, chunks):
-    """The long form: everything with everything (``make chunk-matrix``), three steps of AdamW."""
+    """The long form: everything with everything (``-m long``), three steps of AdamW."""
     by_hand = "rewrite" in given  # which eager code has not
     check_equals_eager(
         case_of(given, strict(root, chunk_dim, chunks), dtype, steps=3),

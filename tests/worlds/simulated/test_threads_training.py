@@ -180,7 +180,7 @@ def test_a_mesh_of_outside_means_nothing_to_a_rank(gt_mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [64, 128, 256])
 def test_many_ranks(ranks):
-    """S2: graph and eager by one digest a step of all ranks' weights, as ``make simulate`` prints them."""
+    """S2: graph and eager by one digest a step of all ranks' weights, as ``benchmarks.simulate`` prints them."""
     graph, eager = (
         simulate.train(side, ranks, nodes=ranks // 8, steps=2).digests
         for side in ("graph", "eager")

@@ -7,6 +7,7 @@
 - A *traceable wrapper subclass* holds other tensors and has no bytes of its own.
 - ``DTensor._local_tensor`` is this rank's part; ``to_local`` would be recorded in a trace.
 - ``torch._C._dispatch_has_kernel_for_dispatch_key`` tells operators that the dispatcher takes apart.
+- ``torch._C._should_allow_numbers_as_tensors`` tells ``aten.add(x, 2)`` from ``aten.mm(x, 2)``, by the name.
 - ``UntypedStorage._cdata`` is the address of the storage object: equal for a tensor and its views.
 - A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds in
   ``_parameters``; writing to that table does not run ``__setattr__``.
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ATTRIBUTES = {
-    "torch._C": ("_dispatch_has_kernel_for_dispatch_key",),
+    "torch._C": ("_dispatch_has_kernel_for_dispatch_key", "_should_allow_numbers_as_tensors"),
     "torch._ops:OpOverload": ("_schema",),
     "torch:UntypedStorage": ("_cdata",),
     "torch.distributed.tensor:DTensor": ("_local_tensor",),
@@ -89,6 +90,13 @@ def is_composite(operator: OpOverload) -> bool:
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
     )
+
+
+def takes_numbers(operator: OpOverload) -> bool:
+    """Return whether a node may give the operator a number where its schema says a tensor."""
+    space, _, name = operator._schema.name.partition("::")
+    is_listed = space == "aten" and torch._C._should_allow_numbers_as_tensors(name)
+    return space == "prims" or bool(is_listed)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ graph input, a word of graph text (``bf16``) or a process group's symbol, as the
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import operator
@@ -23,11 +24,18 @@ from pytest_gtrainer._torch.graph_text import (
     operator_names,
     operator_overload,
 )
-from pytest_gtrainer._torch.values import OpOverload, schema
-from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
+from pytest_gtrainer._torch.values import (
+    SYMBOLIC,
+    HigherOrderOperator,
+    OpOverload,
+    schema,
+    takes_numbers,
+)
+from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unknown
+from pytest_gtrainer.graph.nodes import leaves_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
-from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.operators import FUNCTIONS, function_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import is_item
 
 OUTPUT = "output"
@@ -46,26 +54,33 @@ class OperatorPattern(Predicate):
         return _fits(self.text, found.text.split("."), found.short)
 
     def check(self, subject: Subject) -> None:
-        """Raises ``CheckError`` if neither the graph nor torch has such an operator."""
+        """Raise ``CheckError`` if neither the graph nor torch has such an operator."""
         if self.text == OUTPUT or any(map(self.matches, subject.schedule)):
             return
-        registered = [name.replace("::", ".").split(".") for name in operator_names()]
-        if _is_known(self.text, registered):
-            return
-        last = self.text.removesuffix(".default").rpartition(".")[2]
-        raise CheckError(
-            f"no operator is called {self.text!r}{nearest(last, {path[1] for path in registered})}"
-        )
+        if not any(_fits(self.text, path, name) for path, name in _known_operators(self.text)):
+            last = self.text.removesuffix(".default").rpartition(".")[2]
+            words = {name.partition("::")[2].partition(".")[0] for name in operator_names()}
+            raise CheckError(f"no operator is called {self.text!r}{nearest(last, words)}")
+        if self.text in ("getitem", "operator.getitem") and subject.has_items:
+            wrong = "the graph takes outputs by getitem, and these are no nodes of the schedule"
+            raise CheckError(f"{wrong}: name an output as `split[0]`")
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if self.matches(node):
             return None
         found = node.op if node.op == OUTPUT else operator_of(node).text
-        return f"its operator is {found}, expected {self.text}"
+        words = f"its operator is {found}, expected {self.text}"
+        if isinstance(node.target, HigherOrderOperator):
+            for given in leaves_of([node.args, node.kwargs]):
+                if isinstance(given, OpOverload):
+                    called = function_of(given)
+                    if _fits(self.text, called.text.split("."), called.short):
+                        return Unknown(f"{words}, and it is given {called.text} to call")
+        return words
 
 
 def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
-    """Whether a pattern names an operator: one word is its name, more are the beginning of its path."""
+    """Return whether a pattern names an operator: by its name, or by the beginning of its path."""
     parts = pattern.split(".")
     if len(parts) == 1:
         return fnmatchcase(name, pattern)
@@ -74,19 +89,28 @@ def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
     return len(parts) <= len(path) and all(map(fnmatchcase, path, parts))
 
 
-def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
-    """Whether there is such an operator: of the dispatcher, of Python, a method, a function, or of higher order."""
-    home, _, name = pattern.rpartition(".")
-    owners = {"": (operator, torch.Tensor), "operator": (operator,), "method": (torch.Tensor,)}
-    if any(_fits(pattern, path, path[1]) for path in registered):
-        return True
-    if any(hasattr(owner, name) for owner in owners.get(home, ())):
-        return True
-    if home.startswith("torch"):
+def _known_operators(text: str) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield the path and the name of each operator, function and method that a node may call.
+
+    Of the functions below ``torch`` only the one that ``text`` names.
+    """
+    for registered in operator_names():
+        path = registered.replace("::", ".").split(".")
+        yield path, path[1]
+    for name in higher_order_operators():
+        yield ("hop", word(name)), name
+    for spelled in FUNCTIONS:
+        yield spelled.split("."), spelled.rpartition(".")[2]
+    for home, owner in (("operator", operator), ("method", torch.Tensor)):
+        for name in dir(owner):  # `shape` and `__class__` are nothing that a node calls
+            if not name.startswith("__") and inspect.isroutine(getattr(owner, name)):
+                yield (home, name), name
+    if text.startswith("torch."):
         with contextlib.suppress(AttributeError):
-            return operator.attrgetter(pattern.partition(".")[2])(torch) is not None
-        return False
-    return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
+            found = operator.attrgetter(text.partition(".")[2])(torch)
+            if inspect.isroutine(found):
+                called = function_of(found)  # by the name that it has in a graph
+                yield called.text.split("."), called.short
 
 
 ANY, REST = (
@@ -131,17 +155,25 @@ class CallPattern(Predicate):
     def check(self, subject: Subject) -> None:
         symbols = {group.symbol for group in subject.groups.values()}
         for pattern in _nested(self):
+            if isinstance(pattern, Name) and pattern.text not in (*CONSTANTS, *symbols):
+                by_index = _input_by_index(pattern, subject)
+                subject.check_name(by_index or pattern.text)
+                if pattern.item is not None and by_index is None:
+                    _check_item(pattern, subject)
+            elif isinstance(pattern, str) and pattern.startswith("device("):
+                _check_device(pattern)
+        for pattern in _nested(self):
             if isinstance(pattern, CallPattern):
+                if pattern.operator.text == OUTPUT and pattern is not self:
+                    raise CheckError(f"{pattern}: nothing can use the output")
                 pattern.operator.check(subject)
                 _check_call(pattern, subject)
-            elif isinstance(pattern, Name) and pattern.text not in (*CONSTANTS, *symbols):
-                subject.check_name(_input_by_index(pattern, subject) or pattern.text)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if not self.operator.matches(node):
             return None  # told by the operator's own pattern
         found = call_mismatch(self, node, subject)
-        return f"its arguments: {found}" if found else None
+        return _at("its arguments", found) if found else None
 
     def names(self) -> Iterable[str]:
         return [pattern.text for pattern in _nested(self) if isinstance(pattern, Name)]
@@ -161,38 +193,130 @@ def _nested(pattern: Argument) -> Iterator[Argument]:
         yield from _nested(item)
 
 
+def _check_item(name: Name, subject: Subject) -> None:
+    """Raise ``CheckError`` for an output that a value does not have: ``m[0]`` of an ``mm``."""
+    node = subject.captures.get(name.text)
+    if node is None:
+        raise CheckError(f"{name}: {name.text} is a graph input, and these have no outputs")
+    value = node.meta.get("val", node.meta.get("example_value"))
+    results = schema(node.target).returns if isinstance(node.target, OpOverload) else None
+    if isinstance(value, tuple | list):
+        number = len(value)
+    elif results is None or any(
+        "[]" in str(each.type) or "List" in str(each.type) for each in results
+    ):
+        return  # a tensor that a function of Python indexes, or a list of unknown length
+    else:
+        number = len(results) if len(results) > 1 else 0
+    if int(name.item or 0) >= number:
+        has = f"{number} outputs, counted from 0" if number else "one output, and it is no tuple"
+        raise CheckError(f"{name}: {operator_of(node).text} has {has}")
+
+
+def _check_device(literal: str) -> None:
+    """Raise ``CheckError`` for a device that torch does not know, or with a number, which no text has."""
+    name = literal.removeprefix('device("').removesuffix('")')
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise CheckError(f"torch has no device {name!r}") from None
+    if device.index is not None:
+        raise CheckError(f'{literal}: a device is compared by its type: device("{device.type}")')
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """The arguments that an operator takes."""
 
-    text: str
-    positional: tuple[str, ...]
-    keyword_only: tuple[str, ...]
-    required: frozenset[str]
+    overload: OpOverload
 
-    @classmethod
-    def of(cls, overload: OpOverload) -> Signature:
-        """Read it from the schema of an operator of the dispatcher."""
-        arguments = schema(overload).arguments
-        positional = tuple(each.name for each in arguments if not each.kwarg_only)
-        keyword_only = tuple(each.name for each in arguments if each.kwarg_only)
-        required = frozenset(each.name for each in arguments if not each.has_default_value())
-        shown = [*positional, *(f"{name}=" for name in keyword_only)]
-        return cls(f"{overload}({', '.join(shown)})", positional, keyword_only, required)
+    def __str__(self) -> str:
+        return str(schema(self.overload))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Arguments that may be given by name."""
-        return (*self.positional, *self.keyword_only)
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of its schema by name."""
+        return {each.name: each for each in schema(self.overload).arguments}
 
-    def takes(self, pattern: CallPattern) -> bool:
-        """Whether a call with as many arguments, and these keywords, is possible."""
-        keywords = {name for name, _ in pattern.keywords}
-        free = [name for name in self.positional if name not in keywords]
-        given = len(pattern.arguments) - (REST in pattern.arguments)
-        if not keywords <= set(self.names) or given > len(free):
+    def takes(self, pattern: CallPattern, subject: Subject) -> bool:
+        """Return whether a call with as many arguments of such types, and these keywords, is possible."""
+        known, keywords = self.arguments, dict(pattern.keywords)
+        free = [
+            name for name, each in known.items() if not each.kwarg_only and name not in keywords
+        ]
+        given = [argument for argument in pattern.arguments if argument != REST]
+        if not keywords.keys() <= known.keys() or len(given) > len(free):
             return False
-        return REST in pattern.arguments or self.required <= {*free[:given], *keywords}
+        if REST in pattern.arguments:  # what stands behind it has no known place
+            given = given[: pattern.arguments.index(REST)]
+        else:
+            required = {name for name, each in known.items() if not each.has_default_value()}
+            if not required <= {*free[: len(given)], *keywords}:
+                return False
+        asked = [*zip(free, given, strict=False), *keywords.items()]
+        return all(self._may_be(known[name], value, subject) for name, value in asked)
+
+    def _may_be(self, argument: Any, pattern: Argument, subject: Subject) -> bool:
+        """Return whether an argument of this type can be such a value."""
+        if pattern in (ANY, REST):
+            return True
+        kinds = [argument.real_type]  # `int[]?` is an optional list of integers
+        while hasattr(kinds[-1], "getElementType"):
+            kinds.append(kinds[-1].getElementType())
+        kind = kinds[-1].kind()
+        is_group = argument.name in ("group_name", "process_group")
+        if isinstance(pattern, List):
+            is_list = any(each.kind() == "ListType" for each in kinds)
+            items = () if is_group else pattern.items
+            inside = all(self._may_be(argument, item, subject) for item in items)
+            return inside and (is_list or is_group or kind not in _TYPES)
+        if isinstance(pattern, CallPattern):
+            return kind not in _CONSTANT_KINDS and not is_group
+        if isinstance(pattern, Name):
+            if pattern.text in subject.captures or subject.inputs_called(pattern.text):
+                return kind not in _CONSTANT_KINDS and not is_group
+            if pattern.text not in CONSTANTS:  # a group, or an input by its index
+                return is_group or pattern.item is not None
+        if is_group:  # written by its symbol or its ranks
+            return False
+        value = _value_of(str(pattern))
+        if value is None:
+            return kind not in _TYPES or any(each.kind() == "OptionalType" for each in kinds)
+        if kind == "TensorType" and takes_numbers(self.overload):
+            return isinstance(value, bool | int | float | complex)
+        return kind not in _TYPES or type(value) in _TYPES[kind]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "TensorType": (),
+    "IntType": (int,),
+    "SymIntType": (int,),
+    "FloatType": (float, int),
+    "NumberType": (bool, int, float, complex),
+    "BoolType": (bool,),
+    "StringType": (str,),
+    "ScalarTypeType": (torch.dtype,),
+    "LayoutType": (torch.layout,),
+    "MemoryFormatType": (torch.memory_format,),
+    "DeviceObjType": (torch.device,),
+}
+"""What constants a schema's type takes; types that are not here take any."""
+_CONSTANT_KINDS = frozenset(
+    {"StringType", "ScalarTypeType", "LayoutType", "MemoryFormatType", "DeviceObjType"}
+)
+"""Types of which no node has a value."""
+
+
+def _value_of(literal: str) -> Any:
+    """Return the constant that is spelled so."""
+    if literal in CONSTANTS:
+        return CONSTANTS[literal]
+    if literal.startswith("device("):
+        return torch.device(literal.removeprefix('device("').removesuffix('")'))
+    try:
+        return ast.literal_eval(literal)
+    except ValueError:
+        return float(literal)  # -inf
 
 
 def _check_call(pattern: CallPattern, subject: Subject) -> None:
@@ -208,7 +332,7 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
             )
         return
     signatures = list(_signatures(pattern.operator.text))
-    known = {name for each in signatures for name in each.names}
+    known = {name for each in signatures for name in each.arguments}
     is_open = not signatures  # of a higher-order operator, say, which has no signature
     # Graphs of Dynamo call functions and methods of Python, which take their arguments in other ways as well.
     others = [
@@ -226,8 +350,8 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
     if unknown and not is_open:
         hint = nearest(unknown[0], known) or f": it has {', '.join(sorted(known))}"
         raise CheckError(f"{pattern}: {pattern.operator.text} has no argument {unknown[0]}={hint}")
-    if signatures and not others and not any(each.takes(pattern) for each in signatures):
-        shown = " or ".join(each.text for each in signatures[:_MOST_SIGNATURES])
+    if signatures and not others and not any(each.takes(pattern, subject) for each in signatures):
+        shown = " or ".join(str(each) for each in signatures[:_MOST_SIGNATURES])
         more = (
             f" or {len(signatures) - _MOST_SIGNATURES} more"
             if len(signatures) > _MOST_SIGNATURES
@@ -256,7 +380,7 @@ def _signatures(text: str) -> Iterator[Signature]:
             _fits(text, path, word)
             and (found := operator_overload(space, word, overload)) is not None
         ):
-            yield Signature.of(found)
+            yield Signature(found)
 
 
 def _is_overload(node: fx.Node) -> bool:
@@ -287,7 +411,7 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
         if name not in by_name:
             return f"it has no argument {name}=, expected {name}={value}"
         if found := _mismatch(value, by_name[name], subject, is_group=name in named_groups):
-            return f"{name}: {found}"
+            return _at(name, found)
     extra = [name for name in node.kwargs if name not in wanted]
     if extra and pattern.arguments[-1:] != (REST,):
         return f"it has {extra[0]}= too (`...` at the end would leave it open)"
@@ -311,8 +435,14 @@ def _items_mismatch(
     spread = [*patterns[:gap], *[ANY] * (len(values) - expected), *patterns[gap + 1 :]]
     for place, (pattern, value) in enumerate(zip(spread, values, strict=True)):
         if found := _mismatch(pattern, value, subject, is_group=place in groups):
-            return f"number {place + 1}: {found}"
+            return _at(f"number {place + 1}", found)
     return None
+
+
+def _at(where: str, found: str) -> str:
+    """Say where a difference is; one that nobody can decide stays such a one."""
+    words = f"{where}: {found}"
+    return Unknown(words) if isinstance(found, Unknown) else words
 
 
 def _mismatch(
@@ -328,32 +458,44 @@ def _mismatch(
                 if str(pattern) == group.symbol
                 else f"it is the group {group}, expected {pattern}"
             )
-        ranks = list(group.ranks or ())
-        return (
-            None if str(pattern) == str(ranks) else f"it is {group}, expected the ranks {pattern}"
-        )
+        if str(pattern) == str(list(group.ranks or ())):
+            return None
+        words = f"it is {group}, expected the ranks {pattern}"
+        return Unknown(words) if group.ranks is None else words
     if isinstance(pattern, List):
         if not isinstance(value, list | tuple):
             return f"it is {_shown(value, subject)}, expected the list {pattern}"
         return _items_mismatch(pattern.items, value, subject)
+    words = f"it is {_shown(value, subject)}, expected {pattern}"
     if not isinstance(value, fx.Node):
-        fits = str(pattern) == spell_literal(
-            value
-        )  # by spelling: True is not 1, and -0.0 is not 0.0
+        # by spelling: True is not 1, and -0.0 is not 0.0
+        fits = str(pattern) == spell_literal(value)
     elif isinstance(pattern, CallPattern):
-        fits = value in subject.place and pattern.operator.matches(value)
-        if fits and (found := call_mismatch(pattern, value, subject)):
-            return f"in {pattern.operator.text}: {found}"
+        source = _whole(value)
+        fits = source in subject.place and pattern.operator.matches(source)
+        if fits and (found := call_mismatch(pattern, source, subject)):
+            return _at(f"in {pattern.operator.text}", found)
     else:
         fits = isinstance(pattern, Name) and _is_named(pattern, value, subject)
-    return None if fits else f"it is {_shown(value, subject)}, expected {pattern}"
+    if fits:
+        return None
+    number = value.meta.get("val") if isinstance(value, fx.Node) else value
+    is_number = isinstance(pattern, str) and pattern[-1:].isdecimal()
+    return Unknown(words) if is_number and isinstance(number, SYMBOLIC) else words
+
+
+def _whole(value: fx.Node) -> fx.Node:
+    """Return the node of which a value is an output; ``split`` stands for any output of it."""
+    while is_item(value):
+        value = value.args[0]
+    return value
 
 
 def _is_named(pattern: Name, value: fx.Node, subject: Subject) -> bool:
     if (whole := _input_by_index(pattern, subject)) is not None:
         return subject.is_named(value, whole)
     if pattern.item is None:
-        return subject.is_named(value, pattern.text)
+        return subject.is_named(_whole(value), pattern.text)
     return (
         is_item(value)
         and value.args[1] == pattern.item

@@ -18,7 +18,7 @@ from torch import fx
 from pytest_gtrainer.checks import predicates as must
 from pytest_gtrainer.checks.arguments import OperatorPattern
 from pytest_gtrainer.checks.predicates import Check, Pattern
-from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject, Unknown
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
 from pytest_gtrainer.graphtext.header import nearest
@@ -229,7 +229,8 @@ class Matcher:
     def run(self, check: Check) -> None:
         self._last = check
         try:
-            check.pattern.check(self._subject)
+            is_negative = check.kind == "never" or check.number == 0
+            check.pattern.check(self._subject, is_negative=is_negative)
             (self._waiting.append if check.kind == "never" else getattr(self, f"_{check.kind}"))(
                 check
             )
@@ -256,7 +257,10 @@ class Matcher:
             )
         for check in self._waiting:
             for place in range(self._at + 1, end):
-                if self._matches(check, place):
+                found = self._judge(check, place)
+                if isinstance(found, Unknown):
+                    raise CheckError(f"{check}\n{self._undecided(place, found)}")
+                if found:
                     since = f"the match at {self._at}" if self._at >= 0 else "the start"
                     upto = "the end" if end == len(self._schedule) else f"the match at {end}"
                     told = f"it matches between {since} and {upto}\n{self._subject.line(place)}"
@@ -264,7 +268,22 @@ class Matcher:
         self._waiting.clear()
 
     def _matches(self, check: Check, place: int) -> bool:
-        return check.pattern.matches(self._schedule[place], self._subject)
+        return check.pattern.mismatch(self._schedule[place], self._subject) is None
+
+    def _judge(self, check: Check, place: int) -> bool | Unknown:
+        """Return whether a node matches, or why nobody can say, for a check that needs to know."""
+        node = self._schedule[place]
+        found = check.pattern.mismatch(node, self._subject)
+        if isinstance(found, Unknown):
+            return found
+        if found is None and check.kind == "never":
+            return True
+        return check.pattern.may_fit_inside(node, self._subject) or found is None
+
+    def _undecided(self, place: int, why: Unknown) -> str:
+        return (
+            f"nobody can say whether this node matches\n{self._subject.line(place)}\n        {why}"
+        )
 
     def _arrive(self, check: Check, place: int) -> None:
         self._at = place
@@ -312,7 +331,13 @@ class Matcher:
         self._arrive(check, self._at)
 
     def _count(self, check: Check) -> None:
-        found = [place for place in range(len(self._schedule)) if self._matches(check, place)]
+        found = []
+        for place in range(len(self._schedule)):
+            judged = self._judge(check, place)
+            if isinstance(judged, Unknown):
+                raise CheckError(self._undecided(place, judged))
+            if judged:
+                found.append(place)
         if len(found) != check.number:
             lines = [self._subject.line(place) for place in found[:_MOST]]
             lines += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
@@ -349,7 +374,9 @@ class Matcher:
             if pattern.has_operator(node) and p not in besides
         ]
         if not places:
-            return [] if besides else ["no node of the graph has that operator"]
+            inside = any(pattern.may_fit_inside(node, subject) for node in self._schedule)
+            where = "graph, but one in a graph that it calls," if inside else "graph"
+            return [] if besides else [f"no node of the {where} has that operator"]
         distances = [
             (len(pattern.differences(self._schedule[place], subject)), place <= at, place)
             for place in places

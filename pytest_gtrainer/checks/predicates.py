@@ -2,15 +2,23 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from types import EllipsisType
 
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.arguments import OperatorPattern
-from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_called, is_within
-from pytest_gtrainer.graph.nodes import spell_dtype, walked
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer.checks.arguments import OUTPUT, OperatorPattern
+from pytest_gtrainer.checks.subject import (
+    CheckError,
+    Predicate,
+    Subject,
+    Unknown,
+    is_called,
+    is_within,
+)
+from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType  # an extent, None for any one, ``...`` for any number of them
@@ -43,13 +51,23 @@ class InBucket(Predicate):
         for fqn in self.fqns:
             subject.check_module(fqn)
 
+    def check_exists(self, subject: Subject) -> None:
+        """Raise ``CheckError`` if there is no such bucket: then no node would ever belong to it."""
+        if not self.fqns or any(map(self._is_of, subject.buckets)):
+            return
+        known = "; ".join(f"bucket({', '.join(owners)})" for owners in subject.buckets)
+        raise CheckError(
+            f"no bucket is {', '.join(self.fqns)}, in this order; there is {known or 'no bucket'}"
+        )
+
+    def _is_of(self, owners: Sequence[str]) -> bool:
+        return len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))
+
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         owners, _, is_bucket = subject.scope(node)
         if not is_bucket:
             return f"it belongs to no bucket but to {_told(owners)}, expected {self}"
-        if not self.fqns or (
-            len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))
-        ):
+        if not self.fqns or self._is_of(owners):
             return None
         return f"its bucket is {_told(owners)}, expected {_told(self.fqns)}"
 
@@ -83,11 +101,10 @@ class InDirection(Predicate):
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         found = subject.direction(node)
-        return (
-            None
-            if found == self.direction
-            else f"its direction is {found or 'none'}, expected {self.direction}"
-        )
+        if found == self.direction:
+            return None
+        words = f"its direction is {found or 'none'}, expected {self.direction}"
+        return words if found in ("fwd", "bwd", "") else Unknown(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +137,41 @@ class HasType(Predicate):
             )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            kind = "not known" if value is None else f"of type {type(value).__name__}"
-            return f"its value is {kind}, expected one tensor"
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, torch.Tensor):
+            return self._difference(value)
+        if value is None:
+            unknown = "its value is not known, expected one tensor"
+            return unknown if _gives_no_tensor(node) else Unknown(unknown)
+        words = f"its value is of type {type(value).__name__}, expected one tensor"
+        # `topk -> f32` is no type of topk, but a reader would say that it fits
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        differences = [self._difference(tensor) for tensor in tensors]
+        may_fit = any(one is None or isinstance(one, Unknown) for one in differences)
+        return Unknown(words) if may_fit else words
+
+    def _difference(self, value: torch.Tensor) -> str | None:
         if self.dtype is not None and value.dtype is not self.dtype:
             return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
-        layout = (
-            ("shape is", tuple(value.shape), self.shape),
-            ("strides are", value.stride(), self.strides),
-        )
-        for what, found, wanted in layout:
-            if wanted is not None and not _extents_fit(found, wanted):
-                return f"its {what} {_extents(found)}, expected {_extents(wanted)}"
-        return None
+        unknown: str | None = None
+        for what, wanted in (("shape is", self.shape), ("strides are", self.strides)):
+            if wanted is None:
+                continue
+            found = tuple(value.shape) if what == "shape is" else value.stride()
+            fits = _extents_fit(found, wanted)
+            words = f"its {what} {_extents(found)}, expected {_extents(wanted)}"
+            if fits is False:
+                return words
+            if fits is None and unknown is None:
+                unknown = Unknown(words)
+        return unknown
+
+
+def _gives_no_tensor(node: fx.Node) -> bool:
+    """Return whether a node without a value has none because its operator returns no tensor."""
+    if not isinstance(node.target, OpOverload):
+        return node.op == "output"
+    return not any("Tensor" in str(result.type) for result in schema(node.target).returns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +184,7 @@ class ComesFrom(Predicate):
         subject.check_name(self.name)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        ancestors = walked(node.all_input_nodes, attrgetter("all_input_nodes"))
-        if any(subject.is_named(source, self.name) for source in ancestors):
+        if any(subject.is_named(source, self.name) for source in subject.sources_of(node)):
             return None
         return f"{self.name} is not among its ancestors"
 
@@ -175,7 +212,11 @@ class UsedBy(Predicate):
         if any(fits) and (all(fits) or not self.only):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
-        return f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
+        words = f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
+        # A graph that a user calls reads the value where no check looks.
+        inside = [inner for user in users for inner in subject.inside(user)]
+        may_fit = captured is None and not self.only and any(map(self.user.matches, inside))
+        return Unknown(words) if may_fit else words
 
     def names(self) -> Iterable[str]:
         return [self.user.text]
@@ -201,8 +242,9 @@ def _told(fqns: Sequence[str]) -> str:
     return ", ".join(fqn or "the root" for fqn in fqns) or "none"
 
 
-def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
-    """
+def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | None:
+    """Return whether extents fit; None if that depends on a symbol: to compare it would add a guard.
+
     >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
     (True, False, True)
     """
@@ -211,10 +253,10 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
         wanted = [*wanted[:gap], *[None] * (len(found) - len(wanted) + 1), *wanted[gap + 1 :]]
     if len(found) != len(wanted):
         return False
-    pairs = zip(
-        found, wanted, strict=True
-    )  # a symbolic extent fits `_` only: comparing it would add a guard
-    return all(want is None or (type(extent) is int and extent == want) for extent, want in pairs)
+    asked = [(extent, want) for extent, want in zip(found, wanted, strict=True) if want is not None]
+    if any(type(extent) is int and extent != want for extent, want in asked):
+        return False
+    return True if all(type(extent) is int for extent, _ in asked) else None
 
 
 def _extents(extents: Sequence[object]) -> str:
@@ -229,6 +271,10 @@ _ONCE: dict[tuple[type[Predicate], ...], str] = {
 }
 """What a node has one of: said twice, it is a contradiction or says nothing more."""
 
+_OF_A_VALUE = (InDirection, InModule, InBucket, HasType, UsedBy)
+_OF_A_NODE_INSIDE = (OperatorPattern, HasType)
+"""What can be said of a node in a graph that another one calls; names mean values of the outer one."""
+
 KINDS = ("then", "next", "same", "never", "count", "start")
 
 
@@ -239,14 +285,21 @@ class Pattern:
     predicates: tuple[Predicate, ...] = ()
     name: str | None = None
 
-    def check(self, subject: Subject) -> None:
-        """Raises ``CheckError`` if no node can fit."""
+    def check(self, subject: Subject, *, is_negative: bool) -> None:
+        """Raise ``CheckError`` if no node can fit; of a negative check none may even be missing."""
         for kinds, what in _ONCE.items():
             said = [predicate for predicate in self.predicates if isinstance(predicate, kinds)]
             if len(said) > 1:
                 raise CheckError(f"{what} is said {len(said)} times of one node; say it once")
         for predicate in self.predicates:
             predicate.check(subject)
+            if predicate == OperatorPattern(OUTPUT):
+                others = [one for one in self.predicates if isinstance(one, _OF_A_VALUE)]
+                if others:
+                    wrong = "the output has no module, direction, type or users"
+                    raise CheckError(f"{wrong}, so no node can match")
+            if is_negative and isinstance(predicate, InBucket):
+                predicate.check_exists(subject)
 
     def differences(self, node: fx.Node, subject: Subject) -> list[str]:
         """How a node differs, in words; of another operator that alone is told."""
@@ -257,8 +310,25 @@ class Pattern:
             if (words := predicate.difference(node, subject)) is not None
         ]
 
-    def matches(self, node: fx.Node, subject: Subject) -> bool:
-        return all(predicate.difference(node, subject) is None for predicate in self.predicates)
+    def mismatch(self, node: fx.Node, subject: Subject) -> str | None:
+        """Return how a node differs, in words; `Unknown` if it may fit, None if it fits."""
+        unknown: str | None = None
+        for predicate in self.predicates:
+            found = predicate.difference(node, subject)
+            if found is not None and not isinstance(found, Unknown):
+                return found
+            unknown = unknown or found
+        return unknown
+
+    def may_fit_inside(self, node: fx.Node, subject: Subject) -> Unknown | None:
+        """Return why a graph that ``node`` calls may have a node that fits, by operator and type."""
+        local = Pattern(tuple(p for p in self.predicates if isinstance(p, _OF_A_NODE_INSIDE)))
+        for inner in subject.inside(node):
+            found = local.mismatch(inner, subject)
+            if found is None or isinstance(found, Unknown):
+                what = operator_of(inner).text
+                return Unknown(f"it calls a graph that has {what}: check that graph by itself")
+        return None
 
     def has_operator(self, node: fx.Node) -> bool:
         """Whether the node's operator is the one that is asked for, if any is."""

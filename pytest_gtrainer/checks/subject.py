@@ -1,12 +1,20 @@
 """The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with a check."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
 
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    direction,
+    graphs_called,
+    storage_of,
+    walked,
+    writes,
+)
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
 from pytest_gtrainer.graphtext.rendering import lines_of
@@ -24,6 +32,15 @@ class CheckFailure(AssertionError):
     """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
 
     __module__ = "pytest_gtrainer"
+
+
+class Unknown(str):
+    """A difference that nobody can decide: the graph does not say enough about a node.
+
+    Such a node does not match. A ``never`` or ``count`` that meets one is an error, since it may match.
+    """
+
+    __slots__ = ()
 
 
 def is_within(fqn: str, pattern: str) -> bool:
@@ -72,14 +89,48 @@ class Subject:
         self._modules = {
             fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners
         }
+        self.buckets = {
+            scope.owners: None
+            for scopes in all_scopes
+            for scope in scopes.of.values()
+            if scope.is_bucket
+        }
+        self.has_items = any(map(is_item, nodes))
+        self._inside: dict[fx.Node, list[fx.Node]] = {}
+        self._writes = writes(gm.graph)
         self._lines: list[str] = []
+
+    def inside(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes of the graphs that a node calls, and of those that these call.
+
+        They are not in the schedule: no check is about them.
+        """
+        found = self._inside.get(node)
+        if found is None:
+            found = self._inside[node] = list(_computed_inside(self._gm, node))
+        return found
+
+    def sources_of(self, node: fx.Node) -> set[fx.Node]:
+        """Return the nodes from which a node is computed, over any number of steps.
+
+        What was written into the memory of an operand before the node reads it counts too.
+        """
+
+        def read_by(reader: fx.Node) -> list[fx.Node]:
+            found = list(reader.all_input_nodes)
+            for operand in reader.all_input_nodes:
+                writers = self._writes.get(storage_of(operand), ())
+                found += [writer for writer in writers if writer < reader]
+            return found
+
+        return walked(read_by(node), read_by)
 
     def scope(self, node: fx.Node) -> Scope:
         """The module or bucket of a node; that of the output has no owners and no space."""
         return self._scopes.of.get(node, Scope((), ""))
 
     def direction(self, node: fx.Node) -> str:
-        """Forward or backward; of a bucket's node its bucket and its own mark must say the same."""
+        """Forward or backward, or words, if a bucket and the mark of its node disagree."""
         space, own = self.scope(node).space, direction(node)
         return space if space in ("", own) else f"{space} by its bucket and {own} by its mark"
 
@@ -143,6 +194,14 @@ class Subject:
         return f"{place:>6}  {self._lines[place]}"
 
 
+def _computed_inside(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    for body in graphs_called(gm, node):
+        for inner in body.graph.nodes:
+            if is_computed(inner):
+                yield inner
+                yield from _computed_inside(body, inner)
+
+
 class Predicate:
     """One thing that a node must be."""
 
@@ -152,7 +211,7 @@ class Predicate:
         """Raises ``CheckError`` if no node of any graph like this one can fit."""
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        """``its dtype is f32, expected bf16``; None if the node fits."""
+        """``its dtype is f32, expected bf16``, `Unknown` if it may fit; None if the node fits."""
         raise NotImplementedError
 
     def names(self) -> Iterable[str]:

@@ -204,6 +204,8 @@ class _Grammar:
             self._expect("]")
             return ()
         extents = tuple(self._until("]", self._extent))
+        if not extents:
+            raise CheckError("a shape without dimensions is written [()]")
         if extents.count(...) > 1:
             raise CheckError("a shape has one `...` at most")
         return extents

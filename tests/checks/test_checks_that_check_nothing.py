@@ -6,6 +6,7 @@ from torch import fx
 
 from pytest_gtrainer import assert_graph, check_graph
 from pytest_gtrainer.checks import CheckError, CheckFailure
+from pytest_gtrainer.graphtext import parse
 
 
 def error_of(gm, checks):
@@ -86,10 +87,10 @@ def test_what_cannot_match_or_cannot_fail(gm, checks, words):
         ("*(_, dtyp=bf16)", "* has no argument dtyp=, did you mean `dtype`?"),
         ("t(_to_copy(_, dtyp=bf16))", "_to_copy has no argument dtyp="),  # of an operand
         ("cat([t(_, dimm=1)])", "t has no argument dimm=: it has "),
-        ("mm(_)", "the operator is aten.mm.default(self, mat2)"),
+        ("mm(_)", "the operator is aten::mm(Tensor self, Tensor mat2) -> Tensor"),
         (
             "mm(_, _, _, _)",
-            "no node can have these arguments, because the operator is aten.mm.default(self, mat2)",
+            "no node can have these arguments, because the operator is aten::mm(Tensor self, Tensor mat2) -> Tensor",
         ),
         ("t(_, _)", "no node can have these arguments"),
         ("t()", "no node can have these arguments"),
@@ -105,6 +106,52 @@ def test_what_cannot_match_or_cannot_fail(gm, checks, words):
         ("mm -> [3, 8] -> [8, 3]", "a dtype or shape is said 2 times"),
         ("t -> [8, 8][8]", "a shape of 2 dimensions has as many strides, not 1"),
         ("t -> [..., 8][..., ..., 8]", "a shape has one `...` at most"),
+        ("mm -> f32[]", "a shape without dimensions is written [()]"),
+        ('mm("x", 3)', "no node can have these arguments"),
+        ("mm(_, 3)", "no node can have these arguments"),
+        ("mm(bf16, _)", "no node can have these arguments"),
+        ("mm([_], _)", "no node can have these arguments"),
+        ("mm(fsdp, _)", "no node can have these arguments"),
+        ("mm(self=_, mat2=2.0)", "no node can have these arguments"),
+        ("add(_, 'x')", "no node can have these arguments"),
+        ("cat(['x'])", "no node can have these arguments"),
+        ("cat([_, 2])", "no node can have these arguments"),
+        ("sum(_, [0.5])", "no node can have these arguments"),
+        ("sum(_, [0], 1)", "no node can have these arguments"),
+        ('_to_copy(_, dtype="f64")', "no node can have these arguments"),
+        ("_to_copy(_, dtype=contiguous_format)", "no node can have these arguments"),
+        ("_to_copy(_, dtype=I.x)", "no node can have these arguments"),
+        ('_to_copy(..., device="cuda")', "no node can have these arguments"),
+        ('t(_to_copy(..., dtype="f64"))', "no node can have these arguments"),
+        ('_to_copy(..., device=device("gpu"))', "torch has no device 'gpu'"),
+        ('_to_copy(..., device=device("cuda:1"))', 'compared by its type: device("cuda")'),
+        ("_to_copy(..., pin_memory=1)", "no node can have these arguments"),
+        ("all_gather_into_tensor(_, 2, I.x)", "no node can have these arguments"),
+        ('all_gather_into_tensor(_, 2, "0")', "no node can have these arguments"),
+        ("all_gather_into_tensor(_, fsdp, ...)", "no node can have these arguments"),
+        ("mm(I.x[0], _)", "I.x is a graph input, and these have no outputs"),
+        ("mm(output(_), _)", "nothing can use the output"),
+        ("output used by mm", "the output has no module, direction, type or users"),
+        ("output -> f32", "the output has no module, direction, type or users"),
+        ("output in head", "the output has no module, direction, type or users"),
+        ("output in fwd", "the output has no module, direction, type or users"),
+        ("output in bucket()", "the output has no module, direction, type or users"),
+        ("grad", "no operator is called 'grad'"),
+        ("shape", "no operator is called 'shape'"),
+        ("__class__", "no operator is called '__class__'"),
+        ("__repr__", "no operator is called '__repr__'"),
+        ("method.shape", "no operator is called 'method.shape'"),
+        ("method.requires_grad", "no operator is called 'method.requires_grad'"),
+        ("operator.itemgetter", "no operator is called 'operator.itemgetter'"),
+        ("torch.float32", "no operator is called 'torch.float32'"),
+        ("torch.nn.functional", "no operator is called 'torch.nn.functional'"),
+        ("torch.nn.ReLU", "no operator is called 'torch.nn.ReLU'"),
+        ("torch.ops.aten.mm", "no operator is called 'torch.ops.aten.mm'"),
+        ("torch.nn.functional.gelu", "no operator is called 'torch.nn.functional.gelu'"),
+        ("mm used by shape", "no operator is called 'shape'"),
+        ("mm(shape(_), _)", "no operator is called 'shape'"),
+        ("getitem", "the graph takes outputs by getitem"),
+        ("mm used by operator.getitem", "the graph takes outputs by getitem"),
     ],
 )
 def test_no_node_of_any_graph_can_match(gm, kind, node, words):
@@ -129,6 +176,27 @@ def test_no_node_of_any_graph_can_match(gm, kind, node, words):
         "operator.add(_, _)",
         "method.view(_, 2, 3)",
         "*(_, alpha=2)",
+        "add(_, 2)",
+        "mul(2.0, _)",
+        "sum(_, 0)",
+        "cat([I.x, ...])",
+        "index(_, [None, _])",
+        "view(_, [I.x, -1])",
+        "full([2], inf)",
+        "full([2], -inf)",
+        "dropout(_, 1, True)",
+        "_to_copy(..., dtype=None)",
+        '_to_copy(..., device=device("cuda"))',
+        "empty([2, 3], dtype=f64, layout=strided, memory_format=contiguous_format)",
+        "all_gather_into_tensor(_, 2, [0, 1, 2])",
+        "all_gather_into_tensor(..., _, fsdp, _)",
+        "reduce_scatter_tensor(_, 'sum', ...)",
+        "torch.sum",
+        "torch.nn.functional.relu",
+        "torch._C._nn.gelu",
+        "math.ceil",
+        "method.add_",
+        "output(_)",
     ],
 )
 def test_what_some_node_could_be_is_no_error(gm, node):
@@ -137,6 +205,92 @@ def test_what_some_node_could_be_is_no_error(gm, node):
         assert_graph(gm, f"never {node}")
     else:
         assert_graph(gm, f"then {node}")
+
+
+SEVERAL = """\
+if I:
+  I.x: f32[3, 8]
+if fwd:
+  topk: (f32[3, 2], i64[3, 2]) = aten.topk(I.x, 2)
+  sum: f32[()] = aten.sum(topk[0])
+  mm: f32[3, 3] = aten.mm(I.x, I.x)
+  add: f32[3, 2] = aten.add.Tensor(topk[1], mm)
+if out:
+  yield fwd._.sum
+  yield fwd._.add
+"""
+
+
+@pytest.mark.parametrize("item", [2, 7])
+@pytest.mark.parametrize("kind", ["never", "count 0", "then"])
+def test_an_output_that_a_value_does_not_have(kind, item):
+    gm = parse(SEVERAL)
+    text = error_of(gm, f"then topk as k\n{kind} sum(k[{item}])")
+    assert f"k[{item}]: aten.topk has 2 outputs, counted from 0" in text
+    text = error_of(gm, f"then mm as m\n{kind} add(_, m[{item - 2}])")
+    assert f"m[{item - 2}]: aten.mm has one output, and it is no tuple" in text
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    assert "aten.topk has 2 outputs" in error_of(gm, f"then topk as k\n{kind} sum(k[{item}])")
+    assert "has one output" in error_of(gm, f"then mm as m\n{kind} add(_, m[0])")
+
+
+def test_an_operator_of_several_outputs_stands_for_each_of_them():
+    """As in `used by`. Else no operand would ever be one, and a `never` would hold of every graph."""
+    gm = parse(SEVERAL)
+    assert_graph(gm, "then topk as k\nthen sum(k)\nthen add(k, mm(...))\nstart\nnever add(k[0], _)")
+    assert_graph(
+        gm, "then sum(topk(I.x, 2))\nthen add(topk(...), _)\nstart\nnever sum(topk(I.x, 3))"
+    )
+    for check in (
+        "never sum(topk(...), ...)",
+        "never add(topk(_, 2), _)",
+        "count 0 sum(topk(...))",
+    ):
+        with pytest.raises(CheckFailure):
+            assert_graph(gm, check)
+    for check in ("never sum(k)", "never add(k, _)", "never add(k[1], _)"):
+        with pytest.raises(CheckFailure):
+            assert_graph(gm, f"then topk as k\n{check}")
+
+
+@pytest.mark.parametrize("kind", ["never", "count 0"])
+@pytest.mark.parametrize(
+    ("bucket", "words"),
+    [
+        (
+            "norm, layers.0",
+            "no bucket is norm, layers.0, in this order; there is bucket(layers.0, norm)",
+        ),
+        ("layers.0", "no bucket is layers.0, in this order"),
+        ("layers", "no bucket is layers, in this order"),
+        ("layers.0.w, norm", "nothing in the graph lies in 'layers.0.w'"),
+        ("norm, norm", "no bucket is norm, norm, in this order"),
+    ],
+)
+def test_a_bucket_that_the_graph_does_not_have(kind, bucket, words):
+    text = (
+        "if P:\n  P.layers[0].w: f32[4]\n  P.norm.w: f32[4]\nif fwd:\n"
+        "  with bucket(layers[0], norm):\n"
+        "    cat: f32[8] = aten.cat([P.layers[0].w, P.norm.w])\n"
+        "if out:\n  yield fwd.bucket(layers[0], norm).cat\n"
+    )
+    gm = parse(text)
+    assert words in error_of(gm, f"{kind} sin in bucket({bucket})")
+    assert_graph(gm, f"{kind} sin in bucket(layers.0, norm)\n{kind} sin in bucket(*.0, *)")
+    assert_graph(gm, f"{kind} sin in bucket()")
+    with pytest.raises(CheckFailure if "lies" not in words else CheckError):
+        assert_graph(gm, f"then cat in bucket({bucket})")
+
+
+def test_a_bucket_of_the_graph_before_is_known(gm):
+    import copy
+
+    after = copy.deepcopy(gm)
+    for node in after.graph.nodes:
+        node.meta.pop("fsdp_bucket", None)
+    assert "there is no bucket" in error_of(after, "never cat in bucket(layers.0)")
+    assert_graph(after, "never cat in bucket(layers.0)", before=gm)
 
 
 def test_an_argument_in_its_place_is_found_by_its_name(gm):
@@ -152,8 +306,8 @@ def test_an_argument_in_its_place_is_found_by_its_name(gm):
         assert_graph(gm, "never split(_, split_size=8)")
     with pytest.raises(CheckFailure, match="split_size: it is 8, expected 4"):
         assert_graph(gm, "then split(_, split_size=4)")
-    with pytest.raises(CheckFailure, match="group_name: it is the group"):
-        assert_graph(gm, "then all_gather_into_tensor(_, 2, group_name=I.x)")
+    with pytest.raises(CheckFailure, match="group_name: it is fsdp"):
+        assert_graph(gm, "then all_gather_into_tensor(_, 2, group_name=[0])")
 
 
 def test_keywords_of_functions_that_dynamo_calls():

@@ -119,7 +119,7 @@ def test_what_was_counted_and_what_almost_counts(gm):
         ),
         ("cat([_])", "its arguments: number 1: there are 2, expected 1: (_)"),
         ("cat(I.x)", "it is [P.layers.0.wq.weight, P.layers.0.wo.weight], expected I.x"),
-        ("split([_], 8)", "its arguments: number 1: it is wait_tensor at 2, expected the list [_]"),
+        ("output([_], _)", "its arguments: number 1: it is sum at 8, expected the list [_]"),
         (
             "all_gather_into_tensor(..., [0, 2])",
             "number 3: it is fsdp = group(range(0, 2)), expected the ranks [0, 2]",

@@ -1,0 +1,211 @@
+"""A `never` or `count` that meets a node of which the graph does not say enough is an error that names it."""
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import assert_graph
+from pytest_gtrainer.checks import CheckError, CheckFailure
+from pytest_gtrainer.graphtext import parse
+
+aten, hop = torch.ops.aten, torch.ops.higher_order
+
+
+def error_of(gm, checks):
+    with pytest.raises(CheckError) as error:
+        assert_graph(gm, checks)
+    return str(error.value)
+
+
+def sin_of(x):
+    return aten.sin.default(x)
+
+
+def cos_of(x):
+    return aten.cos.default(x)
+
+
+def graph_with(*bodies, call):
+    """A graph that calls ``call(graph, bodies, x)`` between a relu and a tanh."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    x = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+    x.meta["val"] = torch.empty(2)
+    for place, body in enumerate(bodies):
+        setattr(root, f"body_{place}", body)
+    inside = call(graph, [f"body_{place}" for place in range(len(bodies))], x)
+    inside.meta["val"] = (torch.empty(2),)
+    last = graph.call_function(
+        aten.tanh.default, (graph.call_function(operator.getitem, (inside, 0)),)
+    )
+    last.meta["val"] = torch.empty(2)
+    graph.output(last)
+    return fx.GraphModule(root, graph)
+
+
+sin, cos = fx.symbolic_trace(sin_of), fx.symbolic_trace(cos_of)
+
+
+def held(graph, names):
+    return [graph.get_attr(name) for name in names]
+
+
+CALLS = {
+    "cond": lambda graph, names, x: graph.call_function(
+        hop.cond, (True, *held(graph, names), (x,))
+    ),
+    "while_loop": lambda graph, names, x: graph.call_function(
+        hop.while_loop, (*held(graph, names), (x,), ())
+    ),
+    "scan": lambda graph, names, x: graph.call_function(
+        hop.scan, (held(graph, names)[-1], [x], [x], [])
+    ),
+    "invoke_subgraph": lambda graph, names, x: graph.call_function(
+        hop.invoke_subgraph, (held(graph, names)[-1], "name", x)
+    ),
+    "module": lambda graph, names, x: graph.call_module(names[-1], (x,)),
+}
+NESTED = graph_with(cos, sin, call=CALLS["cond"])
+
+
+@pytest.mark.parametrize("kind", ["never", "count 0", "count 1", "then relu\nnever"])
+@pytest.mark.parametrize("body", [sin, NESTED], ids=["body", "nested"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_node_in_a_graph_that_is_called(call, body, kind):
+    gm = graph_with(cos, body, call=CALLS[call])
+    message = error_of(gm, f"{kind} aten.sin")
+    assert "nobody can say whether this node matches\n     1  " in message
+    assert "it calls a graph that has aten.sin: check that graph by itself" in message
+    assert_graph(gm, f"{kind.replace('1', '0')} aten.exp")  # in none of the graphs
+    with pytest.raises(CheckFailure, match="but one in a graph that it calls, has that operator"):
+        assert_graph(gm, "then sin")
+    assert_graph(body, "count 1 sin" if body is sin else "count 0 exp")
+
+
+def test_only_calls_between_the_matches_count():
+    gm = graph_with(sin, cos, call=CALLS["cond"])
+    assert_graph(gm, "then hop.cond\nnever sin\nthen tanh\nstart\nnever sin\nthen relu")
+
+
+def test_a_user_that_calls_a_graph_is_not_decided():
+    gm = graph_with(cos, sin, call=CALLS["cond"])
+    assert "it is used by cond at 1" in error_of(gm, "never relu used by sin")
+    assert_graph(gm, "never relu used by exp\ncount 1 relu used by hop.cond")
+
+
+@pytest.mark.parametrize("type_", ["f64", "f64[2]", "[2]"])
+def test_a_type_in_a_graph_that_is_called(type_):
+    body = fx.symbolic_trace(sin_of)
+    for node in body.graph.nodes:
+        node.meta["val"] = torch.empty(2, dtype=torch.float64)
+    gm = graph_with(cos, body, call=CALLS["module"])
+    if "f64" in type_:
+        assert "it calls a graph that has aten.sin" in error_of(gm, f"never -> {type_}")
+    assert_graph(gm, "never -> bf16\nnever sin -> f32\nnever -> f64[3]")
+
+
+def test_an_operator_that_is_given_to_a_node():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(hop.out_dtype, (aten.mm.default, torch.int32, x, x)))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    for kind in ("never", "count 0", "count 1"):
+        assert "it is given aten.mm to call" in error_of(gm, f"{kind} mm(_, _)")
+        assert "it is given aten.mm to call" in error_of(gm, f"{kind} aten.mm.default")
+    assert_graph(gm, "never relu")
+
+
+TYPES = """\
+s0 = size(4)
+if I:
+  I.x: f32[3, 5]
+  I.y: f32[s0, 5]
+if fwd:
+  nonzero: i64[u0, 2] = aten.nonzero(I.x)
+  topk: (f32[3, 1], i64[3, 1]) = aten.topk(I.x, 1)
+  relu: f32[s0, 5] = aten.relu(I.y)
+  add: f32[3, 5] = aten.add.Tensor(I.x, I.x)
+if out:
+  yield fwd._.add
+  yield fwd._.relu
+  yield fwd._.nonzero
+  yield fwd._.topk[0]
+"""
+
+
+@pytest.fixture
+def typed():
+    gm = parse(TYPES)
+    (add,) = (node for node in gm.graph.nodes if node.target is aten.add.Tensor)
+    del add.meta["val"]
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ("add -> f32", "its value is not known, expected one tensor"),
+        ("add -> [3, 5]", "its value is not known, expected one tensor"),
+        ("topk -> f32", "its value is of type tuple, expected one tensor"),
+        ("topk -> i64", "its value is of type tuple, expected one tensor"),
+        ("topk -> i64[_, 1]", "its value is of type tuple, expected one tensor"),
+        ("relu -> f32[3, 5]", "its shape is [s0, 5], expected [3, 5]"),
+        ("relu -> [..., 7, 5]", "its shape is [s0, 5], expected [..., 7, 5]"),
+        ("nonzero -> i64[0, _]", "its shape is [u0, 2], expected [0, _]"),
+        ("-> f32[3, 5]", "its shape is [s0, 5], expected [3, 5]"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["never", "count 0", "count 1"])
+def test_a_type_that_is_not_known(typed, kind, node, words):
+    assert words in error_of(typed, f"{kind} {node}")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "topk -> bf16",
+        "topk -> f32[4, _]",
+        "topk -> i64[3]",
+        "relu -> bf16",
+        "relu -> [_, 6]",
+        "relu -> [5]",
+        "relu -> bf16[3, 5]",
+        "nonzero -> [_, 3]",
+        "nonzero -> f32[3, 2]",
+    ],
+)
+def test_what_is_certain_in_spite_of_it(typed, node):
+    assert_graph(typed, f"never {node}\nstart\ncount 0 {node}")
+    assert_graph(typed, "count 1 relu -> f32[_, 5]\ncount 1 nonzero -> [_, 2]\ncount 1 topk")
+
+
+def test_an_operator_without_results_has_no_type():
+    text = "if I:\n  I.x: b8[()]\nif fwd:\n  _assert_async: _ = aten._assert_async(I.x)\nif out:\n  yield I.x\n"
+    assert_graph(parse(text), "never -> f32\ncount 1 _assert_async")
+
+
+def test_a_node_of_no_direction(gm):
+    (launch,) = [node for node in gm.graph.nodes if "reduce_scatter" in node.name]
+    del launch.meta["autograd_backward"]
+    for kind in ("never", "count 0", "count 1"):
+        for direction in ("fwd", "bwd"):
+            text = error_of(gm, f"{kind} reduce_scatter_tensor in {direction}")
+            assert "its direction is bwd by its bucket and fwd by its mark" in text
+    assert_graph(gm, "never mm(_, _) in fwd -> bf16")
+
+
+def test_a_group_whose_ranks_nobody_knows(gm):
+    gm.meta["gt_groups"] = {}
+    assert "expected the ranks [0, 1]" in error_of(gm, "never all_gather_into_tensor(_, 2, [0, 1])")
+
+
+def test_a_number_that_is_a_symbol():
+    def reshaped(x):
+        return x.view(x.shape[0], 2, 3)
+
+    gm = make_fx(reshaped, tracing_mode="symbolic")(torch.empty(4, 6))
+    for kind in ("never", "count 0"):
+        assert "its arguments: number 2: number 1" in error_of(gm, f"{kind} view(_, [4, 2, 3])")
+    assert_graph(gm, "never view(_, [_, 3, 2])\ncount 1 view(_, [_, 2, 3])")

@@ -24,13 +24,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
+from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn, walked
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
-from pytest_gtrainer.numerics.determinism import GeneratorStates
 from pytest_gtrainer.numerics.graph_inputs import try_extremes
 from pytest_gtrainer.numerics.graph_run import (
     AFTERWARDS,

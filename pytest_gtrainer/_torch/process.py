@@ -1,9 +1,8 @@
-"""State of the process: deterministic algorithms, seeds for CUDA, compiled code.
+"""State of the process: deterministic algorithms, streams of CUDA, compiled code.
 
 - ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
 - ``torch.backends.ContextProp`` is the class of flags such as ``torch.backends.cudnn.deterministic``; its attribute
   ``setter`` sets one of them where assignment is refused.
-- ``torch.cuda._lazy_seed_tracker`` holds seeds that were set before CUDA started.
 - ``torch.cuda._sleep(cycles)`` keeps a stream busy.
 - ``torch._C._cuda_clearCublasWorkspaces()`` frees what cuBLAS keeps for each stream, 32 MiB on an H100.
 - Inductor's and dynamo's modules are looked at only where somebody has imported them: importing them takes seconds.
@@ -18,7 +17,7 @@ import torch.cuda
 
 ATTRIBUTES = {
     "torch._C": ("_set_deterministic_algorithms",),
-    "torch.cuda": ("_lazy_seed_tracker", "_sleep"),
+    "torch.cuda": ("_sleep",),
 }
 
 
@@ -33,11 +32,6 @@ def set_backend_flag(backend: Any, name: str, value: bool) -> None:
     way out, ``backend.flags(...)``, would set all flags of the backend, and raises where precisions of TF32 are mixed.
     """
     vars(type(backend))[name].setter(value)
-
-
-def waiting_seeds() -> dict[str, Any]:
-    """The seeds that wait for CUDA to start, to be copied or updated."""
-    return vars(torch.cuda._lazy_seed_tracker)
 
 
 def keep_stream_busy(cycles: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect import (
     Bisection,
@@ -22,7 +23,6 @@ from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import refuse_fake
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare
-from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,

@@ -11,7 +11,7 @@ gradients of inputs.
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,15 @@ def is_wait(node: fx.Node) -> bool:
     return any(node.target is wait for wait in WAITS)
 
 
-def is_random(node: fx.Node) -> bool:
+class Call(NamedTuple):
+    """A call of an operator that is no node yet."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def is_random(node: fx.Node | Call) -> bool:
     """Whether the node draws from a random generator; torch tags attention without dropout, too, which does not."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
@@ -122,7 +130,7 @@ def is_random(node: fx.Node) -> bool:
     return argument_of(node, "dropout_p") != 0.0
 
 
-def argument_of(node: fx.Node, *names: str) -> Any:
+def argument_of(node: fx.Node | Call, *names: str) -> Any:
     """What an operator is given as the first argument of these names, or its default; None if it has none."""
     for place, argument in enumerate(schema(node.target).arguments):
         if argument.name in names:

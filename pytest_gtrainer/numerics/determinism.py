@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -21,8 +20,8 @@ from pytest_gtrainer._torch.process import (
     inductor_config,
     set_backend_flag,
     set_deterministic_algorithms,
-    waiting_seeds,
 )
+from pytest_gtrainer._torch.random_states import numpy_or_none, random_states_kept
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
 
@@ -279,7 +278,7 @@ def seed_everything(seed: int) -> None:
     # of devices that this torch was not built for, manual_seed notes a stack trace each: half a millisecond
     on_cpu_only = torch.accelerator.current_accelerator() is None
     (torch.default_generator if on_cpu_only else torch).manual_seed(seed % 2**64)
-    numpy = _numpy()  # which torch has imported, if there is one
+    numpy = numpy_or_none()  # which torch has imported, if there is one
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
 
@@ -339,71 +338,3 @@ def balanced_loss(
     total = functional_collectives.all_reduce(count.reshape(()), "sum", group)
     scaled = loss_sum * dist.get_world_size(group) if gradients == "avg" else loss_sum
     return scaled / total
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or imported for it."""
-    version, words, gauss = random.getstate()
-    states = {"python": torch.tensor([version, *words], dtype=torch.int64)}
-    if gauss is not None:
-        states["python.gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    numpy = sys.modules.get("numpy") if "numpy.random" in sys.modules else None
-    if numpy is not None:
-        _, keys, position, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        states["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64)
-    states["torch.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_initialized():
-        for index, state in enumerate(torch.cuda.get_rng_state_all()):
-            states[f"torch.cuda.{index}"] = state
-    return states
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Put every generator back; one that only came to life inside the block stays as it is."""
-    states = GeneratorStates.now()
-    try:
-        yield
-    finally:
-        states.put_back()
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStates:
-    """Where every generator of this process was, to be put back here or, pickled, in another process."""
-
-    python: tuple[Any, ...]
-    numpy: Any
-    cpu: torch.Tensor
-    cuda: list[torch.Tensor] | None
-    waiting: dict[str, Any]
-
-    @classmethod
-    def now(cls, *, cuda: bool = True) -> GeneratorStates:
-        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is not started."""
-        return cls(
-            python=random.getstate(),
-            numpy=numpy.random.get_state() if (numpy := _numpy()) is not None else None,
-            cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None,
-            waiting=dict(waiting_seeds()) if cuda else {},
-        )
-
-    def put_back(self) -> None:
-        """Set every generator; one that came to life later is left as it is."""
-        random.setstate(self.python)
-        torch.set_rng_state(self.cpu)
-        if self.numpy is not None and (numpy := _numpy()) is not None:
-            numpy.random.set_state(self.numpy)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
-        waiting_seeds().update(self.waiting)
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
-from pytest_gtrainer.numerics.determinism import GeneratorStates, random_state, random_states_kept
 
 K = TypeVar("K")
 

@@ -24,15 +24,10 @@ import torch
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
-from pytest_gtrainer.numerics.determinism import (
-    DebugConfig,
-    GeneratorStates,
-    active,
-    deterministic,
-    random_states_kept,
-)
+from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.record import Tensors, entries
 from pytest_gtrainer.numerics.verdict import where
 

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer._torch.passes import root_ranks
+from pytest_gtrainer._torch.random_states import random_state
 from pytest_gtrainer._torch.threads import BACKEND
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of, unknown_modules
 from pytest_gtrainer.graph.collectives import PlanError
-from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
+from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
 from pytest_gtrainer.numerics.digest import digest, tell_weights
 from pytest_gtrainer.numerics.record import START, Record, normalised
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
@@ -71,7 +72,7 @@ class TrainConfig:
         optimizer: makes the optimiser of the trainable parameters.
         max_norm: clip gradients to this norm; they are recorded before and after.
         activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
-            graph refuses to restore random numbers, see ``references.graph.CannotRestore``.
+            graph refuses to restore random numbers, see ``trace_step``.
         chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side, ``chunk_pass`` on the
             graph's, which needs a second trace.
         context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.

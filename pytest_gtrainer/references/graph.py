@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
+from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graph.partitions import partition_fault
-from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
@@ -34,10 +34,6 @@ from pytest_gtrainer.tracing.step import TracedStep, trace_step
 
 # a second group a mesh buys overlap, which nobody measures here, and costs its set-up on every rank
 _NOT_NEEDED = ("reassign_collective_pgs_pass",)
-
-
-class CannotRestore(ValueError):
-    """A graph would have to put random states back, which no operator of it does."""
 
 
 class GraphRun:
@@ -106,23 +102,11 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Modu
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
-    """Trace the step on the first batch's shapes, drawing nothing; CannotRestore if a recomputed region would draw."""
+    """Trace the step on the shapes of the first batch, and draw nothing."""
     with random_states_kept(), config.context():
         inputs = config.inputs(0)
         trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk)
-        traced = trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
-    checkpoint = config.activation_checkpoint
-    # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
-    for node in (
-        traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ()
-    ):
-        if direction(node) == BACKWARD and is_random(node):
-            raise CannotRestore(
-                f"{node.target} in the backward of {node_fqn(node)} would draw other random numbers than the forward "
-                "did: a graph has no operator that restores their state, so ask for preserve_rng_state=False, on both "
-                "sides, or train without dropout"
-            )
-    return traced
+        return trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
 
 
 Traced = TypeVar("Traced", TracedStep, TracedStage)

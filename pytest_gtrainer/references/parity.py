@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import (
     ALL_REDUCE_NAME,
@@ -24,7 +25,6 @@ from pytest_gtrainer.graph.layout import (
     assert_same_layout,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, judged
-from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.references.config import TrainConfig, finished

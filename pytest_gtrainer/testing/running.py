@@ -13,6 +13,7 @@ from torch import fx
 
 import pytest_gtrainer
 from pytest_gtrainer import extensions, facts, graphtext
+from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.checks.checker import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
@@ -20,7 +21,6 @@ from pytest_gtrainer.golden.check import Golden
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
-from pytest_gtrainer.numerics.determinism import GeneratorStates
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor, try_extremes
 from pytest_gtrainer.numerics.graph_run import all_nan, only_nan, run_graph, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned

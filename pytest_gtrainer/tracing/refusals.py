@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pytest_gtrainer._torch.autograd import GuardedGradient, hooks_of
+from pytest_gtrainer._torch.autograd import GuardedGradient, TorchDispatchMode, hooks_of
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
+from pytest_gtrainer._torch.tracing import current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
 from pytest_gtrainer._torch.wrapped_modules import (
     COMPILED,
@@ -25,7 +27,8 @@ from pytest_gtrainer._torch.wrapped_modules import (
     is_compiled,
     wrapped_by,
 )
-from pytest_gtrainer.tracing.model import ModelState
+from pytest_gtrainer.graph.nodes import Call, is_random
+from pytest_gtrainer.tracing.model import KEY, ModelState
 
 _REPLICATE = (
     "a trace does not see its all-reduces. Give the plain model to "
@@ -212,6 +215,79 @@ def _refuse_changes(
             f"the step registers {', '.join(added)}, which a graph cannot: "
             "register it before the trace"
         )
+
+
+class _Draws(TorchDispatchMode):
+    """Refuse operators that draw random numbers behind a change of the random state by the step.
+
+    Operators draw nothing while they are traced. Here each one that would draw leaves the generator
+    of the CPU at a new seed. One that finds another seed comes behind code that has set the state:
+    a checkpoint that recomputes, ``torch.manual_seed``, ``fork_rng``. Such code sets the CPU's
+    generator beside those of other devices.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed = 2**40  # which no user takes
+        torch.default_generator.manual_seed(self._seed)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let operators such as ``cond`` compile what they run, as without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(Call(func, args, kwargs)):
+            fqn = current_annotation(KEY)
+            what = f"{func} in {fqn}" if fqn else str(func)
+            if any(isinstance(each, torch.Generator) for each in [*args, *kwargs.values()]):
+                raise ValueError(
+                    f"{what} draws from a torch.Generator of the user, whose state no graph holds: "
+                    "draw outside of the step, and give the numbers as an input"
+                )
+            self.refuse_changes(what)
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
+        return func(*args, **kwargs)
+
+    def refuse_changes(self, what: str) -> None:
+        """Refuse a random state that is not the one behind the last draw."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise ValueError(
+                f"{what} comes behind code of the step that sets the random state, so a graph, "
+                "which never sets it, would draw other numbers. checkpoint() does so before it "
+                "recomputes: give it preserve_rng_state=False, also where eager code runs, or "
+                "train without dropout. Call torch.manual_seed() and the like outside of the step"
+            )
+
+
+@contextmanager
+def refusing_random_states() -> Iterator[None]:
+    """Inside, run code of the user that may draw random numbers; put all random states back.
+
+    Raises:
+        ValueError: a graph would draw other numbers than the code does.
+    """
+    with without_modes():
+        before, kept = random_state(), GeneratorStates.now()
+    try:
+        draws = _Draws()
+        with draws:
+            yield
+        draws.refuse_changes("the end of the step")
+        with without_modes():
+            for name, state in random_state().items():
+                if name != "torch.cpu" and not torch.equal(state, before.get(name, state)):
+                    raise ValueError(
+                        f"the step draws from, or sets, the random numbers of {name} beside the "
+                        "operators that a graph holds: draw outside of the step, and give the "
+                        "numbers as an input"
+                    )
+    finally:
+        kept.put_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ from pytest_gtrainer.tracing.refusals import (
     refuse_compiled_code,
     refuse_input,
     refuse_model,
+    refusing_random_states,
     refusing_side_effects,
 )
 from pytest_gtrainer.tracing.sharding import reusing_gathers
@@ -288,7 +289,8 @@ def trace_step(
         TypeError: an input leaf is a module, or neither a tensor nor a plain scalar.
         ValueError: the loss is not a scalar, or no parameter requires a gradient. The model or a submodule is wrapped
             (DDP, ``fully_shard``, ``torch.compile``), or a parameter has a hook. The step calls ``backward`` or an
-            optimiser, uses ``.grad``, or replaces state. An input has a hook or is computed from parameters.
+            optimiser, uses ``.grad``, replaces state, or sets a random state. An input has a hook or is computed from
+            parameters.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
@@ -456,6 +458,7 @@ class Tracing:
             state.exchanged(tensors),
             reusing_gathers() if self.reuse_gathers else nullcontext(),
             refusing_side_effects(self.model, state, tensors),
+            refusing_random_states(),
         ):
             yield tensors
 

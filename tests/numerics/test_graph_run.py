@@ -20,9 +20,9 @@ from fixtures.graph_pairs import (
     product,
 )
 from pytest_gtrainer import assert_pass_bitwise
+from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
-from pytest_gtrainer.numerics.determinism import GeneratorStates
 from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, with_one_nan
 from pytest_gtrainer.testing.running import NothingButNan, assert_same_values
 

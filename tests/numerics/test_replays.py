@@ -14,6 +14,7 @@ from pytest_gtrainer import (
     assert_bitwise_equal,
     facts,
 )
+from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.bisect import (
     PassWitness,
     Stage,
@@ -26,7 +27,6 @@ from pytest_gtrainer.bisect import (
     run_on_all,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph, RankRandomStates
 from tests.numerics.test_bisect import BATCH, HARMLESS, Net, pipeline, traced_net

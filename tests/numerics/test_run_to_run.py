@@ -25,8 +25,8 @@ from pytest_gtrainer import (
     deterministic,
     facts,
 )
+from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.run_to_run import (
     _SWITCHES,
     PRESSURES,

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pytest_gtrainer import compare
-from pytest_gtrainer._torch.process import waiting_seeds
-from pytest_gtrainer.numerics.determinism import (
+from pytest_gtrainer._torch.random_states import (
     GeneratorStates,
     random_state,
     random_states_kept,
-    seed_everything,
+    waiting_seeds,
 )
+from pytest_gtrainer.numerics.determinism import seed_everything
 
 DRAWS = {
     "python": lambda: random.random(),

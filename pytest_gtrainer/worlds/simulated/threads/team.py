@@ -24,7 +24,7 @@ from types import FrameType
 
 import torch
 
-from pytest_gtrainer.numerics.determinism import GeneratorStates
+from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 _HERE = str(Path(__file__).parent)

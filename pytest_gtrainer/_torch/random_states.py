@@ -1,0 +1,100 @@
+"""Random states of Python, NumPy and torch: read all, put all back.
+
+- ``torch.cuda._lazy_seed_tracker`` holds the seeds that wait for CUDA to start.
+- ``_disable_current_modes`` ends the dispatch modes of a trace inside a block: there tensors are real.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pytest_gtrainer._torch import private_names
+
+with private_names():
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+ATTRIBUTES = {"torch.cuda": ("_lazy_seed_tracker",)}
+
+__all__ = ["without_modes"]
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or imported for it."""
+    version, words, gauss = random.getstate()
+    states = {"python": torch.tensor([version, *words], dtype=torch.int64, device="cpu")}
+    if gauss is not None:
+        states["python.gauss"] = torch.tensor(gauss, dtype=torch.float64, device="cpu")
+    numpy = sys.modules.get("numpy") if "numpy.random" in sys.modules else None
+    if numpy is not None:
+        _, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = torch.tensor(
+            [*keys.tolist(), position, has_gauss], dtype=torch.int64, device="cpu"
+        )
+        states["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64, device="cpu")
+    states["torch.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"torch.cuda.{index}"] = state
+    return states
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put every generator back; one that only came to life inside the block stays as it is."""
+    states = GeneratorStates.now()
+    try:
+        yield
+    finally:
+        states.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """Where every generator of this process was, to be put back here or, pickled, in another process."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor] | None
+    waiting: dict[str, Any]
+
+    @classmethod
+    def now(cls, *, cuda: bool = True) -> GeneratorStates:
+        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is not started."""
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if (numpy := numpy_or_none()) is not None else None,
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None,
+            waiting=dict(waiting_seeds()) if cuda else {},
+        )
+
+    def put_back(self) -> None:
+        """Set every generator; one that came to life later is left as it is."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        if self.numpy is not None and (numpy := numpy_or_none()) is not None:
+            numpy.random.set_state(self.numpy)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        waiting_seeds().update(self.waiting)
+
+
+def waiting_seeds() -> dict[str, Any]:
+    """Return the seeds that wait for CUDA to start, to be copied or updated."""
+    return vars(torch.cuda._lazy_seed_tracker)
+
+
+def numpy_or_none() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy

@@ -184,9 +184,15 @@ class ComesFrom(Predicate):
         subject.check_name(self.name)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if any(subject.is_named(source, self.name) for source in subject.sources_of(node)):
+        if self._is_named(subject.sources_of(node), subject):
             return None
-        return f"{self.name} is not among its ancestors"
+        words = f"{self.name} is not among its ancestors"
+        if self._is_named(subject.sources_of(node, anywhere=True), subject):
+            return Unknown(f"{words}, but it goes into what a method or function wrote before")
+        return words
+
+    def _is_named(self, sources: Iterable[fx.Node], subject: Subject) -> bool:
+        return any(subject.is_named(source, self.name) for source in sources)
 
     def names(self) -> Iterable[str]:
         return [self.name]

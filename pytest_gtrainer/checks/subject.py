@@ -5,12 +5,15 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import is_kernel_call
+from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     FORWARD,
     direction,
     graphs_called,
+    mutates,
     storage_of,
     walked,
     writes,
@@ -110,18 +113,21 @@ class Subject:
             found = self._inside[node] = list(_computed_inside(self._gm, node))
         return found
 
-    def sources_of(self, node: fx.Node) -> set[fx.Node]:
+    def sources_of(self, node: fx.Node, *, anywhere: bool = False) -> set[fx.Node]:
         """Return the nodes from which a node is computed, over any number of steps.
 
         What was written into the memory of an operand before the node reads it counts too.
+        With ``anywhere`` so does what a method, a function or a kernel wrote before, whatever
+        memory that was: no schema says it.
         """
 
         def read_by(reader: fx.Node) -> list[fx.Node]:
             found = list(reader.all_input_nodes)
             for operand in reader.all_input_nodes:
-                writers = self._writes.get(storage_of(operand), ())
-                found += [writer for writer in writers if writer < reader]
-            return found
+                found += self._writes.get(storage_of(operand), ())
+            if anywhere:
+                found += filter(_writes_without_schema, self.schedule[: self.place.get(reader, 0)])
+            return [one for one in found if one < reader]
 
         return walked(read_by(node), read_by)
 
@@ -200,6 +206,15 @@ def _computed_inside(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
             if is_computed(inner):
                 yield inner
                 yield from _computed_inside(body, inner)
+
+
+def _writes_without_schema(node: fx.Node) -> bool:
+    """Return whether a method, a function or a kernel writes, by torch's conventions for names."""
+    if isinstance(node.target, OpOverload):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in node.kwargs or is_kernel_call(node.target) or mutates(node)
 
 
 class Predicate:

@@ -209,3 +209,60 @@ def test_a_number_that_is_a_symbol():
     for kind in ("never", "count 0"):
         assert "its arguments: number 2: number 1" in error_of(gm, f"{kind} view(_, [4, 2, 3])")
     assert_graph(gm, "never view(_, [_, 3, 2])\ncount 1 view(_, [_, 2, 3])")
+
+
+def copied_by_a_method(graph, weight, buffer):
+    part = graph.call_function(operator.getitem, (weight, slice(2)))
+    into = graph.call_function(operator.getitem, (buffer, slice(2)))
+    graph.call_method("copy_", (into, part))
+
+
+def copied_into_a_view(graph, weight, buffer):
+    view = graph.call_method("view", (buffer, 4, 4))
+    graph.call_function(operator.setitem, (view, slice(2), weight))
+
+
+def added_by_an_operator(graph, weight, buffer):
+    graph.call_function(operator.iadd, (graph.call_method("t", (buffer,)), weight))
+
+
+def written_by_out(graph, weight, buffer):
+    graph.call_function(torch.sin, (weight,), {"out": buffer})
+
+
+def written_by_a_kernel(graph, weight, buffer):
+    kernel = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
+    graph.call_function(
+        kernel,
+        (),
+        {"kernel_idx": 0, "constant_args_idx": 0, "kwargs": {"x": weight, "out": buffer}},
+    )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        copied_by_a_method,
+        copied_into_a_view,
+        added_by_an_operator,
+        written_by_out,
+        written_by_a_kernel,
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_methods_and_functions_write_has_no_schema(write, is_before):
+    graph = fx.Graph()
+    x, weight, buffer = map(graph.placeholder, ("x", "weight", "buffer"))
+    if is_before:
+        write(graph, weight, buffer)
+    product = graph.call_function(torch.mm, (x, buffer))
+    if not is_before:
+        write(graph, weight, buffer)
+    graph.output(product)
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    if not is_before:
+        return assert_graph(gm, "never mm from A.1")
+    with pytest.raises((CheckError, CheckFailure)) as error:
+        assert_graph(gm, "never mm from A.1")
+    if isinstance(error.value, CheckError):
+        assert "what a method or function wrote before" in str(error.value)

@@ -176,6 +176,11 @@ def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | 
     return getattr(packet, overload or "default")
 
 
+def register_prims_of_inductor() -> None:
+    """Register the operators that Inductor draws random numbers by; its import does."""
+    import torch._inductor.inductor_prims  # noqa: F401
+
+
 def higher_order_operators() -> dict[str, HigherOrderOperator]:
     """Higher-order operators by name, those that need an import of their own included."""
     import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch

@@ -9,6 +9,7 @@ gradients of inputs.
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,7 +110,12 @@ def refuse_fake(gm: fx.GraphModule, what: str) -> None:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a functional collective, or for several."""
-    return any(node.target is wait for wait in WAITS)
+    return waits(node.target)
+
+
+def waits(target: object) -> bool:
+    """Return whether an operator waits for a functional collective, or for several."""
+    return any(target is wait for wait in WAITS)
 
 
 class Call(NamedTuple):
@@ -122,12 +128,27 @@ class Call(NamedTuple):
 
 def is_random(node: fx.Node | Call) -> bool:
     """Whether the node draws from a random generator; torch tags attention without dropout, too, which does not."""
-    target = node.target
+    if not draws(node.target):
+        return False
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    return argument_of(node, "dropout_p") != 0.0
+
+
+def draws(target: object) -> bool:
+    """Return whether an operator draws from a random generator, if no argument switches that off."""
     if isinstance(target, HigherOrderOperator):
         return target.name() in _DRAWING
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return argument_of(node, "dropout_p") != 0.0
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def parameter(target: object, name: str) -> tuple[int, str] | None:
+    """Return place and name of a parameter of an operator; None if it has none of that name."""
+    if isinstance(target, OpOverload):
+        for place, argument in enumerate(schema(target).arguments):
+            if argument.name == name:
+                return place, name
+    return None
 
 
 def argument_of(node: fx.Node | Call, *names: str) -> Any:
@@ -205,6 +226,20 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
             given = node.args[place] if place < len(node.args) else None
             fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
     return written
+
+
+def written_parameters(target: object) -> list[tuple[int, str]]:
+    """Return place and name of each parameter that an operator writes to.
+
+    One that is given by keyword only, as ``out=``, has a place that no argument has.
+    """
+    if not isinstance(target, OpOverload):
+        return [(0, "")] if target in _WRITING else []
+    found: list[tuple[int, str]] = []
+    for place, argument in enumerate(schema(target).arguments):
+        if argument.is_write:
+            found.append((sys.maxsize if argument.kwarg_only else place, argument.name))
+    return found
 
 
 def returns_an_operand(node: fx.Node) -> bool:

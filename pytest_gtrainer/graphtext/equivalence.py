@@ -5,10 +5,11 @@ or tags. That of a graph is made of all of them without order: equal ones mean t
 
 *Effects* are what order decides beyond that: random numbers have to be drawn in the same order, and each reader of a
 value that is changed in place has to stand on the same side of the change. The *storage* of a value is that of its
-first operand, for a view or a change in place, else its own. No torch here: operators are known by name.
+first operand, for a view or a change in place, else its own.
 """
 
 import ast
+import functools
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -168,141 +169,8 @@ def _mixed(
     return numbers.of(["\n".join(spelled), *parts])
 
 
-_RANDOM = frozenset(
-    {
-        "_fused_dropout",
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy",
-        "cauchy_",
-        "dropout",
-        "dropout_",
-        "exponential",
-        "exponential_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "geometric",
-        "geometric_",
-        "inductor_randint",
-        "inductor_random",
-        "inductor_seed",
-        "inductor_seeds",
-        "log_normal",
-        "log_normal_",
-        "multinomial",
-        "native_dropout",
-        "normal",
-        "normal_",
-        "normal_functional",
-        "philox_rand",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "random",
-        "random_",
-        "randperm",
-        "rrelu",
-        "rrelu_",
-        "rrelu_with_noise",
-        "rrelu_with_noise_",
-        "rrelu_with_noise_functional",
-        "run_and_save_rng_state",
-        "run_with_rng_state",
-        "uniform",
-        "uniform_",
-    }
-)
-_OUT = f"out={HOLE}"
-_FRACTION = re.compile(r"\d\.\d+(e-\d+)?")
-_VIEWS = frozenset(
-    {
-        "_conj",
-        "_grad_sum_to_size",
-        "_neg_view",
-        "_reshape_alias",
-        "_unsafe_view",
-        "adjoint",
-        "alias",
-        "as_strided",
-        "broadcast_to",
-        "chunk",
-        "conj",
-        "detach",
-        "diagonal",
-        "dsplit",
-        "expand",
-        "expand_as",
-        "flatten",
-        "hsplit",
-        "imag",
-        "lift_fresh",
-        "mH",
-        "mT",
-        "matrix_H",
-        "moveaxis",
-        "movedim",
-        "narrow",
-        "numpy_T",
-        "permute",
-        "positive",
-        "ravel",
-        "real",
-        "reshape",
-        "reshape_as",
-        "resolve_conj",
-        "resolve_neg",
-        "select",
-        "set",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "tensor_split",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-        "vsplit",
-        "wait_tensor",
-    }
-)
-_PYTHON_IN_PLACE = frozenset(
-    {
-        "iadd",
-        "iand",
-        "ifloordiv",
-        "ilshift",
-        "imatmul",
-        "imod",
-        "imul",
-        "ior",
-        "ipow",
-        "irshift",
-        "isub",
-        "itruediv",
-        "ixor",
-        "setitem",
-    }
-)
+_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_PART_OF_ARGUMENTS = re.compile(rf"{_STRING}|, |.", re.DOTALL)
 
 
 def bare_name(operator: str) -> str:
@@ -311,32 +179,110 @@ def bare_name(operator: str) -> str:
     return parts[1] if len(parts) > 1 else operator
 
 
+class Argument(NamedTuple):
+    """One argument of a statement: its keyword ("" if it has none), its text, and the operands in it."""
+
+    keyword: str
+    text: str
+    operands: list[Operand]
+
+
+def arguments_of(value: Value) -> list[Argument]:
+    """Split the arguments of a statement."""
+    references = iter(value.operands[value.type.count(SYMBOL) :])
+    found: list[Argument] = []
+    text = ""
+    operands: list[Operand] = []
+    depth = 0
+    for part in [*_PART_OF_ARGUMENTS.findall(value.arguments), ", "]:
+        if part == ", " and depth == 0:
+            keyword, equals, rest = text.partition("=")
+            is_keyword = bool(equals) and keyword.isidentifier()
+            found.append(
+                Argument(keyword, rest, operands) if is_keyword else Argument("", text, operands)
+            )
+            text, operands = "", []
+            continue
+        text += part
+        if part == HOLE:
+            operands.append(next(references))
+        elif part in ("(", "[", "{"):
+            depth += 1
+        elif part in (")", "]", "}"):
+            depth -= 1
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEffects:
+    """The effects of the operator that a text names, as torch's schemas and tags have them."""
+
+    is_view: bool
+    draws: bool
+    writes: frozenset[
+        tuple[int, str]
+    ]  # the place and the name of each parameter that is written to
+    dropout: tuple[int, str] | None  # the parameter that switches the drawing off if it is zero
+
+    def given(self, value: Value, parameter: tuple[int, str]) -> Argument | None:
+        """Return the argument of a statement for a parameter: by keyword, else by place."""
+        place, name = parameter
+        arguments = arguments_of(value)
+        for argument in arguments:
+            if argument.keyword == name:
+                return argument
+        if place < len(arguments) and not arguments[place].keyword:
+            return arguments[place]
+        return None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def effects_of_operator(operator: str) -> OperatorEffects:
+    """Look up an operator by its name in a text.
+
+    An operator that this process does not know, of a library that it has not imported or a method of a class, is taken
+    by torch's convention: ``name_`` writes to its first operand.
+    """
+    # Texts are compared without torch, unless their dataflow is equal and so the order of effects counts.
+    from pytest_gtrainer.graph import nodes
+    from pytest_gtrainer.graphtext.operators import targets_named
+
+    targets = targets_named(operator)
+    writes: set[tuple[int, str]] = set()
+    dropout = None
+    for target in targets:
+        writes.update(nodes.written_parameters(target))
+        dropout = dropout or nodes.parameter(target, "dropout_p")
+    name = bare_name(operator)
+    if not targets and name.endswith("_") and not name.endswith("__"):
+        writes.add((0, "self"))
+    return OperatorEffects(
+        any(nodes.is_view(target) or nodes.waits(target) for target in targets),
+        any(nodes.draws(target) for target in targets),
+        frozenset(writes),
+        dropout,
+    )
+
+
 def draws_numbers(value: Value) -> bool:
-    """Whether it draws random numbers; attention does so if its dropout is not zero."""
-    name = bare_name(value.operator)
-    if name.startswith("_scaled_dot_product"):
-        arguments = value.arguments.split(", ")
-        return any(
-            0 < float(argument) <= 1 for argument in arguments if _FRACTION.fullmatch(argument)
-        )
-    return name in _RANDOM
+    """Return whether a statement draws random numbers; attention does if its dropout is not zero."""
+    found = effects_of_operator(value.operator)
+    if not found.draws or found.dropout is None:
+        return found.draws
+    dropout = found.given(value, found.dropout)
+    return dropout is not None and dropout.text not in ("0", "0.0")
 
 
 def written(value: Value) -> list[int]:
-    """The values that a statement changes in place."""
-    name = bare_name(value.operator)
-    if (place := value.arguments.find(_OUT)) >= 0:
-        target = value.operands[value.type.count(SYMBOL) + value.arguments.count(HOLE, 0, place)]
-        return [target] if isinstance(target, int) and target >= 0 else []
-    is_python = value.operator.startswith("operator.")
-    if not (
-        name in _PYTHON_IN_PLACE if is_python else name.endswith("_") and not name.endswith("__")
-    ):
-        return []
-    # of several lists we do not know which are written
-    return list(
-        value.sources if value.arguments.startswith("[") and not is_python else value.sources[:1]
-    )
+    """Return the values that a statement changes in place."""
+    found = effects_of_operator(value.operator)
+    targets: list[int] = []
+    for parameter in sorted(found.writes):
+        argument = found.given(value, parameter)
+        for operand in argument.operands if argument else ():
+            if isinstance(operand, int) and operand >= 0:
+                targets.append(operand)
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +300,7 @@ def effects(graph: Dataflow) -> Effects:
     targets = [written(value) for value in graph.values]
     storages: list[int] = []  # for each value one that stands for its storage
     for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
-        base = own or (value.sources if bare_name(value.operator) in _VIEWS else ())
+        base = own or (value.sources if effects_of_operator(value.operator).is_view else ())
         storages.append(storages[base[0]] if base else place)
 
     changed = {storages[target] for of in targets for target in of}

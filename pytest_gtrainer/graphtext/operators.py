@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch import graph_text
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, OpOverloadPacket, schema
 from pytest_gtrainer.graph.collectives import group_of, hides, launches
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
@@ -216,6 +216,28 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     if (found := graph_text.operator_overload(space, packet, overload)) is None:
         raise UnknownOperator(f"torch has no operator `{name}`{_alternatives(space, packet)}")
     return found
+
+
+def targets_named(spelled: str) -> list[Callable[..., Any]]:
+    """Return what a name in a text stands for in this process, nothing if that is not known. Not to be called.
+
+    A method, or a function of torch, stands for all overloads of the operator of its name in ``aten``.
+    """
+    name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
+    space, _, rest = name.partition(".")
+    if space == "operator" and hasattr(operator, rest):
+        return [getattr(operator, rest)]
+    if space in ("method", "torch"):
+        packet = getattr(torch.ops.aten, rest.rpartition(".")[2], None)
+        if not isinstance(packet, OpOverloadPacket):
+            return []
+        return [getattr(packet, overload) for overload in packet.overloads()]
+    if space == "prims":
+        graph_text.register_prims_of_inductor()
+    try:
+        return [operator_named(name, [space])]
+    except UnknownOperator:
+        return []
 
 
 def _torch_function(name: str) -> Callable[..., Any] | None:

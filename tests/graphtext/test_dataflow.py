@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from pytest_gtrainer.graphtext.equivalence import (
     digests_of,
     draws_numbers,
     effects,
+    effects_of_operator,
     written,
 )
 
@@ -321,7 +320,7 @@ def values_of(*lines: str):
         ("x: f32[2] = aten.__and__.Tensor(I[0], I[1])", []),
         ("x: f32[2] = aten.mm.out(I[0], I[0], out=I[1])", [1]),
         ("x: f32[u0, 2*u1] = aten.mm.out(I[0], I[0], out=I[1])", [1]),
-        ("x: _ = aten._foreach_add_.List([I[0], I[1]], [I[1], I[0]])", [0, 1, 1, 0]),
+        ("x: _ = aten._foreach_add_.List([I[0], I[1]], [I[1], I[0]])", [0, 1]),
         ("x: _ = operator.setitem(I[1], 0, I[0])", [1]),
         ("x: f32[2] = operator.add(I[1], I[0])", []),
     ],
@@ -348,48 +347,67 @@ def test_what_draws_random_numbers(call, draws):
     assert draws_numbers(values_of(f"x: f32[2] = {call}").values[2]) == draws
 
 
-CELLS = {"gru", "lstm", "rnn_relu", "rnn_tanh", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
-ATTENTION = re.compile(
-    r"attention|sdp|_nested_|_mem_eff_|_cudnn_init"
-)  # drawing if their dropout is not zero
-COPIES = {"contiguous", "to", "pin_memory", "coalesce", "copy"}  # in most graphs
-OTHER_MEMORY = re.compile(
-    r"indices|values|sparse|nested|autocast|_primal|_dual|_test_|_inverse|linalg_"
+@pytest.fixture(scope="module")
+def library():
+    """Operators of a user, which torch knows by their schemas only."""
+    with torch.library._scoped_library("gt_effects", "DEF") as library:
+        library.define("norm(Tensor x, Tensor(a!) out, *, Tensor(b!)? scale) -> ()")
+        library.define("peek(Tensor(a) x) -> Tensor(a)")
+        library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        yield library
+    effects_of_operator.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("call", "targets"),
+    [
+        ("gt_effects.norm(I[0], I[1])", [1]),
+        ("gt_effects.norm(I[1], out=I[0])", [0]),
+        ("gt_effects.norm(I[1], I[1], scale=I[0])", [1, 0]),
+        ("gt_effects.noise(I[0])", []),
+        ("aten.bernoulli_.float(I[1], 0.5)", [1]),
+        ("method.add_(I[1], I[0])", [1]),
+        ("torch.relu_(I[1])", [1]),
+        ("torch.add(I[0], I[1])", []),
+        ("torch.add(I[0], I[0], out=I[1])", [1]),
+        ("not_imported.scale_(I[1], I[0])", [1]),
+        ("not_imported.scale(I[1], I[0])", []),
+        ("not_imported.__and__(I[1], I[0])", []),
+        ("operator.iadd(I[1], I[0])", [1]),
+        ("aten.cat.out([I[0], I[0]], 0, out=I[1])", [1]),
+        ("aten.index_put_(I[1], [I[0], None], I[0])", [1]),
+    ],
 )
+def test_schemas_say_what_is_written(library, call, targets):
+    assert written(values_of(f"x: f32[2] = {call}").values[2]) == targets
 
 
-def operators_of_torch(has):
-    """The names in ``aten`` of which an overload ``has`` something."""
-    overloads = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
-    packets = [packet for packet in overloads if isinstance(packet, torch._ops.OpOverloadPacket)]
-    return {p.__name__ for p in packets if any(has(getattr(p, name)) for name in p.overloads())}
-
-
-def test_what_draws_and_what_is_a_view_is_what_torch_says():
-    """Texts are compared without torch, by lists: this finds an operator that a list lacks."""
-    for name in torch._C._dispatch_get_all_op_names():
-        getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0], None)
-    random = operators_of_torch(lambda op: torch.Tag.nondeterministic_seeded in op.tags)
-    silent = sorted(
-        n for n in random - CELLS if not ATTENTION.search(n) and not draws(f"aten.{n}(I[0])")
-    )
-    assert not silent, "they draw random numbers, and another order of them would not be told"
-    views = {
-        name for name in operators_of_torch(lambda op: op.is_view) if not OTHER_MEMORY.search(name)
-    } - COPIES
-    apart = []
-    for name in sorted(views):
-        graph = values_of(
-            f"it: f32[2] = aten.{name}(I[0])", "add_: f32[2] = aten.add_.Tensor(it, I[1])"
-        )
-        apart += [name] if effects(graph).histories.keys() != {0} else []
-    assert not apart, (
-        "they are views, and a write to them would not be told as one to what they look at"
-    )
-
-
-def draws(call):
-    return draws_numbers(values_of(f"x: f32[2] = {call}").values[2])
+@pytest.mark.parametrize(
+    ("operator", "is_view", "draws"),
+    [
+        ("gt_effects.peek", True, False),
+        ("gt_effects.noise", False, True),
+        ("gt_effects.norm", False, False),
+        ("aten.view", True, False),
+        ("aten._unsafe_view", True, False),
+        ("aten.split.Tensor", True, False),
+        ("aten.clone", False, False),
+        ("_c10d_functional.wait_tensor", True, False),
+        ("method.transpose", True, False),
+        ("torch.squeeze", True, False),
+        ("aten.rrelu_with_noise", False, True),
+        ("aten.bernoulli_.float", False, True),
+        ("method.bernoulli_", False, True),
+        ("torch.rand_like", False, True),
+        ("prims.inductor_seeds", False, True),
+        ("prims.inductor_random", False, False),  # all of its numbers come from the seed
+        ("hop.run_and_save_rng_state", False, True),
+        ("not_imported.rand", False, False),
+    ],
+)
+def test_schemas_and_tags_say_what_is_a_view_and_what_draws(library, operator, is_view, draws):
+    found = effects_of_operator(operator)
+    assert (found.is_view, found.draws) == (is_view, draws)
 
 
 def test_a_view_shares_the_storage_that_is_changed():

@@ -231,6 +231,13 @@ class NetModel(Net):
             )
         self._check_members()
 
+    @property
+    def __name__(self) -> str:
+        """The id that pytest gives a parameter."""
+        number = len(self.rings) if self.rings is not None else CHANNELS
+        words = (self.algorithm, self.partition, self.accumulate)
+        return f"nodes{self.nodes}-channels{self.channels or number}-" + "-".join(words)
+
     @classmethod
     def of_world(cls, size: int, nodes: int = 1, **fields: Any) -> NetModel:
         """The net of ``size`` ranks on ``nodes`` nodes.
@@ -461,10 +468,10 @@ def sweep_nets(
     partition: Sequence[str] = ("contiguous",),
     accumulate: Sequence[str] = ("wire",),
     **fields: Any,
-) -> list[Any]:
-    """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
+) -> list[NetModel]:
+    """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination.
 
-    >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]
+    >>> [net.__name__ for net in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]
     ['nodes2-channels4-ring-contiguous-wire', 'nodes2-channels4-tree-contiguous-wire']
 
     Args:
@@ -473,13 +480,10 @@ def sweep_nets(
     Raises:
         ValueError: as ``NetModel.of_world``.
     """
-    import pytest
-
     found = []
     for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate):
         fields |= {"channels": each, "algorithm": by, "partition": parts, "accumulate": sums}
-        net = NetModel.of_world(size, count, **fields)
-        found.append(pytest.param(net, id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}"))
+        found.append(NetModel.of_world(size, count, **fields))
     return found
 
 

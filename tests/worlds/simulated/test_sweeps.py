@@ -54,13 +54,11 @@ def test_a_sweep_ends_in_a_table(pytester):
 
 
 def test_every_combination_is_a_parameter():
-    parameters = sweep_nets(
+    nets = sweep_nets(
         16, nodes=[1, 2], channels=[1, 2], accumulate=["wire", "fp32"], average="divide"
     )
-    assert len(parameters) == 8
-    assert parameters[-1].id == "nodes2-channels2-ring-contiguous-fp32"
-    assert parameters[-1].values == (
-        NetModel(2, 8, channels=2, accumulate="fp32", average="divide"),
-    )
+    assert len(nets) == len({net.__name__ for net in nets}) == 8
+    assert nets[-1].__name__ == "nodes2-channels2-ring-contiguous-fp32"
+    assert nets[-1] == NetModel(2, 8, channels=2, accumulate="fp32", average="divide")
     with pytest.raises(ValueError, match="16 ranks do not divide over 3 nodes: change one of them"):
         sweep_nets(16, nodes=[3])

@@ -181,8 +181,5 @@ def test_the_documentations_own_net(gt_world):
 
 
 def test_a_table_tells_trees():
-    nets = [
-        parameter.values[0]
-        for parameter in sweep_nets(8, nodes=[4], channels=[2], algorithm=["ring", "tree"])
-    ]
+    nets = sweep_nets(8, nodes=[4], channels=[2], algorithm=["ring", "tree"])
     assert [row_of(net)["algorithm"] for net in nets] == ["ring", "tree"]

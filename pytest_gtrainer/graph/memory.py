@@ -5,6 +5,10 @@ throughout. Views, writes in place, ``out=`` and waits show an operand's memory,
 higher-order operators if storages are shared. A gather, reduce-scatter or exchange holds its operands until it is
 waited for, as NCCL does. A graph inside the graph adds what it makes at the node that runs it. Not seen: workspaces
 inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
+
+Why not ``torch.distributed._tools.MemTracker``: around a run on fake tensors its peak is the same to the byte, but it
+knows modules of an eager run and no nodes. It has no node of the peak, no curve, no names of what is alive there, and
+it has to run every operator.
 """
 
 import operator

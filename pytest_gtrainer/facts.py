@@ -1,22 +1,25 @@
-"""Facts: what a test did, told to whoever listens. The parts that compute know nothing of pytest.
+"""Facts and notifications: what a test did, for listeners that the computing code does not know.
 
-A fact is a flat, JSON-able dict with a ``kind``. The plugin sends those of a test along with its report (through ranks
-and xdist workers), and counts them in the summary:
+The code that computes never imports pytest. It reports to this module, and the plugin listens.
+
+A *fact* is a flat, JSON-able dict with a ``kind``. The plugin sends the facts of a test along with
+its report (through ranks and xdist workers), and counts them in the summary:
 
 >>> with collecting() as seen:
 ...     emit("verdict", outcome="equal", tensors=12)
 >>> seen
 [{'kind': 'verdict', 'outcome': 'equal', 'tensors': 12}]
 
-Live objects, graphs for example, are ``tell``-ed on a topic, and cost nothing where nobody is ``watching`` it:
+A *notification* hands live objects, graphs for example, to the watchers of a topic in this process.
+Where nobody watches the topic it costs nothing:
 
 >>> with watching({"graph_pass": lambda name: print("saw", name)}):
-...     tell("graph_pass", name="bucketing")
+...     notify("graph_pass", name="bucketing")
 saw bucketing
 >>> is_watched("graph_pass")
 False
 
-Long work says on the topic "progress", as a terminal shows it, that it goes on:
+Long work notifies the topic "progress", which a terminal shows:
 
 >>> with watching({"progress": lambda text: print(text)}):
 ...     with long_work("counting", first=0.01) as at:
@@ -37,14 +40,92 @@ Fact = dict[str, Any]
 Watcher = Callable[..., None]
 Listener = TypeVar("Listener")
 
+FIRST_SECONDS = 4.0
+EVERY_SECONDS = 10.0
+MOST_UNPACKED = 64 << 20
+
+_sinks: list[list[Fact]] = []
+_watchers: list[Mapping[str, Watcher]] = []
+
+
+def emit(kind: str, **data: Any) -> None:
+    """Append a fact to every active collector."""
+    for sink in _sinks:
+        sink.append({"kind": kind, **data})
+
+
+def notify(topic: str, **objects: Any) -> None:
+    """Call every active watcher of ``topic`` in this process with live objects."""
+    for watchers in tuple(_watchers):
+        if topic in watchers:
+            watchers[topic](**objects)
+
+
+def is_watched(topic: str) -> bool:
+    """Return whether ``topic`` has a watcher, so objects for it are made only if someone looks."""
+    return any(topic in watchers for watchers in _watchers)
+
+
+def collecting() -> AbstractContextManager[list[Fact]]:
+    """Collect the facts emitted inside the block; blocks may nest."""
+    return _registered(_sinks, [])
+
+
+def watching(watchers: Mapping[str, Watcher]) -> AbstractContextManager[object]:
+    """Call ``watchers[topic]`` at each notification inside the block; blocks may nest."""
+    return _registered(_watchers, watchers)
+
+
+@contextmanager
+def _registered(listeners: list[Listener], own: Listener) -> Iterator[Listener]:
+    listeners.append(own)
+    try:
+        yield own
+    finally:
+        # By identity: ``remove`` compares, and an inner collector may be equal to the outer one.
+        listeners[:] = [each for each in listeners if each is not own]
+
+
+@contextmanager
+def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[str], None]]:
+    """Notify the topic "progress" after ``first`` seconds, then every ``EVERY_SECONDS``.
+
+    Yields a function that notes how far the work is, as ``at("step 3 of 4")``.
+    """
+    if not is_watched("progress"):
+        yield lambda place: None
+        return
+    place, ended = "", threading.Event()
+
+    def report() -> None:
+        begun = time.monotonic()
+        pause = FIRST_SECONDS if first is None else first
+        while not ended.wait(pause):
+            notify("progress", text=f"{what}{place}: {time.monotonic() - begun:.0f} s so far")
+            pause = EVERY_SECONDS
+
+    def note(where: str) -> None:
+        nonlocal place
+        place = f", {where}"
+
+    # A thread of its own, because the work is inside calls (a trace, a compile) that do not return.
+    thread = threading.Thread(target=report, name=f"progress of {what}", daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        ended.set()
+        thread.join()
+
 
 def escaped(text: str) -> str:
-    """A text without what would command a terminal, or not be seen: control, direction and width.
+    """Escape the characters of ``text`` that command a terminal or are invisible.
 
     >>> print(escaped("red: " + chr(27) + "[31m"))
     red: \\x1b[31m
     """
-    if text.replace("\n", "").replace("\t", "").isprintable():  # most texts; in C
+    # Most texts have no such character; one call in C is enough to see that.
+    if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(
         c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text
@@ -52,7 +133,7 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` as ``escaped`` does, on one line: a name or a line of a table cannot begin another.
+    """Return ``text`` escaped, on one line: a name in a line of a table cannot begin another line.
 
     >>> print(one_line("a" + chr(10) + "b" + chr(0)))
     a\\nb\\x00
@@ -61,7 +142,7 @@ def one_line(text: str) -> str:
 
 
 def all_escaped(value: Any) -> Any:
-    """Return lists, tuples and dicts with every text in them, but for keys, as ``escaped`` gives it."""
+    """Return lists, tuples and dicts with every text in them escaped, except for keys."""
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):
@@ -71,83 +152,8 @@ def all_escaped(value: Any) -> Any:
     return value
 
 
-FIRST_SECONDS = 4.0
-EVERY_SECONDS = 10.0
-
-_sinks: list[list[Fact]] = []
-_watchers: list[Mapping[str, Watcher]] = []
-
-
-def emit(kind: str, **data: Any) -> None:
-    """Tell every active collector; without one, do nothing."""
-    for sink in _sinks:
-        sink.append({"kind": kind, **data})
-
-
-@contextmanager
-def _among(listeners: list[Listener], own: Listener) -> Iterator[Listener]:
-    listeners.append(own)
-    try:
-        yield own
-    finally:
-        listeners[:] = [each for each in listeners if each is not own]
-
-
-def collecting() -> AbstractContextManager[list[Fact]]:
-    """Collect the facts emitted inside the block; blocks may nest."""
-    return _among(_sinks, [])
-
-
-def tell(topic: str, **objects: Any) -> None:
-    """Show live objects to everyone who watches ``topic``, in this process; without one, do nothing."""
-    for watchers in tuple(_watchers):
-        if topic in watchers:
-            watchers[topic](**objects)
-
-
-def is_watched(topic: str) -> bool:
-    """Whether somebody watches ``topic``: whether it is worth making what ``tell`` would show."""
-    return any(topic in watchers for watchers in _watchers)
-
-
-def watching(watchers: Mapping[str, Watcher]) -> AbstractContextManager[object]:
-    """Call ``watchers[topic]`` with what is told on a topic inside the block; blocks may nest."""
-    return _among(_watchers, watchers)
-
-
-@contextmanager
-def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[str], None]]:
-    """Tell that ``what`` goes on, first after ``first`` seconds; yields a function that notes how far it is."""
-    if not is_watched("progress"):
-        yield lambda place: None
-        return
-    place, ended = "", threading.Event()
-
-    def go_on() -> None:
-        begun, pause = time.monotonic(), FIRST_SECONDS if first is None else first
-        while not ended.wait(pause):
-            tell("progress", text=f"{what}{place}: {time.monotonic() - begun:.0f} s so far")
-            pause = EVERY_SECONDS
-
-    def note(where: str) -> None:
-        nonlocal place
-        place = f", {where}"
-
-    # a thread of its own: the work is in calls that do not come back to say anything
-    thread = threading.Thread(target=go_on, name=f"progress of {what}", daemon=True)
-    thread.start()
-    try:
-        yield note
-    finally:
-        ended.set()
-        thread.join()
-
-
-MOST_UNPACKED = 64 << 20
-
-
 def packed(text: str) -> str:
-    """A text as base64 of zlib's format, which browsers read ("deflate").
+    """Return ``text`` in zlib's format, which browsers read as "deflate", as base64.
 
     >>> zlib.decompress(base64.b64decode(packed("graph"))), len(packed("a" * 100_000)) < 400
     (b'graph', True)
@@ -156,10 +162,10 @@ def packed(text: str) -> str:
 
 
 def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
-    """Undo ``packed``. A few bytes can stand for a thousand times as many: no more than ``most`` are unpacked.
+    """Undo ``packed``, up to ``most`` bytes.
 
     Raises:
-        ValueError: there are more, or the end is missing.
+        ValueError: the text holds more bytes, or its end is missing.
 
     >>> unpacked(packed("graph"))
     'graph'
@@ -167,17 +173,19 @@ def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
     Traceback (most recent call last):
     ValueError: a part of it holds more than 1000 bytes
     """
-    whole = zlib.decompressobj()
-    content = whole.decompress(base64.b64decode(text), most)
-    if whole.unconsumed_tail:
+    # An object, since ``zlib.decompress`` has no limit: a page of 4 MB can hold gigabytes.
+    decompressor = zlib.decompressobj()
+    content = decompressor.decompress(base64.b64decode(text), most)
+    if decompressor.unconsumed_tail:
         raise ValueError(f"a part of it holds more than {most} bytes")
-    if not whole.eof:
+    if not decompressor.eof:
         raise ValueError("a part of it is cut off")
     return content.decode()
 
 
 def counted(number: int, noun: str) -> str:
-    """
+    """Return a number with its noun, in the plural unless the number is 1.
+
     >>> counted(1, "tensor"), counted(2, "tensor")
     ('1 tensor', '2 tensors')
     """

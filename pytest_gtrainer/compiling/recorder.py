@@ -308,6 +308,6 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
     finally:
         recorder.is_open = False
         _open.release()
-        facts.tell("compiled", record=record)
+        facts.notify("compiled", record=record)
     if recorder.fault is not None:
         raise recorder.fault

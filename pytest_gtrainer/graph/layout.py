@@ -548,7 +548,9 @@ def assert_same_layout(
             problems.append(
                 f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected"
             )
-    facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
+    facts.notify(
+        "layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is
+    )
     if problems:
         left = len(problems) - _MOST_LINES
         more = [f"and {counted(left, 'more difference')}"] if left > 0 else []

@@ -291,7 +291,7 @@ def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list
     ``--gt-bisect``, which pass it was."""
     verdict, explanations = compare(actual, expected), list[str]()
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
-    facts.tell(
+    facts.notify(
         "comparison",
         actual=actual,
         expected=expected,
@@ -299,7 +299,7 @@ def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list
         what=what,
         must_differ=False,
     )
-    facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
+    facts.notify("judged", verdict=verdict, expected=expected, explanations=explanations)
     return verdict, explanations
 
 
@@ -347,7 +347,7 @@ def assert_bitwise_different(
         if verdict.outcome == "equal":
             outcome, complaint = "equal on this rank, judged over all", None
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
-    facts.tell(
+    facts.notify(
         "comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True
     )
     if complaint is not None:

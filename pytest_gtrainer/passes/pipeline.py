@@ -201,7 +201,7 @@ def _plan(
 def to_whoever_looks(line: str) -> None:
     """The default progress: to those who watch ``progress``, as a terminal does; else a line on the error stream."""
     if facts.is_watched("progress"):
-        facts.tell("progress", text=line)
+        facts.notify("progress", text=line)
     else:
         print(line, file=sys.stderr, flush=True)
 
@@ -262,7 +262,7 @@ def apply_graph_passes(
         raise
     done = compiled(current)
     done.meta["gt_passes"] = tuple(runs)
-    facts.tell("graph_passes", given=gm, result=done)
+    facts.notify("graph_passes", given=gm, result=done)
     return done
 
 
@@ -308,7 +308,7 @@ def _run_all(
             facts.emit("idle", what=f"{step.name} changed nothing")
         if step.name in idle and render(before) != render(current):
             idle.remove(step.name)
-        facts.tell("graph_pass", run=runs[-1], before=before, after=current)
+        facts.notify("graph_pass", run=runs[-1], before=before, after=current)
         if log is not None:
             log.add(runs[-1], current)
         if observer is not None:

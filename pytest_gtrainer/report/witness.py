@@ -1,6 +1,6 @@
 """What the report shows of a test, taken down where the test runs: in this process, in a worker, in each rank.
 
-A witness turns what ``facts.tell`` says of passes, comparisons and layouts into facts of the test's reports:
+A witness turns notifications of passes, comparisons and layouts (``facts.notify``) into facts of the test's reports:
 
 - ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
 - ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines; of
@@ -151,10 +151,10 @@ class Witness:
         finally:
             self._key = None
 
-    def memory(self, told: PeakMemory) -> None:
-        curve = list(told.curve)
+    def memory(self, peak: PeakMemory) -> None:
+        curve = list(peak.curve)
         text = json.dumps(
-            {"told": str(told), "at": curve.index(told.at), "curve": list(told.curve.values())}
+            {"told": str(peak), "at": curve.index(peak.at), "curve": list(peak.curve.values())}
         )
         key = self._key or hashlib.sha256(text.encode()).hexdigest()[:16]
         facts.emit("memory", key=key, asked=self._key is None, packed=packed(text))

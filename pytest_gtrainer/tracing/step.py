@@ -180,7 +180,7 @@ class TracedStep:
         self._check(state, inputs, flat)
         mode = RunMode.of(model, flat)
         self.mode.refuse_other(mode)
-        facts.tell("replay", gm=self.gm, inputs=flat)
+        facts.notify("replay", gm=self.gm, inputs=flat)
         with torch.no_grad(), mode.without_autocast():
             results = self.gm(*flat)
         if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):

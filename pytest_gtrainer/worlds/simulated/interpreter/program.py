@@ -213,7 +213,7 @@ class Interpreter:
         """Outputs as the graph returns them, uniform or ``PerRank`` as inputs are. Buffers are written to.
         CollectiveMismatch if ranks differ in sizes or splits, DependsOnRank if an input is not what was traced."""
         # on one thread, as ranks: some kernels' bits depend on the number
-        facts.tell(
+        facts.notify(
             "replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random
         )
         with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():

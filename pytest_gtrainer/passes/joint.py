@@ -1,10 +1,12 @@
-"""Bucketing and reordering of FSDP collectives in a joint forward and backward graph, packed as eager FSDP2 packs them.
+"""Bucket the FSDP collectives of a joint forward and backward graph, and overlap them with compute.
 
-*Idea.* An all-gather's launch depends on graph inputs only, so it may stand anywhere before its wait. A wait of a
-reduce-scatter feeds the output only, so it may stand anywhere behind its launch. Each block is built in its final
-place, and no other node moves (E4). *Invariant.* All is checked before the first node is built, so a pass that refuses
-leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile. *Source.* torchtitan's graph_trainer pass of
-the same name (pull requests 2934, 3590); payload order (D2, D3) and coverage (B6) are stricter.
+*Idea.* An all-gather's launch depends on graph inputs only, so it may stand anywhere before its
+wait. A wait of a reduce-scatter feeds the output only, so it may stand anywhere behind its launch.
+Each block of nodes is built in its final place; compute nodes never move. A payload is packed as
+eager FSDP2 packs it. *Invariant.* Everything is checked before the first node is built, so a pass
+that refuses leaves the graph as it was. *Cost.* Linear in nodes; one recompile. *Source.*
+torchtitan's graph_trainer pass of the same name (pull requests 2934, 3590). Payload order and
+coverage of the plan are stricter here.
 """
 
 import operator
@@ -50,25 +52,33 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Members that travel together, in payload order."""
+    """The members of a bucket that become one collective: of one direction, process group,
+    reduction and dtype.
+
+    Attributes:
+        members: in payload order. A single member keeps its own collective, which is only moved.
+        first_launch: where an all-gather is launched, unless an earlier wait prefetches it.
+        last_launch: where a reduce-scatter is launched.
+        first_wait: where an all-gather is waited for.
+    """
 
     bucket: Bucket
     direction: str
     members: tuple[FsdpCollective, ...]
-    first_launch: (
-        fx.Node
-    )  # where its blocks belong by default (D5); of the backward's first a node further ahead (E8)
+    first_launch: fx.Node
     last_launch: fx.Node
     first_wait: fx.Node
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """What the members send: shards of parameters, or gradients."""
+        """The operands of the members' collectives: shards of parameters, or gradients."""
         return [member.launch.all_input_nodes[0] for member in self.members]
 
 
 class BucketBuilder:
-    """Creates a bucket's nodes in front of an anchor, with ``val``, ``fsdp_bucket`` and the backward's mark (D8)."""
+    """Create the nodes of a bucket in front of ``anchor``, with the metadata that later passes and
+    checks read.
+    """
 
     def __init__(self, merge: Merge, anchor: fx.Node) -> None:
         self.anchor = anchor
@@ -88,56 +98,54 @@ class BucketBuilder:
         return node
 
     def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        """A view where strides allow, else a contiguous copy."""
+        """Reshape a tensor of any strides; the result is contiguous."""
         val = node.meta["val"]
-        is_so = list(val.shape) == shape and val.is_contiguous()
-        return (
-            node
-            if is_so
-            else self.call(aten.reshape.default, (node, shape), value_like(val, shape))
-        )
+        if list(val.shape) == shape and val.is_contiguous():
+            return node
+        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
+
+    def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """View a contiguous tensor."""
+        val = node.meta["val"]
+        if list(val.shape) == shape:
+            return node
+        return self.call(aten.view.default, (node, shape), value_like(val, shape))
 
     def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
-        shape = list(nodes[0].meta["val"].shape)
+        val = nodes[0].meta["val"]
+        shape = list(val.shape)
         shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
-        return self.call(
-            aten.cat.default,
-            (nodes, dim) if dim else (nodes,),
-            value_like(nodes[0].meta["val"], shape),
-        )
-
-    def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
-        """The collective ``like``, on a flat payload, giving ``numel`` elements."""
-        return self.call(
-            like.target, (payload, *like.args[1:]), value_like(payload.meta["val"], [numel])
-        )
-
-    def wait(self, launch: fx.Node) -> fx.Node:
-        return self.call(WAIT, (launch,), launch.meta["val"])
+        # A trace leaves out arguments that are the default; new nodes read as traced ones do.
+        args = (nodes, dim) if dim else (nodes,)
+        return self.call(aten.cat.default, args, value_like(val, shape))
 
     def split(self, node: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
         parts = values_of_split(node.meta["val"], sizes, dim)
-        split = self.call(
-            aten.split_with_sizes.default, (node, sizes, dim) if dim else (node, sizes), parts
-        )
+        args = (node, sizes, dim) if dim else (node, sizes)
+        split = self.call(aten.split_with_sizes.default, args, parts)
         return [
             self.call(operator.getitem, (split, index), part) for index, part in enumerate(parts)
         ]
 
     def contiguous(self, node: fx.Node) -> fx.Node:
-        """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
-        value = value_like(node.meta["val"], node.meta["val"].shape)
-        return self.call(
-            aten.clone.default, (node,), value, {"memory_format": torch.contiguous_format}
-        )
+        """Copy a tensor, also where a strided view would do.
 
-    def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        FSDP2 copies parameters out of the gathered payload. A strided operand may select another
+        kernel, which changes the bits of a later sum.
+        """
         val = node.meta["val"]
-        return (
-            node
-            if list(val.shape) == shape
-            else self.call(aten.view.default, (node, shape), value_like(val, shape))
-        )
+        kwargs = {"memory_format": torch.contiguous_format}
+        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
+
+    def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
+        """Launch the collective of ``like`` on a flat payload; the result has ``numel``
+        elements.
+        """
+        val = value_like(payload.meta["val"], [numel])
+        return self.call(like.target, (payload, *like.args[1:]), val)
+
+    def wait(self, launch: fx.Node) -> fx.Node:
+        return self.call(WAIT, (launch,), launch.meta["val"])
 
 
 @graph_pass
@@ -153,16 +161,18 @@ def joint_transformer_block_bucketing_reordering_pass(
 ) -> bool:
     """Bucket FSDP's collectives by ``bucket_plan`` and overlap them with compute, in place.
 
-    Requires a joint graph whose nodes have the metadata of ``tracing.step``. Ensures that the graph lints, and computes
-    the same values if reductions do not depend on the offset. Run on its own output, it changes nothing.
+    Requires a joint graph whose nodes have the metadata of ``tracing.step``. Ensures that the graph
+    lints, and computes the same values if reductions do not depend on the offset. Run on its own
+    output, it changes nothing.
 
     Args:
         bucket_plan: module FQNs, see ``get_default_transformer_block_buckets``.
-        payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of parameter FQNs pack in
-            another order, to show that the order matters.
+        payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of
+            parameter FQNs pack in another order, to show that the order matters.
         reorder: prefetch all-gathers and defer waits of reduce-scatters.
         insert_overlap_deps: add control dependencies that keep this order in Inductor's scheduler.
-        require_buckets: refuse a graph without collectives of FSDP; by default it stays, and the summary counts it.
+        require_buckets: refuse a graph without collectives of FSDP; by default it stays, and the
+            summary counts it.
 
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
@@ -182,11 +192,12 @@ def transformer_block_bucketing_reordering_pass(
     insert_overlap_deps: bool = False,
     require_buckets: bool = False,
 ) -> bool:
-    """The same for a forward graph, or a backward graph, of its own, in place.
+    """Bucket a forward graph, or a backward graph, as the joint pass does, in place.
 
     Args:
         direction: "fwd" or "bwd", whose graph it is; nodes need no mark of the backward.
-        bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets: as for the joint graph.
+        bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets: as for the joint
+            graph.
 
     Raises:
         PlanError: as for the joint graph, or the graph is a joint one.
@@ -194,9 +205,9 @@ def transformer_block_bucketing_reordering_pass(
     if direction not in (FORWARD, BACKWARD):
         raise ValueError(f"direction={direction!r}: expected {FORWARD!r} or {BACKWARD!r}")
     if direction == FORWARD and any(direction_of(node) == BACKWARD for node in gm.graph.nodes):
-        wrong = "the graph has nodes of the backward"
         raise PlanError(
-            f"{wrong}: for a joint graph use joint_transformer_block_bucketing_reordering_pass"
+            "the graph has nodes of the backward: for a joint graph use "
+            "joint_transformer_block_bucketing_reordering_pass"
         )
     return _bucket(
         gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets, direction
@@ -206,198 +217,238 @@ def transformer_block_bucketing_reordering_pass(
 def _bucket(
     gm: fx.GraphModule,
     bucket_plan: BucketPlan,
-    order: PayloadOrder,
+    payload_order: PayloadOrder,
     reorder: bool,
-    dependencies: bool,
+    insert_overlap_deps: bool,
     require_buckets: bool,
     direction: str | None = None,
 ) -> bool:
-    """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
+    """Check everything, then build. ``direction`` is that of all nodes; None if each node has its
+    own mark.
+    """
     plan = Plan(bucket_plan)
+    # Control dependencies wrap the waits of an earlier run, so that no member would be found whole.
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
-        return False  # E7: the waits of this pass, wrapped
+        return False
     gathers, scatters = fsdp_all_gathers(gm), fsdp_reduce_scatters(gm)
-    members = [*gathers, *scatters]
-    if _is_done(gm, members, require_buckets):
+    if _has_nothing_to_bucket(gm, [*gathers, *scatters], require_buckets):
         return False
     _check_plan(plan, gm, gathers, scatters)
-    for member in members:  # what building needs is there, so that nothing fails half way (D11)
-        nodes = (member.launch.args[0], member.launch, member.wait)
-        if not all(
-            isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-            for node in nodes
-        ):
-            raise PlanError(
-                f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors'
-            )
-    gathering = _merges(gm, plan, gathers, order, direction)
-    scattering = _merges(gm, plan, scatters, order, direction)
+    _check_values([*gathers, *scatters])
+
+    gathering = _merge_members(gm, plan, gathers, payload_order, direction)
+    scattering = _merge_members(gm, plan, scatters, payload_order, direction)
     if reorder:
-        gathering = _with_the_backwards_first_ahead(gm, plan, gathering, direction)
-    forward, backward = (
-        [merge for merge in gathering if merge.direction == way] for way in (FORWARD, BACKWARD)
-    )
-    _check_writes(gm.graph, (forward, backward), scattering, reorder)
-    behind = _build_all_gathers(forward, reorder) | _build_all_gathers(backward, reorder)
+        gathering = _hoist_first_backward_all_gather(gm, plan, gathering, direction)
+    # The last all-gather of the forward prefetches nothing of the backward.
+    by_direction: dict[str, list[Merge]] = {FORWARD: [], BACKWARD: []}
+    for merge in gathering:
+        by_direction[merge.direction].append(merge)
+    _check_writes(gm.graph, list(by_direction.values()), scattering, reorder)
+
+    behind: dict[fx.Node, fx.Node] = {}
+    for merges in by_direction.values():
+        behind |= _build_all_gathers(merges, reorder)
     behind |= _build_reduce_scatters(gm.graph, scattering, reorder)
-    for member in (
-        m for merge in (*gathering, *scattering) if len(merge.members) > 1 for m in merge.members
-    ):
-        for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
-            gm.graph.erase_node(node)
-    if dependencies:
+    for merge in (*gathering, *scattering):
+        for member in merge.members if len(merge.members) > 1 else ():
+            for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
+                gm.graph.erase_node(node)
+    if insert_overlap_deps:
         add_control_dependencies(gm.graph, behind)
     return True
 
 
-def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool) -> bool:
-    """Whether there is nothing left to bucket: no collective of FSDP at all (E6), or none without its bucket (E7)."""
+def _has_nothing_to_bucket(
+    gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool
+) -> bool:
+    """Return whether the graph has no collective of FSDP, or each one has its bucket; refuse
+    others' buckets.
+    """
     if not members and not any("fsdp_bucket" in node.meta for node in gm.graph.nodes):
-        facts.emit(
-            "idle", what="bucketing: no collective of FSDP in the graph: was data_parallel applied?"
-        )
+        idle = "no collective of FSDP in the graph: was data_parallel applied?"
+        facts.emit("idle", what=f"bucketing: {idle}")
         if require_buckets:
             raise PlanError(
-                "the graph has no collective of FSDP to bucket: was data_parallel(model, mesh) applied?"
+                "the graph has no collective of FSDP to bucket: was data_parallel(model, mesh) "
+                "applied?"
             )
-    marked = ["fsdp_bucket" in member.launch.meta for member in members]
-    if all(marked):
+    marked = sum("fsdp_bucket" in member.launch.meta for member in members)
+    if marked == len(members):
         return True
-    if any(marked):
+    if marked:
         raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
-    if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
-        wrong = f"the graph is bucketed already, by another pass ({foreign[0]})"
-        raise PlanError(f"{wrong}: run this one on the graph as traced, or leave it out")
+    for node in gm.graph.nodes:
+        if is_bucketed_by_torch(node):
+            raise PlanError(
+                f"the graph is bucketed already, by another pass ({node}): run this one on the "
+                "graph as traced, or leave it out"
+            )
     return False
 
 
 def _check_plan(
     plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]
 ) -> None:
-    """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
-    plan.check_names(
-        {node_fqn(node) for node in gm.graph.nodes} | {member.parameter for member in gathers}
-    )
+    """Check that the plan's names exist, and that each sharded parameter is in one bucket per
+    direction.
+    """
+    known = {node_fqn(node) for node in gm.graph.nodes}
+    known.update(member.parameter for member in gathers)
+    plan.check_names(known)
     plan.check_ties(gm.graph.output_node().meta.get("gt_tied", {}))
-    twice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
-    added = (
-        "trace with reuse_gathers=True, so that its contributions are added before they are reduced"
-    )
-    for kind, members, advice in (
-        ("all-gather", gathers, twice),
-        ("reduce-scatter", scatters, added),
-    ):
-        if lost := [m for m in members if plan.bucket_of(m.bucket_fqn) is None]:
-            where = sorted({m.bucket_fqn or "the root" for m in lost})
-            modules = sorted({f'"{layer_of(m.bucket_fqn) or m.bucket_fqn}"' for m in lost})
+    for kind, members in (("all-gather", gathers), ("reduce-scatter", scatters)):
+        parameters, modules, entries = list[str](), set[str](), set[str]()
+        for member in members:
+            fqn = member.bucket_fqn
+            if plan.bucket_of(fqn) is None:
+                parameters.append(member.parameter)
+                modules.add(fqn or "the root")
+                entries.add(f'"{layer_of(fqn) or fqn}"')
+        if parameters:
             raise PlanError(
-                f"the bucket plan covers no {kind} of {', '.join(m.parameter for m in lost)} (read in "
-                f"{', '.join(where)}): add {', '.join(modules)} to the plan"
+                f"the bucket plan covers no {kind} of {', '.join(parameters)} (read in "
+                f"{', '.join(sorted(modules))}): add {', '.join(sorted(entries))} to the plan"
             )
         seen: dict[tuple[int, str], FsdpCollective] = {}
         for member in members:
             first = seen.setdefault((member.position, member.direction), member)
             if first is not member:
-                raise PlanError(_twice(plan, kind, first, member, advice))
+                raise PlanError(_explain_second_collective(plan, kind, first, member))
 
 
-def _twice(
-    plan: Plan, kind: str, first: FsdpCollective, second: FsdpCollective, advice: str
+def _check_values(members: list[FsdpCollective]) -> None:
+    """Check that the nodes that a block is built from have values, which a trace on real tensors lacks."""
+    for member in members:
+        for node in (*member.launch.all_input_nodes, member.launch, member.wait):
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                raise PlanError(
+                    f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors'
+                )
+
+
+def _explain_second_collective(
+    plan: Plan, kind: str, first: FsdpCollective, second: FsdpCollective
 ) -> str:
-    """Why a parameter has two collectives, as far as the graph tells: a second read, another kind of gather, a tie."""
-    told = f"{first.parameter} has more than one {kind} in the {first.direction} direction: "
+    """Return why a parameter may have two collectives: a second read, a gather that is not FSDP's,
+    or a tie.
+    """
+    wrong = f"{first.parameter} has more than one {kind} in the {first.direction} direction: "
     if kind == "reduce-scatter":
-        return told + advice
-    source = next(
-        node for node in (*first.chain, first.launch)[0].all_input_nodes if node.op == "placeholder"
+        return (
+            f"{wrong}trace with reuse_gathers=True, so that its contributions are added before "
+            "they are reduced"
+        )
+    advice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
+    source = first.launch.graph.find_nodes(op="placeholder")[first.position]
+    not_fsdp = (
+        f"if {source} is no parameter (a gathered activation, sequence or tensor parallelism), "
+        f"say so: {source}.meta['gt_input'] = {{'kind': 'input', 'fqn': {source.name!r}}}"
     )
-    foreign = (
-        f"if {source} is no parameter (a gathered activation, sequence or tensor parallelism), say so: "
-        f"{source}.meta['gt_input'] = {{'kind': 'input', 'fqn': {source.name!r}}}"
-    )
-    where = [
-        f"{m.launch} in {m.bucket_fqn or 'the root'} over {group_of(m.launch)}"
-        for m in (first, second)
-    ]
     if group_of(first.launch) != group_of(second.launch):
-        return f"{told}{' and '.join(where)}, in two groups, of which FSDP's is one; {foreign}"
-    buckets = [plan.bucket_of(member.bucket_fqn) for member in (first, second)]
-    if buckets[0] is not buckets[1]:
-        labels = " and ".join(bucket.label for bucket in buckets if bucket)
-        return f"{told}{advice}; if it is shared/tied, place its modules in the same bucket, they are in {labels}"
-    return told + advice if "gt_input" in source.meta else f"{told}{advice}; {foreign}"
+        one, other = (
+            f"{member.launch} in {member.bucket_fqn or 'the root'} over {group_of(member.launch)}"
+            for member in (first, second)
+        )
+        return f"{wrong}{one} and {other}, in two groups, of which FSDP's is one; {not_fsdp}"
+    ours, theirs = plan.bucket_of(first.bucket_fqn), plan.bucket_of(second.bucket_fqn)
+    if ours is not None and theirs is not None and ours is not theirs:
+        return (
+            f"{wrong}{advice}; if it is shared/tied, place its modules in the same bucket, they "
+            f"are in {ours.label} and {theirs.label}"
+        )
+    if "gt_input" in source.meta:  # the tracer has classified it: it is a parameter
+        return wrong + advice
+    return f"{wrong}{advice}; {not_fsdp}"
 
 
-def _merges(
+def _merge_members(
     gm: fx.GraphModule,
     plan: Plan,
     members: list[FsdpCollective],
-    order: PayloadOrder,
+    payload_order: PayloadOrder,
     direction: str | None,
 ) -> list[Merge]:
-    """Group members of one kind by bucket, direction and signature (D1), in order of their first launch."""
+    """Group members of one kind by bucket, direction and signature, in order of their first
+    launch.
+    """
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    parameters = [
-        member.parameter for member in sorted(members, key=lambda member: member.position)
-    ]
-    managed = gm.graph.output_node().meta.get("gt_managed_order")
-    key = sort_key(order, parameters, lambda member: place[member.launch], managed)
+    registered = sorted(members, key=lambda member: member.position)
+    key = sort_key(
+        payload_order,
+        [member.parameter for member in registered],
+        lambda member: place[member.launch],
+        gm.graph.output_node().meta.get("gt_managed_order"),
+    )
     groups: dict[tuple[Any, ...], list[FsdpCollective]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
-        groups.setdefault((bucket, direction or member.direction, member.signature), []).append(
-            member
-        )
+        same = (bucket, direction or member.direction, member.signature)
+        groups.setdefault(same, []).append(member)
     merges = []
-    for (bucket, way, _), group in groups.items():
-        ordered = tuple(sorted(group, key=lambda member: key(bucket, member)))
-        merges.append(
-            Merge(
-                bucket, way, ordered, group[0].launch, group[-1].launch, min(m.wait for m in group)
-            )
+    for (bucket, of_direction, _), group in groups.items():
+        merge = Merge(
+            bucket,
+            of_direction,
+            members=tuple(sorted(group, key=lambda member: key(bucket, member))),
+            first_launch=group[0].launch,
+            last_launch=group[-1].launch,
+            first_wait=min(member.wait for member in group),
         )
+        merges.append(merge)
     return merges
 
 
-def _with_the_backwards_first_ahead(
+def _hoist_first_backward_all_gather(
     gm: fx.GraphModule, plan: Plan, merges: list[Merge], direction: str | None
 ) -> list[Merge]:
-    """Launch the backward's first all-gather right behind the loss's own backward, as FSDP2's hook does (E8)."""
-    first = min(
-        (merge for merge in merges if merge.direction == BACKWARD),
-        key=lambda m: m.first_wait,
-        default=None,
-    )
+    """Move the launch of the first backward all-gather up to where the backward of the loss ends.
+
+    Eager FSDP2 unshards the last group in its first pre-backward hook, so compute of the head hides
+    this all-gather. Without the move it would be launched directly before its wait, with nothing to
+    hide it.
+    """
+    first = None
+    for merge in merges:
+        if merge.direction == BACKWARD and (first is None or merge.first_wait < first.first_wait):
+            first = merge
     if first is None:
         return merges
-    # some ranks pad and others do not: what leads to an all-gather marks no place (D14)
-    moving = {
-        node for merge in merges for m in merge.members for node in (*m.chain, m.launch, m.wait)
-    }
+
+    # Nodes that lead to a collective mark no place: with uneven shards only some ranks have a pad
+    # among them, and all ranks must launch in the same order.
+    moving: set[fx.Node] = set()
+    for merge in merges:
+        for member in merge.members:
+            moving.update(member.chain, (member.launch, member.wait))
+
     for node in gm.graph.nodes:
         if node is first.first_launch:
             break
-        fqn, is_backward = node_fqn(node), BACKWARD in (direction, direction_of(node))
-        bucket = (
-            plan.bucket_of(fqn)
-            if is_backward and node.op == "call_function" and node not in moving
-            else None
-        )
-        if bucket is not None and (
-            fqn != LOSS or LOSS in bucket.fqns
-        ):  # the root's bucket is not the loss's
-            return [
-                replace(merge, first_launch=node) if merge is first else merge for merge in merges
-            ]
+        if node.op != "call_function" or node in moving:
+            continue
+        if BACKWARD not in (direction, direction_of(node)):
+            continue
+        fqn = node_fqn(node)
+        bucket = plan.bucket_of(fqn)
+        # An entry for the root covers the loss too, but the hook runs after the loss's backward; a
+        # chunked loss is in the bucket of the head by name.
+        if bucket is not None and (fqn != LOSS or LOSS in bucket.fqns):
+            hoisted = replace(first, first_launch=node)
+            return [hoisted if merge is first else merge for merge in merges]
     return merges
 
 
 def _launch_places(merges: list[Merge], prefetch: bool) -> dict[int, fx.Node]:
-    """The node that each launch goes in front of; with ``prefetch``, launch i + 1 right before wait i (E1)."""
+    """Return the node that each all-gather is launched in front of, by index, in the order of
+    building.
+
+    With ``prefetch``, all-gather i + 1 is launched right before the wait of i, if it has no earlier
+    place.
+    """
     places: dict[int, fx.Node] = {}
-    for index in sorted(
-        range(len(merges)), key=lambda index: merges[index].first_wait
-    ):  # launches may stand otherwise
+    # Merges are in the order of their launches; their waits may come in another order.
+    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
         places.setdefault(index, merges[index].first_launch)
         if prefetch and index + 1 < len(merges):
             places.setdefault(index + 1, merges[index].first_wait)
@@ -407,113 +458,138 @@ def _launch_places(merges: list[Merge], prefetch: bool) -> dict[int, fx.Node]:
 def _check_writes(
     graph: fx.Graph, gathers: Sequence[list[Merge]], scatters: list[Merge], prefetch: bool
 ) -> None:
-    """No collective may cross a write to what it sends: it would send other values."""
+    """Refuse to move a collective across a write to what it sends: it would send other values."""
     written = writes(graph)
-    moves = [
-        (m, (m.launch, *m.chain), merges[index], place)
-        for merges in gathers
-        for index, place in _launch_places(merges, prefetch).items()
-        for m in merges[index].members
-    ]
-    moves += [
-        (m, (m.launch,), merge, merge.last_launch) for merge in scatters for m in merge.members
-    ]
-    for member, moving, merge, place in moves:
-        memory = dict.fromkeys(storage_of(read) for node in moving for read in node.all_input_nodes)
+
+    def check(merge: Merge, member: FsdpCollective, moving: list[fx.Node], place: fx.Node) -> None:
         first, last = sorted((place, member.launch))
-        for writer in (writer for storage in memory for writer in written.get(storage, ())):
-            if first <= writer < last:  # the collective is built in front of its place
-                raise PlanError(
-                    f"{writer} writes to {member.parameter}, or its gradient, between {first} and {last}: in bucket "
-                    f"{merge.bucket.label!r} its collective would cross the write and send other values. Move the "
-                    "write before the first or behind the last collective of the bucket, or out of the graph"
-                )
+        for node in moving:
+            for read in node.all_input_nodes:
+                for writer in written.get(storage_of(read), ()):
+                    # The collective is built in front of its place, so a write there is crossed.
+                    if first <= writer < last:
+                        raise PlanError(
+                            f"{writer} writes to {member.parameter}, or its gradient, between "
+                            f"{first} and {last}: in bucket {merge.bucket.label!r} its collective "
+                            "would cross the write and send other values. Move the write before "
+                            "the first or behind the last collective of the bucket, or out of the "
+                            "graph"
+                        )
+
+    for merges in gathers:
+        for index, place in _launch_places(merges, prefetch).items():
+            for member in merges[index].members:
+                check(merges[index], member, [member.launch, *member.chain], place)
+    for merge in scatters:
+        for member in merge.members:
+            check(merge, member, [member.launch], merge.last_launch)
 
 
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
-    """Build launch and wait blocks. Returns which wait stands behind which launch of another."""
+    """Build launches and waits; return, of each wait that prefetches, the launch that it must stay
+    behind.
+    """
     places = _launch_places(merges, prefetch)
-    launches = {index: _launch_all_gather(merges[index], place) for index, place in places.items()}
-    waits = {index: _wait_all_gather(merges[index], launch) for index, launch in launches.items()}
-    return {
-        wait: launches[index + 1]
-        for index, wait in waits.items()
-        if prefetch and index + 1 in launches
-    }
+    launches: dict[int, fx.Node] = {}
+    for index, place in places.items():
+        launches[index] = _launch_all_gather(merges[index], place)
+    behind: dict[fx.Node, fx.Node] = {}
+    for index, launch in launches.items():
+        wait = _wait_all_gather(merges[index], launch)
+        if prefetch and index + 1 in launches:
+            behind[wait] = launches[index + 1]
+    return behind
 
 
 def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
-    """Flat concatenation of the members' shards, gathered, right before ``anchor``; their chains move along (D14)."""
+    """Gather the concatenated shards right before ``anchor``; the casts and pads that lead to it
+    move along.
+    """
     build, like = BucketBuilder(merge, anchor), merge.members[0].launch
-    for node in (node for member in merge.members for node in member.chain if anchor < node):
-        anchor.prepend(node)
+    for member in merge.members:
+        for node in member.chain:
+            if anchor < node:
+                anchor.prepend(node)
     if len(merge.members) == 1:
         like.meta.update(build.meta)
         if like is not anchor:
             anchor.prepend(like)
         return like
-    payload = build.cat(
-        [build.reshape(shard, [shard.meta["val"].numel()]) for shard in merge.inputs], 0
-    )
+    shards = []
+    for shard in merge.inputs:
+        shards.append(build.reshape(shard, [shard.meta["val"].numel()]))
+    payload = build.cat(shards, 0)
     return build.launch(like, payload, payload.meta["val"].numel() * group_size_of(like))
 
 
 def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
-    """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
+    """Wait at the earliest wait of a member, and copy each parameter out of the gathered
+    payload.
+    """
     build = BucketBuilder(merge, merge.first_wait)
     if len(merge.members) == 1:
         merge.first_wait.meta.update(build.meta)
         return merge.first_wait
     size = group_size_of(launch)
     wait = build.wait(launch)
+    # Row r is what rank r sent, so a parameter is a column of the payload.
     rows = build.view(wait, [size, launch.meta["val"].numel() // size])
     columns = build.split(rows, [shard.meta["val"].numel() for shard in merge.inputs], 1)
     for member, column in zip(merge.members, columns, strict=True):
-        member.wait.replace_all_uses_with(
-            build.view(build.contiguous(column), list(member.wait.meta["val"].shape))
-        )
+        copied = build.contiguous(column)
+        parameter = build.view(copied, list(member.wait.meta["val"].shape))
+        member.wait.replace_all_uses_with(parameter)
     return wait
 
 
 def _build_reduce_scatters(
     graph: fx.Graph, merges: list[Merge], defer: bool
 ) -> dict[fx.Node, fx.Node]:
-    """Build launch blocks, row r for rank r (D4); returns, with ``defer``, waits and launches they follow (E2)."""
+    """Build launches, each behind the last launch of its members, and waits.
+
+    With ``defer``, a wait stands behind the launch of the next reduce-scatter, the last one before
+    the output. Returns, of each deferred wait, the launch that it must stay behind.
+    """
     behind: dict[fx.Node, fx.Node] = {}
     returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
         anchor = merge.last_launch.next
-        build, launch = BucketBuilder(merge, anchor), merge.members[0].launch
-        if len(merge.members) == 1:
-            launch.meta.update(build.meta)
-        else:
-            size = group_size_of(launch)
-            rows = [
-                build.reshape(grad, [size, grad.meta["val"].numel() // size])
-                for grad in merge.inputs
-            ]
-            payload = build.cat(rows, 1)
-            numel = payload.meta["val"].numel()
-            launch = build.launch(launch, build.reshape(payload, [numel]), numel // size)
+        launch = _launch_reduce_scatter(merge, anchor)
         if waiting is not None:
             behind[_wait_reduce_scatter(*waiting, anchor, returned)] = launch
-        waiting = (merge, launch)
-        if not defer:
-            _wait_reduce_scatter(*waiting, anchor, returned)
-            waiting = None
+        if defer:
+            waiting = (merge, launch)
+        else:
+            _wait_reduce_scatter(merge, launch, anchor, returned)
     output = graph.output_node()
     if waiting is not None:
         _wait_reduce_scatter(*waiting, output, returned)
-    # all results at once: one by one each would copy the whole list of gradients
+    # All results at once: one by one, each replacement would copy the whole list of gradients.
     output.args = fx.node.map_arg(output.args, lambda node: returned.get(node, node))
     return behind
+
+
+def _launch_reduce_scatter(merge: Merge, anchor: fx.Node) -> fx.Node:
+    """Reduce the packed gradients: row r of the payload holds the members' parts for rank r."""
+    build, launch = BucketBuilder(merge, anchor), merge.members[0].launch
+    if len(merge.members) == 1:
+        launch.meta.update(build.meta)
+        return launch
+    size, rows = group_size_of(launch), []
+    for grad in merge.inputs:
+        rows.append(build.reshape(grad, [size, grad.meta["val"].numel() // size]))
+    payload = build.cat(rows, 1)
+    numel = payload.meta["val"].numel()
+    return build.launch(launch, build.reshape(payload, [numel]), numel // size)
 
 
 def _wait_reduce_scatter(
     merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Views of the reduced payload and the members' chains before ``anchor``; ``returned`` gets the new outputs."""
+    """Wait before ``anchor``, and move what follows the members there; ``returned`` gets results to
+    be replaced.
+    """
     build = BucketBuilder(merge, anchor)
     first = merge.members[0]
     if len(merge.members) == 1:
@@ -521,22 +597,21 @@ def _wait_reduce_scatter(
             node.meta.update(build.meta)
         _move_before(anchor, (first.wait, *first.chain))
         return first.wait
-    shards = [member.wait.meta["val"] for member in merge.members]
     wait = reduced = build.wait(launch)
-    if first.all_reduce:
-        reduced = build.wait(
-            build.launch(first.all_reduce[0], reduced, reduced.meta["val"].numel())
-        )
+    if first.all_reduce:  # replicas reduce the shards once more, as FSDP2 does in HSDP
+        numel = reduced.meta["val"].numel()
+        reduced = build.wait(build.launch(first.all_reduce[0], reduced, numel))
+    shards = [member.wait.meta["val"] for member in merge.members]
     parts = build.split(reduced, [shard.numel() for shard in shards], 0)
     for member, shard, part in zip(merge.members, shards, parts, strict=True):
-        own = member.all_reduce or ()
-        result, chain = own[-1] if own else member.wait, member.chain[len(own) :]
+        replaced = (member.wait, *(member.all_reduce or ()))
+        chain = member.chain[len(replaced) - 1 :]
         view = build.view(part, list(shard.shape))
         if chain:
-            result.replace_all_uses_with(view)
+            replaced[-1].replace_all_uses_with(view)
             _move_before(anchor, chain)
         else:
-            returned[result] = view
+            returned[replaced[-1]] = view
     return wait
 
 

@@ -61,10 +61,10 @@ def by_module(patch):
 
 @mutant("forward and backward in one bucket", "joint/recomputed_gathers.fxgraph")
 def one_direction(patch):
-    merges = joint._merges
+    merges = joint._merge_members
     patch.setattr(
         joint,
-        "_merges",
+        "_merge_members",
         lambda gm, plan, members, order, direction: merges(gm, plan, members, order, "fwd"),
     )
 
@@ -79,8 +79,8 @@ def late_wait(patch):
             replace(m, first_wait=max(member.wait for member in m.members)) for m in merges(*args)
         ]
 
-    merges = joint._merges
-    patch.setattr(joint, "_merges", late)
+    merges = joint._merge_members
+    patch.setattr(joint, "_merge_members", late)
     patch.setattr("torch.fx.Graph.lint", lambda graph: None)  # the test has to see it by itself
 
 
@@ -129,10 +129,10 @@ def always_loss(patch):
     "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter",
 )
 def dropped(patch):
-    merges = joint._merges
+    merges = joint._merge_members
     patch.setattr(
         joint,
-        "_merges",
+        "_merge_members",
         lambda gm, plan, given, *rest: merges(gm, plan, [given[0], *given[2:]], *rest),
     )
 
@@ -229,7 +229,7 @@ def pads_decide(patch):
 )
 def not_ahead(patch):
     patch.setattr(
-        joint, "_with_the_backwards_first_ahead", lambda gm, plan, merges, direction: merges
+        joint, "_hoist_first_backward_all_gather", lambda gm, plan, merges, direction: merges
     )
 
 

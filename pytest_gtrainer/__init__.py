@@ -75,7 +75,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "graph.memory": ("peak_memory", "assert_peak_memory"),
     "report.timeline": ("timeline", "CostModel"),
     "graphtext": ("graphtext",),
-    "checks.checker": ("check_graph", "assert_graph"),
+    "checks.checker": ("assert_graph",),
     "checks.subject": ("CheckError", "CheckFailure"),
     "golden.check": ("GoldenMismatch",),
 }

@@ -1,4 +1,4 @@
-"""Checks as methods and as a text, the search that runs them, and its failures in words.
+"""Checks as a text, the search that runs them, and its failures in words.
 
 A ``then`` takes the first node that matches behind the last match, and does not come back to it, as FileCheck does. So
 the cost is one walk over the schedule for a run of checks, and one for each ``count`` and ``start``.
@@ -8,59 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import EllipsisType
-from typing import Any, TypedDict, Unpack
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch import fx
-
-from pytest_gtrainer.checks import predicates as must
-from pytest_gtrainer.checks.arguments import OperatorPattern
-from pytest_gtrainer.checks.predicates import Check, Pattern
-from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject, Unknown
-from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
+from pytest_gtrainer.checks.predicates import Check
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject, Unknown
+from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
-from pytest_gtrainer.graphtext.header import nearest
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
 _HERE = os.path.dirname(__file__)
 _MOST = 8  # a failure shows so many nodes of a count
-
-
-class Conditions(TypedDict, total=False):
-    """What else a node must be. ``name`` captures it; in a ``shape`` None is any extent, ``...`` any number of them."""
-
-    module: str
-    bucket: str | Sequence[str]
-    direction: str
-    dtype: torch.dtype
-    shape: Sequence[int | EllipsisType | None]
-    users: str
-    where: Callable[[fx.Node], object]
-    name: str
-
-
-def check_graph(
-    gm: AnyGraph,
-    *,
-    before: AnyGraph | None = None,
-    mesh: Mapping[str, int] | None = None,
-    names: Names | None = None,
-) -> GraphChecker:
-    """Return the checks of a graph as methods, for a ``with`` block::
-
-        with check_graph(gm) as check:
-            check.then("all_gather_into_tensor", bucket=["layers.0"], name="g").next("wait_tensor(g)")
-            check.never("reduce_scatter_tensor", direction="fwd")
-
-    Args:
-        gm: a graph of any tracer, as ``graphtext.render`` takes it.
-        before: the graph that a pass was given: modules that the pass has emptied may be named.
-        mesh: dimensions and extents over all ranks, outermost first, which name the process groups.
-        names: what the inputs are, if the graph does not say it, as for ``graphtext.render``.
-    """
-    return GraphChecker(Subject(gm, before=before, mesh=mesh, names=names))
 
 
 def assert_graph(
@@ -71,13 +28,19 @@ def assert_graph(
     mesh: Mapping[str, int] | None = None,
     names: Names | None = None,
 ) -> None:
-    """Check a graph by ``checks``, one in each line; ``before``, ``mesh`` and ``names`` are as in ``check_graph``::
+    """Check a graph by ``checks``, one in each line::
 
         assert_graph(gm, '''
             then all_gather_into_tensor in bucket(layers.0) as g
             next wait_tensor(g)
             never reduce_scatter_tensor in fwd
         ''')
+
+    Args:
+        gm: a graph of any tracer, as ``graphtext.render`` takes it.
+        before: the graph that a pass was given: modules that the pass has emptied may be named.
+        mesh: dimensions and extents over all ranks, outermost first, which name the process groups.
+        names: what the inputs are, if the graph does not say it, as for ``graphtext.render``.
 
     Raises:
         CheckFailure: the graph is not as a check says.
@@ -88,115 +51,6 @@ def assert_graph(
         if line.strip() and not line.lstrip().startswith("#"):
             found.append(parse_check(line, f"{file}, line {number} of the checks"))
     run_checks(Subject(gm, before=before, mesh=mesh, names=names), found)
-
-
-class GraphChecker:
-    """The kinds of checks as methods, which may be chained; each takes a node as text, and conditions by keyword."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._matcher: Matcher | None = None
-
-    def __enter__(self) -> GraphChecker:
-        self._matcher = Matcher(self._subject)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        matcher, self._matcher = self._matcher, None
-        if kind is None and matcher is not None:
-            matcher.finish()
-
-    def then(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
-        """The first such node behind the last match."""
-        return self._run("then", node, conditions)
-
-    def next(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
-        """The node right behind the last match is such a one."""
-        return self._run("next", node, conditions)
-
-    def same(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
-        """The last match is such a node."""
-        return self._run("same", node, conditions)
-
-    def never(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
-        """No such node stands between the last match and the next, or the end."""
-        return self._run("never", node, conditions)
-
-    def count(self, node: str, number: int, **conditions: Unpack[Conditions]) -> GraphChecker:
-        """The whole graph has so many such nodes."""
-        return self._run("count", node, conditions, number)
-
-    def start(self) -> GraphChecker:
-        """The search begins again at the graph's first node; captures stay."""
-        return self._run("start", "", {})
-
-    def _run(
-        self, kind: str, node: str, conditions: Conditions, number: int | None = None
-    ) -> GraphChecker:
-        if not isinstance(node, str):
-            raise CheckError(f"a node is described by a text, such as 'mm(_, _)', not by {node!r}")
-        if kind == "count" and (type(number) is not int or number < 0):
-            raise CheckError(f"how many nodes there are is a whole number, not {number!r}")
-        if self._matcher is None:
-            raise CheckError(
-                "checks stand in a block, which ends them: `with check_graph(gm) as check:`"
-            )
-        place, told = _place(), f"{kind} {node}" if number is None else f"{kind} {number} {node}"
-        text = ", ".join(
-            [told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())]
-        )
-        try:
-            check = Check(kind, _pattern(node, conditions), text, place, number)
-        except CheckError as error:
-            raise CheckError(f"{place}: {text}\n{error}") from None
-        self._matcher.run(check)
-        return self
-
-
-def _check_conditions(conditions: Conditions) -> None:
-    """Raise a CheckError for a condition that does not exist, or whose value is of another type than it takes."""
-    known = Conditions.__annotations__
-    for name, value in dict(conditions).items():
-        if name not in known:
-            hint = nearest(name, known)
-            raise CheckError(f"there is no condition {name!r}{hint}; there are {', '.join(known)}")
-        if name in ("module", "users", "name", "direction") and not isinstance(value, str):
-            raise CheckError(f"{name}= takes a string, not {value!r}")
-        if name == "name" and not (str(value).isidentifier() and value != "_"):
-            raise CheckError(f"a node's name is a plain word, not {value!r}")
-        if name == "bucket":
-            fqns = [value] if isinstance(value, str) else value
-            if not isinstance(fqns, Sequence) or not all(isinstance(fqn, str) for fqn in fqns):
-                raise CheckError(
-                    f"bucket= takes the name of a module, or a list of names, not {value!r}"
-                )
-        if name == "shape" and (isinstance(value, str) or not isinstance(value, Sequence)):
-            raise CheckError(f"shape= takes a list of extents, not {value!r}")
-
-
-def _pattern(node: str, conditions: Conditions) -> Pattern:
-    """The node's text, and the conditions as further predicates."""
-    said = parse_pattern(node)
-    _check_conditions(conditions)
-    if said.name and "name" in conditions:
-        raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
-    told: dict[str, Any] = dict(conditions)
-    if not told.keys().isdisjoint(("dtype", "shape")):
-        shape = told.get("shape")
-        told["type"] = must.HasType(told.get("dtype"), None if shape is None else tuple(shape))
-    found = [make(told[name]) for name, make in _PREDICATES.items() if name in told]
-    return Pattern((*said.predicates, *found), conditions.get("name", said.name))
-
-
-_PREDICATES: Mapping[str, Callable[[Any], Predicate]] = {
-    "direction": must.InDirection,
-    "module": must.InModule,
-    "bucket": lambda fqns: must.InBucket((fqns,) if isinstance(fqns, str) else tuple(fqns)),
-    "type": lambda predicate: predicate,
-    "users": lambda operator: must.UsedBy(OperatorPattern(operator)),
-    "where": must.Where,
-}
-"""What conditions ask for, in the order in which a failure tells it."""
 
 
 def _place() -> str:

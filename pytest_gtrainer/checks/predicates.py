@@ -1,6 +1,6 @@
 """Predicates of a pattern, each of which says in words how a node differs; patterns, and checks made of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -75,29 +75,9 @@ class InBucket(Predicate):
         return f"the bucket {_told(self.fqns)}" if self.fqns else "one"
 
 
-_DIRECTIONS = {"fwd": ("fwd", "forward"), "bwd": ("bwd", "backward")}
-
-
-def nearest_direction(text: object) -> str:
-    """
-    >>> nearest_direction("Backward"), nearest_direction("up")
-    (', did you mean `bwd`?', '')
-    """
-    for direction, words in _DIRECTIONS.items():
-        if str(text).lower().startswith(words):
-            return f", did you mean `{direction}`?"
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class InDirection(Predicate):
     direction: str
-
-    def check(self, subject: Subject) -> None:
-        if self.direction not in ("fwd", "bwd"):
-            raise CheckError(
-                f"a direction is fwd or bwd, not {self.direction!r}{nearest_direction(self.direction)}"
-            )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         found = subject.direction(node)
@@ -116,19 +96,6 @@ class HasType(Predicate):
     strides: tuple[Extent, ...] | None = None
 
     def check(self, subject: Subject) -> None:
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise CheckError(
-                f"dtype= takes a dtype of torch, such as torch.bfloat16, not {self.dtype!r}"
-            )
-        for what, extents in (("shape", self.shape), ("strides", self.strides)):
-            for extent in extents or ():
-                is_size = type(extent) is int and extent >= 0
-                if not is_size and extent is not None and extent is not ...:
-                    raise CheckError(
-                        f"an extent of a {what} is a whole number, `_` (None) or `...`, not {extent!r}"
-                    )
-            if extents is not None and extents.count(...) > 1:
-                raise CheckError("a shape has one `...` at most")
         shape, strides = self.shape, self.strides
         is_exact = shape is not None and strides is not None and ... not in (*shape, *strides)
         if is_exact and len(shape or ()) != len(strides or ()):
@@ -226,21 +193,6 @@ class UsedBy(Predicate):
 
     def names(self) -> Iterable[str]:
         return [self.user.text]
-
-
-@dataclass(frozen=True, slots=True)
-class Where(Predicate):
-    """A condition in Python."""
-
-    condition: Callable[[fx.Node], object]
-
-    def check(self, subject: Subject) -> None:
-        if not callable(self.condition):
-            raise CheckError(f"where= takes a function of a node, not {self.condition!r}")
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        name = getattr(self.condition, "__name__", "the condition")
-        return None if self.condition(node) else f"{name} does not hold of it"
 
 
 def _told(fqns: Sequence[str]) -> str:

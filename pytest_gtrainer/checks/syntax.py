@@ -90,15 +90,6 @@ def parse_check(text: str, place: str) -> Check:
         raise CheckError(f"{place}: {text.strip()}\n{error}") from None
 
 
-def parse_pattern(text: str) -> Pattern:
-    """A node's pattern from its text.
-
-    >>> [type(p).__name__ for p in parse_pattern("mm(x, _) in bwd layers.0 as m").predicates]
-    ['OperatorPattern', 'CallPattern', 'InDirection', 'InModule']
-    """
-    return _Grammar(tokens_of(text)).pattern()
-
-
 class _Grammar:
     """Recursive descent over the tokens, one method a rule of the grammar."""
 

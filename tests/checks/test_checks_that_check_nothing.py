@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from pytest_gtrainer import assert_graph, check_graph
+from pytest_gtrainer import assert_graph
 from pytest_gtrainer.checks import CheckError, CheckFailure
 from pytest_gtrainer.graphtext import parse
 
@@ -326,79 +326,6 @@ def test_keywords_of_functions_that_dynamo_calls():
         ("sum(_, dimm=0)", "no argument dimm=, did you mean `dim`"),
     ):
         assert words in error_of(gm, f"never {node}")
-
-
-@pytest.mark.parametrize(
-    ("conditions", "words"),
-    [
-        (
-            {"dtyp": torch.bfloat16},
-            "there is no condition 'dtyp', did you mean `dtype`?; there are module, bucket",
-        ),
-        ({"modul": "head"}, "there is no condition 'modul', did you mean `module`?"),
-        ({"dtype": "bf16"}, "dtype= takes a dtype of torch, such as torch.bfloat16, not 'bf16'"),
-        ({"dtype": torch.ones(1)}, "dtype= takes a dtype of torch"),
-        ({"shape": [3, -1]}, "an extent of a shape is a whole number, `_` (None) or `...`, not -1"),
-        (
-            {"shape": ["3", 8]},
-            "an extent of a shape is a whole number, `_` (None) or `...`, not '3'",
-        ),
-        ({"shape": "3, 8"}, "shape= takes a list of extents, not '3, 8'"),
-        ({"shape": 3}, "shape= takes a list of extents, not 3"),
-        ({"shape": [True]}, "an extent of a shape is a whole number"),
-        ({"shape": [..., 8, ...]}, "a shape has one `...` at most"),
-        ({"direction": "forward"}, "a direction is fwd or bwd, not 'forward', did you mean `fwd`?"),
-        ({"direction": "Bwd"}, "a direction is fwd or bwd, not 'Bwd', did you mean `bwd`?"),
-        ({"direction": None}, "direction= takes a string, not None"),
-        ({"module": ["head"]}, "module= takes a string, not ['head']"),
-        ({"bucket": 0}, "bucket= takes the name of a module, or a list of names, not 0"),
-        ({"bucket": [0]}, "bucket= takes the name of a module, or a list of names, not [0]"),
-        ({"users": 3}, "users= takes a string, not 3"),
-        ({"where": "head"}, "where= takes a function of a node, not 'head'"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["never", "then"])
-def test_conditions_that_no_node_can_meet(gm, kind, conditions, words):
-    with pytest.raises(CheckError) as error, check_graph(gm) as check:
-        getattr(check, kind)("mm", **conditions)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["layers.0", "_", "", "a b"])
-def test_a_name_is_a_plain_word(gm, name):
-    with pytest.raises(CheckError, match="a node's name is a plain word"), check_graph(gm) as check:
-        check.then("mm", name=name)
-
-
-@pytest.mark.parametrize("number", ["3", 2.0, -1, True, None])
-def test_a_count_is_a_whole_number(gm, number):
-    with (
-        pytest.raises(CheckError, match="how many nodes there are is a whole number"),
-        check_graph(gm) as check,
-    ):
-        check.count("mm", number)
-
-
-def test_a_node_is_described_by_a_text(gm):
-    wrong = r"a node is described by a text, such as 'mm\(_, _\)', not by 3"
-    with pytest.raises(CheckError, match=wrong), check_graph(gm) as check:
-        check.count(3, "mm")
-    with pytest.raises(CheckError, match="not by <OpOverload"), check_graph(gm) as check:
-        check.never(torch.ops.aten.mm.default)
-
-
-@pytest.mark.parametrize(
-    ("node", "conditions"),
-    [
-        ("mm in fwd", {"direction": "bwd"}),
-        ("mm in head", {"module": "layers.0"}),
-        ("mm -> f32", {"dtype": torch.bfloat16}),
-        ("mm", {"module": "head", "bucket": ["head"]}),
-    ],
-)
-def test_text_and_condition_that_say_the_same_thing(gm, node, conditions):
-    with pytest.raises(CheckError, match="is said 2 times of one node"), check_graph(gm) as check:
-        check.never(node, **conditions)
 
 
 @pytest.mark.parametrize(

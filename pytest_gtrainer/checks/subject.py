@@ -101,6 +101,7 @@ class Subject:
         self.has_items = any(map(is_item, nodes))
         self._inside: dict[fx.Node, list[fx.Node]] = {}
         self._writes = writes(gm.graph)
+        self._writing_anywhere = list(filter(_writes_without_schema, self.schedule))
         self._lines: list[str] = []
 
     def inside(self, node: fx.Node) -> list[fx.Node]:
@@ -126,7 +127,7 @@ class Subject:
             for operand in reader.all_input_nodes:
                 found += self._writes.get(storage_of(operand), ())
             if anywhere:
-                found += filter(_writes_without_schema, self.schedule[: self.place.get(reader, 0)])
+                found += self._writing_anywhere
             return [one for one in found if one < reader]
 
         return walked(read_by(node), read_by)

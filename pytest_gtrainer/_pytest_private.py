@@ -10,13 +10,17 @@
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it runs included.
 - The plugin "logging-plugin" keeps the records of a phase in ``report_handler.stream``.
+- ``pytest.raises`` fills ``ExceptionInfo._excinfo`` where its block catches an exception; unittest's ``assertRaises``
+  then has an attribute ``exception``.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
 
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
 """
 
+import gc
 import io
 import logging
+import unittest
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -35,7 +39,11 @@ ATTRIBUTES = {
     "_pytest.python:Function": ("_fixtureinfo",),
     "_pytest.runner:SetupState": ("teardown_exact",),
     "_pytest.capture:CaptureManager": ("_global_capturing",),
+    "_pytest.raises:ExceptionInfo": ("_excinfo",),
 }
+
+# The class that assertRaises gives has no public name.
+_EXPECTATIONS = (pytest.ExceptionInfo, type(unittest.TestCase().assertRaises(Exception)))  # noqa: PT027
 
 
 # The forkserver has imported plugins before their session exists. Under ``-W error`` that would end every rank; the
@@ -93,6 +101,28 @@ def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
     if mark is None or item.config.option.runxfail:
         return None
     return mark.reason, mark.raises
+
+
+def open_expectations() -> list[object]:
+    """Return what ``pytest.raises`` and ``assertRaises`` wait for an exception with, in any thread.
+
+    Nothing else knows of these blocks. It may return some of earlier blocks whose body raised nothing.
+    """
+    for generation in range(
+        3
+    ):  # the youngest objects first: a block is seldom old, and old objects are many
+        # by their types: an object of the user may compute when it is asked for its class
+        kin = (each for each in gc.get_objects(generation) if issubclass(type(each), _EXPECTATIONS))
+        if found := [each for each in kin if not has_caught(each)]:
+            return found
+    return []
+
+
+def has_caught(expectation: object) -> bool:
+    """Return whether the block of one of ``open_expectations`` has caught the exception that it waits for."""
+    if isinstance(expectation, pytest.ExceptionInfo):
+        return expectation._excinfo is not None
+    return hasattr(expectation, "exception")
 
 
 def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:

@@ -86,6 +86,29 @@ def _registered(listeners: list[Listener], own: Listener) -> Iterator[Listener]:
         listeners[:] = [each for each in listeners if each is not own]
 
 
+class FailedCheck(AssertionError):
+    """A check of this package has failed.
+
+    Who is registered by ``failing_checks`` is called with it, also if the test then catches it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if _noting:
+            _noting[-1](self)
+
+
+_noting: list[Callable[[FailedCheck], None]] = []
+
+
+def failing_checks(note: Callable[[FailedCheck], None]) -> AbstractContextManager[object]:
+    """Call ``note`` with each ``FailedCheck`` that is made inside the block, in any thread.
+
+    Of several blocks the innermost counts: a pytest run inside a test judges its own tests.
+    """
+    return _registered(_noting, note)
+
+
 @contextmanager
 def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[str], None]]:
     """Notify the topic "progress" after ``first`` seconds, then every ``EVERY_SECONDS``.

@@ -24,6 +24,7 @@ from pytest_gtrainer.report.plugin import (
     witnessed,
 )
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
+from pytest_gtrainer.swallowed import SwallowedChecks
 from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 from pytest_gtrainer.worlds.spec import SpecError
 
@@ -70,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     inline.register(config)
     if options.get(config, "leaked-flags") != "ignore":
         config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
+    config.pluginmanager.register(SwallowedChecks(), "gtrainer-swallowed")
     config.pluginmanager.register(VerdictTables(), "gtrainer-verdicts")
     if options.get(config, "bisect"):
         config.pluginmanager.register(BisectPlugin(), "gtrainer-bisect")

@@ -18,7 +18,7 @@ ROOMS = (
     {"ranks", "testing", "doctor"},
     {"report"},
     {"golden"},
-    {"leaks"},
+    {"leaks", "swallowed"},
     {"devices"},
     {"marker"},
     {"extensions", "options"},

@@ -7,6 +7,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import is_kernel_call
 from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer.facts import FailedCheck
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
@@ -31,7 +32,7 @@ class CheckError(ValueError):
     __module__ = "pytest_gtrainer"
 
 
-class CheckFailure(AssertionError):
+class CheckFailure(FailedCheck):
     """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
 
     __module__ = "pytest_gtrainer"

@@ -20,7 +20,7 @@ WHOLE = "full"
 _NUMBERS = (bool, int, float, list, tuple, Mapping)
 
 
-class GoldenMismatch(AssertionError):
+class GoldenMismatch(facts.FailedCheck):
     """A golden is missing or differs; the message says how, and the command to accept it."""
 
     __module__ = "pytest_gtrainer"

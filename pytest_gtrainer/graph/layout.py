@@ -17,7 +17,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import is_control_dependency
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.values import HigherOrderOperator
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import FailedCheck, counted
 from pytest_gtrainer.graph.bucket_plan import layer_of
 from pytest_gtrainer.graph.collectives import (
     chain_to_output,
@@ -133,7 +133,7 @@ class BucketLayout:
         return "\n".join(lines)
 
 
-class LayoutDifference(AssertionError):
+class LayoutDifference(FailedCheck):
     """Two layouts differ; the message names bucket and parameters."""
 
     __module__ = (

@@ -223,7 +223,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     )
 
 
-class VerdictError(AssertionError):
+class VerdictError(facts.FailedCheck):
     """A comparison did not have the required result; ``gt_origin`` is (step, rank) of the first difference, or None."""
 
     def __init__(self, message: str, verdict: Verdict) -> None:

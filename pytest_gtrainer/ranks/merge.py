@@ -206,8 +206,12 @@ def _xfail_of(by_rank: Iterable[Iterable[pytest.TestReport]]) -> Xfail | None:
             if not sent:
                 return None
             marks.append(Xfail(*sent))
-    expected = set.intersection(*(set(mark.kinds) for mark in marks)) if marks else set()
-    return Xfail(marks[0].reason, sorted(expected)) if marks else None
+    if not marks:
+        return None
+    expected = set.intersection(*(set(mark.kinds) for mark in marks))
+    return Xfail(
+        marks[0].reason, sorted(expected), [pattern for mark in marks for pattern in mark.patterns]
+    )
 
 
 def _raised_of(report: pytest.TestReport) -> wire.Raised | None:
@@ -281,13 +285,15 @@ def shown_rank(results: Mapping[int, str]) -> int | None:
     one of the test: the others may have had no part in it. A skip must be agreed, or what some ranks did not check
     would look like a check.
 
-    >>> shown_rank({0: "passed", 1: "xpassed"}), shown_rank({0: "skipped", 1: "xfailed"})
+    >>> shown_rank({0: "passed", 1: "xpassed"}), shown_rank({0: "passed", 1: "xfailed"})
     (1, 1)
-    >>> shown_rank({0: "passed", 1: "skipped"}) is None
-    True
+    >>> shown_rank({0: "passed", 1: "skipped"}), shown_rank({0: "skipped", 1: "xfailed"})
+    (None, None)
     """
     found = set(results.values())
-    if "xfailed" not in found and len(found) > 1 and not found <= {"passed", "xpassed", STRICT}:
+    if len(found) > 1 and "skipped" in found:
+        return None
+    if len(found) > 1 and "failed" in found and "xfailed" not in found:
         return None
     for result in ("xfailed", STRICT, "xpassed", *found):
         for rank, own in results.items():
@@ -486,7 +492,7 @@ class _Merge:
                 _name_rank(report, headline.rank)
         else:
             report = self._made(headline.phase, "failed", headline.text)
-        _append(report, "ranks", self._other_ranks(headline))
+        append_section(report, "ranks", self._other_ranks(headline))
         incidents = self.outcome.incidents
         told = [
             (each.rank, detail)
@@ -497,11 +503,11 @@ class _Merge:
         for (title, text), ranks in ranks_by(
             told
         ).items():  # stacks and last outputs, equal texts once
-            _append(report, f"{title} [{ranks_text(ranks)}]", text)
+            append_section(report, f"{title} [{ranks_text(ranks)}]", text)
         if any("did not end within" in each.text for each in incidents):
             slow = "If the test is only slow: --gt-timeout=SECONDS, or timeout= of its marker."
             look = f'To look inside, put breakpoint() before that line and run\npytest -n 0 "{id_of(self.item)}"'
-            _append(report, "next", f"{slow} {look}")
+            append_section(report, "next", f"{slow} {look}")
         return report
 
     def _other_ranks(self, headline: _Event) -> str:
@@ -558,7 +564,7 @@ def _sections(reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, str]]
     return [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
 
 
-def _append(report: pytest.TestReport, title: str, text: str) -> None:
+def append_section(report: pytest.TestReport, title: str, text: str) -> None:
     """Add a titled text to a failure; unlike captured output it is always shown."""
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):

@@ -5,6 +5,7 @@ nothing was raised: an *objection* is the failure that the test would have raise
 changes the outcome of a report after its ranks gave it, and follows the rule of pytest's xfail.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -20,10 +21,13 @@ Claims = Mapping[int, Sequence[Any]]  # by rank, in the order in which the test 
 
 
 class Xfail(NamedTuple):
-    """The xfail mark that holds for a test: its reason, and the kinds of objections that it expects."""
+    """The xfail mark that holds for a test: its reason, and the objections that it expects."""
 
     reason: str
     kinds: Sequence[str]
+    patterns: Sequence[
+        tuple[str, int]
+    ] = ()  # regular expressions, with their flags, that a text must match
 
 
 class Objection(NamedTuple):
@@ -56,11 +60,18 @@ def xfail_of(item: pytest.Item) -> Xfail | None:
     reason, raises = mark
     if raises is None:
         return Xfail(reason, list(_errors()))
+    patterns = []
+    if isinstance(raises, pytest.RaisesExc):
+        if raises.check is not None:
+            return Xfail(reason, [])  # looks at the exception itself, and there is none
+        if raises.match is not None:
+            patterns.append((raises.match.pattern, raises.match.flags))
+        raises = raises.expected_exceptions or BaseException
     if not isinstance(raises, type | tuple):
-        return Xfail(
-            reason, []
-        )  # RaisesExc and RaisesGroup look at the exception itself, and there is none
-    return Xfail(reason, [kind for kind, error in _errors().items() if issubclass(error, raises)])
+        return Xfail(reason, [])  # RaisesGroup: no check raises a group
+    return Xfail(
+        reason, [kind for kind, error in _errors().items() if issubclass(error, raises)], patterns
+    )
 
 
 def objections_of(
@@ -122,7 +133,15 @@ def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> I
 
 def are_expected(objections: Iterable[Objection], xfail: Xfail | None) -> bool:
     """Return whether the mark expects all of these."""
-    return xfail is not None and all(objection.kind in xfail.kinds for objection in objections)
+    if xfail is None:
+        return False
+    for objection in objections:
+        is_like = all(
+            re.search(pattern, objection.text, flags) for pattern, flags in xfail.patterns
+        )
+        if objection.kind not in xfail.kinds or not is_like:
+            return False
+    return True
 
 
 def conclude(

@@ -18,7 +18,7 @@ from pytest_gtrainer.marker import id_of, valid_spec_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
-from pytest_gtrainer.ranks.merge import _append, passes, reports_of
+from pytest_gtrainer.ranks.merge import append_section, passes, reports_of
 from pytest_gtrainer.ranks.team import RanksError
 from pytest_gtrainer.worlds.hygiene import SEED
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -224,11 +224,8 @@ class RanksPlugin:
         if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
             return
         if not before.on_used_ranks:
-            _append(
-                failed,
-                "fresh ranks",
-                "The test was not run again: its ranks were new, no test had run on them.",
-            )
+            said = "The test was not run again: its ranks were new, no test had run on them."
+            append_section(failed, "fresh ranks", said)
             return
         command = wire.RunItem(_item_ref(item), None, item.location)
         try:
@@ -236,7 +233,7 @@ class RanksPlugin:
                 spec.size, command, limit_of(item.config, spec), item.nodeid, fresh=True
             )
         except (RanksError, LeaseError) as error:
-            _append(failed, "fresh ranks", f"The test was not tried on fresh ranks: {error}")
+            append_section(failed, "fresh ranks", f"The test was not tried on fresh ranks: {error}")
             return
         said = "The test fails on fresh ranks, too."
         if passes(item, outcome):
@@ -244,7 +241,7 @@ class RanksPlugin:
                 "The test passes on fresh ranks. Either something that earlier tests left in these processes makes it "
                 "fail, such as a table of a library, or chance does. --gt-fresh-ranks starts new ranks for each test."
             )
-        _append(failed, "fresh ranks", said)
+        append_section(failed, "fresh ranks", said)
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """What a test wants that ranks run; None if it runs here, if only to be skipped."""
@@ -366,7 +363,7 @@ def _explain_examples(
     own_failures = [rank for rank in outcome.raised if not outcome.is_consequence(rank)]
     if not outcome.incidents and len(own_failures) == outcome.size:
         return
-    _append(
+    append_section(
         failed,
         "hypothesis",
         "Ranks run the same examples until one fails. A rank that fails alone then runs smaller examples alone, so "

@@ -82,7 +82,8 @@ class Pool:
         with self._sharing.for_test(size, holder):
             with stopped_clock():
                 if fresh:
-                    self._stop_teams()
+                    for key in [key for key in self._teams if key[0] == size]:
+                        self._stop(self._teams.pop(key))
                 environ = {**rank_environment(self._config), **self._sharing.environment()}
                 team = self._team(size, environ, min(START_LIMIT, max(LEAST_START_LIMIT, limit)))
             team.last_test = holder

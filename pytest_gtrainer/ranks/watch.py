@@ -263,7 +263,7 @@ class _Watch:
                 )
             elif isinstance(message, wire.Raised):
                 self.outcome.raised.setdefault(rank, message)
-                if not message.is_skip and not self.console.post_mortem:
+                if not message.is_skip and not message.in_subtest and not self.console.post_mortem:
                     self._trouble()  # else when it has been debugged
             elif isinstance(message, wire.ItemDone | wire.CallDone):
                 self._done(rank, message)
@@ -273,7 +273,8 @@ class _Watch:
     def _done(self, rank: int, message: wire.ItemDone | wire.CallDone) -> None:
         self.pending.discard(rank)
         self.outcome.answers[rank] = message
-        if rank in self.outcome.raised and not self.outcome.raised[rank].is_skip:
+        raised = self.outcome.raised.get(rank)
+        if raised is not None and not raised.is_skip and not raised.in_subtest:
             self._trouble()
         if isinstance(message, wire.ItemDone) and message.trouble is not None:
             self._trouble()

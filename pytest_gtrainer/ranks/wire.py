@@ -137,6 +137,7 @@ class Raised(NamedTuple):
         tuple[Any, ...] | None
     )  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
     place: tuple[tuple[str, int], ...] = ()  # file and line of each frame that it went through
+    in_subtest: bool = False  # the test goes on
 
     def is_like(self, other: "Raised") -> bool:
         """Whether both failed at one place by one type; values may differ from rank to rank, words of gloo may not."""

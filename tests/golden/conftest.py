@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Once: a run in this process forgets what it imports, and parts of torch cannot be imported again.
+import torch._inductor.test_operators  # noqa: F401
+
+import pytest_gtrainer.graph.foreign  # noqa: F401
 from pytest_gtrainer import facts
 
 QUICK = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")

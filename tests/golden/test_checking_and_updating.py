@@ -177,3 +177,15 @@ def test_a_renamed_test_is_told_which_golden_was_its_own(run_here, goldens, pyte
         ONE + "\n" + renamed,
     ):  # another text; the other test is there
         assert "has the same text" not in run_here(other).stdout.str()
+
+
+def test_a_run_inside_a_test_judges_its_own_tests(run_here):
+    """This test would fail for the check that its inner run reports."""
+    source = """
+import contextlib
+
+def test_a(gt_golden):
+    with contextlib.suppress(AssertionError):
+        gt_golden.check("text")
+"""
+    run_here(source).assert_outcomes(failed=1)

@@ -210,6 +210,14 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
         ((PASSED, XPASSED), "failed", "[XPASS(strict)] known"),
         ((PASSED, XFAILED), "skipped", "known"),
         ((XFAILED, XPASSED), "skipped", "known"),
+        (
+            (SKIPPED, XFAILED),
+            "failed",
+            "the ranks do not agree: skipped: not here (rank 0), xfailed (rank 1)",
+        ),
+        ((XFAILED, XFAILED, SKIPPED), "failed", "xfailed (ranks 0, 1), skipped: not here (rank 2)"),
+        ((XFAILED, PASSED, SKIPPED), "failed", "the ranks do not agree: "),
+        ((XFAILED, XFAILED), "skipped", "known"),
     ],
     ids=[
         "all skip",
@@ -219,6 +227,10 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
         "one passes against strict",
         "one xfails",
         "one xfails beside strict",
+        "one skips and one xfails",
+        "the last skips",
+        "all three",
+        "all xfail",
     ],
 )
 def test_who_must_agree(request, calls, outcome, words):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from pytest_gtrainer import ControlFailed
 from pytest_gtrainer.ranks import objections
+from pytest_gtrainer.ranks.inside.session import plain
+from pytest_gtrainer.ranks.merge import _xfail_of
 from pytest_gtrainer.ranks.objections import (
     Objection,
     Xfail,
@@ -56,6 +61,28 @@ def test_an_objection_is_what_pytest_makes_of_its_error(before, found, xfail, ou
     assert told.longrepr == "\n\n".join(each.text for each in found)
 
 
+@pytest.mark.parametrize(
+    ("raises", "outcome"),
+    [
+        (pytest.RaisesExc(AssertionError), "skipped"),
+        (pytest.RaisesExc(AssertionError, match=r"a\.txt dif"), "skipped"),
+        (pytest.RaisesExc(AssertionError, match=re.compile("A.TXT", re.IGNORECASE)), "skipped"),
+        (pytest.RaisesExc(match="^b.txt"), "failed"),
+        (pytest.RaisesExc(match="A.TXT"), "failed"),
+        (pytest.RaisesExc(ValueError, match="a.txt"), "failed"),
+        (pytest.RaisesExc(check=lambda error: True), "failed"),
+    ],
+)
+def test_a_mark_that_looks_at_the_text_is_heeded_where_the_text_is_made(
+    request, monkeypatch, raises, outcome
+):
+    """V1: a rank sends what of the mark is plain; a function cannot be asked in the parent."""
+    monkeypatch.setattr(objections, "active_xfail", lambda item: ("known", raises))
+    told = report(gt_xfail=plain(xfail_of(request.node)))
+    conclude(told, [GOLDEN], _xfail_of([[told], [told]]))
+    assert told.outcome == outcome
+
+
 def test_without_an_objection_a_report_stays():
     told = copy_of(XFAILED)
     conclude(told, [], KNOWN)
@@ -72,7 +99,11 @@ ALL = {"gtrainer-goldens", "gtrainer-inline", "control"}
         ({"raises": AssertionError}, ALL),
         ({"raises": (ValueError, AssertionError)}, ALL),
         ({"raises": ValueError}, set()),
-        ({"raises": pytest.RaisesExc(AssertionError)}, set()),
+        ({"raises": pytest.RaisesExc(AssertionError)}, ALL),
+        ({"raises": pytest.RaisesExc((ValueError, ControlFailed))}, {"control"}),
+        ({"raises": pytest.RaisesExc(match="differs")}, ALL),
+        ({"raises": pytest.RaisesExc(check=lambda error: True)}, set()),
+        ({"raises": pytest.RaisesGroup(AssertionError)}, set()),
     ],
 )
 def test_a_mark_expects_what_its_errors_cover(request, monkeypatch, mark, kinds):

@@ -142,10 +142,10 @@ def of_both(one: str, other: str) -> str:
     found = {one, other}
     if "failed" in found:
         return "failed"
-    if "xfailed" in found:
-        return "xfailed"
     if "skipped" in found:
         return "skipped" if len(found) == 1 else "failed"
+    if "xfailed" in found:
+        return "xfailed"
     return next(result for result in ("strict", "xpassed", "passed") if result in found)
 
 

@@ -147,3 +147,58 @@ def test_a_kernel_that_fails_behind_the_last_line_fails_the_test(monkeypatch):
     with pytest.raises(pytest.fail.Exception) as caught:
         session.wait_for_gpu()
     assert str(caught.value) == f"{told}; CUDA_LAUNCH_BLOCKING=1 shows which"
+
+
+GOES_ON = """
+import os, time, pathlib, pytest, torch
+import torch.distributed as dist
+
+def ranks(size):
+    return pytest.mark.gt_world("ranks", size=size)
+
+@ranks(2)
+def test_of_two(gt_world):
+    pathlib.Path(f"pid{gt_world.rank}").write_text(str(os.getpid()))
+
+@ranks(3)
+def test_of_three(gt_world):
+    pass
+
+@ranks(3)
+def test_fails(gt_world):
+    assert gt_world.size == 2
+
+@ranks(2)
+def test_of_two_again(gt_world):
+    assert pathlib.Path(f"pid{gt_world.rank}").read_text() == str(os.getpid())
+
+@ranks(2)
+def test_goes_on_behind_a_subtest(gt_world, subtests):
+    with subtests.test("of one rank"):
+        assert gt_world.rank == 1
+    if gt_world.rank == 1:
+        time.sleep(11)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 3, "the end of the test"
+
+@ranks(2)
+def test_waits_for_a_rank_that_left_in_a_subtest(gt_world, subtests):
+    with subtests.test("of all"):
+        assert gt_world.rank == 1, "left"
+        dist.barrier()
+"""
+
+
+def test_a_failure_ends_no_ranks_that_have_nothing_to_do_with_it(suite):
+    """Neither ranks of another size for a second run on fresh ones, nor those that go on behind a subtest (T1)."""
+    suite.write("test_it.py", GOES_ON)
+    run = suite.run("--gt-fresh-ranks=on-failure", "--gt-gpus=8")
+    assert run.outcome("test_of_two_again") == "passed", run.output
+    assert "fails on fresh ranks, too" in run.text("test_fails")
+    assert run.outcome("test_goes_on_behind_a_subtest") == "failed"
+    assert "the end of the test" in run.output, "both ranks came there"
+    assert "did not end" not in run.text("test_goes_on_behind_a_subtest")
+    text = run.text("test_waits_for_a_rank_that_left_in_a_subtest")
+    assert "left" in text
+    assert "barrier" in text

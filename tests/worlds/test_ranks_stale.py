@@ -50,6 +50,24 @@ def test_reads_an_attribute_of_a_class(): reduce(Registry.group)
 
 def test_reads_an_instance(): dist.get_rank(REGISTRY.groups[0])
 
+def test_reduces_on_an_instance(): dist.all_reduce(torch.ones(1), group=REGISTRY.groups[0])
+
+def test_sends_on_an_instance():
+    if dist.get_rank() == 0:
+        REGISTRY.groups[0].send([torch.ones(1)], 1, 0).wait()
+    else:
+        REGISTRY.groups[0].recv([torch.ones(1)], 0, 0).wait()
+
+def test_only_holds_an_instance(): dist.all_reduce(torch.ones(1))
+
+def test_reduces_from_outside_on_an_instance(gt_ranks): gt_ranks.run(reduce_on_the_instance, size=2)
+
+def reduce_on_the_instance(): dist.all_reduce(torch.ones(1), group=REGISTRY.groups[0])
+
+def test_only_holds_an_instance_from_outside(gt_ranks): gt_ranks.run(reduce_on_all, size=2)
+
+def reduce_on_all(): dist.all_reduce(torch.ones(1))
+
 def test_reads_the_key_of_a_table(): dist.get_process_group_ranks(REGISTRY.groups[0])
 
 def test_wraps_the_error():
@@ -111,6 +129,9 @@ def warm(tmp_path_factory):
         ("test_reads_an_attribute_of_a_class", "test_it.Registry.group"),
         ("test_reads_an_instance", "test_it.REGISTRY"),
         ("test_reads_the_key_of_a_table", "test_it.REGISTRY"),
+        ("test_reduces_on_an_instance", "test_it.REGISTRY"),
+        ("test_sends_on_an_instance", "test_it.REGISTRY"),
+        ("test_reduces_from_outside_on_an_instance", "test_it.REGISTRY"),
         ("test_wraps_the_error", "test_it.Registry.group"),
         ("test_calls_from_outside", "test_it.Registry.group"),
     ],
@@ -122,6 +143,15 @@ def test_wherever_the_group_is_kept_and_named(warm, name, table):
     assert table in re.split(
         "[:,] ?| in ", next(line for line in said.splitlines() if "It is still in" in line)
     )
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    "name", ["test_only_holds_an_instance", "test_only_holds_an_instance_from_outside"]
+)
+def test_a_group_that_is_only_held_is_no_fault(warm, name):
+    """The twin; also behind a test that has used it."""
+    assert warm.outcome(name) == "passed"
 
 
 @pytest.mark.second_tier

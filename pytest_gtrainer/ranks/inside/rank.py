@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from pytest_gtrainer.ranks.answers import (
 )
 from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
+from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
 from pytest_gtrainer.worlds import hygiene
 
 COLLECTIVE_LIMIT = timedelta(
@@ -133,7 +135,8 @@ class Rank:
         self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]
     ) -> None:
         self.session, self.group, self._send = own, group, send
-        self._tests, self.recorder = CollectedTests(own), Recorder(own.config, send, group.explain)
+        self._tests = CollectedTests(own)
+        self.recorder = Recorder(own.config, send, group.explain, group.check_ended_groups)
         self._is_stop_told = False
 
     def obey(self, command: object) -> object:
@@ -204,7 +207,9 @@ class Rank:
                     ):  # as pytest does around a phase; collecting leaves it suspended
                         stack.callback(capture.suspend_global_capture)
                         capture.resume_global_capture()
-                    value = function(*args)
+                    with raised_at_the_end(FailedChecks()):
+                        value = function(*args)
+                    self.group.check_ended_groups()
                     session.wait_for_gpu()
                     result = _pickled(value)
             except BaseException as error:
@@ -251,6 +256,8 @@ class RankGroup:
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
+        # The objects of these groups that somebody still holds, with what was issued on them before the present test.
+        self._issued_on_ended: dict[weakref.ref[dist.ProcessGroup], int] = {}
         process_groups.silence_collective_log()
         # gloo adds sends and receives to the collectives: ranks may differ in them
         for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
@@ -294,7 +301,7 @@ class RankGroup:
 
     def explain(self, error: BaseException) -> str | None:
         """Say so if an exception, or one that it comes from, names a process group of an earlier test; else None."""
-        message = "\n".join(map(session.str_of, _chain_of(error)))
+        message = "\n".join(map(session.str_of, chain_of(error)))
         live = process_groups.names_of_live_groups()
         names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
         stale = {
@@ -307,26 +314,25 @@ class RankGroup:
             stale[address] = f"The process group at {address}"
         if not stale:
             return None
-        said = []
-        for group, subject in stale.items():
-            said.append(f"{subject} was made by an earlier test in these processes, and has ended.")
-            tables = process_groups.tables_that_name(group)
-            if tables:
-                said.append(
-                    f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture."
-                )
-            else:
-                said.append(
-                    "No table of a module that holds it was found: a closure or a cache may."
-                )
-        said.append(
-            "--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so."
-        )
-        return "\n".join(said)
+        return _where_kept(stale)
+
+    def check_ended_groups(self) -> None:
+        """Fail a test that has used a group of an earlier test as an object.
+
+        gloo still sends on it, so it may even give the right values, but nobody compares such calls between ranks;
+        with NCCL the test would hang.
+        """
+        used = {}
+        for reference, before in self._issued_on_ended.items():
+            group = reference()
+            if group is not None and process_groups.issued_on(group) > before:
+                used[hex(id(group))] = "A process group on which the test has called a collective"
+        if used:
+            pytest.fail(_where_kept(used), pytrace=False)
 
     def leave(self) -> None:
         """Destroy all groups, which makes ranks that are blocked with this one raise."""
-        self._ended.update(process_groups.names_of_live_groups().values())
+        self._end(process_groups.live_groups())
         self._default = None
         self._points.clear()
         self._known.clear()
@@ -339,6 +345,13 @@ class RankGroup:
                 dist.destroy_process_group()
         _forget_last_error()
         gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
+
+    def _end(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Note groups that are about to be destroyed. Whoever holds the object can go on to use it."""
+        names = process_groups.names_of_live_groups()
+        for group in groups:
+            self._ended.add(names[group])
+            self._issued_on_ended[weakref.ref(group)] = 0
 
     def state(self, *, shared: bool = False) -> wire.GroupState:
         """What the test has issued on the groups that exist, for comparison with the other ranks."""
@@ -383,6 +396,12 @@ class RankGroup:
 
     def begin(self) -> None:
         self._began = time.time_ns()
+        alive = {reference: reference() for reference in self._issued_on_ended}
+        self._issued_on_ended = {
+            reference: process_groups.issued_on(group)
+            for reference, group in alive.items()
+            if group is not None
+        }
 
     def calls(self) -> dict[str, Any]:
         """Its last calls of collectives on each group, as ``ranks.answers.read_calls`` takes them."""
@@ -429,8 +448,7 @@ class RankGroup:
         if not self._is_intact():
             return
         made = [group for group in process_groups.live_groups() if group is not self._default]
-        names = process_groups.names_of_live_groups()
-        self._ended.update(names[group] for group in made)
+        self._end(made)
         for group in made:
             self._points.pop(id(group), None)
             self._known.pop(id(group), None)
@@ -447,16 +465,22 @@ class RankGroup:
             gc.collect()
 
 
-def _chain_of(error: BaseException) -> list[BaseException]:
-    """Return an exception and all that it was raised from, or while handling, or that it groups."""
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and not any(each is other for other in found):
-            found.append(each)
-            waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-    return found
+def _where_kept(ended: Mapping[str, str]) -> str:
+    """Return a sentence on each group of an earlier test, by name or address, that says which tables still hold it."""
+    said = []
+    for group, subject in ended.items():
+        said.append(f"{subject} was made by an earlier test in these processes, and has ended.")
+        tables = process_groups.tables_that_name(group)
+        if tables:
+            said.append(
+                f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture."
+            )
+        else:
+            said.append("No table of a module that holds it was found: a closure or a cache may.")
+    said.append(
+        "--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so."
+    )
+    return "\n".join(said)
 
 
 def _forget_last_error() -> None:

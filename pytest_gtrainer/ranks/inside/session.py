@@ -151,7 +151,7 @@ class CollectedTests:
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        self._nodes: dict[Path, pytest.Collector] = {}
+        self._nodes: dict[Path, list[pytest.Collector]] = {}
         self._items: dict[str, pytest.Item] = {}
         self._files: set[str] = set()
         self._failures: list[str] = []
@@ -180,12 +180,12 @@ class CollectedTests:
         if root not in self._nodes:
             if not (found := private.collectors_of(session, root)):
                 raise CollectionDiffers(f"{root} cannot be collected in this rank")
-            self._nodes[root] = found[0]
-        node = self._nodes[root]
+            self._nodes[root] = [found[0]]
+        nodes = self._nodes[root]
         for part in chain[1:]:
-            node = self._child(node, Path(part))
+            nodes = self._children(nodes[0], Path(part))
         self._failures.clear()
-        items = list(session.genitems(node))
+        items = [item for node in nodes for item in session.genitems(node)]
         if self._failures:
             raise CollectionDiffers(
                 f"collecting {file.name} failed in this rank:\n{self._failures[0]}"
@@ -197,7 +197,8 @@ class CollectedTests:
         )
         self._files.add(chain[-1])
 
-    def _child(self, node: pytest.Collector, path: Path) -> pytest.Collector:
+    def _children(self, node: pytest.Collector, path: Path) -> list[pytest.Collector]:
+        """Return the collectors of a path: a file has two with ``--doctest-modules``."""
         if path not in self._nodes:
             node.ihook.pytest_collectstart(collector=node)
             report: pytest.CollectReport = node.ihook.pytest_make_collect_report(collector=node)
@@ -207,7 +208,7 @@ class CollectedTests:
                 )
             for child in report.result:
                 if isinstance(child, pytest.File | pytest.Directory):
-                    self._nodes.setdefault(child.path, child)
+                    self._nodes.setdefault(child.path, []).append(child)
         if path not in self._nodes:
             raise CollectionDiffers(f"{path} is not collected in this rank")
         return self._nodes[path]
@@ -216,7 +217,8 @@ class CollectedTests:
 class Recorder:
     """Gathers reports and warnings for the parent, in plain types.
 
-    ``send`` takes the message that must not wait; ``explain`` says what a failure may come from.
+    ``send`` takes the message that must not wait; ``explain`` says what a failure may come from; ``check`` fails a
+    test for what its body has done.
     """
 
     def __init__(
@@ -224,8 +226,10 @@ class Recorder:
         config: pytest.Config,
         send: Callable[[wire.Raised], None],
         explain: Callable[[BaseException], str | None],
+        check: Callable[[], None],
     ) -> None:
-        self._config, self._send, self._explain = config, send, explain
+        self._config, self._send, self._explain, self._check = config, send, explain, check
+        self._is_in_call = False
         self._reports: list[dict[str, Any]] = []
         self._warnings: list[wire.WarningRecord] = []
         config.pluginmanager.register(self, "gtrainer-rank-recorder")
@@ -252,7 +256,7 @@ class Recorder:
         exception = None
         if call.excinfo is not None:
             error = call.excinfo.value
-            exception = raised(error)
+            exception = raised(error)._replace(in_subtest=self._is_in_call)
             self._send(exception)
             hide_collective_frames(error)
             cause = self._explain(error)
@@ -266,7 +270,12 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        result = yield from restored_after(item)
+        self._is_in_call = True
+        try:
+            result = yield from restored_after(item)
+        finally:
+            self._is_in_call = False
+        self._check()
         wait_for_gpu()
         return result
 

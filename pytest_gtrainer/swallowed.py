@@ -1,0 +1,121 @@
+"""Fail a test that has caught the exception of a failed check: a golden, a control, a comparison, a graph check.
+
+``contextlib.suppress``, an ``except``, or the end of a thread would hide it. A check that fails inside
+``pytest.raises`` or ``assertRaises`` is expected to. What a mark makes of a hidden failure is left to pytest: it is
+raised where the phase ends.
+"""
+
+import unittest
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._pytest_private import active_xfail, has_caught, open_expectations
+from pytest_gtrainer.facts import FailedCheck
+
+_ADVICE = (
+    "The test has caught this exception. A check that fails counts all the same, unless pytest.raises expects it. "
+    "To look at a difference without a verdict: compare(actual, expected)"
+)
+_ENDS_THE_RUN = (KeyboardInterrupt, pytest.exit.Exception)
+_SKIPS = (pytest.skip.Exception, unittest.SkipTest)
+
+
+class FailedChecks:
+    """The checks that failed in a phase of a test."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[FailedCheck, list[object]]] = []
+
+    def note(self, error: FailedCheck) -> None:
+        # The first that nobody waits for decides. Do not search memory again for each of a hundred generated examples.
+        if all(expectations or other.__traceback__ is None for other, expectations in self._noted):
+            self._noted.append((error, open_expectations()))
+
+    def forget(self, error: BaseException) -> None:
+        """Leave out what ``error`` is, comes from or was raised while handling: it is not hidden."""
+        reported = list(chain_of(error))
+        self._noted = [
+            noted for noted in self._noted if not any(noted[0] is each for each in reported)
+        ]
+
+    def raise_hidden(self) -> None:
+        """Raise the first check that has failed and that nobody has expected, if there is one."""
+        __tracebackhide__ = True
+        for error, expectations in self._noted:
+            if error.__traceback__ is not None and not any(map(has_caught, expectations)):
+                error.add_note(_ADVICE)
+                raise error
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and all that it was raised from, or while handling, or that it groups."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and not any(each is other for other in seen):
+            yield each
+            seen.append(each)
+            waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+
+
+@contextmanager
+def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> Iterator[None]:
+    """Raise the first hidden failure of the block at its end, unless the block fails by itself."""
+    __tracebackhide__ = True
+    try:
+        with facts.failing_checks(failed.note):
+            yield
+    except _ENDS_THE_RUN:
+        raise
+    except _SKIPS:
+        failed.raise_hidden()
+        raise
+    except BaseException as error:
+        failed.forget(error)
+        # A mark may expect this error, but not the hidden one.
+        if isinstance(error, pytest.xfail.Exception) or (
+            item is not None and active_xfail(item) is not None
+        ):
+            failed.raise_hidden()
+        raise
+    failed.raise_hidden()
+
+
+class SwallowedChecks:
+    """Applies this to the phases of tests that are functions; a doctest, for one, expects exceptions by their text."""
+
+    def __init__(self) -> None:
+        self._failed = FailedChecks()
+
+    def _phase(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        if not isinstance(item, pytest.Function):
+            return (yield)
+        self._failed = FailedChecks()
+        with raised_at_the_end(self._failed, item):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._phase(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._phase(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._phase(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A report shows its exception: that of a subtest is not hidden."""
+        if call.excinfo is not None:
+            self._failed.forget(call.excinfo.value)
+        return (yield)

@@ -8,7 +8,6 @@ import copy
 import json
 from collections.abc import Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +18,8 @@ from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graph.partitions import partition_fault
+from pytest_gtrainer.graph.same_on_ranks import Line, collective_lines, first_difference
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
@@ -142,35 +141,6 @@ def rewrite(
     return traced.with_graph(gm)
 
 
-def collective_sequence(gm: fx.GraphModule) -> list[str]:
-    """The launches of collectives in graph order: operator, dtype, ranks of the group, and where they come from."""
-    sequence = []
-    for node in gm.graph.nodes:
-        if launches(node.target):
-            value = node.meta["val"]
-            value = value[0] if isinstance(value, list | tuple) and value else value
-            dtype, shape, where = (
-                str(getattr(value, "dtype", "no")).removeprefix("torch."),
-                "any shape",
-                node_fqn(node),
-            )
-            if (
-                "fsdp_bucket" in node.meta
-            ):  # data-dependent and uneven sizes differ by right; a bucket's do not
-                shape, where = (
-                    str(list(value.shape)),
-                    "+".join(node.meta["fsdp_bucket"]["plan_fqns"]),
-                )
-            group = group_of(node)
-            over = (
-                "a group that the graph does not name"
-                if group is None
-                else f"{len(group_ranks(group))} ranks"
-            )
-            sequence.append(f"{node.target} {dtype} {shape} of {where} over {over}")
-    return sequence
-
-
 def assert_same_collectives(gm: fx.GraphModule) -> None:
     """Compare the ranks' collectives, and the groups that they name; every rank must call it.
 
@@ -178,15 +148,16 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
         RanksDisagree: on every rank, with the first collective that differs, or whose groups are no
             partition of the ranks.
     """
-    sequences = [text.splitlines() for text in texts_of_ranks("\n".join(collective_sequence(gm)))]
-    for rank, sequence in enumerate(sequences):
-        for index, (first, other) in enumerate(
-            zip_longest(sequences[0], sequence, fillvalue="nothing more")
-        ):
-            if first != other:
-                raise RanksDisagree(
-                    f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}"
-                )
+    texts = texts_of_ranks("\n".join(line.text for line in collective_lines(gm)))
+    lines = {
+        rank: [Line(line, "") for line in text.splitlines()] for rank, text in enumerate(texts)
+    }
+    found = first_difference(lines)
+    if found is not None:
+        raise RanksDisagree(
+            f"collective {found.place} differs: rank {found.rank} issues {found.line.text}, "
+            f"rank {found.other} issues {found.other_line.text}"
+        )
     own = []
     for node in gm.graph.nodes:
         if launches(node.target):
@@ -197,5 +168,5 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
         groups = {rank: tuple(ranks) for rank, ranks in enumerate(named) if ranks is not None}
         if fault := partition_fault(groups):
             raise RanksDisagree(
-                f"the process groups of collective {index}, {sequences[0][index]}, differ: {fault}"
+                f"the process groups of collective {index}, {lines[0][index].text}, differ: {fault}"
             )

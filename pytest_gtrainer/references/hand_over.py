@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,18 +23,19 @@ from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
 from pytest_gtrainer.graph.nodes import argument_of
 from pytest_gtrainer.graph.partitions import partition_fault
+from pytest_gtrainer.graph.same_on_ranks import (
+    GROUP,
+    Line,
+    Partition,
+    first_difference,
+    node_lines,
+    nodes_within,
+)
 from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_of_ranks
 from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
 from pytest_gtrainer.tracing.refusals import RunMode
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
-from pytest_gtrainer.worlds.simulated.interpreter.graph import (
-    Partition,
-    RankGraph,
-    lines_of,
-    nodes_within,
-)
 
-_GROUP = "group_name"
 _UNABLE = "cannot hand over its graph, "
 
 
@@ -148,7 +148,7 @@ def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
         for place, argument in enumerate(
             schema(node.target).arguments if isinstance(node.target, OpOverload) else ()
         ):
-            if argument.name == _GROUP:
+            if argument.name == GROUP:
                 yield node, place
 
 
@@ -156,12 +156,10 @@ def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[
     """Every node of a step's graphs without what may differ between ranks, and where gradients are placed."""
     for gm in filter(None, (traced.gm, traced.twin)):
         for node, _ in _naming_groups(gm):
-            if (name := argument_of(node, _GROUP)) not in partitions:
+            if (name := argument_of(node, GROUP)) not in partitions:
                 raise ValueError(f"its process group {name!r} has no counterpart on every rank")
-        for line, where in lines_of(
-            RankGraph(gm, dist.get_rank(), dist.get_world_size(), partitions), gm
-        ):
-            yield f"{line} at {where}"
+        for line in node_lines(gm, dist.get_rank(), partitions):
+            yield f"{line.text} at {line.where}"
     yield f"gradients placed {traced.gradient_placements}"
 
 
@@ -177,11 +175,11 @@ def _taken_over(
     own = dict(zip(names, groups, strict=True))
     for graph in (gm, *twins):
         for node, place in _naming_groups(graph):
-            name = own[argument_of(node, _GROUP)]
+            name = own[argument_of(node, GROUP)]
             if place < len(node.args):
                 node.update_arg(place, name)
             else:
-                node.update_kwarg(_GROUP, name)
+                node.update_kwarg(GROUP, name)
             node.meta.pop("eager_input_vals", None)  # which names the group, too
     state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
     fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
@@ -190,11 +188,9 @@ def _taken_over(
 
 
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:
-    """In which line the first rank that differs does so from the first of ``ranks``; "" if none does."""
-    for rank in ranks[1:]:
-        lines = zip_longest(
-            texts[ranks[0]].splitlines(), texts[rank].splitlines(), fillvalue="nothing more"
-        )
-        if differing := next(((one, other) for one, other in lines if one != other), None):
-            return f"rank {ranks[0]} has {differing[0]}, rank {rank} {differing[1]}"
-    return ""
+    """Describe the first line of the first rank that differs from the first of ``ranks``; "" if none does."""
+    lines = {rank: [Line(line, "") for line in texts[rank].splitlines()] for rank in ranks}
+    found = first_difference(lines)
+    if found is None:
+        return ""
+    return f"rank {found.rank} has {found.line.text}, rank {found.other} {found.other_line.text}"

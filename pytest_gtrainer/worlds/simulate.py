@@ -18,10 +18,10 @@ from pytest_gtrainer._torch.process_groups import live_groups, names_of_live_gro
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.same_on_ranks import Partition, nodes_within
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
-from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, nodes_within
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from fixtures.training import llama3_training
 from pytest_gtrainer import graphtext, train_eager
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
+from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.references.graph import (
     GraphRun,
     RanksDisagree,
     assert_same_collectives,
-    collective_sequence,
 )
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
@@ -115,7 +115,7 @@ if out:
 def test_what_of_a_collective_the_ranks_must_share(gt_mesh):
     """D14: sizes of buckets, which ranks share; sizes of others, uneven or of the data, may differ. Waits are none."""
     gm = graphtext.parse(SENDING, groups={"two": gt_mesh.get_group().group_name})
-    assert collective_sequence(gm) == [
+    assert [line.text for line in collective_lines(gm)] == [
         "_c10d_functional.all_gather_into_tensor.default float32 [8] of layers.0+norm over 2 ranks",
         "_c10d_functional.all_gather_into_tensor.default float32 any shape of layers.0 over 2 ranks",
         "_c10d_functional.reduce_scatter_tensor.default bfloat16 [6] of layers.0+norm over 2 ranks",

@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.graph.same_on_ranks import dtype_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 
@@ -188,8 +189,3 @@ def texts(tensors: Sequence[Tensor]) -> str:
     'float32[6], int8[0]'
     """
     return ", ".join(f"{dtype_text(tensor)}[{tensor.numel()}]" for tensor in tensors)
-
-
-def dtype_text(tensor: Tensor) -> str:
-    """A dtype without its module: "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")

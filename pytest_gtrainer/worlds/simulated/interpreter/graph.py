@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, zip_longest
+from itertools import combinations
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import copied_lazily
 from pytest_gtrainer._torch.passes import (
-    ALL_GATHER_OUT,
     COMPILED_CODE,
     COMPILED_MODULES,
-    PRE_BUCKET_ALL_GATHER,
     root_ranks,
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
@@ -35,43 +32,28 @@ from pytest_gtrainer.graph.nodes import (
     graphs_called,
     is_collective,
     is_random,
-    node_fqn,
     short_name,
 )
+from pytest_gtrainer.graph.same_on_ranks import (
+    GROUP,
+    Partition,
+    first_difference,
+    node_lines,
+    nodes_within,
+)
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
-from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
-Partition = tuple[tuple[int, ...], ...]
-_GROUP = "group_name"
 _PASSED_THROUGH = ("wait_tensor", "_wrap_tensor_autograd")
-
-
-def input_name(node: fx.Node) -> str:
-    """What a placeholder stands for: "parameter layers.0.wq.weight" where the tracer said so."""
-    known = node.meta.get("gt_input")
-    return f"{known['kind']} {known['fqn']}" if known else f"input {node.name}"
-
-
-def described(node: fx.Node) -> str:
-    fqn = node_fqn(node)
-    return f"{node.name} ({node.target}{f', {fqn}' if fqn else ''})"
 
 
 def group_name(node: fx.Node) -> str:
     """The group of a collective; NoModel if it is no name."""
-    name = argument_of(node, _GROUP)
+    name = argument_of(node, GROUP)
     if not isinstance(name, str):
         raise NoModel(
             f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name"
         )
     return name
-
-
-def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph, and of graphs in it."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
 
 
 def passes_through(node: fx.Node) -> bool:
@@ -138,7 +120,7 @@ class RankGraph:
         with_group = (
             node
             for node in called
-            if any(arg.name == _GROUP for arg in schema(node.target).arguments)
+            if any(arg.name == GROUP for arg in schema(node.target).arguments)
         )
         names = dict.fromkeys(map(group_name, with_group))
         return replace(self, gm=gm, partitions={name: self._partition(name) for name in names})
@@ -236,71 +218,14 @@ class RankLiterals:
 
 def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
     """DependsOnRank if the last rank's graph is another; names may differ, and groups along one dimension."""
-    pairs = zip_longest(
-        lines_of(first, first.gm), lines_of(last, last.gm), fillvalue=("nothing more", "")
-    )
-    for (ours, where), (theirs, elsewhere) in pairs:
-        if ours != theirs:
-            raise DependsOnRank(
-                f"the graph depends on the rank, first at {where or elsewhere}: rank {first.rank} has {ours}, "
-                f"rank {last.rank} has {theirs}; a simulated world replays one graph on all ranks: choose sizes that "
-                "the ranks divide, and code that does not ask for its rank"
-            )
-
-
-def lines_of(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every node without what may differ between ranks, and in which place it stands."""
-    numbers = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
-    for index, node in enumerate(gm.graph.nodes):
-        target = "" if node.op in ("placeholder", "output") else str(node.target)
-        held = attrgetter(target)(gm) if node.op in ("get_attr", "call_module") else None
-        if node.op == "get_attr":
-            target = (
-                f"{value_text(held)} {held.tolist()}"
-                if isinstance(held, Tensor)
-                else type(held).__name__
-            )
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
-        if isinstance(node.target, OpOverload):
-            args = _without_rank(graph, node, args)
-        line = f"{node.op} {target}{(args, kwargs)} -> {value_text(node.meta.get('val'))}"
-        yield (
-            line,
-            f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}",
+    lines = {
+        graph.rank: node_lines(graph.gm, graph.rank, graph.partitions) for graph in (first, last)
+    }
+    found = first_difference(lines)
+    if found is not None:
+        raise DependsOnRank(
+            f"the graph depends on the rank, first at {found.line.where or found.other_line.where}: "
+            f"rank {found.rank} has {found.line.text}, rank {found.other} has {found.other_line.text}; "
+            "a simulated world replays one graph on all ranks: choose sizes that "
+            "the ranks divide, and code that does not ask for its rank"
         )
-        if isinstance(held, fx.GraphModule):
-            yield from lines_of(graph, held, f"{prefix}{index}.")
-
-
-def _without_rank(graph: RankGraph, node: fx.Node, args: Sequence[Any]) -> list[Any]:
-    """A group by its ranks everywhere; the place of the own part in a gather's buffer by that."""
-    told = list(args)
-    for place, argument in enumerate(schema(node.target).arguments[: len(told)]):
-        if argument.name == _GROUP:
-            told[place] = graph.partitions.get(told[place], told[place])
-        elif argument.name == "rank" and schema(node.target).name == PRE_BUCKET_ALL_GATHER:
-            told[place] = "own rank"
-    if node.target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
-        buffer, _, start, stop = (
-            node.args
-        )  # perhaps the rank's own place in a buffer that a gather fills
-        for user in buffer.users:
-            if user.target is ALL_GATHER_OUT and user.kwargs["out"] is buffer:
-                own = next(
-                    ranks for ranks in graph.partitions[group_name(user)] if graph.rank in ranks
-                )
-                if start == own.index(graph.rank) * (stop - start):
-                    told[2:] = ["own part"]
-    return told
-
-
-def value_text(value: Any) -> str:
-    """
-    >>> value_text((torch.ones(2, 3), 1, None))
-    '(float32[2, 3], 1, None)'
-    """
-    if isinstance(value, Tensor):
-        return f"{dtype_text(value)}{list(value.shape)}"
-    if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(value_text, value)) + ")"
-    return str(value)

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.nodes import graphs_called, is_collective, written_operands
+from pytest_gtrainer.graph.same_on_ranks import Partition, described, input_name, nodes_within
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
@@ -70,7 +71,7 @@ class OperatorBlock:
             with suppress(Exception):
                 single.run(*own)
             *_, failed = list(self.graph.graph.nodes)[: len(single.env) + 1]
-            error.add_note(f"in {rank_graph.described(failed)}, for rank {rank}")
+            error.add_note(f"in {described(failed)}, for rank {rank}")
             raise
 
 
@@ -145,7 +146,7 @@ class RankProgram:
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
         """What the graph returns for these inputs, both uniform or per rank, in the structure of its output."""
-        names = [rank_graph.input_name(node) for node in self.placeholders]
+        names = [input_name(node) for node in self.placeholders]
         self._check_inputs(names, inputs)
         own = [
             self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs
@@ -261,7 +262,7 @@ class Interpreter:
             partition = self._partition(node)
             return steps.CollectiveStep(node, partition, self._nets[partition], carried_out)
         graphs = graphs_called(gm, node)
-        inside = chain.from_iterable(map(rank_graph.nodes_within, graphs))
+        inside = chain.from_iterable(map(nodes_within, graphs))
         if node.op == "call_module" or any(map(is_collective, inside)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
                 wrong = f"{node.target} ({node.name}) calls a graph with a collective"
@@ -272,7 +273,7 @@ class Interpreter:
         written, random = written_operands(node), rank_graph.draws(node, gm)
         return steps.EffectStep(node, written, random) if written or random else None
 
-    def _partition(self, node: fx.Node) -> rank_graph.Partition:
+    def _partition(self, node: fx.Node) -> Partition:
         return self._graph.partitions[rank_graph.group_name(node)]
 
 

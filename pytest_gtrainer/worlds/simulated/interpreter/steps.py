@@ -11,15 +11,11 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.nodes import short_name, written_operands
+from pytest_gtrainer.graph.same_on_ranks import Partition, described, value_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
-from pytest_gtrainer.worlds.simulated.interpreter.graph import (
-    Partition,
-    described,
-    source_of,
-    value_text,
-)
+from pytest_gtrainer.worlds.simulated.interpreter.graph import source_of
 from pytest_gtrainer.worlds.simulated.net import Net
 
 COND = torch.ops.higher_order.cond

@@ -8,6 +8,8 @@
 - ``torch.compile(module)`` is a ``torch._dynamo.OptimizedModule``. ``module.compile()`` sets
   ``_compiled_call_impl`` on the module. A compiled function holds the one that it was made of as
   ``_torchdynamo_orig_callable``.
+- A module holds its hooks in the dicts ``_forward_pre_hooks``, ``_forward_hooks``,
+  ``_backward_pre_hooks`` and ``_backward_hooks``.
 - What ``torch.compile`` gave raises a ``RuntimeError`` of this text if it is called while
   ``make_fx`` traces.
 """
@@ -23,7 +25,13 @@ ATTRIBUTES = {
     "torch.distributed._composable.replicate": ("DDP",),
     "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule",),
     "torch._dynamo.eval_frame": ("OptimizedModule",),
-    "torch.nn:Module": ("_compiled_call_impl",),
+    "torch.nn:Module": (
+        "_compiled_call_impl",
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_backward_pre_hooks",
+        "_backward_hooks",
+    ),
 }
 
 COMPILED = "torch.compile"
@@ -64,3 +72,9 @@ def is_about_compiled_code(error: RuntimeError) -> bool:
 def is_compiled(function: Any) -> bool:
     """Return whether ``function`` is what ``torch.compile`` gave for a function or a method."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def hook_count(module: nn.Module) -> int:
+    """Return the number of hooks that a call of ``module`` runs, with those of its backward."""
+    forward = len(module._forward_pre_hooks) + len(module._forward_hooks)
+    return forward + len(module._backward_pre_hooks) + len(module._backward_hooks)

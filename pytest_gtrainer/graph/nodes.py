@@ -22,6 +22,9 @@ from pytest_gtrainer._torch.passes import WAITS
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 
 FORWARD, BACKWARD = "fwd", "bwd"
+AFTERWARDS = " afterwards"
+"""Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of torch.cpu afterwards``."""
+
 GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
 STAGE_OUTPUTS = "gt_stage_outputs"

@@ -13,12 +13,10 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
 
 K = TypeVar("K")
-
-AFTERWARDS = " afterwards"
-"""Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of torch.cpu afterwards``."""
 
 
 @dataclass(frozen=True, slots=True)

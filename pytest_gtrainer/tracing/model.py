@@ -1,5 +1,6 @@
 """What a trace needs of a model: the names of its modules on nodes, and its state as one list."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,41 @@ def annotate_module_fqns(model: nn.Module) -> Attachment:
 def tensor_text(tensor: torch.Tensor) -> str:
     """Dtype and shape: ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def has_bytes(value: Any) -> bool:
+    """Return whether ``value`` is a plain tensor with memory that can be compared and put back."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    return not value.is_meta and value.layout is torch.strided
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare two plain tensors of one shape and dtype bit for bit."""
+    bytes_of = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bytes_of)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what modules hold as attributes, and in lists, sets and dicts that are attributes.
+
+    A forward may keep a cache or count its calls; in a trace it would keep tensors without values.
+    """
+    kept = []
+    for module in model.modules():
+        for holder in [vars(module), *vars(module).values()]:
+            if isinstance(holder, dict | list | set):
+                kept.append((holder, copy.copy(holder)))
+    try:
+        yield
+    finally:
+        for holder, before in kept:
+            holder.clear()
+            if isinstance(holder, list):
+                holder.extend(before)
+            else:
+                holder.update(before)
 
 
 Slot = tuple[dict[str, Any], str]

@@ -23,6 +23,7 @@ from pytest_gtrainer._torch.tracing import current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
 from pytest_gtrainer._torch.wrapped_modules import (
     COMPILED,
+    hook_count,
     is_about_compiled_code,
     is_compiled,
     wrapped_by,
@@ -61,6 +62,12 @@ def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> No
         _refuse_wrapped(module, f"the submodule {fqn}" if fqn else "the model")
     for fqn, parameter in model.named_parameters():
         refuse_hooks(parameter, f"the parameter {fqn}")
+    for fqn, buffer in model.named_buffers():
+        if buffer.requires_grad:
+            raise ValueError(
+                f"the buffer {fqn} requires a gradient, and a graph gives those of parameters: "
+                "make it a parameter, or register its detach()"
+            )
     if step is not None and is_compiled(step):
         raise ValueError(
             "the step is a function of torch.compile: "
@@ -99,7 +106,8 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
 
 
 def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) -> None:
-    """Refuse an input with a hook, and, unless it ``may_have_history``, one that autograd computed.
+    """Refuse an input with a hook, a nested one, and, unless it ``may_have_history``, one whose
+    gradient eager code would compute.
 
     Raises:
         ValueError: names the input.
@@ -109,6 +117,17 @@ def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) ->
         raise ValueError(
             f"{where} is the result of {tensor.grad_fn.name()}, and a trace would lose the "
             "gradients that flow on through it: compute it inside the step, or give its detach()"
+        )
+    if tensor.requires_grad and not may_have_history:
+        raise ValueError(
+            f"{where} requires a gradient, and the graph of a step gives those of the model's "
+            "parameters: read a parameter from the model inside the step, give detach() of "
+            "another tensor, or use trace_stage, which gives gradients of inputs"
+        )
+    if tensor.is_nested:
+        raise ValueError(
+            f"{where} is a nested tensor, which a trace cannot take: give a padded one, or its "
+            "values() and offsets()"
         )
 
 
@@ -297,10 +316,12 @@ class RunMode:
     Attributes:
         evaluating: FQNs of the modules in eval mode, "" for the model itself.
         autocast: device types for which autocast is on, each with its dtype.
+        modules: FQNs of all modules, each with its class and the number of its hooks, in words.
     """
 
     evaluating: tuple[str, ...] = ()
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, tensors: Sequence[Any]) -> "RunMode":
@@ -312,7 +333,11 @@ class RunMode:
         autocast = [
             (device, torch.get_autocast_dtype(device)) for device in devices if _autocasts(device)
         ]
-        return cls(evaluating, tuple(autocast))
+        modules = [
+            (fqn, f"a {type(module).__qualname__} with {hook_count(module)} hooks")
+            for fqn, module in model.named_modules()
+        ]
+        return cls(evaluating, tuple(autocast), tuple(modules))
 
     def refuse_other(self, other: "RunMode") -> None:
         """Refuse a replay in the mode ``other`` of a step that was traced in this one.
@@ -320,6 +345,14 @@ class RunMode:
         Raises:
             ValueError: names the module, or the device of autocast.
         """
+        others = dict(other.modules)
+        for fqn, was in self.modules:
+            now = others.get(fqn, "gone")
+            if now != was:
+                raise ValueError(
+                    f"{fqn or 'the model'} was {was} at the trace and is {now}, which a graph does "
+                    "not run: trace again"
+                )
         changed = sorted(set(self.evaluating) ^ set(other.evaluating))
         if changed:
             fqn, modes = changed[0], ("train", "eval")

@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer._torch.tracing import (
     GuardOnDataDependentSymNode,
     annotate,
@@ -38,6 +39,7 @@ from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import (
+    AFTERWARDS,
     BACKWARD,
     DYNAMIC_DIMS,
     GATHERS_ONCE,
@@ -50,8 +52,11 @@ from pytest_gtrainer.tracing.model import (
     LOSS_FQN,
     ModelState,
     annotate_module_fqns,
+    attributes_kept,
+    has_bytes,
     local,
     rewrap,
+    same_bytes,
     tensor_text,
 )
 from pytest_gtrainer.tracing.refusals import (
@@ -98,7 +103,7 @@ class TracedStep:
             (tensor parallelism leaves partial sums). None for a plain one, or without a gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
-        mode: which modules were in eval mode, and autocast: a replay in another mode is refused.
+        mode: which modules were in eval mode, their classes and hooks, and autocast: a replay in another is refused.
         handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or why.
     """
 
@@ -135,8 +140,9 @@ class TracedStep:
         is skipped, and an existing ``.grad`` is added to. Runs without autograd.
 
         Raises:
-            ValueError: the model's state or mode (train, eval, autocast), or the structure, shapes, dtypes or scalars
-                of ``inputs``, are not the traced ones, the model is wrapped (DDP, ``fully_shard``, ``torch.compile``)
+            ValueError: the model's state, mode (train, eval, autocast), classes or hooks, or the structure, shapes,
+                dtypes, strides, device types or scalars of ``inputs``, are not the traced ones, the graph gives a
+                gradient of another shape or dtype, the model is wrapped (DDP, ``fully_shard``, ``torch.compile``)
                 or has hooks on parameters, this is another rank, or a fake world, which moves no data, and the graph
                 has collectives.
         """
@@ -147,23 +153,46 @@ class TracedStep:
         return loss
 
     def results(self, model: nn.Module, *inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the step on ``model`` and return ``loss`` and each ``gradient of FQN`` (this rank's part), by name.
+        """Run the step on ``model`` and return all that it computes and leaves behind (this rank's part), by name.
 
-        Gradients are in the order in which the graph makes them, so the first that differs is next to a mistake.
-        ``.grad`` stays as it is. The results of a step before and after a pass show whether it changed any bit.
+        First ``loss``, then each ``gradient of FQN``, in the order in which the graph makes them, so the first that
+        differs is next to a mistake. Then what the step has changed: ``norm.running_mean afterwards``, ``input 0
+        afterwards``, ``random state of torch.cpu afterwards``. The model, its ``.grad``, the inputs and the random
+        states stay as they are. The results before and after a pass show whether it changed any bit.
 
         Raises:
             ValueError: as ``replay``.
         """
-        loss, *gradients = self._run(model, ModelState.of(model), inputs)
+        state = ModelState.of(model)
+        given = [local(value) for value in [*state.tensors, *pytree.tree_leaves(inputs)]]
+        kept = []
+        for name, value in zip(self._input_names(), given, strict=False):
+            if has_bytes(value):
+                kept.append((name, value.detach(), value.detach().clone()))
+        left = {}
+        with random_states_kept(), torch.no_grad():
+            states = random_state()
+            loss, *gradients = self._run(model, state, inputs)
+            for name, now in random_state().items():
+                if not torch.equal(now, states.get(name, now)):
+                    left[f"random state of {name}{AFTERWARDS}"] = now
+            changed = [each for each in kept if not same_bytes(*each[1:])]
+            if changed:  # a result may be a view of what is put back
+                loss, *gradients = (None if t is None else t.clone() for t in (loss, *gradients))
+            left |= {f"{name}{AFTERWARDS}": value.clone() for name, value, _ in changed}
+            for _, value, before in changed:
+                value.copy_(before)
         named = list(zip(self.trainable_fqns, gradients, strict=True))
         if (graph := getattr(self.gm, "graph", None)) is not None:
             places = {node: place for place, node in enumerate(graph.nodes)}
             made = [places.get(node, 0) for node in graph.output_node().args[0][1:]]
             named = [named[nth] for nth in sorted(range(len(named)), key=made.__getitem__)]
-        return {"loss": loss} | {
-            f"gradient of {fqn}": given for fqn, given in named if given is not None
-        }
+        of_parameters = {f"gradient of {fqn}": given for fqn, given in named if given is not None}
+        return {"loss": loss} | of_parameters | left
+
+    def _input_names(self) -> list[str]:
+        inputs = [f"input {index}" for index in range(self.input_spec.num_leaves)]
+        return [*self.state_fqns, *inputs]
 
     def _run(
         self, model: nn.Module, state: ModelState, inputs: tuple[Any, ...]
@@ -176,7 +205,8 @@ class TracedStep:
             )
         refuse_fake(self.gm, "the traced step")
         refuse_model(model)
-        flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
+        leaves, _ = flatten_inputs(inputs)
+        flat = [*map(local, state.tensors), *leaves]
         self._check(state, inputs, flat)
         mode = RunMode.of(model, flat)
         self.mode.refuse_other(mode)
@@ -220,11 +250,8 @@ class TracedStep:
             raise ValueError(
                 f"inputs are structured as {spec}, the step was traced with {self.input_spec}{hint}"
             )
-        names = [
-            *self.state_fqns,
-            *(f"input {index}" for index in range(len(flat) - self.num_static_inputs)),
-        ]
-        for name, value, traced in zip(names, flat, self.example_inputs, strict=True):
+        named = zip(self._input_names(), flat, self.example_inputs, strict=True)
+        for name, value, traced in named:
             ours, theirs = _describe(value), _describe(traced)
             if ours != theirs:
                 raise ValueError(
@@ -242,23 +269,43 @@ def add_gradients(
     for fqn, gradient, placed in zip(
         fqns, gradients, placements or (None,) * len(gradients), strict=True
     ):
+        if gradient is None:
+            continue
         parameter = state.parameters[fqn]
-        if gradient is not None and parameter.grad is not None:
-            if placed not in (None, getattr(parameter.grad, "placements", None)):
-                parameter.grad.add_(rewrap(gradient, parameter, placements=placed))
+        alike = placed is None or placed == getattr(parameter, "placements", placed)
+        like, existing = (local(parameter) if alike else gradient), parameter.grad
+        kind = tensor_text(like if existing is None else local(existing))
+        dtype = (
+            gradient.dtype if existing is None else existing.dtype
+        )  # torch checks that of a new one
+        if gradient.shape != like.shape or gradient.dtype != dtype:
+            raise ValueError(
+                f"the graph gives {fqn} a gradient of {tensor_text(gradient)}, and its .grad is {kind}: "
+                "did a pass change its shape or dtype?"
+            )
+        if existing is not None:
+            if placed not in (None, getattr(existing, "placements", None)):
+                existing.add_(rewrap(gradient, parameter, placements=placed))
             else:
-                local(parameter.grad).add_(gradient)
-        elif (
-            gradient is not None
-        ):  # as autograd would: in memory of its own, in the parameter's strides
-            alike = placed is None or placed == getattr(parameter, "placements", placed)
-            like = local(parameter) if alike else gradient
+                local(existing).add_(gradient)
+        elif gradient.layout is torch.sparse_coo:
+            parameter.grad = gradient.clone()
+        else:  # as autograd would: in memory of its own, in the parameter's strides
             own = torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
             parameter.grad = rewrap(own, parameter, placements=placed)
 
 
 def _describe(value: Any) -> str:
-    return tensor_text(value) if isinstance(value, torch.Tensor) else repr(value)
+    """Return what a graph may have baked in of an input: of a tensor all but its values."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    text = tensor_text(value)
+    if value.layout is not torch.strided:
+        text += f" of layout {value.layout}"
+    elif not value.is_contiguous():  # strides of dimensions of one element decide nothing
+        strides = zip(value.shape, value.stride(), strict=True)
+        text += f" with strides {[stride if extent > 1 else 1 for extent, stride in strides]}"
+    return text if value.device.type == "cpu" else f"{text} on {value.device.type}"
 
 
 def trace_step(
@@ -436,6 +483,11 @@ class Tracing:
                 )
         symbolic = list(fakes)
         for index, shape in shapes.items():
+            if not fakes[index].is_contiguous():
+                raise ValueError(
+                    f"input {index - num_state} has a dynamic dimension and strides {fakes[index].stride()}: "
+                    "give its contiguous()"
+                )
             with self.mode:
                 symbolic[index] = torch.empty(
                     shape, dtype=fakes[index].dtype, device=fakes[index].device
@@ -455,6 +507,7 @@ class Tracing:
         for tensor, own in zip(tensors, state.tensors, strict=True):
             tensor.requires_grad_(own.requires_grad)
         with (
+            attributes_kept(self.model),
             state.exchanged(tensors),
             reusing_gathers() if self.reuse_gathers else nullcontext(),
             refusing_side_effects(self.model, state, tensors),

@@ -404,6 +404,7 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
                 if place in groups:
                     named_groups.add(argument.name)
     values = [node.args[place] for place in in_order]
+    _add_defaults(pattern, node, values, by_name)
     group_places = frozenset(new for new, place in enumerate(in_order) if place in groups)
     if found := _items_mismatch(pattern.arguments, values, subject, group_places):
         return found
@@ -416,6 +417,30 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
     if extra and pattern.arguments[-1:] != (REST,):
         return f"it has {extra[0]}= too (`...` at the end would leave it open)"
     return None
+
+
+def _add_defaults(
+    pattern: CallPattern, node: fx.Node, values: list[Any], by_name: dict[str, Any]
+) -> None:
+    """Add the defaults of arguments that a pattern asks for and a node does not give.
+
+    ``sum(_, [0], False)`` is ``sum(x, [0])``; but ``_`` asks for an argument that the graph gives.
+    """
+    if not isinstance(node.target, OpOverload):
+        return
+    defaults = {
+        each.name: each.default_value
+        for each in schema(node.target).arguments[len(node.args) :]
+        if each.has_default_value() and each.name not in node.kwargs
+    }
+    for name, asked in pattern.keywords:
+        if name in defaults and asked != ANY:
+            by_name[name] = defaults.pop(name)
+    further = pattern.arguments[len(values) :] if REST not in pattern.arguments else ()
+    for asked, value in zip(further, defaults.values(), strict=False):
+        if asked == ANY:
+            break
+        values.append(value)
 
 
 def _items_mismatch(

@@ -310,6 +310,34 @@ def test_an_argument_in_its_place_is_found_by_its_name(gm):
         assert_graph(gm, "then all_gather_into_tensor(_, 2, group_name=[0])")
 
 
+@pytest.mark.parametrize(
+    ("call", "holds", "fails"),
+    [
+        ("aten.sum.dim_IntList(I.x, [0])", "sum(_, [0], False)", "sum(_, [0], True)"),
+        (
+            "aten.sum.dim_IntList(I.x, [0])",
+            "sum(_, [0], keepdim=False)",
+            "sum(_, [0], keepdim=True)",
+        ),
+        ("aten.sum.dim_IntList(I.x, [0])", "sum(_, [0], dtype=None)", "sum(_, [0], dtype=f32)"),
+        ("aten.sum.dim_IntList(I.x, [0])", "sum(_, [0])", "sum(_, [0], _)"),
+        ("aten.sum.dim_IntList(I.x, [0])", "sum(_, ...)", "sum(_, keepdim=_, ...)"),
+        ("aten.add.Tensor(I.x, I.x)", "add(_, _, alpha=1)", "add(_, _, alpha=2)"),
+        ("aten.add.Tensor(I.x, I.x, alpha=2)", "add(_, _, alpha=2)", "add(_, _, alpha=1)"),
+        ("aten.add.Tensor(I.x, I.x)", "add(..., alpha=1)", "add(..., alpha=2)"),
+        ("aten.slice.Tensor(I.x, 0, 1)", "slice(_, 0, 1, None, 1)", "slice(_, 0, 1, None, 2)"),
+        ("aten.slice.Tensor(I.x, 0, 1)", "slice(_, 0, 1, step=1)", "slice(_, 0, 1, step=2)"),
+    ],
+)
+def test_an_argument_that_is_not_given_has_its_default(call, holds, fails):
+    name = call.split(".")[1]
+    text = f"if I:\n  I.x: f32[4, 4]\nif fwd:\n  {name}: f32[4, 4] = {call}\nif out:\n  yield fwd._.{name}\n"
+    gm = parse(text)
+    assert_graph(gm, f"count 1 {holds}\nnever {fails}")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, f"never {holds}")
+
+
 def test_keywords_of_functions_that_dynamo_calls():
     """Its graphs call functions of Python, whose arguments have other names than the operators'."""
     graph = fx.Graph()

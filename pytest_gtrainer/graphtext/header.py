@@ -62,6 +62,27 @@ def read(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, colon, value in told if colon}
 
 
+def unlike(old: str, new: str) -> str:
+    """Return how two headers differ in what their lines mean; "" if they do not, or one text has no header.
+
+    >>> unlike("# gtrainer graph v1", "# gtrainer graph v2")
+    'the old text has format v1, the new one v2: render both again with one pytest-gtrainer'
+    >>> unlike("# gtrainer graph v2", "# gtrainer graph v2\\n# view: layout")
+    'the old text has view full, the new one layout'
+    """
+    was, now = version_of(old), version_of(new)
+    if was is None or now is None:
+        return ""
+    if was != now:
+        advice = "render both again with one pytest-gtrainer"
+        return f"the old text has format v{was}, the new one v{now}: {advice}"
+    for field, default in (("view", "full"), ("groups", "those of the first rank")):
+        before, after = (read(text).get(field, default) for text in (old, new))
+        if before != after:
+            return f"the old text has {field} {before}, the new one {after}"
+    return ""
+
+
 def body(text: str) -> str:
     """The text without its header."""
     return "".join(itertools.dropwhile(_is_comment, text.splitlines(keepends=True)))

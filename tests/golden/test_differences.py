@@ -40,6 +40,31 @@ def test_another_header_is_no_difference():
     assert difference("graph", GRAPH, GRAPH.replace("torch: 2.13", "torch: 2.14")) is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("graph v2", "graph v1", "the old text has format v2, the new one v1: render both again"),
+        ("graph v2", "graph v3", "the old text has format v2, the new one v3: render both again"),
+        (
+            "# torch: 2.13\n",
+            "# view: layout\n# torch: 2.13\n",
+            "the old text has view full, the new one layout",
+        ),
+        (
+            "# torch: 2.13\n",
+            "# groups: dp = [0, 2] [1, 3]\n",
+            "the old text has groups those of the first rank, the new one dp = [0, 2] [1, 3]",
+        ),
+    ],
+)
+def test_headers_that_give_lines_another_meaning_are_a_difference(before, after, said):
+    """Equal lines of two formats, views or partitions are not equal; a text without a header has none of these."""
+    other = GRAPH.replace(before, after)
+    assert diff(GRAPH, other).startswith(said)
+    assert diff(other, GRAPH) != ""
+    assert diff(other, other) == diff(header.body(GRAPH), other) == ""
+
+
 def test_words_then_lines():
     first = "for i in fwd.layers[0]:\n" + LAYER
     others = "for i in fwd.layers[1:4]:  # x3\n" + LAYER.replace("aten.mul", "aten.div")

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
@@ -35,11 +36,14 @@ __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
     """How two graph texts differ, in words and then in at most ``limit`` lines; "" if they do not.
 
-    Headers, comments and the way of folding count for nothing.
+    Comments and the way of folding count for nothing, and of headers all but the format, the view and the groups of
+    all ranks.
 
     Raises:
         TextError: one of them is not graph text.
     """
+    if unlike := header.unlike(old_text, new_text):
+        return unlike
     old, new = unfold(old_text), unfold(new_text)
     return "" if old == new else "\n".join(explain(old, new, limit=limit))
 

@@ -13,7 +13,8 @@
 - ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for ``no_grad`` and checkpoints.
 - ``torch._higher_order_ops.triton_kernel_wrap``: a node names a Triton kernel and its constants by their places in
   ``kernel_side_table``, as ``kernel_idx`` and ``constant_args_idx``; the places depend on what was traced before.
-- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``.
+- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``. Beside ``_forward_hooks`` stand
+  ``_forward_hooks_with_kwargs`` and ``_forward_hooks_always_called`` with the same keys.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
@@ -61,6 +62,7 @@ ATTRIBUTES = {
         "_forward_hooks",
         "_backward_pre_hooks",
         "_backward_hooks",
+        "_is_full_backward_hook",
     ),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
@@ -200,14 +202,19 @@ def kernel_of(arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
 
 
 def hooks_of(module: nn.Module) -> dict[str, list[Any]]:
-    """Return the functions that run before and after a module's forward and backward, by kind."""
-    found = {
-        "forward_pre_hooks": module._forward_pre_hooks,
-        "forward_hooks": module._forward_hooks,
-        "backward_pre_hooks": module._backward_pre_hooks,
-        "backward_hooks": module._backward_hooks,
-    }
-    return {kind: list(hooks.values()) for kind, hooks in found.items() if hooks}
+    """Return what runs before and after a module's forward and backward, by table: hooks, with how they are called."""
+    found: dict[str, list[Any]] = {}
+    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        for key, hook in getattr(module, table).items():
+            marks = [
+                mark
+                for mark in ("with_kwargs", "always_called")
+                if key in vars(module).get(f"{table}_{mark}", ())
+            ]
+            if table == "_backward_hooks" and module._is_full_backward_hook:
+                marks.append("full")
+            found.setdefault(table, []).append((hook, *marks) if marks else hook)
+    return found
 
 
 def append_node(

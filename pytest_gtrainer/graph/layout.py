@@ -36,6 +36,7 @@ from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     FORWARD,
+    argument_of,
     bodies_of,
     direction,
     is_view,
@@ -49,6 +50,7 @@ from pytest_gtrainer.graph.packing import (
     Unread,
     arrivals,
     computes,
+    nbytes_of,
     packed,
     reduces,
 )
@@ -75,7 +77,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One collective: what it is, over which ranks, and who sits where."""
+    """One collective: what it is, over which ranks, and who sits where.
+
+    ``padding`` are bytes of one rank's slice in which no parameter sits, as zeros between or behind them.
+    """
 
     collective: str
     dtype: torch.dtype
@@ -85,6 +90,7 @@ class Payload:
     directions: tuple[
         str, ...
     ] = ()  # in which a graph issues it; eager FSDP2 gathers one payload in both
+    padding: int = 0
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -228,7 +234,8 @@ class _Reader:
                     if part.source
                 ]
                 if slots:
-                    yield self._payload(ALL_GATHER_NAME, node, tuple(slots))
+                    size = sum(part.nbytes for part in parts)
+                    yield self._payload(ALL_GATHER_NAME, node, tuple(slots), size)
         elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
             yield from self._reductions(kind, node)
         elif names:
@@ -260,15 +267,22 @@ class _Reader:
                     advice = "a layout reads the collectives of the outer graph alone, so inline that graph first"
                     raise UnreadLayout(f"{wrong}, in which {launch.name} is: {advice}")
 
-    def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
+    def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...], size: int) -> Payload:
+        """The payload of one rank's slice of ``size`` bytes."""
         value = node.meta.get("val")
         if isinstance(value, list | tuple):
             value = value[0]
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
             wait_of(node)
-        return Payload(
-            kind, value.dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),)
-        )
+        ranks = _ranks_of(node)
+        if (stated := argument_of(node, "group_size")) not in (None, len(ranks)):
+            raise UnreadLayout(
+                f"the collective {node.name} says group_size={stated}, and its group has "
+                f"{counted(len(ranks), 'rank')}: give it the size of its group"
+            )
+        padding = size - sum(slot.nbytes for slot in slots)
+        op, directions = reduction_of(node) or "", (direction(node),)
+        return Payload(kind, value.dtype, ranks, op, slots, directions, padding)
 
     def _names_in(self, launch: fx.Node, sent: list[State]) -> list[str]:
         """The parameters that go in; of an unread value those above the node that lost their order."""
@@ -319,7 +333,7 @@ class _Reader:
                     Slot(names[0], at * width, numel * width)
                     for (at, numel), names in sorted(named.items())
                 ]
-                yield self._payload(kind, launch, tuple(slots))
+                yield self._payload(kind, launch, tuple(slots), nbytes_of(result.meta["val"]))
             else:
                 for arrival in itertools.chain(*found.values()):
                     self._refuse_unknown(launch, arrival)
@@ -588,6 +602,10 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
             * premultiplied
         )
         yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
+    if actual.padding != wanted.padding:
+        yield (f"{where}: {actual.padding} bytes belong to no parameter, expected {wanted.padding}")
+    for payload in (actual, wanted):
+        yield from (f"{where}: {fault}" for fault in _faults(payload))
     ours_at, theirs_at = (
         {slot.parameter: slot for slot in payload.slots} for payload in (actual, wanted)
     )
@@ -607,3 +625,17 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
         yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"
     if len(moved) > _MOST_MOVED:
         yield f"{where}: and {counted(len(moved) - _MOST_MOVED, 'more parameter')} of it elsewhere"
+
+
+def _faults(payload: Payload) -> Iterable[str]:
+    """Yield which parameters have two places in a payload, or lie on each other."""
+    known: set[str] = set()
+    end, last = 0, ""
+    for slot in sorted(payload.slots, key=lambda slot: (slot.offset, slot.nbytes)):
+        if slot.parameter in known:
+            yield f"{slot.parameter} has two places"
+        elif slot.offset < end:
+            yield f"{last} and {slot.parameter} lie on each other at byte {slot.offset}"
+        known.add(slot.parameter)
+        if slot.offset + slot.nbytes > end:
+            end, last = slot.offset + slot.nbytes, slot.parameter

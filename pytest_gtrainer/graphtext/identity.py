@@ -6,7 +6,8 @@ module's stands in the text, ``Dropout(inplace=False, p=0.1)``; others by their 
 as an object of a C extension whose ``repr`` is an address, is a ``CannotShow``.
 
 Functions and classes of torch and of Python's standard library are described by their names: the header says which
-torch made a text, and a digest of their code would change with each release.
+torch made a text, and a digest of their code would change with each release. A name is believed only where it leads
+back to the value, and where the code lies in a file of torch or of the standard library.
 """
 
 import ast
@@ -14,11 +15,14 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import linecache
+import os
 import sys
+import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -45,6 +49,8 @@ _HEAP = 1 << 9
 """The flag of a class that a ``class`` statement made."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module holds: its tables of parameters and hooks, and ``training``."""
+_FROZEN = "<frozen "
+"""The file of a module that is part of the interpreter."""
 _BY_NAME = frozenset({"torch", "numpy", "sympy", *sys.stdlib_module_names, "__future__"})
 _FUNCTIONS = (
     types.FunctionType,
@@ -110,16 +116,42 @@ def is_known_by_name(value: Any) -> bool:
             or type(owner).__name__ == "PyCapsule"
         )
         return in_module or (isinstance(owner, type) and is_known_by_name(owner))
-    home, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if owner is not None or home is None or path is None or home.partition(".")[0] not in _BY_NAME:
+    if owner is not None or not _is_of_torch(value):
         return False
-    if isinstance(value, type) or not getattr(value, "__closure__", None):
-        return isinstance(value, type | types.FunctionType)
-    # a closure that torch makes, such as one that holds placements, is not found by its name
-    found: Any = sys.modules.get(home)
-    for part in path.split("."):
+    # a name can be copied, as `functools.wraps` does, and a closure of torch's is not found by its name
+    found: Any = sys.modules[value.__module__]
+    for part in value.__qualname__.split("."):
         found = inspect.getattr_static(found, part, None)
     return found is value or getattr(found, "__func__", None) is value
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Return whether a class or function belongs to torch or the standard library, by name and by file."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is None or not isinstance(value, type | types.FunctionType):
+        return False
+    if module.__name__.partition(".")[0] not in _BY_NAME:
+        return False
+    files = [getattr(module, "__file__", None) or _FROZEN]
+    if isinstance(value, types.FunctionType):
+        files.append(value.__code__.co_filename)
+    return all(file.startswith(_FROZEN) or _is_file_of_torch(file) for file in files)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_file_of_torch(file: str) -> bool:
+    """Return whether a file lies below the standard library, or in a package that is described by names."""
+    path = os.path.realpath(file)
+    for folder in ("site-packages", "dist-packages"):
+        _, is_package, inside = path.rpartition(f"{os.sep}{folder}{os.sep}")
+        if is_package:
+            return inside.split(os.sep)[0] in _BY_NAME
+    own = [
+        os.path.dirname(torch.__file__),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+    ]
+    return path.startswith(tuple(os.path.realpath(folder) + os.sep for folder in own))
 
 
 def kernel_description(kernel: Any) -> str:
@@ -165,13 +197,15 @@ class _Describer:
         finally:
             self._open.pop()
 
-    def _call(self, name: str, *positional: str, **named: Any) -> str:
-        """``Dropout(inplace=False, p=0.1)``: as Python would write the call, named values sorted."""
-        words = [f"{key}={self.of(named[key])}" for key in sorted(named) if is_word(key)]
-        odd = {key: named[key] for key in sorted(named) if not is_word(key)}
-        return (
-            f"{name}({', '.join([*positional, *words, *([f'**{self.of(odd)}'] if odd else [])])})"
-        )
+    def _call(self, name: str, named: Mapping[str, Any], *positional: str) -> str:
+        """``Dropout(inplace=False, p=0.1)``: as Python would write the call, named values in their order."""
+        arguments = [*positional]
+        for are_words, keys in itertools.groupby(named, is_word):
+            if are_words:
+                arguments += [f"{key}={self.of(named[key])}" for key in keys]
+            else:
+                arguments.append(f"**{self.of({key: named[key] for key in keys})}")
+        return f"{name}({', '.join(arguments)})"
 
     def _new(self, value: Any) -> str:
         if isinstance(value, enum.Enum):
@@ -226,7 +260,7 @@ class _Describer:
         )
         if is_plain:
             return inner
-        return self._call(self._class(kind), inner, **_state_of(value))
+        return self._call(self._class(kind), _state_of(value), inner)
 
     def _array(self, value: Any) -> str:
         """An array of NumPy, or one of its numbers, by its bytes; an array of objects by these."""
@@ -269,9 +303,15 @@ class _Describer:
                 return name
             return f"{self.of(owner)}.{name}"
         parts = [name]
-        if value.__module__ is None or value.__module__.partition(".")[0] not in _BY_NAME:
+        if not _is_of_torch(value) or value.__name__ == "<lambda>":
             parts += [code_of(value.__code__), *self._globals(value)]
         parts.append(self.of((value.__defaults__, value.__kwdefaults__)))
+        # what decorators leave is in the code or in a cell, too
+        own = {
+            key: item for key, item in vars(value).items() if not key.startswith(("__", "_torch"))
+        }
+        if own:
+            parts.append(self.of(_sorted(own)))
         held: tuple[Any, ...]
         for cell in value.__closure__ or ():
             try:
@@ -283,17 +323,14 @@ class _Describer:
 
     def _globals(self, function: types.FunctionType) -> Iterator[str]:
         """Plain values that the code reads from its module, and functions and classes of the same package."""
-        package = (function.__module__ or "").partition(".")[0]
         for name in sorted({name for code in _codes(function.__code__) for name in code.co_names}):
             if name not in function.__globals__:
                 continue
             value = function_under(function.__globals__[name])
             if type(value).__name__ == "constexpr":  # of Triton
                 value = value.value
-            is_code = isinstance(value, types.FunctionType | type)
-            if _is_plain(value) or (
-                is_code and (value.__module__ or "").partition(".")[0] == package
-            ):
+            is_code = isinstance(value, types.FunctionType | type) and not is_known_by_name(value)
+            if _is_plain(value) or (is_code and _packages_of(value) & _packages_of(function)):
                 yield f"{name}={self.of(value)}"
 
     def _module(self, value: nn.Module) -> str:
@@ -304,23 +341,27 @@ class _Describer:
         if isinstance(getattr(value, "graph", None), fx.Graph):
             raise CannotShow(f"{type(value).__name__} is a graph that another object holds")
         is_torchs = is_known_by_name(type(value))
-        told: dict[str, Any] = {}
+        attributes: dict[str, Any] = {} if value.training else {"training": False}
         for name, attribute in vars(value).items():
             if name not in _MODULE_ATTRIBUTES and not (is_torchs and name.startswith("_")):
-                told[name] = attribute
-        told |= parameters_of(value) | buffers_of(value) | modules_of(value)
-        told |= {} if value.training else {"training": False}
-        told |= {name: list(hooks) for name, hooks in hooks_of(value).items()}
-        return self._call(self._class(type(value)), **told)
+                attributes[name] = attribute
+        # a forward may walk over its tables, as that of `Sequential` does, so their order counts
+        tables = {
+            **parameters_of(value),
+            **buffers_of(value),
+            **modules_of(value),
+            **hooks_of(value),
+        }
+        return self._call(self._class(type(value)), _sorted(attributes) | tables)
 
     def _object(self, value: Any) -> str:
         kind = type(value)
         for base in (int, float, str, complex):
             if isinstance(value, base):  # of a subclass of it
-                return self._call(self._class(kind), base.__repr__(value), **_state_of(value))
+                return self._call(self._class(kind), _state_of(value), base.__repr__(value))
         state = _state_of(value)
         if state or (kind.__repr__ is object.__repr__ and _is_of_python(kind)):
-            return self._call(self._class(kind), **state)
+            return self._call(self._class(kind), state)
         try:
             text = repr(value)
         except Exception as error:
@@ -331,7 +372,7 @@ class _Describer:
             raise CannotShow(
                 f"{qualified_name(kind)} has no state that Python sees, and its `repr` is an address"
             )
-        return self._call(self._class(kind), repr(text))
+        return self._call(self._class(kind), {}, repr(text))
 
 
 def _is_of_python(kind: type) -> bool:
@@ -351,16 +392,27 @@ def _state_of(value: Any) -> dict[str, Any]:
             attribute = f"_{owner.__name__.lstrip('_')}{name}" if name.startswith("__") else name
             if name not in ("__dict__", "__weakref__") and hasattr(value, attribute):
                 held[attribute] = getattr(value, attribute)
-    return held
+    return _sorted(held)
+
+
+def _sorted(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the same, words in front of other names."""
+    return dict(sorted(named.items(), key=lambda item: (not is_word(item[0]), item[0])))
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a literal, or a list, tuple or dict of literals."""
+    """Return whether a value is a literal, a tensor or an enum's, or a container of them."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return type(value) in PLAIN or isinstance(value, torch.dtype)
+    return type(value) in PLAIN or isinstance(value, torch.dtype | torch.Tensor | enum.Enum)
+
+
+def _packages_of(value: Any) -> set[str]:
+    """Return the packages of a function or class: the one that it names, and the one of its code."""
+    modules = [value.__module__, getattr(value, "__globals__", {}).get("__name__")]
+    return {module.partition(".")[0] for module in modules if module}
 
 
 def _short(text: str) -> str:

@@ -15,7 +15,7 @@ from pytest_gtrainer._torch.values import (
     is_traceable_wrapper_subclass,
 )
 from pytest_gtrainer.graph.nodes import DTYPES, spell_dtype
-from pytest_gtrainer.graphtext.operators import function_of
+from pytest_gtrainer.graphtext.operators import function_of, spell_ranks
 
 _SMALL = 8  # constant tensors of at most so many elements show their values, larger ones a digest
 PLAIN = (type(None), bool, int, float, str, complex)
@@ -50,15 +50,36 @@ def spell_literal(value: Any) -> str | None:
     return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
 
 
+def held_as(value: Any) -> str:
+    """Return what the type of a value does not show: layout, or placements; "" of strided tensors.
+
+    >>> held_as(torch.eye(2).to_sparse())
+    'sparse_coo f32[2, 2]'
+    """
+    if isinstance(value, tuple | list):
+        found = [held_as(item) for item in value]
+        return "; ".join(found) if any(found) else ""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if is_traceable_wrapper_subclass(value):
+        if not (placements := getattr(value, "placements", None)):
+            return type(value).__name__
+        mesh = value.device_mesh
+        names = mesh.mesh_dim_names or range(mesh.ndim)
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+        ranks = spell_ranks(mesh.mesh.flatten().tolist())
+        return f"{', '.join(map(repr, placements))} over {sizes} of {ranks}"
+    if value.layout is torch.strided:
+        return ""
+    shape = ", ".join(map(str, value.shape))
+    return f"{SPELLINGS[torch.layout](value.layout)} {spell_dtype(value.dtype)}[{shape}]"
+
+
 def tensor_content(value: torch.Tensor) -> str:
     """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
     if isinstance(value, FakeTensor) or value.is_meta:
         return "None"
-    if (
-        value.numel() <= _SMALL
-        and value.dtype in DTYPES
-        and not is_traceable_wrapper_subclass(value)
-    ):
+    if value.numel() <= _SMALL and value.dtype in DTYPES and not held_as(value):
         rows = math.prod(extent for extent in value.shape if extent)
         return "[]" if value.numel() == 0 and rows > _SMALL else repr(value.tolist())
     return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])
@@ -68,10 +89,17 @@ def _content(value: torch.Tensor) -> bytes:
     """The bytes of a tensor; with scales and zero points if it is quantised; of a wrapper what it holds."""
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
-        inner = [f"{name}={_content(getattr(value, name)).hex()}" for name in names]
-        return "; ".join([type(value).__name__, repr(context), *inner]).encode()
+        inner = [type(value).__name__, held_as(value), repr(context)]
+        for name in names:
+            part = getattr(value, name)  # of a DTensor its mesh, too, which `held_as` shows
+            inner.append(
+                f"{name}={_content(part).hex()}" if isinstance(part, torch.Tensor) else name
+            )
+        return "; ".join(inner).encode()
     if value.is_quantized:
         return repr(_quantisation(value)).encode() + _content(value.int_repr())
+    if value.layout is not torch.strided:
+        return f"{held_as(value)} {_content(value.to_dense()).hex()}".encode()
     content = bytes_of(value)
     return ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from pytest_gtrainer._torch.graph_text import append_node
+from pytest_gtrainer._torch.graph_text import append_node, hooks_of
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
 from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
@@ -40,7 +40,7 @@ from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.spelling import constants as constants_of
-from pytest_gtrainer.graphtext.spelling import spell_module
+from pytest_gtrainer.graphtext.spelling import spell_description
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     LinePlace,
@@ -191,6 +191,15 @@ def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Ite
         yield Line(heading, name, (node, scope))
 
 
+def _kind_and_tags(node: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
+    """Split ``f32[2] | must_save`` at its bars."""
+    tags: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        tags.insert(0, node.right)
+        node = node.left
+    return node, tags
+
+
 @dataclass
 class _Limits:
     """What a text may come to, with the graphs inside it: a small one must not take all memory."""
@@ -325,6 +334,11 @@ class _Parser:
                 ("returns", "value"),
             ):
                 self._settings[name] = word
+            case _ if name == "hooks":
+                raise refuse(
+                    node,
+                    "no text holds the hooks of a graph: remove this line to read the graph without them",
+                )
             case _ if name == "structure":
                 self._settings[name] = ast.unparse(node)
             case ast.List(items) if name == "managed":
@@ -398,14 +412,13 @@ class _Parser:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
         elif not fqn.isdecimal():
             made.meta["gt_argument"] = fqn
-        self._set_value(made, node.annotation, place)
+        kind, tags = _kind_and_tags(node.annotation)
+        write_tags(made.meta, tags, place, owned=False)
+        self._set_value(made, kind, place)
         self.operands.add_input(key, made, node.target)
 
     def _computed(self, name: str, kind: ast.expr, call: ast.Call, place: LinePlace) -> fx.Node:
-        tags: list[ast.expr] = []
-        while isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
-            tags.insert(0, kind.right)
-            kind = kind.left
+        kind, tags = _kind_and_tags(kind)
         op, target = self._targets.get(call.func) or self._target(call.func)
         args = tuple([self.operands.operand(argument, place) for argument in call.args])
         kwargs = {}
@@ -462,7 +475,7 @@ class _Parser:
                 node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}"
             )
         if said is not None and isinstance(given := self._given[path], nn.Module):
-            found = ast.unparse(ast.parse(spell_module(given), mode="eval"))
+            found = ast.unparse(ast.parse(spell_description(given), mode="eval"))
             if found != ast.unparse(said):
                 raise refuse(
                     said,
@@ -526,7 +539,12 @@ def _shown(line: str | None) -> str:
 
 
 def _namespaces(gm: fx.GraphModule) -> set[str] | None:
-    """The namespaces of the operators that a graph calls, bodies included; None if it calls anything else."""
+    """The namespaces of the operators that a graph calls, bodies included.
+
+    None if it calls anything else, as hooks.
+    """
+    if any(isinstance(module, fx.GraphModule) and hooks_of(module) for module in gm.modules()):
+        return None
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     calls = [node for graph in graphs for node in graph.nodes]
     targets = {node.target for node in calls if node.op == "call_function"}

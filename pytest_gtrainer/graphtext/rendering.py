@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_modules import result_structure
+from pytest_gtrainer._torch.graph_text import hooks_of
 from pytest_gtrainer.graph.bucket_plan import managed_order
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
@@ -35,7 +36,13 @@ from pytest_gtrainer.graphtext.sections import (
     split_layer,
     stretches,
 )
-from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller, spell_structure
+from pytest_gtrainer.graphtext.spelling import (
+    SIZES,
+    Backed,
+    Speller,
+    spell_description,
+    spell_structure,
+)
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
@@ -152,6 +159,8 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
         settings.append(f"managed = {list(managed)}")
+    if hooks := hooks_of(gm):
+        settings.append(f"hooks = {spell_description(hooks)}")
     sections = [
         *_input_sections(speller),
         *_schedule_sections(speller),
@@ -199,8 +208,8 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
         lines = []
         for node in inputs[here]:
             default = f" = {speller.argument(node.args[0])}" if node.args else ""
-            kind = speller.type_of(node.meta.get("val"))
-            lines.append(Line("", f"{speller.reference(node)}: {kind}{default}"))
+            words = [speller.type_of(node.meta.get("val")), *tags_of(node, False, speller.module)]
+            lines.append(Line("", f"{speller.reference(node)}: {' | '.join(words)}{default}"))
         yield Section(key, tuple(lines))
 
 
@@ -277,7 +286,7 @@ def _layout(
         for _, payload in members:
             told = [groups[payload.ranks].symbol, spell_dtype(payload.dtype), *payload.directions]
             told += [f'op="{payload.op}"'] if payload.op else []
-            nbytes = sum(slot.nbytes for slot in payload.slots)
+            nbytes = sum(slot.nbytes for slot in payload.slots) + payload.padding
             lines.append(Line("", f"payload({', '.join(told)}, bytes={nbytes:_})"))
             for slot in payload.slots:
                 path = spell_from(slot.parameter, key.layer)

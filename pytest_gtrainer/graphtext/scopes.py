@@ -8,6 +8,7 @@ Where no module is said (a gradient that autograd accumulates has none), it foll
 - ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its own);
 - ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path, split_boundary)``, what
   stands at its boundary; with ``, eager`` where eager code made the chunks;
+- ``held_as("Shard(dim=0) over dp=2 of [0, 1]")``: placements of a DTensor, or the layout of a sparse tensor;
 - ``mismarked``: a node in a bucket of one direction that carries the mark of the other;
 - ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
@@ -26,6 +27,7 @@ from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import nodes as marks
 from pytest_gtrainer.graph import parts_of
 from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import held_as
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.sections import (
     NOWHERE,
@@ -46,8 +48,8 @@ from pytest_gtrainer.graphtext.syntax import (
     shown,
 )
 
-UNOWNED, MISMARKED = "unowned", "mismarked"
-TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
+UNOWNED, MISMARKED, HELD_AS = "unowned", "mismarked", "held_as"
+TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", HELD_AS, *POLICIES)
 OWN_KEY = "module_fqn"
 _PLAIN = (bool, int, float, str, type(None))
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
@@ -67,7 +69,10 @@ class Scopes:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node only takes one output of its operand; it is spelled ``operand[0]``."""
+    """Whether a node only takes one output of its operand; it is spelled ``operand[0]``.
+
+    A node with marks of its own has a line of its own.
+    """
     if node.target is not operator.getitem or node.op != "call_function":
         return False
     source, place = node.args
@@ -75,7 +80,24 @@ def is_item(node: fx.Node) -> bool:
         type(place) is int
         and isinstance(source, fx.Node)
         and source.op not in ("placeholder", "get_attr")
+        and not _is_marked_otherwise(node, source)
     )
+
+
+def _is_marked_otherwise(item: fx.Node, source: fx.Node) -> bool:
+    """Return whether an item has a mark that its source lacks. A mark that it lacks itself is the source's."""
+    policy, custom = item.meta.get("recompute"), _own_annotations(item)
+    return (
+        (policy is not None and policy != source.meta.get("recompute"))
+        or (bool(custom) and custom != _own_annotations(source))
+        or marks.direction(item) != marks.direction(source)
+    )
+
+
+def _own_annotations(node: fx.Node) -> dict[Any, Any]:
+    """Return the annotations of a node, without its module."""
+    custom = node.meta.get("custom") or {}
+    return {key: value for key, value in custom.items() if key != OWN_KEY}
 
 
 def is_computed(node: fx.Node) -> bool:
@@ -165,6 +187,8 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
         tags += [MISMARKED] if marks.direction(node) != bucket["direction"] else []
     if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
+    if held := meta.get("gt_held_as") or held_as(meta.get("val")):
+        tags.append(f"{HELD_AS}({held!r})")
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
         if (region := marks.told_by(custom)) is not None:
@@ -188,6 +212,8 @@ def _annotations(custom: dict[Any, Any]) -> list[str]:
 
 
 def _is_literal(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_literal, (*value, *value.values())))
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_literal, value)))
 
 
@@ -195,7 +221,8 @@ def write_tags(
     meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool
 ) -> None:
     """Write what a line's tags and scope say into the metadata of its node; what is no tag is a TextError."""
-    mismarked, own_fqn = False, ""
+    flags: set[str] = set()
+    own_fqn = ""
     told: dict[str, Any] = {}
     custom: dict[str, Any] = {}
     for node in tags:
@@ -204,12 +231,12 @@ def write_tags(
                 own_fqn = path_at(chain(path), place.layer)
             case ast.Call(ast.Name("chunk"), [path, *more]):
                 told = _chunk(node, path, more, place)
+            case ast.Call(ast.Name("held_as"), [ast.Constant(str(held))], []):
+                meta["gt_held_as"] = held
             case ast.Call(ast.Name("custom"), [], keywords):
                 custom |= _annotations_at(keywords)
-            case ast.Name("unowned"):
-                owned = False
-            case ast.Name("mismarked"):
-                mismarked = True
+            case ast.Name(("unowned" | "mismarked") as flag):
+                flags.add(flag)
             case ast.Name(kind) if kind in POLICIES:
                 meta["recompute"] = POLICIES[kind]
             case ast.Name(kind) if kind != "custom":
@@ -220,9 +247,9 @@ def write_tags(
                     f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`",
                 )
     scope = place.scope
-    if (scope.space == "bwd") != mismarked:
+    if (scope.space == "bwd") != (MISMARKED in flags):
         meta["autograd_backward"] = True
-    fqn = scope.owners[0] if owned else ""
+    fqn = scope.owners[0] if owned and UNOWNED not in flags else ""
     if scope.is_bucket:
         meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
         fqn = own_fqn

@@ -25,6 +25,7 @@ from pytest_gtrainer._torch.graph_text import (
     SYMBOLIC,
     expression,
     hint,
+    hooks_of,
     is_kernel_call,
     is_unbacked,
     kernel_of,
@@ -53,11 +54,14 @@ _SPELLED_WHOLE = (fx.Node, fx.GraphModule, slice, torch.SymInt, torch.SymFloat, 
 def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
     """Yield what the nodes of a graph, and of graphs inside it, call or hold that is neither a literal nor an operator.
 
-    These are Python functions, called modules without a graph, tensors, and other objects.
+    These are Python functions, called modules without a graph, tensors, and other objects. The hooks of a graph come
+    with its output.
     """
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
+        if hooks := hooks_of(module):
+            yield module.graph.output_node(), hooks
         for node in module.graph.nodes:
             held: list[Any] = pytree.tree_leaves((node.args, node.kwargs))
             if node.op == "get_attr":
@@ -258,7 +262,7 @@ class Speller:
         called = f"module.{spell(path)}"
         if path in self._bodies:
             return f"{called} = {self._bodies[path]}"
-        return f"{called} = {spell_module(self._gm.get_submodule(path))}"
+        return f"{called} = {spell_description(self._gm.get_submodule(path))}"
 
     def argument(self, value: Any) -> str:
         """An operand, or a literal, or a container of them."""
@@ -349,12 +353,15 @@ def spell_object(value: Any) -> str:
         return f"const({name_of(value)!r})"
 
 
-def spell_module(module: nn.Module) -> str:
-    """A module without a graph: ``torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``, or as an object."""
+def spell_description(value: Any) -> str:
+    """A module without a graph, or hooks: ``torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``.
+
+    As an object if it has no description.
+    """
     try:
-        return description(module)
+        return description(value)
     except CannotShow:
-        return spell_object(module)
+        return spell_object(value)
 
 
 def spell_kernel(kernel: Any) -> str:

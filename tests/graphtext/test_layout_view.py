@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import BucketLayout, TrainConfig, bucket_layout, eager_bucket_layout
+from pytest_gtrainer import (
+    BucketLayout,
+    TrainConfig,
+    assert_same_layout,
+    bucket_layout,
+    eager_bucket_layout,
+)
 from pytest_gtrainer._torch.fsdp2 import fully_shard
-from pytest_gtrainer.graph.layout import Payload, Slot, UnreadLayout
+from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot, UnreadLayout
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, render_layout, unfold
 from pytest_gtrainer.references.graph import GraphRun
 from tests.graphtext.toy import inner_graph, toy_graph
@@ -850,3 +856,62 @@ def test_a_graph_that_is_not_sorted_is_refused_with_the_way_out():
         ValueError, match=r"not sorted: all_gather\w+ uses cat before .*stable_topological_sort"
     ):
         bucket_layout(gm)
+
+
+def gathered_with(*members: str, width: int) -> str:
+    """A graph that gathers a bucket of these members."""
+    return TWO.format(
+        body=f"""\
+    zeros: f32[2] = aten.zeros([2])
+    cat: f32[{width}] = aten.cat([{", ".join(members)}])
+    gather: f32[{2 * width}] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)
+    wait_tensor: f32[{2 * width}] = _c10d_functional.wait_tensor(gather)""",
+        out="  yield fwd._.wait_tensor",
+    )
+
+
+def reduced_with(width: int) -> str:
+    """A graph that reduces two gradients in a payload of ``width`` elements."""
+    widths = [4, 4, width - 8] if width > 8 else [4, 4]
+    return TWO.format(
+        body=f"""\
+    expand: f32[{2 * width}] = aten.repeat(I.x, [{width // 2}])
+    rs: f32[{width}] = _c10d_functional.reduce_scatter_tensor(expand, "avg", 2, fsdp)
+    wait_tensor: f32[{width}] = _c10d_functional.wait_tensor(rs)
+    split: [{", ".join(f"f32[{one}]" for one in widths)}] = aten.split_with_sizes(wait_tensor, {widths})""",
+        out="  a = fwd._.split[0]\n  b = fwd._.split[1]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "padding"),
+    [
+        (gathered_with("P.a", "P.b", "zeros", width=10), gathered_with("P.a", "P.b", width=8), 8),
+        (gathered_with("P.a", "zeros", "zeros", width=8), gathered_with("P.a", width=4), 16),
+        (reduced_with(12), reduced_with(8), 16),
+    ],
+    ids=["behind all", "twice", "of a reduction"],
+)
+def test_bytes_of_no_parameter_count(one, other, padding):
+    """A payload with zeros at its end is another one than that without, also in the text."""
+    filled, plain = (bucket_layout(parse(text)) for text in (one, other))
+    with pytest.raises(
+        LayoutDifference, match=f"{padding} bytes belong to no parameter, expected 0"
+    ):
+        assert_same_layout(filled, plain)
+    with pytest.raises(
+        LayoutDifference, match=f"0 bytes belong to no parameter, expected {padding}"
+    ):
+        assert_same_layout(plain, filled)
+    assert_same_layout(filled, filled)
+    assert layout(one) != layout(other)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "text", [gathered_with("P.a", "P.b", width=8), reduced_with(8)], ids=["gather", "reduction"]
+)
+def test_a_size_that_is_not_the_groups_is_refused(text, size):
+    wrong = text.replace(", 2, fsdp", f", {size}, fsdp")
+    with pytest.raises(UnreadLayout, match=f"says group_size={size}, and its group has 2 ranks"):
+        bucket_layout(parse(wrong))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +123,60 @@ def test_annotations_and_policies():
         again.graph.find_nodes(op="call_function", target=aten.tanh.default)[0].meta["recompute"]
         is CheckpointPolicy.MUST_RECOMPUTE
     )
+
+
+MARKS = [
+    {"recompute": CheckpointPolicy.MUST_SAVE},
+    {"recompute": CheckpointPolicy.PREFER_RECOMPUTE},
+    {"custom": {"stage": 1}},
+    {"custom": {"stage": {"inner": {"a": [1, (2, None)]}, 3: {}}}},
+    {"custom": {3: {"a": 1}}},
+]
+
+
+def marked(of: str, mark: dict[str, Any], source: dict[str, Any] | None = None) -> fx.GraphModule:
+    """A graph of which one node has a mark, and what an item is taken from another one."""
+    gm = small_graph(lambda v: (*torch.topk(v, 2)[:2], torch.tanh(v)), x(3))
+    nodes = {node.op if node.op == "placeholder" else node.name: node for node in gm.graph.nodes}
+    nodes[of].meta.update(mark)
+    nodes["topk"].meta.update(source or {})
+    return gm
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=str)
+@pytest.mark.parametrize("of", ["placeholder", "topk", "getitem", "getitem_1", "tanh"])
+def test_every_node_shows_its_marks(of, mark):
+    """Also one output of several, which has no line unless it has a mark of its own."""
+    gm = marked(of, mark)
+    assert render(gm) != render(marked(of, {}))
+    assert_comes_back(gm, x(3))
+
+
+@pytest.mark.parametrize(
+    ("mark", "source"),
+    [
+        ({"recompute": CheckpointPolicy.MUST_SAVE}, MARKS[1]),
+        ({"custom": {"stage": 2}}, MARKS[2]),
+        ({"custom": {"stage": 1, "other": 2}}, MARKS[2]),
+        ({"autograd_backward": True}, {}),
+    ],
+    ids=str,
+)
+def test_an_output_whose_marks_are_not_its_sources_has_a_line(mark, source):
+    gm = marked("getitem_1", mark, source)
+    assert render(gm) != render(marked("getitem_1", {}, source))
+    assert "operator.getitem(" in render(gm)
+    assert_comes_back(gm, x(3))
+
+
+@pytest.mark.parametrize("mark", MARKS[:4], ids=str)
+def test_an_output_with_its_sources_marks_has_no_line(mark):
+    assert "getitem" not in render(marked("getitem", mark, mark))
+
+
+def test_values_of_nested_annotations_are_told():
+    one, other = (marked("tanh", {"custom": {"a": {"b": value}}}) for value in (1, 2))
+    assert render(one) != render(other)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import sys
+import textwrap
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -251,6 +255,100 @@ def made(function: Callable[[Any], Any]) -> fx.GraphModule:
 big = numpy.arange(5000)
 other_big = numpy.where(numpy.arange(5000) == 2500, 0, numpy.arange(5000))
 
+
+class Sums(nn.Module):
+    """A module that walks over its children, parameters and buffers."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+
+def in_order(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(collections.OrderedDict(layers))
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+def posing_as(known: Any, function: Any) -> Any:
+    """A user's function under the name of another."""
+    return functools.wraps(known)(lambda *given: function(*given))
+
+
+def lambda_of_torch(source: str) -> Any:
+    space = vars(torch.functional)
+    return eval(compile(source, torch.functional.__file__, "eval"), space)
+
+
+def posing_as_relu(function: Any) -> nn.Module:
+    names = {"__module__": nn.ReLU.__module__, "__qualname__": "ReLU", "forward": function}
+    return type("ReLU", (nn.ReLU,), names)()
+
+
+def of_module(name: str, source: str) -> Any:
+    """A function of a user's module, whose name is one of the standard library's."""
+    sys.modules.pop(name, None)
+    module = types.ModuleType(name)
+    module.__file__ = __file__
+    exec(compile(source, __file__ + ".made", "exec"), vars(module))
+    sys.modules[name] = module
+    return module.f
+
+
+@pytest.fixture(autouse=True)
+def _keep_modules_of_the_standard_library():
+    known = {name: sys.modules.get(name) for name in ("profile", "trace", "code")}
+    yield
+    for name, module in known.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def helped_by(helper: Any) -> Any:
+    """A function that calls another one of its module."""
+    space = {"__name__": __name__, "helper": helper}
+    exec("def f(x): return helper(x)", space)
+    return space["f"]
+
+
+def reading(value: Any) -> Any:
+    space = {"__name__": __name__, "VALUE": value}
+    exec("def f(x): return x * VALUE", space)
+    return space["f"]
+
+
+def with_attribute(function: Any, **attributes: Any) -> Any:
+    vars(function).update(attributes)
+    return function
+
+
+def scale_class(scale: Any) -> type:
+    return type("Scale", (), {"__module__": __name__, "scale": scale})
+
+
+def same_hook(*_: Any) -> None:
+    """A hook."""
+
+
+def with_hook(gm: Any, register: str, hook: Any = same_hook, **how: Any) -> Any:
+    getattr(gm, register)(hook, **how)
+    return gm
+
+
+def hooked_body(path: str, *hooks: Any) -> fx.GraphModule:
+    gm = split_twice(nn.ReLU())
+    for hook in hooks:
+        gm.get_submodule(path).register_forward_hook(hook)
+    return gm
+
+
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "another class": (lambda: traced(nn.ReLU()), lambda: traced(nn.Tanh())),
     "the probability of a dropout": (
@@ -299,6 +397,150 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a module inside a module": (
         lambda: leaf(Own(act=nn.ReLU())),
         lambda: leaf(Own(act=nn.Tanh())),
+    ),
+    "the order of modules": (
+        lambda: leaf(in_order(a=nn.ReLU(), b=nn.Tanh())),
+        lambda: leaf(in_order(b=nn.Tanh(), a=nn.ReLU())),
+    ),
+    "the order of names and numbers": (
+        lambda: leaf(in_order(**{"0": nn.ReLU(), "b": nn.Tanh()})),
+        lambda: leaf(in_order(**{"b": nn.Tanh(), "0": nn.ReLU()})),
+    ),
+    "the order of modules in a module": (
+        lambda: leaf(Own(inner=in_order(a=nn.ReLU(), b=nn.Tanh()))),
+        lambda: leaf(Own(inner=in_order(b=nn.Tanh(), a=nn.ReLU()))),
+    ),
+    "the order of buffers": (
+        lambda: leaf(Sums(a=torch.ones(2), b=torch.zeros(2))),
+        lambda: leaf(Sums(b=torch.zeros(2), a=torch.ones(2))),
+    ),
+    "the order of parameters": (
+        lambda: leaf(Sums(a=weight(), b=weight())),
+        lambda: leaf(Sums(b=weight(), a=weight())),
+    ),
+    "the order in a table of parameters": (
+        lambda: leaf(nn.ParameterDict(collections.OrderedDict(a=weight(), b=weight()))),
+        lambda: leaf(nn.ParameterDict(collections.OrderedDict(b=weight(), a=weight()))),
+    ),
+    "the order of hooks": (
+        lambda: leaf(with_hook(hooked(times(2)), "register_forward_hook", times(3))),
+        lambda: leaf(with_hook(hooked(times(3)), "register_forward_hook", times(2))),
+    ),
+    "an attribute called name": (lambda: leaf(Own(name=2)), lambda: leaf(Own(name=3))),
+    "an attribute called as hooks are": (
+        lambda: leaf(with_hook(Own(forward_hooks=2), "register_forward_hook")),
+        lambda: leaf(with_hook(Own(forward_hooks=3), "register_forward_hook")),
+    ),
+    "a function under another's name": (
+        lambda: calling(F.relu),
+        lambda: calling(posing_as(F.relu, torch.tanh)),
+    ),
+    "two functions under one name": (
+        lambda: calling(posing_as(F.relu, times(2))),
+        lambda: calling(posing_as(F.relu, times(3))),
+    ),
+    "a function under the name of a standard one": (
+        lambda: calling(textwrap.dedent),
+        lambda: calling(posing_as(textwrap.dedent, torch.tanh)),
+    ),
+    "a helper under another's name": (
+        lambda: calling(helped_by(posing_as(F.relu, times(2)))),
+        lambda: calling(helped_by(posing_as(F.relu, times(3)))),
+    ),
+    "a class under another's name": (
+        lambda: leaf(nn.ReLU()),
+        lambda: leaf(posing_as_relu(lambda self, x: x)),
+    ),
+    "two classes under one name": (
+        lambda: leaf(posing_as_relu(lambda self, x: x)),
+        lambda: leaf(posing_as_relu(lambda self, x: x * 2)),
+    ),
+    **{
+        f"a module called {name}": (
+            functools.partial(lambda name: calling(of_module(name, "def f(x): return x")), name),
+            functools.partial(lambda name: calling(of_module(name, "def f(x): return -x")), name),
+        )
+        for name in ("profile", "trace", "code")
+    },
+    "a lambda of torch": (
+        lambda: calling(lambda_of_torch("lambda x: x")),
+        lambda: calling(lambda_of_torch("lambda x: -x")),
+    ),
+    "an attribute of a function": (
+        lambda: calling(with_attribute(times(2), scale=2)),
+        lambda: calling(with_attribute(times(2), scale=3)),
+    ),
+    "a private attribute of a function": (
+        lambda: calling(with_attribute(times(2), _scale=torch.ones(2))),
+        lambda: calling(with_attribute(times(2), _scale=torch.zeros(2))),
+    ),
+    "an attribute of a hook": (
+        lambda: leaf(hooked(with_attribute(times(2), scale=2))),
+        lambda: leaf(hooked(with_attribute(times(2), scale=3))),
+    ),
+    "an attribute of a partial's function": (
+        lambda: calling(functools.partial(with_attribute(times(2), scale=2))),
+        lambda: calling(functools.partial(with_attribute(times(2), scale=3))),
+    ),
+    "a tensor beside a function": (
+        lambda: calling(reading(torch.ones(2))),
+        lambda: calling(reading(torch.zeros(2))),
+    ),
+    "an enum beside a function": (
+        lambda: calling(reading(Colour.RED)),
+        lambda: calling(reading(Colour.BLUE)),
+    ),
+    "a tensor of a class": (
+        lambda: calling(torch.add, scale_class(torch.ones(2))),
+        lambda: calling(torch.add, scale_class(torch.zeros(2))),
+    ),
+    **{
+        f"{register} {', '.join(how)}": (
+            functools.partial(
+                lambda register: leaf(with_hook(nn.ReLU(), register, same_hook)), register
+            ),
+            functools.partial(
+                lambda register, how: leaf(with_hook(nn.ReLU(), register, same_hook, **how)),
+                register,
+                how,
+            ),
+        )
+        for register, how in (
+            ("register_forward_hook", {"with_kwargs": True}),
+            ("register_forward_hook", {"always_call": True}),
+            ("register_forward_pre_hook", {"with_kwargs": True}),
+        )
+    },
+    "a full backward hook": (
+        lambda: leaf(with_hook(nn.ReLU(), "register_backward_hook")),
+        lambda: leaf(with_hook(nn.ReLU(), "register_full_backward_hook")),
+    ),
+    **{
+        f"{register} of a graph": (
+            lambda: traced(nn.ReLU()),
+            functools.partial(lambda register: with_hook(traced(nn.ReLU()), register), register),
+        )
+        for register in (
+            "register_forward_hook",
+            "register_forward_pre_hook",
+            "register_full_backward_hook",
+        )
+    },
+    "another hook of a graph": (
+        lambda: with_hook(traced(nn.ReLU()), "register_forward_hook", times(2)),
+        lambda: with_hook(traced(nn.ReLU()), "register_forward_hook", times(3)),
+    ),
+    "a second hook of a graph": (
+        lambda: hooked_body("", times(2)),
+        lambda: hooked_body("", times(2), times(2)),
+    ),
+    "a hook of a body": (
+        lambda: hooked_body("submod_0"),
+        lambda: hooked_body("submod_0", same_hook),
+    ),
+    "a hook of a body in a body": (
+        lambda: hooked_body("submod_0.submod_0"),
+        lambda: hooked_body("submod_0.submod_0", same_hook),
     ),
     "a subclass": (lambda: leaf(nn.ReLU()), lambda: leaf(OwnRelu())),
     "a body": (lambda: split(nn.ReLU()), lambda: split(nn.Tanh())),
@@ -567,6 +809,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: leaf(Own(lock=threading.Lock())),
         "inner .*has a Own .*`repr` is an address",
     ),
+    "a lock in a hook of a graph": (
+        lambda: with_hook(traced(nn.ReLU()), "register_forward_hook", times(threading.Lock())),
+        "output .*`repr` is an address",
+    ),
     "a lock in a closure": (
         lambda: calling(times(threading.Lock())),
         "called .*scaled.*`repr` is an address",
@@ -611,6 +857,18 @@ NOT_READ_BACK = {  # no text holds the class, or nothing is run that no graph sh
     "an object in a list of an object",
     "a class as an operand",
     "a set",
+    "a lambda of torch",
+    "an attribute of a partial's function",
+    "a tensor of a class",
+    # of the name of a function that no text may call
+    "a function under the name of a standard one",
+    # no text holds hooks
+    *(
+        name
+        for name in PAIRS
+        if name.endswith((" of a graph", "a hook of a body", "hook of a body in a body"))
+    ),
+    "keys of what a program's module returns",
 }
 
 
@@ -638,6 +896,10 @@ def test_a_text_is_read_back(name: str):
         ),
         (lambda: calling(torch.add, Scaler(2)), "`const.'Scaler', .*is given by its digest only"),
         (lambda: kernel_graph(Jit(add_kernel)), "may run code that the graph does not show"),
+        (
+            lambda: with_hook(traced(nn.ReLU()), "register_forward_hook"),
+            "no text holds the hooks of a graph: remove this line",
+        ),
         (lambda: returning(Point), "no text holds the class of the named tuple `.*Point`"),
     ],
 )
@@ -693,8 +955,8 @@ def test_a_module_reads_as_it_is_written():
     text = graphtext.render(traced(nn.Dropout(0.5), frozen(nn.Linear(2, 3, bias=False))))
     assert text.splitlines()[2:4] == [
         'module._["0"] = torch.nn.modules.dropout.Dropout(inplace=False, p=0.5)',
-        'module._["1"] = torch.nn.modules.linear.Linear(bias=None, in_features=2, out_features=3, '
-        "training=False, weight=f32[3, 2])",
+        'module._["1"] = torch.nn.modules.linear.Linear(in_features=2, out_features=3, '
+        "training=False, weight=f32[3, 2], bias=None)",
     ]
 
 

@@ -210,3 +210,33 @@ def test_the_text_shows_offsets_and_sizes():
     text = str(BucketLayout((EXPECTED,))).splitlines()
     assert text[0] == "layers.0: reduce_scatter avg float32 over 2 ranks"
     assert text[2].split() == ["8", "12", W2]
+
+
+@pytest.mark.parametrize(
+    ("slots", "fault"),
+    [
+        ([(W1, 0, 8), (W1, 8, 8), (W2, 16, 12)], f"{W1} has two places"),
+        ([(W1, 0, 8), (W2, 8, 12), (W2, 20, 12)], f"{W2} has two places"),
+        ([(W1, 0, 8), (W2, 0, 12)], f"{W1} and {W2} lie on each other at byte 0"),
+        ([(W1, 0, 8), (W2, 4, 12)], f"{W1} and {W2} lie on each other at byte 4"),
+        (
+            [(W1, 0, 20), (SCALE, 4, 4), (W2, 8, 12)],
+            f"{W1} and {W2} lie on each other at byte 8",
+        ),
+    ],
+)
+def test_a_layout_that_no_collective_can_have_is_no_green(slots, fault):
+    """Also where both sides have it: a parameter has one place, and shares it with no other."""
+    wrong = BucketLayout(
+        (Payload("all_gather", torch.float32, (0, 1), "", tuple(Slot(*slot) for slot in slots)),)
+    )
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(wrong, wrong)
+    assert f"bucket 'layers.0', all_gather: {fault}" in str(failure.value).splitlines()
+
+
+def test_places_of_no_bytes_may_be_one():
+    """A rank may have no row of a parameter; the next one then begins at the same byte."""
+    slots = (Slot(W1, 0, 8), Slot(SCALE, 8, 0), Slot(W2, 8, 12))
+    layout = BucketLayout((Payload("all_gather", torch.float32, (0, 1), "", slots),))
+    assert_same_layout(layout, layout)

@@ -81,11 +81,13 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
 
 
 def _structure(outputs: Any) -> str:
-    """Spell results with ``*`` for each tensor.
+    """Spell results with ``*`` for each tensor. A list of results is a tuple: passes return one for the other.
 
-    >>> _structure((torch.ones(1), [2, None], {"a": "text"}))
+    >>> _structure([torch.ones(1), [2, None], {"a": "text"}])
     "(*, ['int', None], {'a': 'text'})"
     """
+    if type(outputs) is list:
+        outputs = tuple(outputs)
 
     def spell(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

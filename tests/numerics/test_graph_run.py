@@ -159,7 +159,7 @@ def test_a_result_that_is_a_number_on_some_inputs_is_compared():
 STRUCTURES = {
     "nested": (lambda b: (b, (b,)), lambda b: (b, b)),
     "keys": (lambda b: {"a": b}, lambda b: {"b": b}),
-    "list": (lambda b: [b, b], lambda b: (b, b)),
+    "list": (lambda b: (b, [b]), lambda b: (b, (b,))),
     "None at the end": (lambda b: (b, None), lambda b: (b,)),
     "empty": (lambda b: (b, ()), lambda b: (b,)),
     "text": (lambda b: (b, "x"), lambda b: (b, "y")),
@@ -179,6 +179,17 @@ def test_the_structure_of_results_is_compared(place, kind):
     what = "first at output 1: dtype" if kind == "number" else "output structure"
     with pytest.raises(BitwiseDifference, match=what):
         place(before, after)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_list_of_results_is_a_tuple(place):
+    """Passes that replace one result often make a list of all."""
+    before, after = graphs_of(product, product)
+    for gm, kind in ((before, list), (after, tuple)):
+        output = gm.graph.output_node()
+        output.args = (kind(output.all_input_nodes),)
+        gm.recompile()
+    place(before, after)
 
 
 def minus_itself(weight, rows):

@@ -19,6 +19,7 @@ import torch
 
 from pytest_gtrainer import (
     DebugConfig,
+    Record,
     assert_bitwise_different,
     assert_bitwise_equal,
     assert_run_to_run,
@@ -485,3 +486,46 @@ def test_one_run_is_refused():
 
 def test_no_tensor_is_lost_to_a_name_that_reads_like_another():
     assert len(kept({"": torch.ones(1), "the tensor": torch.zeros(1)})) == 2
+
+
+@pytest.mark.parametrize("phase", ["loss", "weight"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_entries_of_a_record_that_read_alike_are_both_compared(phase: str, which: int):
+    """A3: "loss" and "" are both the loss of a step."""
+    drawn = iter(range(10))
+
+    def run() -> Record:
+        record = Record()
+        for at, name in enumerate(("", phase)):
+            record.add(0, 0, phase, name, torch.tensor([next(drawn) if at == which else 1.0]))
+        return record
+
+    with pytest.raises(BitwiseDifference, match="does not repeat itself"):
+        assert_run_to_run(run, 2, pressures=[])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_record_that_lacks_a_rank_is_unverified(rank: int):
+    """L3"""
+
+    def run() -> Record:
+        record = Record(3)
+        for each in {0, 1, 2} - {rank}:
+            record.add(0, each, "loss", "loss", torch.ones(1))
+        return record
+
+    with pytest.raises(BitwiseDifference, match=f"actual has nothing of rank {rank} at step 0"):
+        assert_run_to_run(run, 2, pressures=[])
+
+
+def a_record() -> Record:
+    record = Record(meta={"who": "anybody"})
+    record.add(0, 0, "loss", "loss", X)
+    return record
+
+
+def test_a_record_comes_back_from_another_process():
+    assert assert_run_to_run(a_record, 2, pressures=[BY_NAME["another process"]]).equal == [
+        "run 2",
+        "another process",
+    ]

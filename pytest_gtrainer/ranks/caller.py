@@ -81,7 +81,9 @@ class RankCaller:
                 )
         for fact in answers[0].facts:
             facts.emit(**fact)
-        for text in controls_that_never_differ(answer.facts for answer in answers.values()):
+        for text in controls_that_never_differ(
+            {rank: answer.facts for rank, answer in answers.items()}
+        ):
             raise RankError(text, None)
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
 

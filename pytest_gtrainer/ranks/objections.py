@@ -6,8 +6,8 @@ changes the outcome of a report after its ranks gave it, and follows the rule of
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,12 +89,7 @@ def objections_of(
     """
     found = []
     early = set(ended_early)
-    facts = {
-        rank: [fact for fact in each if fact["kind"] == "control"]
-        for rank, each in claims["gt_facts"].items()
-    }
-    reached = min((len(facts[rank]) for rank in early), default=None)
-    for text in controls_that_never_differ(each[:reached] for each in facts.values()):
+    for text in controls_that_never_differ(claims["gt_facts"], early):
         found.append(Objection("control", text))
     for plugin, attribute in JUDGES.items():
         judge = getattr(item.config.pluginmanager.getplugin(plugin), "judge_ranks", None)
@@ -119,16 +114,32 @@ def as_if_to_the_end(claims: Claims, early: set[int]) -> dict[int, list[Any]]:
     return completed
 
 
-def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[str]:
-    """Name each control run, the n-th of every rank as one, that is equal on all ranks."""
-    for nth in zip_longest(
-        *([fact for fact in each if fact["kind"] == "control"] for each in told)
-    ):
-        parts = [fact for fact in nth if fact is not None]
-        if all(fact["equal"] for fact in parts):
-            what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
-            wrong = "the control run is equal on all ranks: this check cannot fail"
-            yield f"{what}{wrong}; the mistake changes no bit here"
+def controls_that_never_differ(
+    told: Mapping[int, Iterable[Mapping[str, Any]]], early: Iterable[int] = ()
+) -> Iterator[str]:
+    """Name each control run that is equal on all ranks that made it.
+
+    The n-th control of one name is the same control on all ranks, whatever else a rank makes in
+    between. A rank that ended ``early`` may not have reached a control, so one that it has not made
+    is not judged.
+    """
+    made: dict[tuple[str, int], dict[int, bool]] = {}
+    for rank, facts in told.items():
+        counts = Counter[str]()
+        for fact in facts:
+            if fact["kind"] == "control":
+                counts[fact["what"]] += 1
+                made.setdefault((fact["what"], counts[fact["what"]]), {})[rank] = fact["equal"]
+    for (what, _), equal_on in made.items():
+        if not all(equal_on.values()) or not equal_on.keys() >= set(early):
+            continue
+        where = "on all ranks"
+        if len(equal_on) < len(told):
+            only = ", ".join(map(str, equal_on))
+            where = f"on rank {only}, and no other rank made a control of this name (`what`)"
+        name = f"{what}: " if what else ""
+        wrong = f"the control run is equal {where}: this check cannot fail"
+        yield f"{name}{wrong}; the mistake changes no bit here"
 
 
 def are_expected(objections: Iterable[Objection], xfail: Xfail | None) -> bool:

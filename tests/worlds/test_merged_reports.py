@@ -301,31 +301,44 @@ def control(equal, what=""):
     return {"kind": "control", "equal": equal, "what": what}
 
 
-@pytest.mark.parametrize(
-    ("told", "complaints"),
-    [
-        ([[control(True)], [control(True)]], [SAME]),
-        ([[control(True)], [control(False)]], []),
-        ([[control(False)], [control(True)]], []),
-        (
-            [[control(False), control(True, "swapped")], [control(True), control(True, "swapped")]],
-            [f"swapped: {SAME}"],
-        ),
-        ([[control(False)], [control(True), control(True, "only here")]], [f"only here: {SAME}"]),
-        ([[{"kind": "verdict", "equal": True}], []], []),
-    ],
-    ids=[
-        "nowhere",
-        "on rank 1",
-        "on rank 0",
-        "the second nowhere",
-        "rank 1 compares once more",
-        "no control",
-    ],
+def only_on(ranks):
+    elsewhere = f"on rank {ranks}, and no other rank made a control of this name (`what`)"
+    return SAME.replace("on all ranks", elsewhere)
+
+
+A_EQUAL, A_DIFFERS, B_EQUAL, B_DIFFERS = (
+    control(equal, what) for what in "AB" for equal in (True, False)
 )
-def test_a_control_has_to_differ_on_some_rank(told, complaints):
-    """L5: the n-th control of every rank is one; a rank that is equal by itself is no failure."""
-    assert list(controls_that_never_differ(told)) == complaints
+
+CONTROLS = {
+    "nowhere": ([[control(True)], [control(True)]], [SAME]),
+    "on rank 1": ([[control(True)], [control(False)]], []),
+    "on rank 0": ([[control(False)], [control(True)]], []),
+    "the second nowhere": (
+        [[control(False), control(True, "swapped")], [control(True), control(True, "swapped")]],
+        [f"swapped: {SAME}"],
+    ),
+    "rank 1 compares once more": (
+        [[control(False)], [control(True), control(True, "only here")]],
+        [f"only here: {only_on(1)}"],
+    ),
+    "no control": ([[{"kind": "verdict", "equal": True}], []], []),
+    "other controls on other ranks": ([[A_EQUAL], [B_DIFFERS]], [f"A: {only_on(0)}"]),
+    "the first on one rank alone": ([[A_EQUAL, B_DIFFERS], [B_DIFFERS]], [f"A: {only_on(0)}"]),
+    "the last on one rank alone": ([[B_DIFFERS, A_EQUAL], [B_EQUAL]], [f"A: {only_on(0)}"]),
+    "on two of three ranks": ([[B_DIFFERS], [A_EQUAL], [A_EQUAL]], [f"A: {only_on('1, 2')}"]),
+    "in another order": ([[A_EQUAL, B_DIFFERS], [B_EQUAL, A_DIFFERS]], []),
+    "on one rank alone, where it differs": ([[A_DIFFERS], []], []),
+    "twice of one name": ([[A_DIFFERS, A_EQUAL], [A_EQUAL, A_EQUAL]], [f"A: {SAME}"]),
+    "twice on rank 0, once on rank 1": ([[A_EQUAL, A_DIFFERS], [A_EQUAL]], [f"A: {SAME}"]),
+}
+
+
+@pytest.mark.parametrize("case", CONTROLS)
+def test_a_control_has_to_differ_on_some_rank(case):
+    """L5: the n-th control of one name is one on every rank; a rank that is equal by itself is no failure."""
+    told, complaints = CONTROLS[case]
+    assert list(controls_that_never_differ(dict(enumerate(told)))) == complaints
 
 
 def test_a_long_summary_ends_at_a_word_and_says_that_it_was_cut():

@@ -132,5 +132,16 @@ def test_a_control_that_a_rank_did_not_reach_is_not_judged(request, early, expec
     assert [each.kind for each in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [("A", ["control"]), ("B", [])],
+    ids=["rank 1 made it", "rank 1 made another"],
+)
+def test_a_control_before_a_rank_ended_is_judged(request, first, expected):
+    facts = {0: [control(True, "A")], 1: [control(first == "A", first)]}
+    claims = {"gt_facts": facts, "gt_goldens": {0: [], 1: []}, "gt_inline": {0: [], 1: []}}
+    assert [each.kind for each in objections_of(request.node, claims, [1], report())] == expected
+
+
 def test_a_rank_that_ended_early_is_judged_up_to_there():
     assert as_if_to_the_end({0: ["a"], 1: ["x", "b"]}, {0}) == {0: ["a", "b"], 1: ["x", "b"]}

@@ -629,7 +629,82 @@ def averages_all_but_one(gm):
     return gm
 
 
+def reduces(kind, change, *, last=False):
+    """A pass that changes a reduction of a kind, the first or the last of them, and nothing else."""
+
+    def reducing(gm):
+        nodes = [node for node in gm.graph.nodes if launches(node.target) and kind_of(node) == kind]
+        for node in nodes[-1:] if last else nodes[:1]:
+            change(node)
+        return negates_nothing(gm)
+
+    return reducing
+
+
+def sums(node):
+    node.args = (node.args[0], "sum", *node.args[2:])
+
+
+def over_other_ranks(node):
+    groups = {str(group_of(each)) for each in node.graph.nodes if launches(each.target)}
+    for other in groups:
+        if group_ranks(other) != group_ranks(str(group_of(node))):
+            node.args = (*node.args[:-1], other)
+            return
+
+
+def not_at_all(node):
+    """In a fake world an all-reduce is its operand."""
+    node.replace_all_uses_with(node.args[0])
+    node.graph.erase_node(node)
+
+
+def leaves_one_node_unmarked(gm, *, bucket_plan):
+    known = {node.name for node in gm.graph.nodes}
+    gm = ours(gm, bucket_plan=bucket_plan)
+    made = [node for node in gm.graph.nodes if node.name not in known and not launches(node.target)]
+    del made[-1].meta["fsdp_bucket"]
+    return gm
+
+
+def adds_on_rank_two(gm):
+    return negates_nothing(gm) if dist.get_rank() == 2 else negates_nothing(negates_nothing(gm))
+
+
 MISTAKES_OF_KINDS = [
+    (
+        "any",
+        "D9",
+        reduces("reduce_scatter", sums),
+        "reduce_scatter avg of .*: .* elements before the pass",
+    ),
+    (
+        "any",
+        "D9",
+        reduces("reduce_scatter", sums, last=True),
+        "reduce_scatter avg of .*: .* elements before the pass",
+    ),
+    ("any", "D9", reduces("all_reduce", sums), "all_reduce avg of .*: .* elements before the pass"),
+    (
+        "any",
+        "D9",
+        reduces("all_reduce", over_other_ranks),
+        r"all_reduce avg of .* over ranks \[0, 1\]: 0 elements",
+    ),
+    (
+        "any",
+        "D9",
+        reduces("all_gather", over_other_ranks),
+        r"all_gather over ranks \[1, 3\]: 0 elements",
+    ),
+    (
+        "any",
+        "D9",
+        reduces("all_reduce", not_at_all, last=True),
+        "all_reduce avg of .*: .* elements before the pass",
+    ),
+    ("separate", "D8", leaves_one_node_unmarked, 'has no meta\\["fsdp_bucket"'),
+    ("any", "ranks", adds_on_rank_two, "rank 2 has another graph than rank 1"),
     (
         "ddp",
         "D17",

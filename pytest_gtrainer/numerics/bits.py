@@ -140,15 +140,58 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
 def count_not_finite(tensor: Tensor) -> int:
     """Return how many elements are NaN or infinite; 0 for what is not floating point."""
     tensor = plain(tensor)
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is _PACKED:
+    if not _can_be_infinite(tensor):
         return 0
-    row = byte_view(tensor).view(tensor.dtype)
-    total = 0
-    for piece in row.split(_PIECE):
-        if piece.element_size() == 1:  # torch.isfinite does not take these dtypes
-            piece = piece.to(torch.float32)
-        total += piece.numel() - int(torch.isfinite(piece).sum())
-    return total
+    pieces = byte_view(tensor).view(tensor.dtype).split(_PIECE)
+    return sum(piece.numel() - int(_is_finite(piece).sum()) for piece in pieces)
+
+
+def differ_where_finite(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape differ in an element that is a finite number in both."""
+    if not _can_be_infinite(a):
+        return not same_bytes(byte_view(a), byte_view(b))
+    views = byte_view(a).cpu(), byte_view(b).cpu()
+    finite = _is_finite(views[0].view(a.dtype)) & _is_finite(views[1].view(a.dtype))
+    rows = [view.view(finite.numel(), a.element_size())[finite] for view in views]
+    return not torch.equal(*rows)
+
+
+def _can_be_infinite(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype is not _PACKED
+
+
+def _is_finite(row: Tensor) -> Tensor:
+    """Like ``torch.isfinite``, which does not take float8 and narrower dtypes."""
+    return torch.isfinite(row.to(torch.float32) if row.element_size() == 1 else row)
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether some byte in memory belongs to both tensors; none does if one of them holds no values."""
+    try:
+        sides = held(a), held(b)
+    except NoBytes:
+        return False
+    if not (a.numel() and b.numel()) or sides[0].device != sides[1].device:
+        return False
+    spans = []
+    for side in sides:
+        last = sum(
+            (size - 1) * stride for size, stride in zip(side.shape, side.stride(), strict=True)
+        )
+        spans.append((side.data_ptr(), side.data_ptr() + (last + 1) * side.element_size()))
+    begin, end = max(start for start, _ in spans), min(stop for _, stop in spans)
+    if begin >= end:
+        return False
+    # Views of one storage may lie between each other, as columns do: mark the bytes of one, and look for the other's.
+    first = min(start for start, _ in spans)
+    marks = torch.zeros(max(stop for _, stop in spans) - first, dtype=torch.bool)
+    shown = []
+    for side, (start, _) in zip(sides, spans, strict=True):
+        width = side.element_size()
+        strides = (*(stride * width for stride in side.stride()), 1)
+        shown.append(marks.as_strided((*side.shape, width), strides, start - first))
+    shown[0].fill_(True)
+    return bool(shown[1].any())
 
 
 def element_at(tensor: Tensor, place: int) -> Tensor:

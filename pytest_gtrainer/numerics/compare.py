@@ -2,16 +2,16 @@
 
 Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never passes as equal.
 NaN and infinite values have the same bits whatever computes them: a verdict names where they are, and a run whose
-loss, or all of a gradient, is not finite is unverified. Differences are in order of origin: step, rank, phase, the
-order in which ``expected`` registered its tensors, element. Between records dtype, shape and bytes must agree, between
-tensors also the stride, between DTensors the placements.
+loss, or all of a gradient or weight, is not finite is unverified. So is a comparison of empty tensors alone.
+Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
+Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensor
 from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Kind, Outcome, Verdict, where
 
 _MOST_NUMBERS = 4
-_OF_A_RUN = ("loss", "gradient", "clipped")
+_OF_A_RUN = ("loss", "gradient", "clipped", "weight", "optimizer")
 
 
 def compare(actual: Tensors, expected: Tensors) -> Verdict:
@@ -52,7 +52,8 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     sides = entries(actual), entries(expected)
     verdict = compare_entries(*sides, doubts, faults)
     if verdict.outcome == "equal":
-        proves_nothing = [words for words in (_shared(*sides), _not_a_proof(sides[1])) if words]
+        doubtful = (_shared(*sides), _nothing_but_empty(sides[1]), _not_a_proof(sides[1]))
+        proves_nothing = [words for words in doubtful if words]
         if proves_nothing:
             return replace(
                 verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing)
@@ -62,14 +63,35 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
 
 def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:
     """Which tensors are the same memory on both sides, and what to do about it; nothing if none is."""
-    shared = [key for key, tensor in expected.items() if _share_memory(actual[key], tensor)]
+    shared = [key for key, tensor in expected.items() if bits.share_memory(actual[key], tensor)]
     if not shared:
-        return ""
+        places = [
+            {_place_in_memory(tensor) for tensor in side.values()} - {None}
+            for side in (actual, expected)
+        ]
+        if not places[0] or places[0] != places[1]:
+            return ""
+        return (
+            "actual and expected are the same memory under other names, so what changes one side changes the other: "
+            "clone one of them before it changes"
+        )
     which = where(shared[0]) + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
     return (
         f"{which}: actual and expected are the same memory, so nothing was compared: clone one of them before it "
         "changes, give each side inputs of its own, or leave it out on both sides"
     )
+
+
+def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
+    """Say that all gradients, all weights, or all tensors outside a run are empty; nothing if none of it is so.
+
+    Of a DTensor the global size counts: a rank may well hold an empty shard.
+    """
+    for phase, what in ((OUTSIDE_A_RUN, "tensor"), ("gradient", "gradient"), ("weight", "weight")):
+        found = [tensor for key, tensor in tensors.items() if key.phase == phase]
+        if found and not any(tensor.numel() for tensor in found):
+            return f"every {what} is empty, so there is no element to compare"
+    return ""
 
 
 def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
@@ -148,10 +170,8 @@ def compare_entries(
 
 
 def _not_finite(tensors: Mapping[Key, Tensor]) -> Iterator[str]:
-    """Yield losses, gradients and tensors outside a run that are not finite, with how many elements."""
+    """Yield the tensors that are not finite, with how many elements."""
     for key, tensor in tensors.items():
-        if key.phase not in (OUTSIDE_A_RUN, *_OF_A_RUN):
-            continue
         if bad := bits.count_not_finite(tensor):
             yield f"{where(key)}: {bad} of {counted(tensor.numel(), 'element')}"
 
@@ -168,12 +188,6 @@ def _tied(pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> Iterator[str]:
             yield f"{where(key)} is {where(first)}"
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at one address; an empty one shares nothing."""
-    places = _place_in_memory(a), _place_in_memory(b)
-    return places[0] is not None and places[1] is not None and places[0][:2] == places[1][:2]
-
-
 def _place_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
     """Device, address, shape and strides of a tensor's values; None if it has none."""
     try:
@@ -187,6 +201,12 @@ def _place_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
 
 def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
     """How two tensors differ, or None; a NoBytes if one of them holds no values."""
+    if bits.is_dtensor(actual) != bits.is_dtensor(expected):
+        sharded: Any = actual if bits.is_dtensor(actual) else expected
+        if any(placement.is_partial() for placement in sharded.placements):
+            raise bits.NoBytes(
+                f"a DTensor of {sharded.placements} holds terms of a sum: call redistribute() first"
+            )
     a, b = bits.held(actual), bits.held(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: dict[Kind, list[object]] = {
@@ -313,8 +333,8 @@ def assert_bitwise_different(
     """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
 
     This is the control of an ``assert_bitwise_equal``: the same comparison on a run with one mistake on purpose. It
-    fails if names or shapes do not match, because then it would pass for the wrong reason. In a test on ranks one rank
-    that differs is enough.
+    fails if names or shapes do not match, or if all that differs is NaN, infinite or a random state, because then it
+    would pass for the wrong reason. In a test on ranks one rank that differs is enough.
 
     Args:
         actual, expected, what: as for ``assert_bitwise_equal``.
@@ -326,7 +346,7 @@ def assert_bitwise_different(
     __tracebackhide__ = True
     if on not in ("any rank", "every rank"):
         raise ValueError(f'assert_bitwise_different: on is "any rank" or "every rank", not {on!r}')
-    verdict = compare(actual, expected)
+    verdict, nothing = compare(actual, expected), ""
     layouts = any(difference.kind != "bits" for difference in verdict.differences)
     complaint = None
     if verdict.outcome == "equal":
@@ -335,6 +355,8 @@ def assert_bitwise_different(
             complaint += ", because NaN and inf hide what differs: take inputs for which all results are finite"
     elif verdict.outcome == "unverified":
         complaint = "the control run is unverified: it says nothing about this check"
+    elif nothing := _shows_nothing(verdict, entries(actual), entries(expected)):
+        complaint = nothing
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
         complaint = (
             "the control run must differ in bits alone: here the two sides are not comparable"
@@ -343,8 +365,9 @@ def assert_bitwise_different(
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
         caller = sys._getframe(1)
         place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-        facts.emit("control", equal=verdict.outcome == "equal", what=what or place)
-        if verdict.outcome == "equal":
+        equal = verdict.outcome == "equal" or nothing != ""
+        facts.emit("control", equal=equal, what=what or place)
+        if equal:
             outcome, complaint = "equal on this rank, judged over all", None
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
     facts.notify(
@@ -353,3 +376,28 @@ def assert_bitwise_different(
     if complaint is not None:
         raise ControlFailed("\n".join(filter(None, [what, complaint, str(verdict)])), verdict)
     return verdict
+
+
+def _shows_nothing(
+    verdict: Verdict, actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]
+) -> str:
+    """Return why the differing bits of a control prove nothing, or an empty string if they do.
+
+    NaN and infinities differ whatever goes wrong, and a random state differs after any other draw.
+    """
+    if not verdict.differences or any(one.kind != "bits" for one in verdict.differences):
+        return ""
+    computed = [one.key for one in verdict.differences if one.key.phase != "rng"]
+    if not computed and any(key.phase != "rng" for key in expected):
+        return (
+            "the control run differs in random states alone: it says nothing about this check. "
+            "If they are meant, compare record.select(phase='rng') alone"
+        )
+    if computed and not any(
+        bits.differ_where_finite(actual[key], expected[key]) for key in computed
+    ):
+        return (
+            "the control run differs only where one side is NaN or infinite: it says nothing about "
+            "this check. Take a mistake, or inputs, that give finite numbers"
+        )
+    return ""

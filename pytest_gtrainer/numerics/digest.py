@@ -68,7 +68,7 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
             rank of its mesh must call this and gets the digest of the model before it was sharded.
 
     Raises:
-        ValueError: unknown algorithm or scope.
+        ValueError: unknown algorithm or scope; no tensor at all.
         TypeError: something that is not a tensor, or (``NoBytes``) holds no values.
 
     >>> digest(torch.zeros(2)) == digest(torch.tensor([0.0, -0.0]))
@@ -83,7 +83,11 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
     hasher = ALGORITHMS[algorithm][0]()
     if isinstance(value, Record):
         hasher.update(_framed("record", value.world_size, value.rank))
-    for key, tensor in entries(value).items():
+    if not (found := entries(value)):
+        raise ValueError(
+            "a digest of no tensors is the same whatever holds none: leave it out of the comparison"
+        )
+    for key, tensor in found.items():
         local = plain(tensor.full_tensor() if scope == "global" and is_dtensor(tensor) else tensor)
         hasher.update(_framed(*key, str(local.dtype), *local.shape))
         for leaf in _leaves(local, algorithm):
@@ -118,6 +122,8 @@ def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, T
     """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a GPU by ``mix128``."""
     if os.environ.get("GT_WEIGHT_HASH") == "1":
         told = dict(weights)
+        if not told:  # as of a pipeline's stage that has no parameters
+            return
         on_host = all(tensor.device.type == "cpu" for tensor in told.values())
         made = digest(told, algorithm="xxh3_128" if on_host else "mix128")
         print(f"weights step {step} rank {rank} {made} {side}", flush=True)

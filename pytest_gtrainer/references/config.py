@@ -278,12 +278,9 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
 
 
 def start_of(rank: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For a record's ``meta``: what a rank's weights are at first."""
-    return {
-        f"{START}{rank}": digest(
-            dict(sorted((normalised(name), weight) for name, weight in parameters))
-        )
-    }
+    """For a record's ``meta``: what a rank's weights are at first; nothing of a stage that has none."""
+    named = dict(sorted((normalised(name), weight) for name, weight in parameters))
+    return {f"{START}{rank}": digest(named)} if named else {}
 
 
 def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gtrainer import Record, Verdict, assert_bitwise_equal, compare
+from pytest_gtrainer.numerics.bits import share_memory
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.verdict import PHASES, Key, table
 from tests.numerics.samples import ALL, NAMES, flip_bit, make_run
@@ -37,7 +39,9 @@ class TestEqual:
         assert compare(torch.tensor(torch.nan), torch.tensor(torch.nan)).outcome == "equal"
 
     def test_empty_tensors_of_one_shape(self):
-        assert compare(torch.ones(0, 3), torch.ones(0, 3)).outcome == "equal"
+        """As the shard of one of many ranks."""
+        sides = [{"w": torch.ones(0, 3), "b": torch.ones(1)} for _ in range(2)]
+        assert compare(*sides).outcome == "equal"
 
     def test_records(self, run):
         assert str(compare(run(), run())) == "equal: 28 tensors compared, no bit differs"
@@ -113,6 +117,29 @@ class TestUnverified:
         verdict = compare(empty, empty)
         assert verdict.outcome == "unverified"
         assert verdict.reasons == ("actual: nothing was captured", "expected: nothing was captured")
+
+    @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+    def test_tensors_without_elements(self, shape):
+        """L3: nothing was looked at."""
+        for value in (
+            torch.ones(shape),
+            [torch.ones(shape), torch.ones(0)],
+            {"a": torch.ones(shape)},
+        ):
+            verdict = compare(value, value)
+            assert verdict.outcome == "unverified"
+            assert verdict.reasons == ("every tensor is empty, so there is no element to compare",)
+
+    @pytest.mark.parametrize("phase", ["gradient", "weight"])
+    def test_a_run_whose_gradients_are_empty(self, phase):
+        """L3: its loss alone was compared."""
+        record = Record()
+        record.add(0, 0, "loss", "loss", torch.ones(1))
+        record.add(0, 0, phase, "w", torch.ones(0, 2))
+        reasons = (f"every {phase} is empty, so there is no element to compare",)
+        assert compare(record, copy.deepcopy(record)).reasons == reasons
+        record.add(0, 0, phase, "b", torch.ones(1))
+        assert compare(record, copy.deepcopy(record)).outcome == "equal"
 
     def test_one_side_captured_nothing(self, run):
         verdict = compare(run(), Record(2))
@@ -211,6 +238,51 @@ class TestUnverified:
         rest = [{name: each for name, each in side.items() if name not in which} for side in sides]
         assert compare(*rest).outcome == ("equal" if len(which) < 3 else "unverified")
 
+    @pytest.mark.parametrize("swap", [False, True])
+    @pytest.mark.parametrize(
+        ("mine", "theirs"),
+        [
+            (lambda x: x[:6], lambda x: x[1:7]),
+            (lambda x: x[7:], lambda x: x[:8]),
+            (lambda x: x[::2], lambda x: x[1::3]),
+            (lambda x: x.view(4, 2)[:, 0], lambda x: x[:1]),
+            (lambda x: x[:4].view(torch.int32), lambda x: x[3:]),
+            (lambda x: x[:1].expand(4), lambda x: x[:3]),
+        ],
+    )
+    def test_views_that_overlap_are_one_memory(self, mine, theirs, swap):
+        """V6: wherever they begin."""
+        flat = torch.zeros(8)
+        a, b = (theirs(flat), mine(flat)) if swap else (mine(flat), theirs(flat))
+        assert share_memory(a, b)
+        views = {"a": flat[:6]}, {"a": flat[1:7]}
+        assert compare(*views).outcome == "unverified"
+        assert "are the same memory, so nothing was compared" in compare(*views).reasons[0]
+
+    @pytest.mark.parametrize(
+        ("mine", "theirs"),
+        [
+            (lambda x: x[:4], lambda x: x[4:]),
+            (lambda x: x[::2], lambda x: x[1::2]),
+            (lambda x: x.view(4, 2)[:, 0], lambda x: x.view(4, 2)[:, 1]),
+            (lambda x: x[:0], lambda x: x),
+            (lambda x: x, lambda x: x.clone()),
+        ],
+    )
+    def test_views_between_each_other_are_apart(self, mine, theirs):
+        flat = torch.zeros(8)
+        assert not share_memory(mine(flat), theirs(flat))
+        assert not share_memory(theirs(flat), mine(flat))
+
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_views_that_changed_names_are_the_same_memory(self, count: int):
+        """V6"""
+        views = torch.zeros(6).chunk(count)
+        sides = [dict(zip("abc", each, strict=False)) for each in (views, (*views[1:], views[0]))]
+        assert compare(*sides).outcome == "unverified"
+        assert "are the same memory under other names" in compare(*sides).reasons[0]
+        assert compare(views[1:], views[:-1]).outcome == "equal", "each against the next one"
+
     def test_ranks_of_one_record_that_both_sides_share(self, run):
         """V6: ``merged`` shares the tensors of its parts."""
         parts = [run(rank=0), run(rank=1), run(rank=1)]
@@ -296,7 +368,7 @@ class TestDifferent:
 
     def test_placements_of_dtensors(self):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -309,6 +381,30 @@ class TestDifferent:
             first = compare(*sides).first
             assert (first.kind, first.expected) == ("placements", "(Replicate(),) of [2]")
             assert compare(sides[0], sides[0].clone()).outcome == "equal"
+            assert compare(sides[0], torch.ones(2)).outcome == "equal", "its local shard"
+            for placements, extent in (
+                ([Partial()], (2,)),
+                ([Replicate(), Partial("avg")], (1, 2)),
+            ):
+                mesh = init_device_mesh("cpu", extent)
+                terms = DTensor.from_local(torch.ones(2), mesh, placements, run_check=False)
+                for pair in ((terms, torch.ones(2)), (torch.ones(2), terms)):
+                    verdict = compare(*pair)
+                    assert verdict.outcome == "unverified"
+                    assert "holds terms of a sum: call redistribute()" in verdict.reasons[0]
+                same = DTensor.from_local(torch.ones(2), mesh, placements, run_check=False)
+                assert compare(terms, same).outcome == "equal"
+            empty = DTensor.from_local(
+                torch.ones(0),
+                mesh,
+                [Replicate(), Shard(0)],
+                shape=(1,),
+                stride=(1,),
+                run_check=False,
+            )
+            assert compare(empty, empty.clone()).outcome == "equal", (
+                "another rank holds the element"
+            )
         finally:
             torch.distributed.destroy_process_group()
 

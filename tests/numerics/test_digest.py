@@ -183,7 +183,10 @@ def test_a_record_counts_keys_and_world_but_not_meta():
     one, other = make_run(), make_run()
     other.meta["host"] = "elsewhere"
     assert digest(one) == digest(other)
-    assert len({digest(Record(*world)) for world in [(1,), (2,), (2, 0), (2, 1)]}) == 4
+    worlds = [Record(*world) for world in [(1,), (2,), (2, 0), (2, 1)]]
+    for record in worlds:
+        record.add(0, record.expected_ranks[0], "loss", "loss", torch.ones(1))
+    assert len({digest(record) for record in worlds}) == 4
     assert digest(make_run(rank=1)) != digest(make_run(rank=0))
 
 
@@ -231,3 +234,11 @@ def test_an_unknown_algorithm_names_the_choices():
 def test_bad_input(value, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         digest(value)
+
+
+@pytest.mark.parametrize("nothing", [{}, [], [None], torch.nn.Identity(), Record(2)], ids=repr)
+def test_nothing_has_no_digest(nothing):
+    """L3: that of every module without parameters would be the same."""
+    with pytest.raises(ValueError, match="a digest of no tensors is the same"):
+        digest(nothing)
+    assert digest(torch.ones(0)) != digest(torch.ones(0, 1))

@@ -135,3 +135,110 @@ def test_a_run_that_repeats_itself_says_so():
         report
     )
     assert {fact["outcome"] for fact in seen if fact["what"] == ""} == {"equal (not finite)"}
+
+
+@pytest.mark.parametrize("phase", ["weight", "optimizer", "buffer", "rng"])
+@pytest.mark.parametrize("bad", BAD)
+def test_every_phase_names_what_is_not_finite(phase: str, bad: str):
+    """V6: the loss beside it is finite."""
+    sides = []
+    for _ in range(2):
+        record = Record()
+        record.add(0, 0, "loss", "loss", torch.ones(1))
+        record.add(0, 0, phase, "w", torch.tensor([1.0, BAD[bad], 2.0]))
+        sides.append(record)
+    verdict = compare(*sides)
+    assert verdict.label == "equal (not finite)"
+    (told,) = verdict.not_finite
+    assert told.startswith("step 0, rank 0, ")
+    assert told.endswith(" of w: 1 of 3 elements")
+
+
+@pytest.mark.parametrize(
+    ("phase", "outcome"),
+    [("weight", "unverified"), ("optimizer", "unverified"), ("buffer", "equal")],
+)
+def test_a_weight_that_is_nothing_but_nan_proves_nothing(phase: str, outcome: str):
+    """V6: a buffer may be a constant, as the bound of a mask."""
+    sides = []
+    for _ in range(2):
+        record = Record()
+        record.add(0, 0, "loss", "loss", torch.ones(1))
+        record.add(0, 0, phase, "w", torch.full((2,), -math.inf))
+        sides.append(record)
+    assert compare(*sides).outcome == outcome
+
+
+def control_run(weight: list[float], drawn: int = 0, names: tuple[str, ...] = ("w",)) -> Record:
+    record = Record()
+    record.add(0, 0, "rng", "torch.cpu", torch.tensor([drawn]))
+    record.add(0, 0, "loss", "loss", torch.ones(1))
+    for name in names:
+        record.add(0, 0, "weight", name, torch.tensor(weight))
+    return record
+
+
+ONE_SIDE = "the control run differs only where one side is NaN or infinite"
+CONTROLS = {
+    "NaN for a number": ([math.nan, 1.0], [0.0, 1.0], ONE_SIDE),
+    "a number for NaN": ([0.0, 1.0], [math.nan, 1.0], ONE_SIDE),
+    "infinite at the end": ([0.0, math.inf], [0.0, 1.0], ONE_SIDE),
+    "NaN of other bits": ([math.nan, 1.0], [-math.nan, 1.0], ONE_SIDE),
+    "a number beside NaN": ([math.nan, 1.0], [0.0, 2.0], ""),
+    "the other sign of zero": ([0.0, 1.0], [-0.0, 1.0], ""),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.float8_e5m2, torch.complex64, torch.complex128],
+    ids=str,
+)
+@pytest.mark.parametrize("case", CONTROLS)
+def test_a_control_has_to_differ_in_finite_numbers(case: str, dtype: torch.dtype):
+    """L5: NaN differs whatever goes wrong."""
+    actual, expected, complaint = CONTROLS[case]
+    sides = [
+        {"same": torch.ones(2), "w": torch.tensor(values).to(dtype)}
+        for values in (actual, expected)
+    ]
+    if not complaint:
+        assert assert_bitwise_different(*sides).outcome == "different"
+        return
+    with pytest.raises(ControlFailed, match=complaint):
+        assert_bitwise_different(*sides)
+
+
+def test_one_tensor_that_differs_in_numbers_is_enough():
+    sides = [
+        {"a": torch.tensor([math.nan]), "b": torch.tensor([1.0])},
+        {"a": torch.zeros(1), "b": torch.tensor([2.0])},
+    ]
+    assert assert_bitwise_different(*sides).outcome == "different"
+
+
+def test_a_control_that_differs_in_random_states_alone_says_so():
+    """L5: any other draw changes them. Where nothing else is compared, they are what is meant."""
+    sides = control_run([1.0], drawn=0), control_run([1.0], drawn=1)
+    with pytest.raises(ControlFailed, match="the control run differs in random states alone"):
+        assert_bitwise_different(*sides)
+    assert (
+        assert_bitwise_different(control_run([1.0], drawn=0), control_run([2.0], drawn=1)).outcome
+        == "different"
+    )
+    alone = []
+    for drawn in range(2):
+        record = Record()
+        record.add(0, 0, "rng", "torch.cpu", torch.tensor([drawn]))
+        alone.append(record)
+    assert assert_bitwise_different(*alone).outcome == "different"
+
+
+def test_on_ranks_such_a_control_counts_as_equal():
+    """L5: another rank may differ in numbers; ranks are judged together."""
+    with facts.collecting() as seen, facts.watching({"control": lambda **_: None}):
+        assert_bitwise_different(
+            {"w": torch.tensor([math.nan])}, {"w": torch.ones(1)}, what="swapped"
+        )
+        assert_bitwise_different({"w": torch.zeros(1)}, {"w": torch.ones(1)}, what="swapped")
+    assert [fact["equal"] for fact in seen if fact["kind"] == "control"] == [True, False]

@@ -1,6 +1,8 @@
 """Autograd: the number of each node, and the start of a backward.
 
 - a ``TorchDispatchMode`` sees every operator below autograd, also those of the backward;
+- ``_pop_mode_temporarily`` gives the mode below. Its ``__torch_dispatch__`` gets the arguments as they are; a call of
+  the operator would leave out an optional tensor that is undefined;
 - ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of the forward, that
   of the node that was just made for it, plus one; a node knows its own as ``_sequence_nr()``;
 - ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
@@ -19,12 +21,12 @@ from typing import Any
 import torch
 
 from pytest_gtrainer._torch import private_names
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import HigherOrderOperator, pytree
 
 with private_names():
     from torch._C import _current_graph_task_id
     from torch.autograd import _engine_run_backward, _get_sequence_nr
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 ATTRIBUTES = {
     "torch._C:_FunctionBase": (
@@ -82,6 +84,14 @@ def hooks_of(tensor: torch.Tensor) -> str:
     if tensor._backward_hooks:
         return "register_hook"
     return "register_post_accumulate_grad_hook" if tensor._post_accumulate_grad_hooks else ""
+
+
+def dispatch_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Hand a call on from the ``__torch_dispatch__`` of a mode to the mode below, unchanged."""
+    if isinstance(func, HigherOrderOperator):
+        return func(*args, **kwargs)
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_dispatch__(func, types, args, kwargs)
 
 
 def in_backward() -> bool:

@@ -17,7 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pytest_gtrainer._torch.autograd import GuardedGradient, TorchDispatchMode, hooks_of
+from pytest_gtrainer._torch.autograd import (
+    GuardedGradient,
+    TorchDispatchMode,
+    dispatch_below,
+    hooks_of,
+)
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
 from pytest_gtrainer._torch.tracing import current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
@@ -270,7 +275,7 @@ class _Draws(TorchDispatchMode):
             self.refuse_changes(what)
             self._seed += 1
             torch.default_generator.manual_seed(self._seed)
-        return func(*args, **kwargs)
+        return dispatch_below(func, types, args, kwargs)
 
     def refuse_changes(self, what: str) -> None:
         """Refuse a random state that is not the one behind the last draw."""

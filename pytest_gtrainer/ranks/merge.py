@@ -30,7 +30,7 @@ from pytest_gtrainer.ranks.objections import (
     objections_of,
 )
 from pytest_gtrainer.ranks.watch import RanksOutcome
-from pytest_gtrainer.report.collected import shown_only
+from pytest_gtrainer.report.collected import select_shown
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
 Phase = Literal["setup", "call", "teardown"]
@@ -72,7 +72,7 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
     # What every rank reports for the page of the run, not only the rank whose report is shown. Read before the parent
     # judges: what it finds is added to one of these reports.
-    shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
+    shown = {rank: select_shown(facts) for rank, facts in _claims(reports, "gt_facts").items()}
     objections = _judge(item, merged, merge)
     _tell_left_behind(item, outcome, merged)
     if "setup" in objections:  # without ranks the test would have ended there

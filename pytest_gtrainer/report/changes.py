@@ -1,4 +1,8 @@
-"""What changed, in words: of one test against what it expects, and against an earlier page of ``--gt-report``."""
+"""Changes in words.
+
+``describe_failure`` compares a failed test with its expectation, ``Earlier`` a run with an earlier
+page of ``--gt-report``.
+"""
 
 import json
 import re
@@ -16,7 +20,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.collected import Test
 
 MOST = 3  # sentences of one difference; the rest is counted
-_MOST_GRAPHS = 20  # pairs of graphs of a run that are compared in words, a few seconds each where they are large
+_MOST_GRAPHS = 20  # pairs of graphs described in words; large graphs take seconds each
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
 _LARGEST_PAGE = 1 << 30  # bytes
@@ -25,42 +29,60 @@ _MOST_OF_ALL_DETAILS = 256 << 20
 _PART = re.compile(r'<script type="text/plain" id="([dg])-?(\w+)">([^<]*)</script>')
 
 
-def what_changed(test: Test) -> list[str]:
-    """A failed test's golden differences, first differing bits and layout problems; empty if its own words say all."""
+def describe_failure(test: Test) -> list[str]:
+    """Describe what failed in a test: goldens, first differing bits, layouts.
+
+    Empty for a test that has not failed, and for one whose checks held: its own message says why it
+    failed.
+    """
     if test.outcome not in BAD:
         return []
-    lines = [f"{fact['name']}: {cut(fact['words'])}" for fact in test.of("golden_difference")]
-    for told in test.comparisons():
-        if told["outcome"] != ("different" if told["must_differ"] else "equal"):
-            what = told["what"] or "comparison"
-            said = (
-                f"{told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
-            )
-            if told["first"] is not None:
-                step, rank, phase, name = told["first"]
-                where = " ".join(filter(None, (phase, name)))
-                said = f"first different at step {step}, rank {rank}" + (
-                    f", {where}" if where else ""
-                )
-            lines.append(f"{what}: {said}")
-    return lines + [
-        f"layout: {cut(fact['problems'])}" for fact in test.of("layout") if fact["problems"]
-    ]
+    lines = [f"{fact['name']}: {shorten(fact['words'])}" for fact in test.find("golden_difference")]
+    for comparison in test.comparisons():
+        must_differ = comparison["must_differ"]
+        if comparison["outcome"] == ("different" if must_differ else "equal"):
+            continue
+        if comparison["first"] is None:
+            found = comparison["verdict"].partition("\n")[0]
+            if must_differ:
+                found += ", and had to differ"
+        else:
+            step, rank, phase, name = comparison["first"]
+            found = f"first different at step {step}, rank {rank}"
+            # Comparisons of plain tensors have neither a phase nor, for a single tensor, a name.
+            place = f"{phase} {name}".strip()
+            if place:
+                found += f", {place}"
+        lines.append(f"{comparison['what'] or 'comparison'}: {found}")
+    for fact in test.find("layout"):
+        if fact["problems"]:
+            lines.append(f"layout: {shorten(fact['problems'])}")
+    return lines
 
 
-def cut(sentences: Sequence[str]) -> str:
-    """The first few, and how many more there are.
+def shorten(sentences: Sequence[str]) -> str:
+    """Join the first sentences, and count the others.
 
-    >>> cut(["lost silu", "gained relu", "c", "d", "e"])
+    >>> shorten(["lost silu", "gained relu", "c", "d", "e"])
     'lost silu; gained relu; c; and 2 more'
     """
-    left = len(sentences) - MOST
-    return "; ".join([*sentences[:MOST], *([f"and {left} more"] if left > 0 else [])])
+    shown = list(sentences[:MOST])
+    if len(sentences) > MOST:
+        shown.append(f"and {len(sentences) - MOST} more")
+    return "; ".join(shown)
 
 
 @dataclass(slots=True)
 class Earlier:
-    """An earlier page: tests by name, packed graphs by key; ``counts`` of changes, ``shown`` graphs to open beside."""
+    """An earlier page, with what the comparison against it has found so far.
+
+    Attributes:
+        path: the page.
+        tests: the details that are compared, by name of the test.
+        graphs: packed graph texts by key.
+        counts: tests by kind of change.
+        shown: keys of earlier graphs that the new page shows beside its own.
+    """
 
     path: Path
     tests: Mapping[str, Mapping[str, Any]]
@@ -71,18 +93,25 @@ class Earlier:
 
     @classmethod
     def read(cls, given: str, path: Path) -> "Earlier":
-        """The page at ``path``; pytest.UsageError if there is none, or it is no page of ``--gt-report``."""
+        """Read the page at ``path``, which the command line names ``given``.
+
+        Raises:
+            pytest.UsageError: there is no such file, or it is not a page of ``--gt-report``.
+        """
         option = f"--gt-report-against={given}"
         try:
-            parts = _PART.findall(_read(path))
-            tests = _tests_of(text for kind, _, text in parts if kind == "d")
+            parts = _PART.findall(_read_page(path))
+            tests = _unpack_tests(text for kind, _, text in parts if kind == "d")
         except FileNotFoundError:
             raise pytest.UsageError(
                 f"{option}: there is no such file; name a page that --gt-report wrote"
             ) from None
         except KeyError:
-            told = "was written by an older pytest-gtrainer, whose pages contain less of a test: write it again"
-            raise pytest.UsageError(f"{option} {told}") from None
+            raise pytest.UsageError(
+                f"{option} was written by an older pytest-gtrainer, whose pages contain less of a "
+                "test: write it again"
+            ) from None
+        # A damaged page fails in base64, zlib, JSON or in the types of what JSON holds.
         except (
             OSError,
             ValueError,
@@ -99,74 +128,82 @@ class Earlier:
     def compare(
         self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]
     ) -> dict[str, Any]:
-        """What a test did otherwise than in the earlier run: ``lines`` in words, ``graphs`` as name and two keys.
-        ``texts`` are the packed graphs of this run's test by key. Counts what it finds."""
-        if (then := self.tests.get(escaped(test.name))) is None:
+        """Compare a test with the earlier run and count the changes.
+
+        Args:
+            test: the test of this run.
+            details: its details, as ``html.build_details`` makes them.
+            texts: packed texts of its graphs by key.
+
+        Returns:
+            ``lines``: the changes in words; ``graphs``: name, earlier key and key of each changed
+            graph.
+        """
+        then = self.tests.get(escaped(test.name))
+        is_bad = test.outcome in BAD
+        if then is None:
             self.counts["new"] += 1
-            self.counts["newly failing"] += test.outcome in BAD
+            self.counts["newly failing"] += is_bad
             return {"lines": ["new: it is not in the earlier report"], "graphs": []}
         lines: list[str] = []
-        is_bad = test.outcome in BAD
         if then["outcome"] != test.outcome:
             lines.append(f"{then['outcome']} then, {test.outcome} now")
-            is_fixed = then["outcome"] in BAD and test.outcome in ("passed", "xpassed")
-            is_new = is_bad and then["outcome"] not in BAD
-            self.counts[
-                "newly failing" if is_new else "fixed" if is_fixed else "with another outcome"
-            ] += 1
+            was_bad = then["outcome"] in BAD
+            change = "with another outcome"  # also of a test that failed and is skipped now
+            if is_bad and not was_bad:
+                change = "newly failing"
+            elif was_bad and test.outcome in ("passed", "xpassed"):
+                change = "fixed"
+            self.counts[change] += 1
         elif is_bad:
             self.counts["failing as then"] += 1
-        numbers, not_paired = _numbers(then["comparisons"], details["comparisons"])
-        graphs = list(_graphs(then["pipelines"], details["pipelines"]))
-        layouts = list(_layouts(then["pipelines"], details["pipelines"]))
-        changes = (
-            ("with other numbers", numbers),
-            ("with another graph", graphs),
-            ("with another layout", layouts),
-        )
-        for what, found in changes:
-            self.counts[what] += bool(found)
-        for sentences in (
-            numbers,
-            [] if is_bad else not_paired,
-        ):  # a test that fails may come to no comparison
-            lines += [cut(sentences)] if sentences else []
+
+        numbers, unpaired = _compare_numbers(then["comparisons"], details["comparisons"])
+        graphs = list(_compare_graphs(then["pipelines"], details["pipelines"]))
+        layouts = list(_compare_layouts(then["pipelines"], details["pipelines"]))
+        self.counts["with other numbers"] += bool(numbers)
+        self.counts["with another graph"] += bool(graphs)
+        self.counts["with another layout"] += bool(layouts)
+
+        if numbers:
+            lines.append(shorten(numbers))
+        # A test that fails may end before some of its comparisons: their absence is no change.
+        if unpaired and not is_bad:
+            lines.append(shorten(unpaired))
         shown = []
         for name, old, new in graphs:
             if old and new:
                 shown.append((name, old, new))
                 self.shown.add(old)
-                lines.append(f"{name}: {cut(self._between(old, new, texts))}")
-            else:
-                lines.append(name)
-        return {"lines": lines + ([cut(layouts)] if layouts else []), "graphs": shown}
+                name += f": {shorten(self._describe_graph_change(old, new, texts))}"
+            lines.append(name)
+        if layouts:
+            lines.append(shorten(layouts))
+        return {"lines": lines, "graphs": shown}
 
-    def _between(self, old: str, new: str, texts: Mapping[str, str]) -> list[str]:
+    def _describe_graph_change(self, old: str, new: str, texts: Mapping[str, str]) -> list[str]:
         from pytest_gtrainer.graphtext import TextError, unfold
         from pytest_gtrainer.graphtext.differences import words
 
         if (old, new) not in self._words:
             if len(self._words) >= _MOST_GRAPHS:
-                return ["another graph (many differ, so it is not told in words)"]
+                return ["another graph (many differ, so the change is not described)"]
             try:
-                self._words[old, new] = words(
-                    unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new]))
-                )
+                described = words(unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new])))
             except (TextError, KeyError, ValueError, zlib.error) as error:
-                self._words[old, new] = [
-                    f"another graph, and the earlier one cannot be read: {error}"
-                ]
+                described = [f"another graph, and the earlier one cannot be read: {error}"]
+            self._words[old, new] = described
         return self._words[old, new]
 
     def summary(self, names: set[str]) -> str:
-        """One line for all tests; ``names`` are those of this run."""
+        """Summarize the comparison in one line; ``names`` are the tests of this run."""
         counts = {**self.counts, "not in this run": len(set(self.tests) - set(map(escaped, names)))}
-        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        return f"against {self.path.name}: {told or 'nothing changed'}"
+        changes = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
+        return f"against {self.path.name}: {changes or 'nothing changed'}"
 
 
-def _read(path: Path) -> str:
-    """Read a page, which is a file of bounded size: a device would never end."""
+def _read_page(path: Path) -> str:
+    # Reading a device as /dev/zero would never end.
     if path.exists() and not path.is_file():
         raise ValueError("it is no file")
     if path.stat().st_size > _LARGEST_PAGE:
@@ -174,26 +211,29 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _tests_of(packed_details: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Unpack the details of each test, one after the other, and keep what is compared; a KeyError if it is not there.
+def _unpack_tests(packed_details: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Unpack the details of each test and keep what is compared.
 
-    What a test has printed is most of it, and is not compared. A page of 4 MB may hold gigabytes.
+    One test at a time, within ``_MOST_OF_ALL_DETAILS``: a page of 4 MB may hold gigabytes, and most
+    of it is captured output, which is not compared.
+
+    Raises:
+        KeyError: an older version wrote the page, and something that is compared is missing.
     """
     tests: dict[str, Mapping[str, Any]] = {}
     left = _MOST_OF_ALL_DETAILS
     for packed_text in packed_details:
         text = unpacked(packed_text, most=min(_MOST_DETAILS, left))
         left -= len(text)
-        each = json.loads(text)
-        kept = {name: each[name] for name in _KEYS}
-        if not all("number" in one for one in kept["pipelines"]):
-            raise KeyError
-        tests[each["name"]] = kept
+        details = json.loads(text)
+        tests[details["name"]] = {name: details[name] for name in _KEYS}
+        if not all("number" in pipeline for pipeline in details["pipelines"]):
+            raise KeyError("number")
     return tests
 
 
-def _numbered(items: Iterable[Any], *names: str) -> dict[Any, Any]:
-    """Items by what they are called and the how-many-th so called each is."""
+def _index(items: Iterable[Any], *names: str) -> dict[Any, Any]:
+    """Index items by the values of ``names`` and a count, as several items may have the same."""
     seen: Counter[Any] = Counter()
     found = {}
     for item in items:
@@ -203,87 +243,103 @@ def _numbered(items: Iterable[Any], *names: str) -> dict[Any, Any]:
     return found
 
 
-def _numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Where the digests of this run's own side differ first, and which comparisons have no other to go with."""
-    sides = [_numbered(side, "what") for side in (then, now)]
-    changed, lonely = [], []
-    for place in dict.fromkeys([*sides[0], *sides[1]]):
-        what = place[0][0] or "comparison"
-        old, new = (side.get(place) for side in sides)
-        if old is None or new is None:
-            lonely.append(f"{what}: {'no longer compared' if new is None else 'newly compared'}")
+def _compare_numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Compare the digests of the ``actual`` side of each comparison with the earlier run's.
+
+    Returns:
+        Sentences about other numbers, and sentences about comparisons that only one run made.
+    """
+    earlier, current = _index(then, "what"), _index(now, "what")
+    changed, unpaired = [], []
+    for key in dict.fromkeys([*earlier, *current]):
+        what = key[0][0] or "comparison"
+        if key not in current:
+            unpaired.append(f"{what}: no longer compared")
             continue
-        was, has = ({tuple(row[:3]): row[3] for row in each["actual"]} for each in (old, new))
-        if places := [at for at in was.keys() & has.keys() if was[at] != has[at]]:
-            step, rank, phase = min(places, key=lambda at: page_order(*at))
-            changed.append(
-                f"{what}: other numbers than then, first at step {step}, rank {rank}, {phase}"
-            )
-        elif was.keys() != has.keys():
-            lonely.append(f"{what}: other steps, ranks or phases were compared")
-    return changed, lonely
-
-
-def _graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
-    """What made another graph, with the keys of the two: the trace, or a pass that was given the same graph as then.
-    Without keys: passes that one of the two runs did not have."""
-    sides = [
-        {each["number"]: each["passes"] for each in side if each["passes"]} for side in (then, now)
-    ]
-    for number in sorted({*sides[0], *sides[1]}):
-        old, new = (side.get(number, []) for side in sides)
-        if not old or not new:
-            what = "no passes ran, as they did then" if old else "passes ran, as none did then"
-            yield f"pipeline {number + 1}: {what}", "", ""
+        if key not in earlier:
+            unpaired.append(f"{what}: newly compared")
             continue
-        start, end = (
-            (old[at][which], new[at][which]) for at, which in ((0, "before"), (-1, "after"))
-        )
-        if start[0] != start[1]:
-            yield "the graph before all passes", *start
-        told = False
-        earlier = _numbered(old, "name")
-        for place, each in _numbered(new, "name").items():
-            was = earlier.get(place)
-            if (
-                was is not None
-                and was["before"] == each["before"]
-                and was["after"] != each["after"]
-            ):
-                told = True
-                yield f"pass {each['name']}", was["after"], each["after"]
-        if not told and start[0] == start[1] and end[0] != end[1]:
-            yield "the graph after all passes", *end
+        old = {tuple(row[:3]): row[3] for row in earlier[key]["actual"]}
+        new = {tuple(row[:3]): row[3] for row in current[key]["actual"]}
+        places = [place for place in old.keys() & new.keys() if old[place] != new[place]]
+        if places:
+            step, rank, phase = min(places, key=lambda place: page_order(*place))
+            where = f"step {step}, rank {rank}, {phase}"
+            changed.append(f"{what}: other numbers than then, first at {where}")
+        elif old.keys() != new.keys():
+            unpaired.append(f"{what}: other steps, ranks or phases were compared")
+    return changed, unpaired
 
 
-def _layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
-    """Which payload of a pipeline's result came or went, or is otherwise made up."""
-    sides = [{each["number"]: each["layouts"] for each in side} for side in (then, now)]
-    for number in sorted({*sides[0], *sides[1]}):
-        given = [side.get(number) for side in sides]
+def _pair_pipelines(
+    then: Sequence[Any], now: Sequence[Any], part: str
+) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    """Yield number, earlier ``part`` and ``part`` of each pipeline that has one in either run."""
+    old = {pipeline["number"]: pipeline[part] for pipeline in then}
+    new = {pipeline["number"]: pipeline[part] for pipeline in now}
+    for number in sorted({*old, *new}):
+        if old.get(number) or new.get(number):
+            yield number, old.get(number, []), new.get(number, [])
+
+
+def _compare_graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield where a pipeline's graph first became another: name, earlier key and key of the graph.
+
+    This is the trace, or a pass that made another graph from the same one. Passes behind it are not
+    named, since they were given another graph. Both keys are "" if only one run had passes.
+    """
+    for number, old, new in _pair_pipelines(then, now, "passes"):
+        if not new:
+            yield f"pipeline {number + 1}: no passes ran, as they did then", "", ""
+            continue
+        if not old:
+            yield f"pipeline {number + 1}: passes ran, as none did then", "", ""
+            continue
+        is_named = old[0]["before"] != new[0]["before"]
+        if is_named:
+            yield "the graph before all passes", old[0]["before"], new[0]["before"]
+        earlier = _index(old, "name")
+        for key, run in _index(new, "name").items():
+            was = earlier.get(key)
+            if was and was["before"] == run["before"] and was["after"] != run["after"]:
+                is_named = True
+                yield f"pass {run['name']}", was["after"], run["after"]
+        if not is_named and old[-1]["after"] != new[-1]["after"]:
+            yield "the graph after all passes", old[-1]["after"], new[-1]["after"]
+
+
+def _compare_layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence for the payloads of a pipeline's result that came, went, or changed."""
+    for _, *layouts in _pair_pipelines(then, now, "layouts"):
         was, has = (
-            _numbered(each[0]["sides"][0][1] if each else [], "label", "collective")
-            for each in given
+            _index(layout[0]["sides"][0][1] if layout else [], "label", "collective")
+            for layout in layouts
         )
         for what, side, other in (("payloads gone", was, has), ("new payloads", has, was)):
             labels = {label for (label, _), _ in other}
-            lonely = [name for name, nth in side if (name, nth) not in other]
-            if found := dict.fromkeys(
-                one if one not in labels else f"{how} of {one}" for one, how in lonely
-            ):
-                yield f"{what}: {', '.join(found)}"
-        for place in [place for place in was if place in has and was[place] != has[place]]:
-            (label, collective), _ = place
-            one, other = was[place], has[place]
-            names = [[slot[0] for slot in each["slots"]] for each in (one, other)]
-            told = (
-                (name, one.get(name), other.get(name))
-                for name in ("op", "dtype", "ranks", "directions")
-            )
-            fields = [f"{name} {old} became {new}" for name, old, new in told if old != new]
-            if names[0] != names[1]:
-                is_order = sorted(names[0]) == sorted(names[1])
-                fields.insert(
-                    0, "the same parameters in another order" if is_order else "other parameters"
-                )
-            yield f"{collective} of {label}: {', '.join(fields) or 'other sizes'}"
+            names = []
+            for key in side:
+                (label, collective), _ = key
+                if key not in other:
+                    names.append(f"{collective} of {label}" if label in labels else label)
+            if names:
+                yield f"{what}: {', '.join(dict.fromkeys(names))}"
+        for key, payload in was.items():
+            if key in has and has[key] != payload:
+                (label, collective), _ = key
+                changes = _describe_payload_change(payload, has[key])
+                yield f"{collective} of {label}: {', '.join(changes) or 'other sizes'}"
+
+
+def _describe_payload_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    changes = []
+    parameters = [slot[0] for slot in old["slots"]]
+    parameters_now = [slot[0] for slot in new["slots"]]
+    if sorted(parameters) != sorted(parameters_now):
+        changes.append("other parameters")
+    elif parameters != parameters_now:
+        changes.append("the same parameters in another order")
+    for name in ("op", "dtype", "ranks", "directions"):
+        if old.get(name) != new.get(name):
+            changes.append(f"{name} {old.get(name)} became {new.get(name)}")
+    return changes

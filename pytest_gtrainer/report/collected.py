@@ -1,4 +1,4 @@
-"""What a run came to, test by test: put together from the reports that reach the process that ends the run."""
+"""Tests of a run, put together from the reports that reach the process that ends the run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
-"""Outcomes as a reader wants them: failures first."""
+"""Outcomes in the order of the page: failures first."""
 SHOWN = (
     "graph_text",
     "pass",
@@ -22,7 +22,8 @@ SHOWN = (
     "golden_difference",
     "not_shown",
 )
-"""Kinds of the facts that only the report reads; ``witness`` says what they are."""
+"""Kinds of the facts that only the report reads; ``witness`` explains them."""
+_ONCE_A_TEST = ("graph_text", "schedule", "memory")
 
 
 @dataclass(slots=True)
@@ -37,35 +38,32 @@ class Test:
     shown: dict[int, list[Fact]] = field(default_factory=dict)
 
     def add(self, report: pytest.TestReport) -> None:
-        """Take in the report of a phase. A test that is run again begins anew."""
+        """Add the report of a phase; begin anew at a second setup, of a test that runs again."""
         if report.when == "setup" and any(known.when == "setup" for known in self.reports):
-            kept = (
-                "graph_text",
-                "schedule",
-                "memory",
-            )  # a witness of the whole test sends each once
-            graphs = {
-                rank: [one for one in told if one["kind"] in kept]
-                for rank, told in self.shown.items()
-            }
-            self.reports, self.facts, self.shown = [], [], graphs
+            self.reports, self.facts = [], []
+            # One witness watches all runs of a test, and sends each graph once, in the first.
+            for rank, sent in self.shown.items():
+                self.shown[rank] = [fact for fact in sent if fact["kind"] in _ONCE_A_TEST]
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
-        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", {})
-        if hasattr(report, "gt_shown"):  # of ranks, whose goldens are judged here
+        by_rank: Mapping[Any, list[Fact]] | None = getattr(report, "gt_shown", None)
+        if by_rank is not None:
+            # Ranks have sent their own; goldens are judged in the pytest process, for all of them.
             own = [fact for fact in own if fact["kind"] == "golden_difference"]
-        for rank, told in [(0, shown_only(own)), *by_rank.items()]:
-            self.shown.setdefault(int(rank), []).extend(told)
+        for rank, sent in [(0, select_shown(own)), *(by_rank or {}).items()]:
+            self.shown.setdefault(int(rank), []).extend(sent)
 
     @property
     def outcome(self) -> str:
-        """failed, error (outside the call), xpassed, xfailed, skipped or passed.
+        """The outcome: failed, error (outside the call), xpassed, xfailed, skipped or passed.
 
-        A subtest makes its test fail. Its skip or expected failure is not the test's.
+        A subtest that fails makes its test fail. Its skip or expected failure is not the test's.
         """
-        if failed := [report for report in self.reports if report.failed]:
+        failed = [report for report in self.reports if report.failed]
+        if failed:
             return "failed" if any(report.when == "call" for report in failed) else "error"
+        # By exact type: pytest's SubtestReport is a subclass, and sent as a report of the call.
         own = [report for report in self.reports if type(report) is pytest.TestReport]
         for report in own:
             if hasattr(report, "wasxfail"):
@@ -74,54 +72,59 @@ class Test:
 
     @property
     def world(self) -> str:
-        """The worlds it ran in, in words."""
+        """The worlds that the test ran in, in words."""
         worlds = (fact for fact in self.facts if fact["kind"] == "world")
         return ", ".join(dict.fromkeys(world_label(fact) for fact in worlds))
 
     @property
     def headline(self) -> str:
-        """The first line of its failure, as the terminal's short summary shows it; "" of a test that has not failed."""
-        if (failed := next((report for report in self.reports if report.failed), None)) is None:
-            return ""
-        crash = getattr(failed.longrepr, "reprcrash", None)
-        told = str(crash.message) if crash is not None else failed.longreprtext
-        return told.strip().partition("\n")[0][:300]
+        """The first line of the failure, as in the terminal's short summary, or ""."""
+        for report in self.reports:
+            if report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                message = report.longreprtext if crash is None else str(crash.message)
+                return message.strip().partition("\n")[0][:300]
+        return ""
 
-    def of(self, kind: str) -> list[Fact]:
-        """The shown facts of a kind, of the first rank that has any: graphs are the same on all, but for a rank."""
-        for told in (self.shown[rank] for rank in sorted(self.shown)):
-            if found := [fact for fact in told if fact["kind"] == kind]:
+    def find(self, kind: str) -> list[Fact]:
+        """Return the shown facts of a kind, of the lowest rank that has any.
+
+        Only one rank sends graphs, since a graph is the same on all ranks but for the rank's
+        number.
+        """
+        for rank in sorted(self.shown):
+            found = [fact for fact in self.shown[rank] if fact["kind"] == kind]
+            if found:
                 return found
         return []
 
     def comparisons(self) -> list[dict[str, Any]]:
-        """The comparisons of all ranks, the n-th of each rank as one; the first difference is the smallest."""
-        by_rank = [
-            [fact for fact in told if fact["kind"] == "comparison"]
-            for _, told in sorted(self.shown.items())
-        ]
-        joined = []
+        """Return the comparisons of all ranks, the n-th of each rank merged into one.
+
+        The first difference is that of the smallest step, then rank.
+        """
+        by_rank = []
+        for _, sent in sorted(self.shown.items()):
+            by_rank.append([fact for fact in sent if fact["kind"] == "comparison"])
+        merged = []
         for nth in zip_longest(*by_rank):
             parts = [
                 part for part in nth if part is not None
             ]  # a rank may have compared less often
-            leader = min(
-                parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2])
-            )
-            one = {
-                **leader,
-                **{count: sum(part[count] for part in parts) for count in ("tensors", "untold")},
-            }
-            one["differing"] = [key for part in parts for key in part["differing"]]
+            first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))
+            comparison = dict(first)
+            for count in ("tensors", "more"):
+                comparison[count] = sum(part[count] for part in parts)
+            comparison["differing"] = [key for part in parts for key in part["differing"]]
             for side in ("actual", "expected"):
-                rows = (tuple(row) for part in parts for row in part[side])
-                one[side] = sorted(rows, key=lambda row: page_order(*row[:3]))
-            joined.append(one)
-        return joined
+                rows = [tuple(row) for part in parts for row in part[side]]
+                comparison[side] = sorted(rows, key=lambda row: page_order(*row[:3]))
+            merged.append(comparison)
+        return merged
 
 
 def world_label(fact: Fact) -> str:
-    """A world in a reader's words.
+    """Return a world in words, from its fact.
 
     >>> world_label({"world": "ranks", "size": 8, "backend": "gloo", "device": "cpu"})
     'ranks(8, gloo on cpu)'
@@ -131,6 +134,6 @@ def world_label(fact: Fact) -> str:
     return f"{fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"
 
 
-def shown_only(told: Iterable[Fact]) -> list[Fact]:
-    """The facts that only the report reads."""
-    return [fact for fact in told if fact["kind"] in SHOWN]
+def select_shown(facts: Iterable[Fact]) -> list[Fact]:
+    """Return the facts that only the report reads."""
+    return [fact for fact in facts if fact["kind"] in SHOWN]

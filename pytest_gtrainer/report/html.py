@@ -1,7 +1,7 @@
 """The page of ``--gt-report``: one file that needs nothing else, neither a network nor a server.
 
-Details lie packed, a script tag for each test, graph and schedule. The page's script draws what is opened, so a
-thousand tests and a graph of 40,000 nodes cost a reader only what they look at.
+Details lie packed, a script tag for each test, graph and schedule. The page's script draws what is
+opened, so a thousand tests and a graph of 40,000 nodes cost a reader only what they look at.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.facts import packed
-from pytest_gtrainer.report.changes import Earlier, what_changed
+from pytest_gtrainer.report.changes import Earlier, describe_failure
 from pytest_gtrainer.report.collected import ORDER, Test
 
 _MOST_OUTPUT = 200_000  # characters of a section that the page keeps
@@ -21,7 +21,17 @@ _MOST_WORDS = 2_000
 
 @dataclass(slots=True)
 class Run:
-    """What a page or a summary is made of: tests, failures first. ``earlier`` is the page that it is compared with."""
+    """The contents of a page or a summary.
+
+    Attributes:
+        title: the headline.
+        made: the command of the run, and versions.
+        summary: the lines of the terminal's summary.
+        tests: the tests, sorted with failures first.
+        earlier: the page that the run is compared with.
+        folder: the path from the working directory to the root of the run, as "" or "tests/".
+        details: for each test what the page draws when the test is opened.
+    """
 
     title: str
     made: str
@@ -33,7 +43,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.tests = sorted(self.tests, key=lambda test: ORDER.index(test.outcome))
-        self.details = [facts.all_escaped(details_of(test, self.earlier)) for test in self.tests]
+        self.details = [facts.all_escaped(build_details(test, self.earlier)) for test in self.tests]
+        # Behind the details, which count the changes.
         if self.earlier is not None:
             self.summary = [*self.summary, self.earlier.summary({test.name for test in self.tests})]
         self.title, self.made = facts.one_line(self.title), facts.one_line(self.made)
@@ -41,135 +52,122 @@ class Run:
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """How many tests came to each outcome, failures first."""
+        """The number of tests with each outcome, failures first."""
         counts = Counter(test.outcome for test in self.tests)
         return [(name, counts[name]) for name in ORDER if counts[name]]
 
 
 def render_page(run: Run) -> str:
-    """The page, with failures first."""
+    """Return the page as HTML, failures first."""
     from jinja2 import Environment
 
-    source = resources.files(__package__) / "template"
-    style, script, body = (
-        (source / name).read_text(encoding="utf-8")
-        for name in ("report.css", "report.js", "report.html.j2")
-    )
-    texts, schedules, memories = (
-        {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
-        for kind in ("graph_text", "schedule", "memory")
-    )
+    texts: dict[str, str] = {}
+    schedules: dict[str, str] = {}
+    memories: dict[str, str] = {}
+    kinds = {"graph_text": texts, "schedule": schedules, "memory": memories}
     for test in run.tests:
-        texts |= {
-            key: text
-            for fact in test.of("golden_difference")
-            for key, text in fact["texts"].items()
-        }
+        for kind, packed_by_key in kinds.items():
+            for fact in test.find(kind):
+                packed_by_key[fact["key"]] = fact["packed"]
+        for fact in test.find("golden_difference"):
+            texts.update(fact["texts"])
     if run.earlier is not None:
-        texts |= {
-            key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs
-        }
-    tests = [_row(test, details) for test, details in zip(run.tests, run.details, strict=True)]
-    data = {
-        "texts": texts,
-        "schedules": schedules,
-        "memories": memories,
-        "style": style,
-        "script": script,
-    }
-    return (
-        Environment(autoescape=True, trim_blocks=True)
-        .from_string(body)
-        .render(run=run, tests=tests, **data)
+        for key in run.earlier.shown & run.earlier.graphs.keys():
+            texts[key] = run.earlier.graphs[key]
+    source = resources.files(__package__) / "template"
+    template = Environment(autoescape=True, trim_blocks=True).from_string(
+        (source / "report.html.j2").read_text(encoding="utf-8")
+    )
+    return template.render(
+        run=run,
+        tests=[_build_row(*each) for each in zip(run.tests, run.details, strict=True)],
+        texts=texts,
+        schedules=schedules,
+        memories=memories,
+        style=(source / "report.css").read_text(encoding="utf-8"),
+        script=(source / "report.js").read_text(encoding="utf-8"),
     )
 
 
-def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
-    """The line of a test, whose words the page's search looks through."""
-    passes = " ".join(
-        each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"]
-    )
-    changed = [each[:300] for each in [*details["changed"], *details["earlier"]["lines"]]]
-    words = facts.escaped(
-        " ".join([test.name, test.outcome, test.world, passes, test.headline, *changed])
-    )
-    time = f"{sum(report.duration for report in test.reports):.2f} s"
-    shown = {
-        "name": test.name,
-        "outcome": test.outcome,
-        "world": test.world,
-        "headline": test.headline,
-    }
+def _build_row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
+    """Build the line of a test in the list; the page's search reads its ``words``."""
+    changed = [line[:300] for line in [*details["changed"], *details["earlier"]["lines"]]]
+    words = [test.name, test.outcome, test.world]
+    for pipeline in details["pipelines"]:
+        words += [run["name"] for run in pipeline["passes"]]
+    words += [test.headline, *changed]
     return {
-        **{name: facts.one_line(text) for name, text in shown.items()},
-        "time": time,
+        "name": facts.one_line(test.name),
+        "outcome": test.outcome,
+        "world": facts.one_line(test.world),
+        "headline": facts.one_line(test.headline),
+        "time": f"{sum(report.duration for report in test.reports):.2f} s",
         "changed": changed,
-        "words": words.lower()[:_MOST_WORDS],
+        "words": facts.escaped(" ".join(words)).lower()[:_MOST_WORDS],
         "packed": packed(json.dumps(details)),
     }
 
 
-def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
-    """All that the page draws when a test is opened, and what a later run compares with."""
-    of_pipelines = [
-        fact
-        for kind in ("pass", "layout")
-        for fact in test.of(kind)
-        if fact["pipeline"] is not None
-    ]
-    layouts = [
-        fact for fact in test.of("layout") if fact["pipeline"] is None
-    ]  # two sides that were compared
-    first = min(
-        (fact["pipeline"] for fact in of_pipelines), default=0
-    )  # not 0 in a test that was run again
-    pipelines: dict[int, dict[str, Any]] = {}
-    for fact in sorted(of_pipelines, key=lambda fact: int(fact["pipeline"])):
-        number = fact["pipeline"] - first
-        one = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
-        one["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
-    goldens = [
-        {name: fact[name] for name in ("name", "keys", "changes")}
-        for fact in test.of("golden_difference")
-    ]
+def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
+    """Build what the page draws when a test is opened, and what a later run compares with."""
+    goldens = []
+    for fact in test.find("golden_difference"):
+        goldens.append({name: fact[name] for name in ("name", "keys", "changes")})
+    sections = []
+    for title, text in test.reports[-1].sections if test.reports else ():
+        more = f"\n[... {len(text) - _MOST_OUTPUT} more]" if len(text) > _MOST_OUTPUT else ""
+        sections.append([title, text[:_MOST_OUTPUT] + more])
     details: dict[str, Any] = {
         "name": test.name,
         "outcome": test.outcome,
-        "changed": what_changed(test),
+        "changed": describe_failure(test),
         "goldens": goldens,
         "earlier": {"lines": [], "graphs": []},
         "failures": [
             [report.when, report.longreprtext] for report in test.reports if report.failed
         ],
         "comparisons": test.comparisons(),
-        "layouts": layouts,
-        "pipelines": list(pipelines.values()),
-        "memories": [fact["key"] for fact in test.of("memory") if fact["asked"]],
-        "said": _said(test),
-        "sections": [],
+        # Layouts of no pipeline are pairs that the test compared.
+        "layouts": [fact for fact in test.find("layout") if fact["pipeline"] is None],
+        "pipelines": _build_pipelines(test),
+        "memories": [fact["key"] for fact in test.find("memory") if fact["asked"]],
+        "said": _describe_checks(test),
+        "sections": sections,
     }
-    for title, text in test.reports[-1].sections if test.reports else ():
-        more = f"\n[... {len(text) - _MOST_OUTPUT} more]" if len(text) > _MOST_OUTPUT else ""
-        details["sections"].append([title, text[:_MOST_OUTPUT] + more])
     if earlier is not None:
-        graphs = {fact["key"]: fact["packed"] for fact in test.of("graph_text")}
+        graphs = {fact["key"]: fact["packed"] for fact in test.find("graph_text")}
         details["earlier"] = earlier.compare(test, details, graphs)
     return details
 
 
-def _said(test: Test) -> list[str]:
-    """Goldens, verdicts and skips in a line each, and what the page could not show."""
+def _build_pipelines(test: Test) -> list[dict[str, Any]]:
+    """Build a dict for each pipeline: its number from 0, facts of its passes and layouts."""
+    found = [*test.find("pass"), *test.find("layout")]
+    found = [fact for fact in found if fact["pipeline"] is not None]
+    found.sort(key=lambda fact: int(fact["pipeline"]))
+    pipelines: dict[int, dict[str, Any]] = {}
+    for fact in found:
+        # The witness counts on if a test runs again, and a later run is compared by these numbers.
+        number = fact["pipeline"] - found[0]["pipeline"]
+        pipeline = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
+        pipeline["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
+    return list(pipelines.values())
+
+
+def _describe_checks(test: Test) -> list[str]:
+    """Describe goldens, verdicts, skips and rules in a line each, and what the page cannot show."""
     lines = []
     for fact in test.facts:
-        if fact["kind"] == "golden":
-            lines.append(f"golden {fact['name']}: {fact['outcome']}")
-        elif fact["kind"] == "verdict":
-            lines.append(
-                f"verdict{' on ' + fact['what'] if fact.get('what') else ''}: {fact['outcome']}"
-            )
-        elif fact["kind"] == "skip":
-            lines.append(f"skipped: {fact['cause']}")
-        elif fact["kind"] == "conformance":
-            lines.append("rule {rule} ({says}) of {pass}: {result}. {why}".format(**fact))
-    lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]
+        match fact["kind"]:
+            case "golden":
+                lines.append(f"golden {fact['name']}: {fact['outcome']}")
+            case "verdict":
+                what = f" on {fact['what']}" if fact.get("what") else ""
+                lines.append(f"verdict{what}: {fact['outcome']}")
+            case "skip":
+                lines.append(f"skipped: {fact['cause']}")
+            case "conformance":
+                lines.append("rule {rule} ({says}) of {pass}: {result}. {why}".format(**fact))
+    for fact in test.find("not_shown"):
+        lines.append(f"not shown: {fact['what']}: {fact['why']}")
     return lines

@@ -1,4 +1,4 @@
-"""The summary of ``--gt-summary`` in Markdown, short enough for a pull request or the page of a CI job."""
+"""The summary of ``--gt-summary``: Markdown for a pull request or the page of a CI job."""
 
 import html
 import re
@@ -11,80 +11,82 @@ from pytest_gtrainer.report.html import Run
 
 MOST_TESTS = 50
 _LINKED = re.compile(r"@[\w-]|#\d|\bGH-\d|:[\w+-]+:")
+_MARKS = re.compile(r"([\\`*_\[\]#|~@$])")
 _MOST_OUTPUT = 3_000
-"""Characters of a failure: with all of them a summary stays below the 1 MiB that a job's page on GitHub takes."""
+"""Characters of a failure. A job's page on GitHub takes 1 MiB, so 50 failures fit."""
 
 
 def render_summary(run: Run) -> str:
-    """Counts, the run's own lines, each failed test with what changed, and what changed in those that passed."""
+    """Return counts, the summary of the run, failed tests, and passed tests that changed."""
     counts = ", ".join(f"{count} {name}" for name, count in run.counts) or "no tests"
     parts = [f"## {text(run.title)}: {counts}", text(run.made)]
     if run.summary:
         parts.append(fenced("\n".join(run.summary)))
-    told = list(zip(run.tests, run.details, strict=True))
-    failed = [pair for pair in told if pair[0].outcome in BAD]
-    changed = [pair for pair in told if pair[0].outcome not in BAD and pair[1]["earlier"]["lines"]]
-    for title, pairs in (("Failed", failed), ("Changed since the earlier report", changed)):
-        if pairs:
+    failed, changed = [], []
+    for test, details in zip(run.tests, run.details, strict=True):
+        if test.outcome in BAD:
+            failed.append((test, details))
+        elif details["earlier"]["lines"]:
+            changed.append((test, details))
+    for title, tests in (("Failed", failed), ("Changed since the earlier report", changed)):
+        if tests:
             parts.append(f"### {title}")
-            for test, details in pairs[:MOST_TESTS]:
-                headline = [test.headline] if test.headline else []
-                lines = [*headline, *details["changed"], *details["earlier"]["lines"]]
-                parts.append(_entry(test, lines, run.folder))
-        if len(pairs) > MOST_TESTS:
-            parts.append(f"… and {len(pairs) - MOST_TESTS} more.")
+        for test, details in tests[:MOST_TESTS]:
+            lines = [*details["changed"], *details["earlier"]["lines"]]
+            if test.headline:
+                lines.insert(0, test.headline)
+            parts.append(_render_test(test, lines, run.folder))
+        if len(tests) > MOST_TESTS:
+            parts.append(f"… and {len(tests) - MOST_TESTS} more.")
     return "\n\n".join(parts) + "\n"
 
 
-def _entry(test: Test, lines: list[str], folder: str) -> str:
+def _render_test(test: Test, lines: list[str], folder: str) -> str:
     where = f", {text(test.world)}" if test.world else ""
+    parts = [f"**{code(test.name)}** {test.outcome}{where}\n"]
+    parts += [f"- {text(line)}" for line in lines]
     failure = next((report.longreprtext for report in test.reports if report.failed), "")
-    parts = [
-        "\n".join(
-            [
-                f"**{code(test.name)}** {test.outcome}{where}",
-                "",
-                *(f"- {text(line)}" for line in lines),
-            ]
-        )
-    ]
     if failure:
-        half = _MOST_OUTPUT // 2  # its beginning says what it is, its end what to do
-        cut = (
-            failure if len(failure) <= _MOST_OUTPUT else f"{failure[:half]}\n[…]\n{failure[-half:]}"
-        )
-        again = f"Run it again: {code(shlex.join(['pytest', folder + test.name]))}"
-        parts.append(
-            f"<details><summary>The failure</summary>\n\n{fenced(cut)}\n\n{again}\n\n</details>"
-        )
-    return "\n\n".join(parts)
+        if len(failure) > _MOST_OUTPUT:
+            # The beginning of a message names the failure, the end says what to do.
+            half = _MOST_OUTPUT // 2
+            failure = f"{failure[:half]}\n[…]\n{failure[-half:]}"
+        again = code(shlex.join(["pytest", folder + test.name]))
+        parts += [
+            f"\n<details><summary>The failure</summary>\n\n{fenced(failure)}\n",
+            f"Run it again: {again}\n\n</details>",
+        ]
+    return "\n".join(parts)
 
 
-def text(told: str) -> str:
-    """Return ``told`` on one line, without markup, mentions (``@name``), issues (``#12``) and emoji (``:name:``).
+def text(content: str) -> str:
+    """Return ``content`` on one line without markup, mentions, issues and emoji.
 
-    GitHub links mentions and issues even if their marks are escaped; it does not inside code.
+    GitHub links mentions (``@name``) and issues (``#12``), and replaces ``:name:``, even behind a
+    backslash. It does not inside code.
 
     >>> print(text("a_b <c> *d* @e"))
     a\\_b &lt;c&gt; \\*d\\* `@e`
     """
-    marks = re.compile(r"([\\`*_\[\]#|~@$])")
-    return " ".join(
-        code(word) if _LINKED.search(word) else html.escape(marks.sub(r"\\\1", word), quote=False)
-        for word in escaped(told).split()
-    )
+    words = []
+    for word in escaped(content).split():
+        if _LINKED.search(word):
+            words.append(code(word))
+        else:
+            words.append(html.escape(_MARKS.sub(r"\\\1", word), quote=False))
+    return " ".join(words)
 
 
-def code(told: str) -> str:
-    """A text as inline code, whatever backticks it holds."""
-    told = escaped(told)
-    ticks = "`" * (1 + max(map(len, re.findall("`+", told)), default=0))
-    space = " " if "`" in told else ""
-    return f"{ticks}{space}{' '.join(told.split())}{space}{ticks}"
+def code(content: str) -> str:
+    """Return ``content`` as inline code, in more backticks than it holds."""
+    content = escaped(content)
+    ticks = "`" * (1 + max(map(len, re.findall("`+", content)), default=0))
+    space = " " if "`" in content else ""
+    return f"{ticks}{space}{' '.join(content.split())}{space}{ticks}"
 
 
-def fenced(told: str) -> str:
-    """A text as a block of code, whatever fences it holds."""
-    told = escaped(told)
-    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", told)), default=0))
-    return f"{ticks}text\n{told}\n{ticks}"
+def fenced(content: str) -> str:
+    """Return ``content`` as a block of code, in a longer fence than it holds."""
+    content = escaped(content)
+    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", content)), default=0))
+    return f"{ticks}text\n{content}\n{ticks}"

@@ -1,8 +1,8 @@
-"""``--gt-report``, ``--gt-summary``, ``--gt-report-against``, ``--junitxml``, ``--gt-bisect``, and tables of verdicts.
+"""The plugins for ``--gt-report``, ``--gt-summary``, ``--junitxml``, ``--gt-bisect`` and verdicts.
 
-A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, ``gt_verdict``, ``gt_golden`` and
-``gt_digest``: of each comparison of two records one digest a step and side, over all phases and ranks. Two CI runs
-whose digests agree have trained alike.
+A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, ``gt_verdict``,
+``gt_golden`` and ``gt_digest``: for each comparison of two records one digest a step and side, over
+all phases and ranks. Two CI runs whose digests agree have trained alike.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -30,14 +30,14 @@ TABLE = "differences.tsv"
 
 @contextmanager
 def witnessed(item: pytest.Item) -> Iterator[None]:
-    """Take down what a test shows inside the block, if this run wants it: digests on every rank, graphs on one."""
+    """Record what a test shows inside the block, if this run has a report or a JUnit file.
+
+    Every rank records digests; rank 0 records graphs too.
+    """
     worker = getattr(item.config, "workerinput", {})
     wants_graphs = options.wants_report(item.config)
-    if (
-        not wants_graphs
-        and not worker.get("gt_digests")
-        and not item.config.getoption("xmlpath", None)
-    ):
+    wants_digests = worker.get("gt_digests") or item.config.getoption("xmlpath", None)
+    if not wants_graphs and not wants_digests:
         yield
         return
     spec = valid_spec_of(item)
@@ -50,15 +50,22 @@ def witnessed(item: pytest.Item) -> Iterator[None]:
 
 
 class ReportPlugin:
-    """``gtrainer-report``: gathers reports, writes page and summary where the run ends; UsageError for a bad path."""
+    """``gtrainer-report``: gathers reports, and writes page and summary when the run ends.
+
+    Raises:
+        pytest.UsageError: a path is a directory, or its directory cannot be made.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config, here = config, config.invocation_params.dir
+        self.config = config
         self._tests: dict[str, Test] = {}
         self._is_written = False
         self.paths: dict[str, Path] = {}
+        here = config.invocation_params.dir
+        # A wrong path ends the run here, not after hours of tests.
         for option, example in (("report", "report.html"), ("summary", "summary.md")):
-            if (given := options.get(config, option)) is None:
+            given = options.get(config, option)
+            if given is None:
                 continue
             path = self.paths[option] = Path(here, given)
             if path.is_dir():
@@ -80,11 +87,18 @@ class ReportPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be collected has no tests to be missed by: it is told as an error of its own."""
+        """Add a file that cannot be collected as an error, since none of its tests shows up."""
         if report.failed:
             place = report.nodeid, None, report.nodeid
-            told = pytest.TestReport(report.nodeid, place, {}, "failed", report.longrepr, "collect")  # type: ignore[arg-type]
-            self._tests.setdefault(report.nodeid, Test(report.nodeid)).add(told)
+            error = pytest.TestReport(
+                report.nodeid,
+                place,
+                {},
+                "failed",
+                report.longrepr,
+                "collect",  # type: ignore[arg-type]
+            )
+            self.pytest_runtest_logreport(error)
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -93,118 +107,125 @@ class ReportPlugin:
             terminalreporter.write_line(facts.one_line(f"gtrainer: {line}"), red=is_problem)
 
     def pytest_unconfigure(self) -> None:
-        if not self._is_written:  # without a terminal nobody asked for the summary
+        # pytest calls no terminal summary with ``-p no:terminal``.
+        if not self._is_written:
             self._write()
 
     def _write(self) -> list[tuple[str, bool]]:
-        """Write what is wanted; returns what to say, each with whether it is a problem."""
+        """Write the wanted files. Return lines for the terminal, with True for a problem."""
         from pytest_gtrainer.report.html import Run, render_page
         from pytest_gtrainer.report.markdown import render_summary
 
         here = Path(self.config.invocation_params.dir)
-        shown = {
-            name: path.relative_to(here) if path.is_relative_to(here) else path
-            for name, path in self.paths.items()
-        }
-        if not self._tests:  # what an earlier run has written stays
+        shown = {}
+        for name, path in self.paths.items():
+            shown[name] = path.relative_to(here) if path.is_relative_to(here) else path
+        if not self._tests:  # the file of an earlier run is kept
             return [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
         summary = self.config.pluginmanager.getplugin("gtrainer-summary")
-        lines = summary.lines() if summary is not None else []
-        title = f"pytest-gtrainer: {self.config.rootpath.name}"
         folder = os.path.relpath(self.config.rootpath, here)
-        folder = "" if folder == "." else f"{folder}/"
-        tests = list(self._tests.values())
-        writers: dict[str, Callable[[Run], str]] = {
-            "report": render_page,
-            "summary": render_summary,
-        }
-        said = []
+        writers = {"report": render_page, "summary": render_summary}
+        lines = []
         try:
-            run = Run(title, made_by(self.config), lines, tests, self.earlier, folder)
-            if self.earlier is not None:
-                said.append((run.summary[-1], False))
-            for name, path in shown.items():
-                content = writers[name](run).encode("utf-8", "backslashreplace")
-                # a job's page on GitHub takes several summaries in one file
-                is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(
-                    self.paths[name]
-                )
-                with self.paths[name].open("ab" if is_more else "wb") as file:
-                    file.write(content)
-                said.append((f"{name} in {path}", False))
-        except Exception as error:  # whatever it is, the run has ended and its result stands
-            said.append(
-                (f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True)
+            run = Run(
+                title=f"pytest-gtrainer: {self.config.rootpath.name}",
+                made=describe_run(self.config),
+                summary=summary.lines() if summary is not None else [],
+                tests=list(self._tests.values()),
+                earlier=self.earlier,
+                folder="" if folder == "." else f"{folder}/",
             )
-        return said
+            if self.earlier is not None:
+                lines.append((run.summary[-1], False))
+            for name, path in self.paths.items():
+                content = writers[name](run).encode("utf-8", "backslashreplace")
+                # The page of a job on GitHub is one file, to which each step appends.
+                is_job_page = str(path) == os.environ.get("GITHUB_STEP_SUMMARY")
+                with path.open("ab" if name == "summary" and is_job_page else "wb") as file:
+                    file.write(content)
+                lines.append((f"{name} in {shown[name]}", False))
+        except Exception as error:  # the run has ended, and its result stands without a page
+            wanted = " and ".join(shown) or "comparison"
+            lines.append((f"no {wanted}: {type(error).__name__}: {error}", True))
+        return lines
 
 
-def made_by(config: pytest.Config) -> str:
-    """The command of a run, and the versions that it ran with."""
-    versions = [
-        f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")
-    ]
-    versions += [f"{name} {value}" for name, value in extensions.environment(config).items()]
+def describe_run(config: pytest.Config) -> str:
+    """Return the command of a run and the versions that it ran with."""
+    parts = []
+    for name in ("pytest-gtrainer", "torch", "pytest"):
+        parts.append(f"{name} {metadata.version(name)}")
+    for name, value in extensions.environment(config).items():
+        parts.append(f"{name} {value}")
+    parts += [f"Python {platform.python_version()}", platform.machine()]
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
-    return f"{command} · {', '.join(versions)}, Python {platform.python_version()}, {platform.machine()}"
+    return f"{command} · {', '.join(parts)}"
 
 
 class JUnitProperties:
-    """Adds properties to a test's last report, in the process that ran the test."""
+    """Adds properties to the last report of a test, in the process that ran the test."""
 
     def __init__(self) -> None:
         self._tests: dict[str, Test] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if hasattr(report, "node"):  # from a worker of xdist, which has added them
+        if hasattr(report, "node"):  # set by xdist: the worker has added the properties
             return
         test = self._tests.setdefault(report.nodeid, Test(report.nodeid))
         test.add(report)
         if report.when == "teardown":
-            report.user_properties = [*report.user_properties, *properties_of(test)]
+            report.user_properties = [*report.user_properties, *junit_properties(test)]
             del self._tests[report.nodeid]
 
 
-def properties_of(test: Test) -> Iterator[tuple[str, str]]:
-    """Name and value of each property; the same name may come several times."""
-    if worlds := [fact for fact in test.facts if fact["kind"] == "world"]:
+def junit_properties(test: Test) -> Iterator[tuple[str, str]]:
+    """Yield the properties of a test as name and value; a name may come several times."""
+    sizes = [fact["size"] for fact in test.facts if fact["kind"] == "world"]
+    if sizes:
         yield "gt_world", test.world
-        yield "gt_ranks", str(max(fact["size"] for fact in worlds))
+        yield "gt_ranks", str(max(sizes))
     for fact in test.facts:
         if fact["kind"] == "golden":
             yield "gt_golden", f"{fact['name']}: {fact['outcome']}"
         elif fact["kind"] == "verdict":
             yield "gt_verdict", f"{fact.get('what') or 'comparison'}: {fact['outcome']}"
     for comparison in test.comparisons():
-        sides = {side: digests_by_step(comparison[side]) for side in ("actual", "expected")}
-        for step in sorted({step for steps in sides.values() for step in steps}):
-            told = ", ".join(
-                f"{side} {steps[step]}" for side, steps in sides.items() if step in steps
-            )
-            yield "gt_digest", f"{comparison['what'] or 'comparison'}, step {step}: {told}"
+        by_step: dict[int, list[str]] = {}
+        for side in ("actual", "expected"):
+            for step, digest in digests_by_step(comparison[side]).items():
+                by_step.setdefault(step, []).append(f"{side} {digest}")
+        for step, digests in sorted(by_step.items()):
+            what = comparison["what"] or "comparison"
+            yield "gt_digest", f"{what}, step {step}: {', '.join(digests)}"
 
 
 def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
-    """One digest for each step of a table of ``step, rank, phase, digest``."""
+    """Return one digest for each step, from rows of ``step, rank, phase, digest``."""
     lines: dict[int, list[str]] = {}
-    for step, rank, phase, told in rows:
-        lines.setdefault(step, []).append(f"{phase} {rank} {told}")
-    return {
-        step: hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
-        for step, told in lines.items()
-    }
+    for step, rank, phase, digest in rows:
+        lines.setdefault(step, []).append(f"{phase} {rank} {digest}")
+    digests = {}
+    for step, of_step in lines.items():
+        digests[step] = hashlib.sha256("\n".join(of_step).encode()).hexdigest()[:16]
+    return digests
 
 
 class VerdictTables:
-    """Of the verdict that a test failed with: its table, if ``--gt-artifacts`` says where, and how to find the pass."""
+    """Adds sections to a test that failed with a verdict.
+
+    One names the file with the whole table, if ``--gt-artifacts`` is set. The other names the
+    command that finds the pass, if the test ran passes.
+    """
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._rewrote = False
-        with facts.watching(
-            {"graph_passes": lambda given, result: setattr(self, "_rewrote", True)}
-        ):
+        self._ran_passes = False
+
+        def note(given: object, result: object) -> None:
+            self._ran_passes = True
+
+        with facts.watching({"graph_passes": note}):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -212,38 +233,35 @@ class VerdictTables:
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, Any, Any]:
         report = yield
-        comparing = sys.modules.get(
-            "pytest_gtrainer.numerics.compare"
-        )  # a test that compares has imported it
-        if (
-            report.failed
-            and comparing
-            and call.excinfo
-            and isinstance(call.excinfo.value, comparing.VerdictError)
-        ):
-            from pytest_gtrainer.numerics.verdict import table
+        # Not imported here, for it imports torch; a test that compares has imported it.
+        comparing = sys.modules.get("pytest_gtrainer.numerics.compare")
+        error = call.excinfo.value if call.excinfo else None
+        if not report.failed or not comparing or not isinstance(error, comparing.VerdictError):
+            return report
+        from pytest_gtrainer.numerics.verdict import table
 
-            if (
-                path := artifacts.save_or_warn(item, TABLE, table(call.excinfo.value.verdict))
-            ) is not None:
-                report.sections.append(
-                    ("gtrainer differences", f"all of them: {artifacts.shown(path)}")
-                )
-            is_different = call.excinfo.value.verdict.outcome == "different"
-            if is_different and self._rewrote and not options.get(item.config, "bisect"):
-                again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
-                report.sections.append(("gtrainer next", f"which pass it was: {again}"))
+        verdict = error.verdict
+        path = artifacts.save_or_warn(item, TABLE, table(verdict))
+        if path is not None:
+            saved = f"all of them: {artifacts.shown(path)}"
+            report.sections.append(("gtrainer differences", saved))
+        is_different = verdict.outcome == "different"
+        if is_different and self._ran_passes and not options.get(item.config, "bisect"):
+            again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
+            report.sections.append(("gtrainer next", f"which pass it was: {again}"))
         return report
 
 
 class BisectPlugin:
-    """``--gt-bisect``: bisects a failed comparison over passes; costs a copy of the inputs, and of a graph a pass."""
+    """``--gt-bisect``: bisects a failed comparison over passes.
+
+    It costs a copy of the inputs, and a copy of the graph for each pass.
+    """
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        if (
-            "torch" not in sys.modules
-        ):  # a test that rewrites graphs has imported it while it was collected
+        # A test that rewrites graphs has imported torch while it was collected.
+        if "torch" not in sys.modules:
             return (yield)
         from pytest_gtrainer.bisect import PassWitness
 

@@ -1,15 +1,18 @@
-"""The schedule of a graph as a picture: what would run when, under a stated cost model, a roofline.
+"""The schedule of a graph as a picture: when its nodes would run under a cost model, a roofline.
 
-One lane computes, in the order of the graph; each process group has its own lane. A collective starts when the compute
-lane reaches its launch and its own lane is free. A wait stops the compute lane until the collective has ended: this
-time is *exposed*, the rest of the communication is *overlapped* with compute. Nothing is measured, and no machine is
-predicted. Coarse: no fusion, a view costs nothing, a nested graph costs the bytes of its operands and results, and
-groups do not share a link.
+One lane computes, in the order of the graph; each process group has its own lane. A collective
+starts when the compute lane reaches its launch and its own lane is free. A wait stops the compute
+lane until the collective has ended: this time is *exposed*, the rest of the communication is
+*overlapped* with compute. Nothing is measured, and no machine is predicted. Coarse: no fusion, a
+view costs nothing, a nested graph costs the bytes of its operands and results, and groups do not
+share a link.
 
-- compute: ``max(flops / flops_per_second, bytes / bytes_per_second) + overhead``, with the bytes of all operands and
-  results. ``torch.utils.flop_counter`` counts products, convolutions and attention; other operators count as bytes.
-- collective of n ranks: ``latency + wire / link``. A rank puts on the wire ``(n-1)/n`` of the larger side of an
-  all-gather, reduce-scatter or all-to-all, twice that for an all-reduce, and all of a broadcast or a send.
+- compute: ``max(flops / flops_per_second, bytes / bytes_per_second) + overhead``, with the bytes of
+  all operands and results. ``torch.utils.flop_counter`` counts products, convolutions and
+  attention; other operators count as bytes.
+- collective of n ranks: ``latency + wire / link``. A rank puts on the wire ``(n-1)/n`` of the
+  larger side of an all-gather, reduce-scatter or all-to-all, twice that for an all-reduce, and all
+  of a broadcast or a send.
 
 >>> from pytest_gtrainer.graphtext import parse
 >>> gm = parse('''fsdp = group(range(0, 2))
@@ -24,8 +27,8 @@ groups do not share a link.
 ...   out[0] = wait_tensor
 ...   out[1] = sin
 ... ''')
->>> told = timeline(gm, CostModel(bytes_per_second=4e9, link=1e9, overhead=0.0, latency=0.0))
->>> print(told.summary)
+>>> schedule = timeline(gm, CostModel(bytes_per_second=4e9, link=1e9, overhead=0.0, latency=0.0))
+>>> print(schedule.summary)
 compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 ms: 2.00 ms in all
 """
 
@@ -43,7 +46,7 @@ from pytest_gtrainer.graph.collectives import group_of, kind_of
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graph.packing import nbytes_of
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of
+from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
 from pytest_gtrainer.graphtext.scopes import is_computed
 
@@ -77,44 +80,40 @@ class CostModel:
                 )
 
     def __str__(self) -> str:
-        said = f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s"
         return (
-            f"{said}, {self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
+            f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, "
+            f"link {self.link:.3g} B/s, {self.overhead * 1e6:g} µs a kernel, "
+            f"{self.latency * 1e6:g} µs a collective"
         )
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """How long a node computes; 0 for views and the arithmetic of sizes."""
+        """Return the seconds that a node computes; 0 for views and the arithmetic of sizes."""
         if is_free(node):
             return 0.0
-        moved = sum(nbytes_of(part.meta.get("val")) for part in (*node.all_input_nodes, node))
-        return (
-            max(flops_of(node) / self.flops_per_second, moved / self.bytes_per_second)
-            + self.overhead
-        )
+        nbytes = sum(nbytes_of(part.meta.get("val")) for part in (*node.all_input_nodes, node))
+        roofline = max(flops_of(node) / self.flops_per_second, nbytes / self.bytes_per_second)
+        return roofline + self.overhead
 
     def collective_seconds(self, launch: fx.Node, ranks: int) -> float:
-        """How long a collective of so many ranks communicates."""
+        """Return the seconds that a collective of ``ranks`` ranks communicates."""
         share = (ranks - 1) / max(ranks, 1)
         trips = {"": 1.0, "broadcast": 1.0, "all_reduce": 2 * share}.get(kind_of(launch), share)
-        wire = trips * nbytes_of(payload_of(launch))
-        return self.latency + wire / self.link
+        return self.latency + trips * nbytes_of(payload_of(launch)) / self.link
 
 
 def flops_of(node: fx.Node) -> float:
-    """Floating-point operations by torch's formula for the operator; 0 where it has none."""
+    """Return a node's flops by torch's formula; 0 without a formula or with unknown sizes."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
     try:
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda operand: operand.meta.get("val")
-        )
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
         if formula is not None:
-            counted = formula(*args, **kwargs, out_val=node.meta.get("val"))
-            return (
-                float(counted) if isinstance(counted, int | float) else 0.0
-            )  # of a size that only the run knows
+            flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
+            # A SymInt is the product of sizes that are known only when the graph runs.
+            return float(flops) if isinstance(flops, int | float) else 0.0
+        # The registry has attention of CUDA alone, and traces on CPU have this operator.
         if getattr(node.target, "__name__", "").startswith(_CPU_ATTENTION + ".default"):
             return float(sdpa_flop_count(*(operand.shape for operand in args[:3])))
-    # sizes that are not known numbers
+    # Formulas compare and assert sizes, which fails if they are missing or depend on data.
     except (TypeError, ValueError, AssertionError, AttributeError, GuardOnDataDependentSymNode):
         pass
     return 0.0
@@ -122,7 +121,12 @@ def flops_of(node: fx.Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds in a lane ("compute" or a group's symbol), of kind "compute", "collective", or "exposed" in a wait."""
+    """An interval of seconds in a lane.
+
+    Attributes:
+        lane: "compute" or the symbol of a process group.
+        kind: "compute", "collective", or "exposed" for the time in a wait.
+    """
 
     lane: str
     start: float
@@ -133,7 +137,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of a graph's schedule, in the order of the graph, and what they were computed from."""
+    """The spans of a graph's schedule in the order of the graph, and their cost model."""
 
     spans: tuple[Span, ...]
     model: CostModel
@@ -145,7 +149,7 @@ class Timeline:
         return tuple(dict.fromkeys([COMPUTE, *(span.lane for span in self.spans)]))
 
     def total(self, kind: str) -> float:
-        """Seconds of all spans of a kind."""
+        """Return the seconds of all spans of a kind."""
         return sum(span.duration for span in self.spans if span.kind == kind)
 
     @property
@@ -156,61 +160,52 @@ class Timeline:
     @property
     def overlapped(self) -> float:
         """Seconds of communication, of all lanes, beyond those that are exposed."""
-        return max(
-            0.0, self.total("collective") - self.exposed
-        )  # sums in another order may differ by a bit
+        # Both sums are rounded, so their difference may fall a bit below zero.
+        return max(0.0, self.total("collective") - self.exposed)
 
     @property
     def summary(self) -> str:
         """The sums in one line."""
-        parts = (
-            self.total("compute"),
-            self.total("collective"),
-            self.overlapped,
-            self.exposed,
-            self.seconds,
+        compute, communication, overlapped, exposed, total = (
+            f"{1000 * seconds:.2f} ms"
+            for seconds in (
+                self.total("compute"),
+                self.total("collective"),
+                self.overlapped,
+                self.exposed,
+                self.seconds,
+            )
         )
-        told = [f"{1000 * seconds:.2f} ms" for seconds in parts]
-        return "compute {}, communication {}, of it overlapped {}, exposed {}: {} in all".format(
-            *told
+        return (
+            f"compute {compute}, communication {communication}, of it overlapped {overlapped}, "
+            f"exposed {exposed}: {total} in all"
         )
 
     def merged(self) -> list[Span]:
-        """The spans with neighbours of one lane, kind and label as one: what a picture needs."""
-        found: list[Span] = []
+        """Return the spans by lane and time, with adjacent compute spans of one label merged."""
+        spans: list[Span] = []
         for span in sorted(self.spans, key=lambda span: (self.lanes.index(span.lane), span.start)):
-            last = found[-1] if found and span.kind == COMPUTE else None
-            is_same = last and (last.lane, last.kind, last.label) == (
-                span.lane,
-                span.kind,
-                span.label,
-            )
-            if last and is_same and span.start <= last.start + last.duration + 1e-12:
-                found[-1] = replace(last, duration=span.start + span.duration - last.start)
-            else:
-                found.append(span)
-        return found
+            if spans and span.kind == COMPUTE:
+                last = spans[-1]
+                is_same = (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
+                if is_same and span.start <= last.start + last.duration + 1e-12:
+                    spans[-1] = replace(last, duration=span.start + span.duration - last.start)
+                    continue
+            spans.append(span)
+        return spans
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The Trace Event Format that chrome://tracing and Perfetto read; times in microseconds."""
+        """Return the Trace Event Format of chrome://tracing and Perfetto; times in microseconds."""
         lanes = {lane: number for number, lane in enumerate(self.lanes)}
-        names = [
-            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
-            for lane, number in lanes.items()
-        ]
-        spans = [
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": lanes[span.lane],
-                "ts": span.start * 1e6,
-                "dur": span.duration * 1e6,
-                "name": span.label,
-                "cat": span.kind,
-            }
-            for span in self.spans
-        ]
-        return {"traceEvents": [*names, *spans], "otherData": {"cost model": str(self.model)}}
+        events: list[dict[str, Any]] = []
+        for lane, number in lanes.items():
+            name = {"name": "thread_name", "args": {"name": lane}}
+            events.append({"ph": "M", "pid": 0, "tid": number, **name})
+        for span in self.spans:
+            times = {"ts": span.start * 1e6, "dur": span.duration * 1e6}
+            place = {"ph": "X", "pid": 0, "tid": lanes[span.lane]}
+            events.append({**place, **times, "name": span.label, "cat": span.kind})
+        return {"traceEvents": events, "otherData": {"cost model": str(self.model)}}
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write ``to_chrome_trace`` to a file."""
@@ -224,21 +219,27 @@ def timeline(
     mesh: Mapping[str, int] | None = None,
     names: Names | None = None,
 ) -> Timeline:
-    """What would run when, under a cost model. ``mesh`` names the groups and ``names`` the inputs, as in
-    ``graphtext.render``.
+    """Schedule a graph under a cost model, in one walk over its nodes.
 
-    An operator that uses a collective's result without a wait is held until it has ended.
-    Cost: one walk over the nodes.
+    An operator that uses a collective's result without a wait is held until the collective has
+    ended.
+
+    Args:
+        gm: a graph of any tracer, with fake values on its nodes.
+        model: the rates; by default those of ``CostModel()``.
+        mesh: dimensions of the mesh, which name the groups, as in ``graphtext.render``.
+        names: what the inputs are, if the graph does not say it.
 
     Raises:
-        ValueError: what a collective costs is not known: its group, or what it moves, is not told by the graph.
+        ValueError: the cost of a collective is not known: the graph does not say its group or its
+            payload.
     """
     gm = adopted(gm, names)
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
-    now = 0.0  # of the compute lane
-    free: dict[str, float] = {}  # when each group's lane is
-    ends: dict[fx.Node, float] = {}  # of collectives
+    now = 0.0  # the time of the compute lane
+    free: dict[str, float] = {}  # when the lane of a group is free, by its symbol
+    ends: dict[fx.Node, float] = {}  # when a collective ends
     spans = []
     for node in gm.graph.nodes:
         if not is_computed(node):
@@ -246,32 +247,22 @@ def timeline(
         if is_launch(node):
             group = groups.get(group_of(node) or "")
             if group is None or not group.ranks or not payload_of(node):
-                told = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
-                if group is None or group.ranks:
-                    raise ValueError(
-                        f"{told}: what it moves, or in which group, is not known from its operands"
-                    )
-                unknown = f"the ranks of its group {group.symbol} are not known here"
-                raise ValueError(f"{told}: {unknown}, in the world of its trace they are")
+                raise _unknown_cost(node, group)
             lane = group.symbol
             seconds = model.collective_seconds(node, len(group.ranks))
             start = max(now, free.get(lane, 0.0))
-            spans.append(
-                Span(
-                    lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"
-                )
-            )
+            label = f"{operator_of(node).short} {_place(node)}"
+            spans.append(Span(lane, start, seconds, label, "collective"))
             free[lane] = ends[node] = start + seconds
             continue
-        needs = operands_of(node)  # of a collective that no wait stands behind
         if is_wait(node):
-            # of a coalesced collective the launch lies behind one of its outputs
-            operands = node.all_input_nodes
-            needs = [
-                *operands,
-                *(behind for operand in operands for behind in operand.all_input_nodes),
-            ]
-        ended = max((ends.get(launch, 0.0) for launch in needs), default=0.0)
+            # A coalesced collective returns a list: the wait reads a getitem that reads it.
+            launches = list(node.all_input_nodes)
+            for operand in node.all_input_nodes:
+                launches += operand.all_input_nodes
+        else:
+            launches = operands_of(node)  # a collective without a wait, used directly
+        ended = max((ends.get(launch, 0.0) for launch in launches), default=0.0)
         if ended > now:
             spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
             now = ended
@@ -280,6 +271,18 @@ def timeline(
             spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
             now += seconds
     return Timeline(tuple(spans), model, max([now, *free.values()]))
+
+
+def _unknown_cost(node: fx.Node, group: Group | None) -> ValueError:
+    collective = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
+    if group is None or group.ranks:
+        why = "what it moves, or in which group, is not known from its operands"
+    else:
+        why = (
+            f"the ranks of its group {group.symbol} are not known here, "
+            "in the world of its trace they are"
+        )
+    return ValueError(f"{collective}: {why}")
 
 
 def _place(node: fx.Node) -> str:

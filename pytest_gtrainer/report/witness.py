@@ -1,19 +1,21 @@
-"""What the report shows of a test, taken down where the test runs: in this process, in a worker, in each rank.
+"""The witness of a test: records what the report shows, in the process that runs the test.
 
-A witness turns notifications of passes, comparisons and layouts (``facts.notify``) into facts of the test's reports:
+This is the pytest process, a worker of xdist, or a rank. The witness turns notifications of passes,
+comparisons and layouts (``facts.notify``) into facts of the test's reports:
 
-- ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
-- ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines; of
-  what ``gt_compile`` recorded each stage is a pipeline that begins with its graph;
+- ``graph_text``: a graph's text, compressed, by its key; equal texts of a test once;
+- ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, and the change in
+  words and in lines; each stage that ``gt_compile`` recorded is a pipeline that begins with its
+  graph;
 - ``schedule``: the timeline of a graph that communicates, by the graph's key;
-- ``memory``: the bytes alive at each node and what is alive at the peak, by the graph's key; of a graph whose peak the
-  test itself asked for, by a key of its own;
-- ``layout``: who sits at which byte; of a pipeline's result, or of the two sides that were compared;
-- ``golden_difference``: a graph golden and what was obtained, and what changed in words and in lines;
+- ``memory``: the bytes alive at each node and the allocations at the peak, by the graph's key; if
+  the test itself called ``peak_memory``, by a key of its own;
+- ``layout``: the byte of each parameter, in a pipeline's result or in two sides that were compared;
+- ``golden_difference``: a graph golden, the obtained graph, and the change in words and in lines;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
-- ``not_shown``: what could not be taken down. A witness never makes a test fail.
+- ``not_shown``: what could not be recorded. A witness never makes a test fail.
 
-Graphs are taken down by one rank only. Nothing here runs without ``--gt-report`` or ``--junitxml``.
+Only one rank records graphs. Nothing here runs without ``--gt-report`` or ``--junitxml``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 if TYPE_CHECKING:
     from torch import fx
 
-    from pytest_gtrainer.compiling.record import CompileRecord
+    from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord
     from pytest_gtrainer.graph.layout import BucketLayout
     from pytest_gtrainer.graph.memory import PeakMemory
     from pytest_gtrainer.numerics.record import Record
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 _MOST_SPANS = 6_000
 _MOST_DIFFERING = 5_000
-_MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
+_MOST_PIPELINES = 8  # of a test; those after them are counted only
 _TOPICS = {
     "comparison": "a comparison",
     "graph_pass": "a pass",
@@ -48,22 +50,27 @@ _TOPICS = {
     "memory": "a memory curve",
     "compiled": "what was compiled",
 }
-"""What a witness watches, each by its method of that name."""
+"""The watched topics, each by the method of its name, and what the page calls it."""
 
 
 class Witness:
-    """Takes down what one test shows, graphs and layouts only if ``graphs``; ``mesh`` names their process groups."""
+    """Records what one test shows.
+
+    Args:
+        graphs: record graphs and layouts too, not only comparisons.
+        mesh: dimensions of the test's mesh, which name the process groups of graphs.
+    """
 
     def __init__(self, *, graphs: bool = True, mesh: Mapping[str, int] | None = None) -> None:
         self._graphs, self._mesh = graphs, mesh
-        self._texts: set[str] = set()
+        self._texts: set[str] = set()  # keys of the texts that were sent
         self._last: tuple[object, str, str] | None = None  # a graph, its text and key
         self._pipeline = 0
-        self._key: str | None = None  # of the graph whose memory is asked for here
+        self._key: str | None = None  # of the graph whose memory the witness itself asks for
 
     @property
     def watchers(self) -> dict[str, facts.Watcher]:
-        """What to hand to ``facts.watching``."""
+        """The watchers for ``facts.watching``, by topic."""
         topics = _TOPICS if self._graphs else ("comparison",)
         return {topic: _guarded(_TOPICS[topic], getattr(self, topic)) for topic in topics}
 
@@ -74,9 +81,15 @@ class Witness:
         from pytest_gtrainer.graphtext.differences import words
         from pytest_gtrainer.graphtext.differences.lines import changed_lines
 
-        (old, old_key), (new, new_key) = self._text(before), self._text(after)
-        unfolded = (unfold(old), unfold(new)) if old_key != new_key else ((), ())
-        told = words(*unfolded) if unfolded[0] != unfolded[1] else []
+        old, old_key = self._send_text(before)
+        new, new_key = self._send_text(after)
+        described, changes = [], []
+        if old_key != new_key:
+            changes = changed_lines(old, new)
+            unfolded = unfold(old), unfold(new)
+            # Two texts may differ only in how they are folded.
+            if unfolded[0] != unfolded[1]:
+                described = words(*unfolded)
         facts.emit(
             "pass",
             pipeline=self._pipeline,
@@ -86,65 +99,65 @@ class Witness:
             nodes=[len(before.graph.nodes), len(after.graph.nodes)],
             before=old_key,
             after=new_key,
-            words=told,
-            changes=changed_lines(old, new) if old_key != new_key else [],
+            words=described,
+            changes=changes,
         )
 
     def compiled(self, record: CompileRecord) -> None:
+        for graph in record:
+            for stage in graph.stages:
+                if not stage.endswith("_after_passes"):
+                    self._compiled_stage(graph, stage)
+                    self._pipeline += 1
+        if self._pipeline > _MOST_PIPELINES:
+            what = f"stages after the first {_MOST_PIPELINES}"
+            facts.emit("not_shown", what=what, why="they are many")
+
+    def _compiled_stage(self, graph: CompiledGraph, stage: str) -> None:
         from pytest_gtrainer.passes.pipeline import PassRun
 
-        stages = [
-            (graph, stage)
-            for graph in record
-            for stage in graph.stages
-            if not stage.endswith("_after_passes")
-        ]
-        for graph, stage in stages:
-            gm, passes = graph.stages[stage], "pre_grad" if stage == "dynamo" else stage
-            self.graph_pass(PassRun(f"{stage} of {graph.id}", "as recorded", 0.0), gm, gm)
-            for run in graph.passes:
-                if run.stage == passes and run.changed:
-                    self.graph_pass(PassRun(run.name, run.slot, run.seconds), gm, run.after)
-                    gm = run.after
-            if (last := graph.stages.get(f"{stage}_after_passes")) is not None and str(
-                last.graph
-            ) != str(gm.graph):
-                self.graph_pass(PassRun("what else Inductor did", "", 0.0), gm, last)
-            self._pipeline += 1
-        if self._pipeline > _MOST_PIPELINES:
-            facts.emit(
-                "not_shown", what=f"stages after the first {_MOST_PIPELINES}", why="they are many"
-            )
+        gm = graph.stages[stage]
+        self.graph_pass(PassRun(f"{stage} of {graph.id}", "as recorded", 0.0), gm, gm)
+        # Inductor calls its passes on Dynamo's graph "pre_grad".
+        stage_of_passes = "pre_grad" if stage == "dynamo" else stage
+        for run in graph.passes:
+            if run.stage == stage_of_passes and run.changed:
+                self.graph_pass(PassRun(run.name, run.slot, run.seconds), gm, run.after)
+                gm = run.after
+        last = graph.stages.get(f"{stage}_after_passes")
+        if last is not None and str(last.graph) != str(gm.graph):
+            self.graph_pass(PassRun("what else Inductor did", "", 0.0), gm, last)
 
-    def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
-        """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""
-        if self._last is None or self._last[0] is not gm:
-            from pytest_gtrainer.graphtext import render
-            from pytest_gtrainer.graphtext.schedule_view import communicates
+    def _send_text(self, gm: fx.GraphModule) -> tuple[str, str]:
+        """Return a graph's text and key, and emit them with schedule and memory if they are new."""
+        # The graph after a pass is the graph before the next one: it is rendered once.
+        if self._last is not None and self._last[0] is gm:
+            return self._last[1], self._last[2]
+        from pytest_gtrainer.graphtext import render
+        from pytest_gtrainer.graphtext.schedule_view import communicates
 
-            text = render(gm, mesh=self._mesh)
-            key = hashlib.sha256(text.encode()).hexdigest()[:16]
-            if key not in self._texts:
-                self._texts.add(key)
-                facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
-                self._curve(gm, key)
-                try:
-                    if communicates(gm):
-                        facts.emit(
-                            "schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh)))
-                        )
-                except ValueError as error:  # a collective whose cost nobody can tell
-                    facts.emit("not_shown", what="a schedule", why=str(error)[:500])
-            self._last = gm, text, key
-        return self._last[1], self._last[2]
+        text = render(gm, mesh=self._mesh)
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if key not in self._texts:
+            self._texts.add(key)
+            facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
+            self._send_memory(gm, key)
+            try:
+                if communicates(gm):
+                    schedule = json.dumps(describe_schedule(gm, self._mesh))
+                    facts.emit("schedule", key=key, packed=packed(schedule))
+            except ValueError as error:  # the graph does not say what a collective costs
+                facts.emit("not_shown", what="a schedule", why=str(error)[:500])
+        self._last = gm, text, key
+        return text, key
 
-    def _curve(self, gm: fx.GraphModule, key: str) -> None:
+    def _send_memory(self, gm: fx.GraphModule, key: str) -> None:
         from pytest_gtrainer.graph.memory import peak_memory
 
         self._key = key
         try:
-            peak_memory(gm)
-        except ValueError as error:  # no values, or sizes that only the run knows
+            peak_memory(gm)  # notifies ``memory`` below
+        except ValueError as error:  # no values, or sizes that are known only when the graph runs
             if str(error) not in self._texts:
                 self._texts.add(str(error))
                 facts.emit("not_shown", what="a memory curve", why=str(error)[:500])
@@ -152,44 +165,43 @@ class Witness:
             self._key = None
 
     def memory(self, peak: PeakMemory) -> None:
-        curve = list(peak.curve)
-        text = json.dumps(
-            {"told": str(peak), "at": curve.index(peak.at), "curve": list(peak.curve.values())}
-        )
+        content = {
+            "summary": str(peak),
+            "at": list(peak.curve).index(peak.at),
+            "curve": list(peak.curve.values()),
+        }
+        text = json.dumps(content)
         key = self._key or hashlib.sha256(text.encode()).hexdigest()[:16]
         facts.emit("memory", key=key, asked=self._key is None, packed=packed(text))
 
     def graph_passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
-        number, self._pipeline = self._pipeline, self._pipeline + 1
-        self._last = None
-        if number >= _MOST_PIPELINES:
-            facts.emit(
-                "not_shown",
-                what=f"pipelines of passes after the first {_MOST_PIPELINES}",
-                why="they are many",
-            )
-            return
         from pytest_gtrainer.graph.layout import bucket_layout
 
+        number = self._pipeline
+        self._pipeline += 1
+        self._last = None
+        if number >= _MOST_PIPELINES:
+            what = f"pipelines of passes after the first {_MOST_PIPELINES}"
+            facts.emit("not_shown", what=what, why="they are many")
+            return
         try:
             layout = bucket_layout(result)
         except (
             ValueError
-        ) as error:  # a group that does not exist here, or a bucket that cannot be read
+        ) as error:  # a group that is not in this world, or a bucket of another tool
             facts.emit("not_shown", what="a layout", why=str(error)[:500])
             return
         if layout.payloads:
-            facts.emit(
-                "layout",
-                pipeline=number,
-                sides=[["rewritten graph", payloads(layout)]],
-                problems=[],
-            )
+            sides = [["rewritten graph", describe_payloads(layout)]]
+            facts.emit("layout", pipeline=number, sides=sides, problems=[])
 
     def layouts(
         self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str
     ) -> None:
-        sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
+        sides = [
+            [actual_is, describe_payloads(actual)],
+            ["expected", describe_payloads(expected)],
+        ]
         facts.emit("layout", pipeline=None, sides=sides, problems=problems[:100])
 
     def comparison(
@@ -197,7 +209,6 @@ class Witness:
     ) -> None:
         from pytest_gtrainer.numerics.record import Record
 
-        sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
         differing = [list(each.key) for each in verdict.differences[:_MOST_DIFFERING]]
         facts.emit(
             "comparison",
@@ -205,69 +216,66 @@ class Witness:
             outcome=verdict.outcome,
             must_differ=must_differ,
             tensors=verdict.compared,
-            actual=sides[0],
-            expected=sides[1],
+            actual=digest_rows(actual) if isinstance(actual, Record) else [],
+            expected=digest_rows(expected) if isinstance(expected, Record) else [],
             first=list(verdict.first.key) if verdict.first else None,
-            told=str(verdict)[:2_000],
+            verdict=str(verdict)[:2_000],
             differing=differing,
-            untold=len(verdict.differences) - len(differing),
+            more=len(verdict.differences) - len(differing),
         )
 
 
-def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
+def _guarded(what: str, record: facts.Watcher) -> facts.Watcher:
     def guarded(**objects: Any) -> None:
         try:
-            take_down(**objects)
-        except Exception as error:  # whatever it is, it is the report's trouble, not the test's
+            record(**objects)
+        # Watchers run inside the test's calls: any error here would be the test's.
+        except Exception as error:
             facts.emit("not_shown", what=what, why=f"{type(error).__name__}: {error}"[:500])
 
     return guarded
 
 
-def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
-    """A layout in plain types, in the order of its payloads."""
+def describe_payloads(layout: BucketLayout) -> list[dict[str, Any]]:
+    """Return a layout in plain types, in the order of its payloads."""
     return [
         {
-            "label": each.label,
-            "collective": each.collective,
-            "op": each.op,
-            "dtype": str(each.dtype).removeprefix("torch."),
-            "ranks": len(each.ranks),
-            "directions": list(each.directions),
-            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in each.slots],
+            "label": payload.label,
+            "collective": payload.collective,
+            "op": payload.op,
+            "dtype": str(payload.dtype).removeprefix("torch."),
+            "ranks": len(payload.ranks),
+            "directions": list(payload.directions),
+            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in payload.slots],
         }
-        for each in layout.payloads
+        for payload in layout.payloads
     ]
 
 
-def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
-    """A timeline in plain types: lanes, and spans of times in microseconds, neighbours as one."""
+def describe_schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+    """Return a timeline in plain types: lanes, and the longest spans with times in microseconds."""
     from pytest_gtrainer.report.timeline import timeline
 
-    told = timeline(gm, mesh=mesh)
-    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, told.merged()
+    schedule = timeline(gm, mesh=mesh)
+    spans = schedule.merged()
+    lanes = {lane: number for number, lane in enumerate(schedule.lanes)}
     shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
-    rows = [
-        [
-            lanes[span.lane],
-            round(span.start * 1e6, 3),
-            round(span.duration * 1e6, 3),
-            span.label,
-            span.kind,
-        ]
-        for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start))
-    ]
-    sums = {
-        "summary": told.summary,
-        "model": str(told.model),
+    rows = []
+    for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start)):
+        start, duration = round(span.start * 1e6, 3), round(span.duration * 1e6, 3)
+        rows.append([lanes[span.lane], start, duration, span.label, span.kind])
+    return {
+        "summary": schedule.summary,
+        "model": str(schedule.model),
         "lanes": list(lanes),
-        "seconds": told.seconds,
+        "seconds": schedule.seconds,
+        "left_out": len(spans) - len(shown),
+        "spans": rows,
     }
-    return {**sums, "left_out": len(spans) - len(shown), "spans": rows}
 
 
-def table(record: Record) -> list[list[Any]]:
-    """``[step, rank, phase, digest]``: one digest for all tensors of a phase."""
+def digest_rows(record: Record) -> list[list[Any]]:
+    """Return ``[step, rank, phase, digest]`` of a record: one digest for all tensors of a phase."""
     from pytest_gtrainer.numerics.digest import digest
 
     parts: dict[tuple[int, int, str], dict[str, Any]] = {}

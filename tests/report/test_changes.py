@@ -170,7 +170,7 @@ def test_an_earlier_page_that_is_none_ends_the_run_before_it_begins(tmp_path, co
 def test_a_long_failure_keeps_its_beginning_and_its_end(monkeypatch):
     monkeypatch.setattr(markdown, "_MOST_OUTPUT", 8)
     report = pytest.TestReport("test_it", ("a.py", 0, "a"), {}, "failed", "what 12345 next", "call")
-    told = markdown._entry(Collected("test_it", [report]), [], "")
+    told = markdown._render_test(Collected("test_it", [report]), [], "")
     assert "what\n[…]\nnext" in told
     assert "123" not in told
 
@@ -233,22 +233,25 @@ def payload(label, *slots, collective="all_gather", **fields):
 )
 def test_a_layout_says_what_changed_in_a_bucket(now, told):
     then = pipeline(payload("b", ("w", 0, 4), ("v", 4, 4)))
-    assert list(changes._layouts(then, pipeline(*now))) == told
+    assert list(changes._compare_layouts(then, pipeline(*now))) == told
 
 
 def test_the_first_other_number_is_that_of_the_first_step_and_phase_and_not_of_the_first_row():
     rows = [[1, 0, "loss", "a"], [0, 1, "weight", "b"], [0, 0, "gradient", "c"]]
     told = {"what": "mine", "actual": rows}
-    (line,), _ = changes._numbers(
+    (line,), _ = changes._compare_numbers(
         [told], [{"what": "mine", "actual": [[*row[:3], "x"] for row in rows]}]
     )
     assert line == "mine: other numbers than then, first at step 0, rank 0, gradient"
-    assert changes._numbers([told], [told]) == ([], [])
+    assert changes._compare_numbers([told], [told]) == ([], [])
     lonely = "mine: other steps, ranks or phases were compared"
-    assert changes._numbers([told], [{**told, "actual": rows[:2]}]) == ([], [lonely])
-    assert changes._numbers([told], []) == ([], ["mine: no longer compared"])
+    assert changes._compare_numbers([told], [{**told, "actual": rows[:2]}]) == ([], [lonely])
+    assert changes._compare_numbers([told], []) == ([], ["mine: no longer compared"])
     before = {"what": "before", "actual": [[0, 0, "loss", "z"]]}
-    assert changes._numbers([told, told], [before, told, told]) == ([], ["before: newly compared"])
+    assert changes._compare_numbers([told, told], [before, told, told]) == (
+        [],
+        ["before: newly compared"],
+    )
 
 
 def made(name, before, after):
@@ -268,7 +271,9 @@ def made(name, before, after):
 )
 def test_the_first_that_makes_another_graph_is_named_also_where_a_name_comes_twice(now, told):
     then = [{"number": 0, "passes": [made("f", "A", "B"), made("f", "B", "C")], "layouts": []}]
-    assert list(changes._graphs(then, [{"number": 0, "passes": now, "layouts": []}])) == told
+    assert (
+        list(changes._compare_graphs(then, [{"number": 0, "passes": now, "layouts": []}])) == told
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,7 @@ def test_a_test_that_is_run_again_keeps_its_graphs():
             sent = [{"kind": "graph_text", "key": "k", "packed": "p"}] if attempt == 0 else []
             report.gt_facts = [*sent, {"kind": "comparison"}] if when == "call" else []
             test.add(report)
-    assert len(test.of("graph_text")) == len(test.of("comparison")) == 1
+    assert len(test.find("graph_text")) == len(test.find("comparison")) == 1
 
 
 def test_only_what_came_out_wrong_is_told_of_a_failed_test():
@@ -343,8 +348,8 @@ def test_only_what_came_out_wrong_is_told_of_a_failed_test():
             "expected": [],
             "first": first,
             "differing": [],
-            "untold": 0,
-            "told": f"{outcome}: 1 tensor",
+            "more": 0,
+            "verdict": f"{outcome}: 1 tensor",
         }
 
     report = pytest.TestReport("t", ("t.py", 0, "t"), {}, "failed", "no", "call")
@@ -362,7 +367,7 @@ def test_only_what_came_out_wrong_is_told_of_a_failed_test():
     ]
     test = Collected("t")
     test.add(report)
-    assert changes.what_changed(test) == [
+    assert changes.describe_failure(test) == [
         "equal: equal: 1 tensor, and had to differ",
         "different: first different at step 3, rank 1, gradient w",
         "layout: bucket 'b': w sits at byte 4",

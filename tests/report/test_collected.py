@@ -67,7 +67,7 @@ def compared(first, tensors=1, actual=(), expected=(), differing=()):
         "actual": actual,
         "expected": expected,
     }
-    return {**told, "differing": differing, "untold": 1}
+    return {**told, "differing": differing, "more": 1}
 
 
 def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_smallest():
@@ -83,7 +83,7 @@ def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_sm
     both = collected(report(gt_facts=[], gt_shown=shown)).comparisons()
     assert [one["first"][2] for one in both] == ["at 2, 2", "later"]
     assert [one["tensors"] for one in both] == [14, 1], "those of all ranks together"
-    assert [(one["differing"], one["untold"]) for one in both] == [(["x", "y"], 3), ([], 1)]
+    assert [(one["differing"], one["more"]) for one in both] == [(["x", "y"], 3), ([], 1)]
     order = [tuple(row[:3]) for row in both[0]["actual"]]
     assert order == [(0, 1, "loss"), (0, 0, "weight"), (1, 0, "loss")], "by step, phase and rank"
     assert [row[3] for row in both[0]["expected"]] == ["d"]
@@ -95,8 +95,8 @@ def test_graphs_are_those_of_the_lowest_rank_that_has_any():
     test = collected(
         report(gt_shown={2: [{"kind": "pass", "of": 2}], 1: [{"kind": "pass", "of": 1}], 0: []})
     )
-    assert test.of("pass") == [{"kind": "pass", "of": 1}]
-    assert test.of("layout") == []
+    assert test.find("pass") == [{"kind": "pass", "of": 1}]
+    assert test.find("layout") == []
 
 
 def test_goldens_of_ranks_are_judged_here_and_shown_once():

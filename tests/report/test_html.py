@@ -7,7 +7,7 @@ import pytest
 from pytest_gtrainer.numerics.verdict import PHASES
 from pytest_gtrainer.report import html
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, details_of, render_page
+from pytest_gtrainer.report.html import Run, build_details, render_page
 
 
 def a_test(name="test_it", outcome="passed", longrepr=None, sections=(), **attributes):
@@ -27,7 +27,7 @@ def test_goldens_verdicts_skips_and_what_is_not_shown_are_a_line_each():
         {"kind": "skip", "cause": "8 ranks, 4 devices"},
         {"kind": "not_shown", "what": "a pass", "why": "no text"},
     ]
-    assert details_of(a_test(gt_facts=told))["said"] == [
+    assert build_details(a_test(gt_facts=told))["said"] == [
         "golden golden/a.fxgraph: equal",
         "verdict on ours against theirs: different",
         "verdict: equal",
@@ -38,7 +38,7 @@ def test_goldens_verdicts_skips_and_what_is_not_shown_are_a_line_each():
 
 def test_long_output_is_cut_and_says_so(monkeypatch):
     monkeypatch.setattr(html, "_MOST_OUTPUT", 4)
-    (section,) = details_of(a_test(sections=[("Captured stdout call", "123456")]))["sections"]
+    (section,) = build_details(a_test(sections=[("Captured stdout call", "123456")]))["sections"]
     assert section == ["Captured stdout call", "1234\n[... 2 more]"]
 
 
@@ -66,7 +66,7 @@ def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
         "tensors": 1,
         "expected": [],
         "differing": [],
-        "untold": 0,
+        "more": 0,
     }
     halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
     [merged] = Collected("test", shown=halves).comparisons()
@@ -81,7 +81,7 @@ def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_b
         for key, asked in (("one", True), ("two", False))
     ]
     test = a_test(gt_facts=told)
-    assert details_of(test)["memories"] == ["one"]
+    assert build_details(test)["memories"] == ["one"]
     page = render_page(Run("run", "", [], [test]))
     assert all(
         f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two")

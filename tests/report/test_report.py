@@ -15,7 +15,7 @@ import pytest
 
 from pytest_gtrainer.facts import Fact, packed
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, details_of, render_page
+from pytest_gtrainer.report.html import Run, build_details, render_page
 
 SUITE = Path(__file__).parent / "suite.py"
 
@@ -115,7 +115,7 @@ def test_a_layout_belongs_to_the_pipeline_and_a_schedule_to_each_of_its_graphs(p
     assert len(after["spans"]) < len(before["spans"])  # fewer collectives
     assert set(re.findall(r'id="s-(\w+)"', page)) == set(re.findall(r'id="g-(\w+)"', page))
     curve = json.loads(text_of(page, bucketing["after"], "m"))
-    assert f"({max(curve['curve']):,} bytes) at " in curve["told"]
+    assert f"({max(curve['curve']):,} bytes) at " in curve["summary"]
     assert curve["curve"][curve["at"]] == max(curve["curve"])
 
 
@@ -242,4 +242,4 @@ def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
     assert seen.count("<section") == 1_001
     assert len(seen) < 700_000
     assert "aten.mm" not in seen
-    assert details_of(tests[0])["pipelines"][0]["passes"][0]["name"] == "my_pass"
+    assert build_details(tests[0])["pipelines"][0]["passes"][0]["name"] == "my_pass"

@@ -23,7 +23,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer.graphtext.differences import lines
 from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report import witness
-from pytest_gtrainer.report.witness import Witness, table
+from pytest_gtrainer.report.witness import Witness, digest_rows
 
 TEXT = """if I:
   I[0]: f32[4]
@@ -93,7 +93,7 @@ def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_b
     assert fact["asked"]
     shown = unpacked(fact)
     assert (shown["at"], shown["curve"]) == (1, [16, 32, 32])
-    assert shown["told"].startswith("peak 32 B (32 bytes) at neg (aten.neg.default)")
+    assert shown["summary"].startswith("peak 32 B (32 bytes) at neg (aten.neg.default)")
 
 
 def test_a_graph_whose_memory_nobody_can_tell_says_so_once():
@@ -219,9 +219,9 @@ def test_every_tensor_that_differs_is_told_by_its_place_up_to_a_bound(monkeypatc
         assert_bitwise_different(ours, theirs)
         assert_bitwise_equal({"a": torch.zeros(1)}, {"a": torch.zeros(1)})
     fact, equal = [fact for fact in told if fact["kind"] == "comparison"]
-    assert (equal["differing"], equal["untold"]) == ([], 0)
+    assert (equal["differing"], equal["more"]) == ([], 0)
     assert fact["differing"] == [[0, 0, "weight", "a"], [0, 0, "weight", "c"]][:most]
-    assert fact["untold"] == 2 - len(fact["differing"])
+    assert fact["more"] == 2 - len(fact["differing"])
 
 
 def test_digests_stand_by_step_then_phase_then_rank():
@@ -235,5 +235,5 @@ def test_digests_stand_by_step_then_phase_then_rank():
     ):
         record.add(step, rank, phase, phase, torch.tensor(float(step)))
     places = [(0, 0, "loss"), (0, 1, "loss"), (0, 0, "weight"), (0, 1, "weight"), (1, 0, "loss")]
-    assert [tuple(row[:3]) for row in table(record)] == places
-    assert table(record)[0][3] == table(record)[1][3] != table(record)[4][3]
+    assert [tuple(row[:3]) for row in digest_rows(record)] == places
+    assert digest_rows(record)[0][3] == digest_rows(record)[1][3] != digest_rows(record)[4][3]

@@ -83,14 +83,14 @@ function draw(body, test) {
     test.earlier.lines.length ? section("Since the earlier report", el("ul", { class: "words" }, test.earlier.lines.map((line) => el("li", {}, line))),
       ...test.earlier.graphs.map(([name, was, now]) => folded(`${name}: then, and now`, () => opened(name, was, now, null)))) : null,
     ...test.failures.map(([when, text]) => section(when === "call" ? "Failure" : `Failure in ${when}`, el("pre", { class: "long" }, text))),
-    ...test.comparisons.map((told) => comparison(told, test.failures)),
+    ...test.comparisons.map((compared) => comparison(compared, test.failures)),
     ...test.layouts.map(layout),
     ...test.pipelines.map((pipeline, number) => passes(pipeline, number, test.pipelines.length)),
     test.memories.length ? section("Peak memory", test.memories.map((key) => folded("bytes by node", () => curves(["graph"], [key])))) : null,
     test.said.length ? section("What was checked", el("pre", {}, test.said.join("\n"))) : null,
     ...test.sections.map(([title, text]) => folded(title, () => el("pre", { class: "long" }, text))),
   ].filter(Boolean);
-  body.append(...(parts.length ? parts : [el("p", { class: "dim" }, "This test told nothing: no pass, comparison, layout or output.")]));
+  body.append(...(parts.length ? parts : [el("p", { class: "dim" }, "This test has nothing to show: no pass, comparison, layout or output.")]));
 }
 
 function section(title, ...children) {
@@ -115,35 +115,35 @@ function folded(title, make) {
 
 // --- digests -------------------------------------------------------------------------------
 
-function comparison(told, failures) {
-  const verdict = told.must_differ ? `${told.outcome}, and it had to differ` : told.outcome;
-  const title = `Comparison${told.what ? " of " + told.what : ""}: ${verdict} (${counted(told.tensors, "tensor")})`;
-  const ranks = [...new Set([...told.actual, ...told.expected].map((row) => row[1]))].sort((a, b) => a - b);
+function comparison(compared, failures) {
+  const verdict = compared.must_differ ? `${compared.outcome}, and it had to differ` : compared.outcome;
+  const title = `Comparison${compared.what ? " of " + compared.what : ""}: ${verdict} (${counted(compared.tensors, "tensor")})`;
+  const ranks = [...new Set([...compared.actual, ...compared.expected].map((row) => row[1]))].sort((a, b) => a - b);
   const found = new Map();
-  for (const [side, rows] of [["actual", told.actual], ["expected", told.expected]])
+  for (const [side, rows] of [["actual", compared.actual], ["expected", compared.expected]])
     for (const [step, rank, phase, digest] of rows) {
       const key = `${step}|${phase}`;
       if (!found.has(key)) found.set(key, { step, phase, cells: new Map() });
       const cell = found.get(key).cells;
       cell.set(rank, { ...cell.get(rank), [side]: digest });
     }
-  const first = told.first && [told.first[0], told.first[1], told.first[2]].join("|");
+  const first = compared.first && [compared.first[0], compared.first[1], compared.first[2]].join("|");
   const rows = [...found.values()].map(({ step, phase, cells }) => el("tr", {}, el("td", { class: "number" }, String(step)), el("td", {}, phase),
-    ranks.map((rank) => digestCell(cells.get(rank) || {}, `${step}|${rank}|${phase}` === first, told.must_differ))));
+    ranks.map((rank) => digestCell(cells.get(rank) || {}, `${step}|${rank}|${phase}` === first, compared.must_differ))));
   const head = el("tr", {}, el("th", {}, "step"), el("th", {}, "of"), ranks.map((rank) => el("th", {}, `rank ${rank}`)));
   const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "plain mono digests" }, head, rows)) : null;
-  const isSaid = told.told.split("\n").every((line) => failures.some(([, text]) => text.includes(line)));  // by the failure above
-  const words = told.outcome === "equal" || isSaid ? null : el("pre", {}, told.told);
-  return section(title, words, table, bitsMap(told, ranks));
+  const isSaid = compared.verdict.split("\n").every((line) => failures.some(([, text]) => text.includes(line)));  // by the failure above
+  const words = compared.outcome === "equal" || isSaid ? null : el("pre", {}, compared.verdict);
+  return section(title, words, table, bitsMap(compared, ranks));
 }
 
 // Which tensors differ, and on which steps and ranks: a row a tensor, the one of the first difference on top.
-function bitsMap(told, ranks) {
-  if (!told.differing.length || !ranks.length) return null;
-  const known = new Set([...told.actual, ...told.expected].map(([step, rank, phase]) => `${step}|${rank}|${phase}`));
-  const steps = [...new Set([...told.actual, ...told.expected].map(([step]) => step))].sort((a, b) => a - b);
-  const tensors = new Map(told.first ? [[`${told.first[2]} of ${told.first[3]}`, new Set()]] : []);
-  for (const [step, rank, phase, name] of told.differing) {
+function bitsMap(compared, ranks) {
+  if (!compared.differing.length || !ranks.length) return null;
+  const known = new Set([...compared.actual, ...compared.expected].map(([step, rank, phase]) => `${step}|${rank}|${phase}`));
+  const steps = [...new Set([...compared.actual, ...compared.expected].map(([step]) => step))].sort((a, b) => a - b);
+  const tensors = new Map(compared.first ? [[`${compared.first[2]} of ${compared.first[3]}`, new Set()]] : []);
+  for (const [step, rank, phase, name] of compared.differing) {
     const tensor = `${phase} of ${name}`;
     if (!tensors.has(tensor)) tensors.set(tensor, new Set());
     tensors.get(tensor).add(`${step}|${rank}`);
@@ -161,13 +161,13 @@ function bitsMap(told, ranks) {
     steps.forEach((step, nth) => runs(ranks.map((rank) => [places.has(`${step}|${rank}`), known.has(`${step}|${rank}|${phase}`)])).forEach(([from, to, [differs, isThere]]) => {
       if (!differs && !isThere) return;
       const which = to - from > 1 ? `ranks ${ranks[from]} to ${ranks[to - 1]}` : `rank ${ranks[from]}`;
-      picture.append(svg("rect", { x: left + nth * group + from * cell, y: y + 1, width: (to - from) * cell - Math.min(1, cell / 4), height: height - 3, class: differs ? told.must_differ ? "meant" : "differs" : "equal" },
+      picture.append(svg("rect", { x: left + nth * group + from * cell, y: y + 1, width: (to - from) * cell - Math.min(1, cell / 4), height: height - 3, class: differs ? compared.must_differ ? "meant" : "differs" : "equal" },
         svg("title", {}, `${tensor}: step ${step}, ${which}: ${differs ? "differs" : "equal"}`)));
     }));
   });
-  if (told.first) picture.append(svg("rect", { x: left + steps.indexOf(told.first[0]) * group + ranks.indexOf(told.first[1]) * cell - 1, y: top - 1, width: Math.max(cell, 4) + 1, height: height + 1, class: "first" },
-    svg("title", {}, `the first that differs: step ${told.first[0]}, rank ${told.first[1]}, ${told.first[2]} of ${told.first[3]}`)));
-  const more = [[tensors.size - shown.length, "more tensor"], [told.untold, "more difference"]].filter(([count]) => count);
+  if (compared.first) picture.append(svg("rect", { x: left + steps.indexOf(compared.first[0]) * group + ranks.indexOf(compared.first[1]) * cell - 1, y: top - 1, width: Math.max(cell, 4) + 1, height: height + 1, class: "first" },
+    svg("title", {}, `the first that differs: step ${compared.first[0]}, rank ${compared.first[1]}, ${compared.first[2]} of ${compared.first[3]}`)));
+  const more = [[tensors.size - shown.length, "more tensor"], [compared.more, "more difference"]].filter(([count]) => count);
   const words = `A row for each of ${counted(tensors.size, "tensor")} that differ${tensors.size === 1 ? "s" : ""} somewhere, a column for each of ${counted(ranks.length, "rank")} of each step.`;
   return el("div", { class: "map" }, el("h4", {}, "Where bits differ"), el("p", { class: "dim" }, words), picture,
     more.length ? el("p", { class: "dim" }, `Not drawn: ${more.map(([count, what]) => counted(count, what)).join(" and ")}.`) : null);
@@ -202,10 +202,10 @@ function colour(parameter) {
 
 const bytes = (count) => count.toLocaleString("en-US");
 
-function layout(told) {
-  const title = told.problems.length ? "Bucket layouts: who sits at which byte, and what differs" : "Bucket layout: who sits at which byte";
-  const problems = told.problems.length ? el("pre", { class: "long" }, told.problems.join("\n")) : null;
-  return section(title, problems, ...(told.sides.length === 2 ? pairedSides(...told.sides) : told.sides.map(([name, payloads]) => bars(name, payloads))));
+function layout(fact) {
+  const title = fact.problems.length ? "Bucket layouts: who sits at which byte, and what differs" : "Bucket layout: who sits at which byte";
+  const problems = fact.problems.length ? el("pre", { class: "long" }, fact.problems.join("\n")) : null;
+  return section(title, problems, ...(fact.sides.length === 2 ? pairedSides(...fact.sides) : fact.sides.map(([name, payloads]) => bars(name, payloads))));
 }
 
 // Two layouts, payload by payload as the comparison pairs them: those that differ above each other, the others folded.
@@ -231,9 +231,9 @@ const pairOfBars = (name, other) => ([ours, theirs], largest, hint) => {
     const [to, wanted] = sides[1].get(key) || [];
     if (to === undefined) { if (theirs) part.classList.add("alone"); continue; }
     if (offset === wanted) continue;
-    const told = `${parameter}: byte ${bytes(offset)} in ${name}, byte ${bytes(wanted)} in ${other}`;
-    const line = svg("line", { x1: from, y1: 20, x2: to, y2: 43, class: "moved", stroke: colour(parameter) }, svg("title", {}, told));
-    line.addEventListener("mouseenter", () => { hint.textContent = told; });
+    const words = `${parameter}: byte ${bytes(offset)} in ${name}, byte ${bytes(wanted)} in ${other}`;
+    const line = svg("line", { x1: from, y1: 20, x2: to, y2: 43, class: "moved", stroke: colour(parameter) }, svg("title", {}, words));
+    line.addEventListener("mouseenter", () => { hint.textContent = words; });
     picture.append(line);
   }
   for (const [key, [, , , part]] of sides[1]) if (ours && !sides[0].has(key)) part.classList.add("alone");
@@ -279,9 +279,9 @@ function row(picture, payload, largest, hint, y) {
   for (const [parameter, offset, length] of payload.slots) {
     const [x, wide] = [LEFT + (room * offset) / largest, Math.max(0.6, (room * length) / largest)];
     const part = svg("rect", { x, y: y + 3, width: wide, height: 17, fill: colour(parameter), stroke: "#fff", "stroke-width": 0.5 });
-    const told = `${parameter}: bytes ${bytes(offset)} to ${bytes(offset + length)} (${bytes(length)} of ${bytes(total)})`;
-    part.append(svg("title", {}, told));
-    part.addEventListener("mouseenter", () => { hint.textContent = told; });
+    const words = `${parameter}: bytes ${bytes(offset)} to ${bytes(offset + length)} (${bytes(length)} of ${bytes(total)})`;
+    part.append(svg("title", {}, words));
+    part.addEventListener("mouseenter", () => { hint.textContent = words; });
     picture.append(part);
     const before = [...parts.keys()].filter((key) => key.startsWith(parameter + "|")).length;
     parts.set(`${parameter}|${before}`, [x + wide / 2, offset, parameter, part]);
@@ -545,9 +545,9 @@ function schedule(name, side, longest) {
   side.lanes.forEach((lane, number) => picture.append(svg("text", { x: 0, y: number * height + 16, class: "name" }, lane)));
   for (const [lane, start, duration, label, kind] of side.spans) {
     const part = svg("rect", { x: left + start * scale, y: lane * height + 3, width: Math.max(0.4, duration * scale), height: height - 6, fill: PAINT[kind] });
-    const told = `${label}: ${start.toFixed(1)} to ${(start + duration).toFixed(1)} µs (${duration.toFixed(1)} µs)`;
-    part.append(svg("title", {}, told));
-    part.addEventListener("mouseenter", () => { hint.textContent = told; });
+    const words = `${label}: ${start.toFixed(1)} to ${(start + duration).toFixed(1)} µs (${duration.toFixed(1)} µs)`;
+    part.append(svg("title", {}, words));
+    part.addEventListener("mouseenter", () => { hint.textContent = words; });
     picture.append(part);
   }
   const end = side.lanes.length * height + 13;
@@ -567,7 +567,7 @@ function save(name, side) {
 
 // --- memory --------------------------------------------------------------------------------
 
-// The memory curves of two graphs side by side, to one scale: a button and its place; null where none could be told.
+// The memory curves of two graphs side by side, to one scale: a button and its place; null where none could be computed.
 function memories(title, name, before, after) {
   const sides = [[before === after ? name : `before ${name}`, before], [`after ${name}`, after]].filter(([, key], nth) => document.getElementById("m-" + key) && (!nth || before !== after));
   return sides.length ? unfolding(title, () => curves(sides.map(([side]) => side), sides.map(([, key]) => key))) : null;
@@ -593,7 +593,7 @@ function curve(name, side, highest) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%" },
     svg("path", { d: `M0 ${height}${tops.join("")}L${width} ${height}Z`, fill: PAINT.compute }),
     svg("circle", { cx: x(side.at), cy: y(side.curve[side.at]), r: 4, fill: PAINT.exposed }));
-  return el("div", {}, el("h4", {}, name), picture, el("pre", { class: "long" }, side.told));
+  return el("div", {}, el("h4", {}, name), picture, el("pre", { class: "long" }, side.summary));
 }
 
 // --- start ---------------------------------------------------------------------------------

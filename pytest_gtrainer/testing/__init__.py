@@ -1,4 +1,4 @@
-"""What people need to test a pass or plugin of their own: pass tests as files, and projects run under pytest.
+"""Tools to test a pass or plugin of your own: pass tests as files, and projects run under pytest.
 
 A *pass file* is graph text with the passes to run, and what to expect, in its comments::
 
@@ -7,8 +7,9 @@ A *pass file* is graph text with the passes to run, and what to expect, in its c
     # passes: canonicalize_graph_pass; my_pass(threshold=2)
     # check: then aten.mm in layers.0
 
-``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. ``parse`` makes a graph from text.
-``run_project`` runs a project in its own process and returns the results of its tests. This imports no torch.
+``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. ``parse`` makes a
+graph from text. ``run_project`` runs a project in its own process and returns the results of its
+tests. This imports no torch.
 """
 
 import importlib

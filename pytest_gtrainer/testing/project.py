@@ -1,14 +1,15 @@
-"""Running a project under pytest, in a process of its own, and reading what its tests told.
+"""Running a project under pytest, in a process of its own, and reading the results of its tests.
 
     run = run_project(tmp_path, files={"test_it.py": TEXT})
     assert run["test_bits"].verdicts == ("graph against eager: equal",)
 
-What a test tells stands in the JUnit file that pytest writes. No torch here.
+The results come from the JUnit file that pytest writes. No torch here.
 """
 
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ _JUNIT = "gtrainer-project.xml"
 
 @dataclass(frozen=True, slots=True)
 class ToldByTest:
-    """What one test of a project came to.
+    """The result of one test of a project.
 
     Attributes:
         outcome: "passed", "failed" (in its call), "error" (in set-up or tear-down) or "skipped".
-        message: of the failure or skip, as pytest shows it; "" if it passed.
+        message: of the failure or skip, as pytest shows it; "" if the test passed.
         world: as "ranks(2, gloo on cpu)"; "" without one.
-        verdicts: "what was compared: outcome", one for each comparison.
+        verdicts: "title: outcome", one for each comparison.
         goldens: "name: outcome", one for each check.
         digests: a line for each step of each comparison of records.
     """
@@ -40,29 +41,34 @@ class ToldByTest:
 
 @dataclass(frozen=True, slots=True)
 class ProjectRun:
-    """A run: pytest's exit status, what it printed, and its tests by name, ``module::test[parameter]``."""
+    """A run of a project.
+
+    Attributes:
+        status: pytest's exit status.
+        output: what pytest printed.
+        tests: the tests by name, ``module::test[parameter]``.
+    """
 
     status: int
     output: str
     tests: Mapping[str, ToldByTest]
 
     def __getitem__(self, name: str) -> ToldByTest:
-        """The test of a name, with or without its module.
+        """Return the test of a name, with or without its module.
 
         Raises:
-            KeyError: no test has that name, or several have; names those that there are, or what pytest printed.
+            KeyError: no test has that name, or several have. The message names the tests of the
+                run; if it has none, it shows what pytest printed.
         """
         found = [
-            told for known, told in self.tests.items() if name in (known, known.rpartition("::")[2])
+            test for known, test in self.tests.items() if name in (known, known.rpartition("::")[2])
         ]
-        if len(found) != 1:
-            there = (
-                f"the run has {', '.join(self.tests)}"
-                if self.tests
-                else f"the run has none:\n{self.output}"
-            )
-            raise KeyError(f"{len(found)} tests are called {name!r}; {there}")
-        return found[0]
+        if len(found) == 1:
+            return found[0]
+        hint = f"the run has {', '.join(self.tests)}"
+        if not self.tests:
+            hint = f"the run has none:\n{self.output}"
+        raise KeyError(f"{len(found)} tests are called {name!r}; {hint}")
 
 
 def run_project(
@@ -71,8 +77,9 @@ def run_project(
     """Write ``files`` into a folder and run pytest there, as its owner would.
 
     Args:
+        folder: the working directory of the run; files that it has already stay.
         options: of pytest, as on its command line.
-        files: contents by path, relative to the folder; what stands there already stays.
+        files: contents by path, relative to the folder.
         timeout: in seconds.
 
     Raises:
@@ -81,12 +88,12 @@ def run_project(
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    # what the run that we are in has set is not meant for this one
+    junit = folder / _JUNIT
+    junit.unlink(missing_ok=True)
+    # PYTEST_ADDOPTS, PYTEST_PLUGINS and variables of xdist are those of the calling run.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    (folder / _JUNIT).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", f"--junitxml={_JUNIT}", *options]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", f"--junitxml={_JUNIT}", *options],
         cwd=folder,
         env=environ,
         timeout=timeout,
@@ -94,18 +101,28 @@ def run_project(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    told = folder / _JUNIT
     tests: dict[str, ToldByTest] = {}
-    for case in ElementTree.parse(told).getroot().iter("testcase") if told.exists() else ():
-        properties = [(each.get("name"), each.get("value") or "") for each in case.iter("property")]
-        worlds, *others = (
-            tuple(value for name, value in properties if name == f"gt_{kind}")
-            for kind in ("world", "verdict", "golden", "digest")
-        )
-        outcome, message = "passed", ""
-        for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
-            if (found := case.find(tag)) is not None:
-                outcome, message = word, found.text or found.get("message") or ""
-        name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
-        tests[name] = ToldByTest(outcome, message, "".join(worlds[:1]), *others)
+    if junit.exists():  # a usage error ends pytest before it writes one
+        for case in ElementTree.parse(junit).getroot().iter("testcase"):
+            names = [case.get("classname"), case.get("name")]
+            tests["::".join(filter(None, names))] = _read_test(case)
     return ProjectRun(done.returncode, done.stdout, tests)
+
+
+def _read_test(case: ElementTree.Element) -> ToldByTest:
+    values: dict[str | None, list[str]] = defaultdict(list)
+    for each in case.iter("property"):
+        values[each.get("name")].append(each.get("value") or "")
+    outcome, message = "passed", ""
+    for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
+        found = case.find(tag)
+        if found is not None:
+            outcome, message = word, found.text or found.get("message") or ""
+    return ToldByTest(
+        outcome,
+        message,
+        world="".join(values["gt_world"][:1]),
+        verdicts=tuple(values["gt_verdict"]),
+        goldens=tuple(values["gt_golden"]),
+        digests=tuple(values["gt_digest"]),
+    )

@@ -1,4 +1,4 @@
-"""``python -m pytest_gtrainer``: commands that are no tests."""
+"""``python -m pytest_gtrainer``: commands besides the tests."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ import pytest_gtrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0 if all is in order, 1 if not, 2 for a command line that means nothing."""
+    """Run a command and return the exit status: 0 if all is in order, 1 if not, 2 for bad usage."""
     parser = argparse.ArgumentParser(
         prog="python -m pytest_gtrainer", description="pytest-gtrainer beside the tests."
     )
@@ -18,8 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor",
-        help="what this installation can do: torch, pytest, devices, and every private name that we rely on",
-        description="What this installation can do. Exit status: 0 if everything is in order, 1 if not.",
+        help="what this installation can do: torch, pytest, devices, and every private name that "
+        "we rely on",
+        description="What this installation can do. "
+        "Exit status: 0 if everything is in order, 1 if not.",
     )
     doctor.add_argument(
         "-v", "--verbose", action="store_true", help="list every name and every part"

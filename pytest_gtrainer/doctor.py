@@ -1,8 +1,9 @@
 """Report what this installation can do, on one screen: ``python -m pytest_gtrainer doctor``.
 
-A *topic* is a file of private names: a module of ``pytest_gtrainer/_torch``, or ``_pytest_private.py``. Its imports and
-its table ``ATTRIBUTES`` list what it needs of torch or pytest. The doctor reads both in the source, without importing
-the file, and looks each name up in what is installed. Then it imports every public part of this package.
+A *topic* is a file of private names: a module of ``pytest_gtrainer/_torch``, or
+``_pytest_private.py``. Its imports and its table ``ATTRIBUTES`` list what it needs of torch or
+pytest. The doctor reads both in the source, without importing the file, and looks each name up in
+what is installed. Then it imports every public part of this package.
 
 It needs neither torch nor pytest: a broken installation is what it is for.
 """
@@ -81,7 +82,7 @@ def topics() -> list[Topic]:
 
 
 def read_topic(file: Path, hosts: Sequence[str]) -> Topic:
-    """Read what a file imports of the packages ``hosts``, and its table ``ATTRIBUTES``; import nothing."""
+    """Read a file's imports of the packages ``hosts`` and its table ``ATTRIBUTES``; import nothing."""
     tree = ast.parse(file.read_text())
     guarded: set[ast.AST] = set()
     for node in ast.walk(tree):
@@ -99,7 +100,8 @@ def read_topic(file: Path, hosts: Sequence[str]) -> Topic:
             continue
         ours = [name for name in imported if re.split("[.:]", name)[0] in hosts]
         names += ours
-        if node in guarded:  # an import inside `try`: the topic does without it
+        # An import inside ``try``: the topic can do without it.
+        if node in guarded:
             optional.update(ours)
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ATTRIBUTES":
@@ -140,23 +142,18 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
     """Return the page, and whether everything is in order; ``verbose`` lists every name."""
     lines = [*installation(), ""]
     in_order = True
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):  # torch warns when it is imported
+    # Importing torch warns, on the error stream too.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         for topic in topics():
             missing = topic.missing()
             in_order = in_order and not missing
             count = f"{len(topic.names) - len(missing)} of {len(topic.names)}"
-            lines.append(
-                f"{'in order' if not missing else 'out of order':<13}{topic.name:<16}{count:<10}{topic.title}"
-            )
-            for name in topic.names:
-                if name in missing or verbose:
-                    lines.append(
-                        f"{'':13}{name.replace(':', '.')}: {'missing' if name in missing else 'present'}"
-                    )
+            state = "out of order" if missing else "in order"
+            lines.append(f"{state:<13}{topic.name:<16}{count:<10}{topic.title}")
+            for name in topic.names if verbose else missing:
+                presence = "missing" if name in missing else "present"
+                lines.append(f"{'':13}{name.replace(':', '.')}: {presence}")
         lines.append("")
         broken = parts_that_do_not_import()
     for reason, parts in broken.items():
@@ -177,10 +174,9 @@ def parts_that_do_not_import() -> dict[str, list[str]]:
     for part, home in sorted({**_HOME, **OTHER_PARTS}.items(), key=lambda item: item[0].lower()):
         try:
             importlib.import_module(f"pytest_gtrainer.{home}")
-        except (
-            Exception
-        ) as error:  # a name that is read when a module is imported is an AttributeError
-            # Our own message ends with the advice to run the doctor.
+        # Not only ImportError: a module may read a missing attribute while it is imported.
+        except Exception as error:
+            # The message of the package ends with the advice to run the doctor.
             reason = str(error).partition("\n")[0].partition("; what still works")[0]
             reason = reason or type(error).__name__
             failed.setdefault(reason, []).append(part)
@@ -191,7 +187,8 @@ def installation() -> Iterator[str]:
     """Yield versions, devices and backends, a line each."""
     torch_version = version_of("torch")
     torch = None
-    with contextlib.suppress(Exception):  # named below, where its parts do not import
+    # A torch that does not import is reported with the parts of the package.
+    with contextlib.suppress(Exception):
         torch = importlib.import_module("torch")
         torch_version = torch.__version__
     versions = [
@@ -204,9 +201,13 @@ def installation() -> Iterator[str]:
     beside = [f"{name} {version_of(name) or 'not installed'}" for name in PACKAGES_BESIDE]
     yield f"beside     {', '.join(beside)}"
     if torch_version is None:
-        yield "torch is not installed: reading graph text and goldens as text works, everything else needs it"
+        yield (
+            "torch is not installed: reading graph text and goldens as text works, "
+            "everything else needs it"
+        )
         return
-    if unsupported := complaint(torch_version):
+    unsupported = complaint(torch_version)
+    if unsupported:
         yield from wrapped(f"versions   {unsupported}", indent="", below=" " * 11)
     if torch is None:
         return

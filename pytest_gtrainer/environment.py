@@ -1,6 +1,6 @@
-"""What surrounds a run: the installed torch, which is not imported here; environment variables; a user's own folders.
+"""The surroundings of a run: the version of torch, environment variables, folders of the user.
 
-Processes that outlive the block in which a variable is set, as ranks do, must not start with it.
+Imports no torch.
 """
 
 import os
@@ -12,50 +12,60 @@ from importlib import metadata
 from pathlib import Path
 
 FIRST, LAST = (2, 13), (2, 15)
-"""The oldest and the newest minor version of torch that is supported: its private parts were read in all between."""
+"""The oldest and newest supported minor version of torch; private names exist in all between."""
 
 _MINOR = re.compile(r"(\d+)\.(\d+)(?![0-9])")
-_outside: dict[str, str | None] = {}
+_outside: dict[str, str | None] = {}  # values before the outermost block that sets a variable
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable and put it back; blocks may nest."""
-    before, outermost = os.environ.get(name), name not in _outside
+    """Set a variable in the block and put it back; blocks may nest."""
+    before = os.environ.get(name)
+    is_outermost = name not in _outside
     _outside.setdefault(name, before)
     os.environ[name] = value
     try:
         yield
     finally:
-        if outermost:
+        if is_outermost:
             del _outside[name]
-        os.environ.pop(name, None)
-        os.environ.update({} if before is None else {name: before})
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def lasting_environment() -> dict[str, str]:
-    """The environment as it is outside of all blocks."""
+    """Return the environment outside of all blocks.
+
+    Processes that outlive a block, as ranks do, must not start with its variables.
+    """
     return {name: value for name, value in {**os.environ, **_outside}.items() if value is not None}
 
 
 def private_folder(folder: Path) -> Path:
-    """A folder that no other user enters, made where it is missing; PermissionError if it is another's, or none."""
+    """Make a folder that no other user enters, if it is missing.
+
+    Raises:
+        PermissionError: the path belongs to another user, or is not a folder.
+    """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
+    # lstat, so that a link is refused, whoever owns its target.
     status = folder.lstat()
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        whose = (
-            f"belongs to user {status.st_uid}" if status.st_uid != os.getuid() else "is no folder"
-        )
+    is_own = status.st_uid == os.getuid()
+    if not is_own or not stat.S_ISDIR(status.st_mode):
+        wrong = "is no folder" if is_own else f"belongs to user {status.st_uid}"
         raise PermissionError(
-            f"{folder}, where files of this user's runs would lie, {whose}: remove it"
+            f"{folder}, where files of this user's runs would lie, {wrong}: remove it"
         )
     folder.chmod(0o700)
     return folder
 
 
 def minor_version(version: str) -> tuple[int, int] | None:
-    """Major and minor number of a version of torch; None for a text that begins with none.
+    """Return major and minor number of a version of torch; None if the text begins with none.
 
     >>> minor_version("2.15.0.dev20261101+cu132"), minor_version("2.9"), minor_version("nightly")
     ((2, 15), (2, 9), None)
@@ -65,18 +75,19 @@ def minor_version(version: str) -> tuple[int, int] | None:
 
 
 def installed_minor() -> tuple[int, int] | None:
-    """The minor version of the torch that is installed; None if its version does not begin with one."""
+    """Return the minor version of the installed torch; None if its version begins with none."""
     return minor_version(metadata.version("torch"))
 
 
 def complaint(version: str | None = None) -> str | None:
-    """What to tell a user of another torch; None for a supported one."""
+    """Return a warning for a version of torch that is not supported; None for one that is."""
     found = version if version is not None else metadata.version("torch")
     minor = minor_version(found)
     if minor is not None and FIRST <= minor <= LAST:
         return None
     first, last = (".".join(map(str, bound)) for bound in (FIRST, LAST))
     return (
-        f"torch {found} is outside of the supported range, {first} to {last}: graph text, goldens and digests may "
-        "work; tracing, passes and ranks may not. `python -m pytest_gtrainer doctor` says which"
+        f"torch {found} is outside of the supported range, {first} to {last}: graph text, goldens "
+        "and digests may work; tracing, passes and ranks may not. `python -m pytest_gtrainer "
+        "doctor` says which"
     )

@@ -1,4 +1,4 @@
-"""Where the hooks of ``hookspecs`` are called. Parts that know nothing of pytest's configuration ask here."""
+"""The calls of the hooks in ``hookspecs``, also for parts that have no pytest configuration."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from pytest_gtrainer.hookspecs import EnterWorld
 
 GIVEN = {"gt_model": ("models", "model"), "gt_net": ("nets", "net")}
-"""Fixtures that run a test once with each of what a hook gives."""
+"""Fixtures that parametrise a test, with their hook and what it gives."""
 
 _configs: list[pytest.Config] = []
 
 
 def remember(config: pytest.Config) -> None:
-    """From now on hooks are those of this run; a run inside a run, as of pytester, comes on top."""
+    """Make this run's hooks the current ones. A run inside a run, as of pytester, comes on top."""
     _configs.append(config)
     config.add_cleanup(lambda: _configs.remove(config))
 
 
 def passes() -> dict[str, Callable[..., Any]]:
-    """The passes that the running session's hooks give; none without a session."""
+    """Return the passes that hooks give, by name; none without a pytest session."""
     if not _configs:
         return {}
     config = _configs[-1]
@@ -34,7 +34,11 @@ def passes() -> dict[str, Callable[..., Any]]:
 
 
 def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld]:
-    """The kinds of worlds that hooks give; pytest.UsageError for a name that was given twice, or is one of ``ours``."""
+    """Return the kinds of worlds that hooks give.
+
+    Raises:
+        pytest.UsageError: a name was given twice, or is one of ``ours``.
+    """
     found: dict[str, EnterWorld] = together(
         config.hook.pytest_gtrainer_worlds(config=config), "world"
     )
@@ -47,23 +51,23 @@ def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld
 
 
 def parametrise(metafunc: pytest.Metafunc) -> None:
-    """Run a test once with each model or net that hooks give, if it takes one."""
+    """Parametrise a test that takes ``gt_model`` or ``gt_net`` with the models or nets of hooks."""
     for fixture, (hook, what) in GIVEN.items():
         if fixture not in metafunc.fixturenames:
             continue
-        config = metafunc.config
-        found = together(
-            getattr(metafunc.definition.ihook, f"pytest_gtrainer_{hook}")(config=config), what
-        )
+        # ``ihook`` leaves out the hooks of conftests that are not above the test.
+        call = getattr(metafunc.definition.ihook, f"pytest_gtrainer_{hook}")
+        found = together(call(config=metafunc.config), what)
         if not found:
             raise pytest.UsageError(
-                f"{metafunc.definition.nodeid} takes {fixture}, and no hook pytest_gtrainer_{hook} gives a {what}"
+                f"{metafunc.definition.nodeid} takes {fixture}, "
+                f"and no hook pytest_gtrainer_{hook} gives a {what}"
             )
         metafunc.parametrize(fixture, list(found.values()), ids=list(found))
 
 
 def scrubbed(config: pytest.Config, text: str) -> str:
-    """A graph's text as the scrubbers leave it."""
+    """Apply the scrubbers of hooks to the text of a graph."""
     for scrubbers in config.hook.pytest_gtrainer_scrubbers(config=config):
         for scrub in scrubbers:
             text = scrub(text)
@@ -71,7 +75,11 @@ def scrubbed(config: pytest.Config, text: str) -> str:
 
 
 def environment(config: pytest.Config) -> dict[str, str | int]:
-    """What hooks add to the environment of numbers; pytest.UsageError for what is neither a text nor a whole number."""
+    """Return what hooks add to the environment of numbers.
+
+    Raises:
+        pytest.UsageError: a value is neither a text nor a whole number.
+    """
     found = together(
         config.hook.pytest_gtrainer_environment(config=config), "part of the environment"
     )
@@ -84,7 +92,7 @@ def environment(config: pytest.Config) -> dict[str, str | int]:
 
 
 def rank_starts(config: pytest.Config) -> None:
-    """In a rank: its process group is up."""
+    """Call the set-up hook of a rank, whose process group is up."""
     worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
     config.hook.pytest_gtrainer_rank_setup(
         config=config, rank=worker["gt_rank"], device=worker["gt_device"]
@@ -92,12 +100,13 @@ def rank_starts(config: pytest.Config) -> None:
 
 
 def rank_ends(config: pytest.Config) -> None:
-    """In a rank: its last test is over."""
+    """Call the tear-down hook of a rank, after its last test."""
     worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
     config.hook.pytest_gtrainer_rank_teardown(
         config=config, rank=worker["gt_rank"], device=worker["gt_device"]
     )
-    # what coverage has measured in this rank: not at the process's exit, as then nobody waits for it
+    # Coverage would save at the exit of this process, for which nobody waits.
     coverage = sys.modules.get("coverage")
-    if coverage is not None and (current := coverage.Coverage.current()) is not None:
+    current = coverage.Coverage.current() if coverage is not None else None
+    if current is not None:
         current.save()

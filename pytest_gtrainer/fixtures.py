@@ -73,14 +73,16 @@ def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
 
 
 def _shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The world of a module, or class, that is marked as a whole: what it shares may have process groups."""
+    """Set up the world of a module or class that is marked as a whole, for its wider fixtures."""
     spec = spec_of(request.node)
     with _world_of(spec, request) as world:
-        asked = getattr(request.config, "workerinput", {}).get("gt_size", world.size)
-        if asked != world.size:
+        # In a rank: the number of ranks that the marker of the running test asked for.
+        size = getattr(request.config, "workerinput", {}).get("gt_size", world.size)
+        if size != world.size:
             pytest.fail(
-                f"{request.fixturename}: {request.node.name} is marked {world.kind}({world.size}), a test that shares "
-                f"it {world.kind}({asked}): leave out the test's own marker, or use gt_world and gt_mesh there",
+                f"{request.fixturename}: {request.node.name} is marked "
+                f"{world.kind}({world.size}), a test that shares it {world.kind}({size}): "
+                "leave out the test's own marker, or use gt_world and gt_mesh there",
                 pytrace=False,
             )
         shared = request.config.stash.setdefault(SHARED, [])
@@ -134,7 +136,7 @@ def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
 
 @pytest.fixture
 def gt_deterministic(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Determinism switched on for the test, here and on ranks, seeds set, everything restored afterwards.
+    """Switch determinism on and set seeds for the test, here and on ranks; restore all afterwards.
 
     Another configuration than the default comes by
     ``@pytest.mark.parametrize("gt_deterministic", [DebugConfig(seed=5)], indirect=True)``.

@@ -1,9 +1,10 @@
-"""Which test left a global switch of torch other than it found it (K3).
+"""The guard that names a test which left a global switch of torch changed.
 
-Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded), and the
-modes and hooks of ``_torch.modes``. A mode or hook that a test leaves behind is also ended: it would run in each later
-test. What a fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or
-last.
+Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch
+is loaded), and the modes and hooks of ``_torch.modes``. A mode or hook that a test leaves behind is
+also
+ended: it would run in each later test. A fixture of a wider scope may set a switch and later put it
+back: this is no leak of the test that happens to run first or last.
 """
 
 import sys
@@ -47,29 +48,33 @@ class LeakGuard:
         try:
             return (yield)
         finally:
+            # Both ways: its teardown, in that of the last test that uses it, puts the value back.
             for name, (old, new) in _changes_since(before).items():
-                self._by_wide_fixtures |= {(name, str(old), str(new)), (name, str(new), str(old))}
+                self._by_wide_fixtures.add((name, str(old), str(new)))
+                self._by_wide_fixtures.add((name, str(new), str(old)))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         yield
         before, self._before = self._before, None
-        changes = _changes_since(before).items()
-        known = self._by_wide_fixtures
-        if leaked := {name: both for name, both in changes if (name, *map(str, both)) not in known}:
-            self.blame(item, _modes_ended(leaked))
+        leaked = {}
+        for name, (old, new) in _changes_since(before).items():
+            if (name, str(old), str(new)) not in self._by_wide_fixtures:
+                leaked[name] = old, new
+        if leaked:
+            self.blame(item, _end_modes(leaked))
 
     def blame(self, item: pytest.Item, leaked: Changes) -> None:
-        """Say that the test has left these switches changed; fails it if that is asked for."""
-        shown = {
-            name: ["unset" if each is None else each for each in both]
-            for name, both in leaked.items()
-        }
-        what = "; ".join(f"{name} from {old} to {new}" for name, (old, new) in shown.items())
+        """Warn that the test has changed these switches, or fail it (``--gt-leaked-flags``)."""
+        changes = []
+        for name, values in leaked.items():
+            old, new = ("unset" if value is None else value for value in values)
+            changes.append(f"{name} from {old} to {new}")
+        what = "; ".join(changes)
         facts.emit("leak", test=item.nodeid, what=what)
         message = (
-            f"{item.nodeid} changed {what} and did not put it back: use the fixture gt_deterministic, "
-            "deterministic(), or monkeypatch"
+            f"{item.nodeid} changed {what} and did not put it back: "
+            "use the fixture gt_deterministic, deterministic(), or monkeypatch"
         )
         if self._reaction == "fail":
             pytest.fail(message, pytrace=False)
@@ -77,34 +82,32 @@ class LeakGuard:
 
 
 def _read() -> Values | None:
-    """The switches, modes and hooks now.
-
-    None while torch is not loaded: importing it changes nothing that anyone had set.
-    """
+    """Return the switches, modes and hooks; None while torch is not loaded, as none is set then."""
     if "torch" not in sys.modules:
         return None
     from pytest_gtrainer._torch.modes import MODES
 
-    return {**knobs.values(_GUARDED), **{name: read() for name, (read, _) in MODES.items()}}
+    return knobs.values(_GUARDED) | {name: read() for name, (read, _) in MODES.items()}
 
 
-def _modes_ended(leaked: Changes) -> Changes:
-    """Put back modes and hooks, under which the next test would run; returns the changes with values to be shown."""
+def _end_modes(leaked: Changes) -> Changes:
+    """Put back modes and hooks that leaked; return the changes with their values in words."""
     from pytest_gtrainer._torch.modes import MODES, shown
 
-    told = dict(leaked)
+    changes = dict(leaked)
     for name, (_, put_back) in MODES.items():
         if name in leaked:
-            told[name] = shown(leaked[name][0]), shown(leaked[name][1])
-            put_back(leaked[name][0])
-    return told
+            old, new = leaked[name]
+            changes[name] = shown(old), shown(new)
+            put_back(old)
+    return changes
 
 
 def _changes_since(before: Values | None) -> Changes:
-    """What changed, by name; a module that was loaded in between is no change."""
+    """Return old and new values by name; loading a module in between is not a change."""
     after = _read() or {}
-    return {
-        name: (old, after[name])
-        for name, old in (before or {}).items()
-        if old != after[name] and knobs.NOT_LOADED not in (old, after[name])
-    }
+    changes = {}
+    for name, old in (before or {}).items():
+        if old != after[name] and knobs.NOT_LOADED not in (old, after[name]):
+            changes[name] = old, after[name]
+    return changes

@@ -1,6 +1,7 @@
-"""Every option once: flag, ini twin, help. ``check`` judges values at start-up; its usage error names the value.
+"""The options: flag, ini twin, help and check of each stand in one place.
 
-Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins over the default.
+Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins over the
+default. ``check`` parses all of them at start-up.
 """
 
 from argparse import SUPPRESS
@@ -74,13 +75,15 @@ _REACTION: dict[str, Any] = {"default": "warn", "choices": ("warn", "fail", "ign
 OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus",
-        "number of devices the run may use (default: all visible GPUs, or 8 CPU slots without a GPU)",
+        "number of devices the run may use (default: all visible GPUs, or 8 CPU slots without a "
+        "GPU)",
         metavar="N",
         parse=_COUNT,
     ),
     Option(
         "device",
-        "device of the ranks; auto takes GPUs if there are any, cuda fails without one (default: auto)",
+        "device of the ranks; auto takes GPUs if there are any, cuda fails without one "
+        "(default: auto)",
         default="auto",
         choices=("auto", "cpu", "cuda"),
     ),
@@ -104,7 +107,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "require",
-        "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU is missing",
+        "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU "
+        "is missing",
         choices=("ranks", "cuda"),
     ),
     Option(
@@ -154,7 +158,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "bisect",
-        "if a bitwise comparison of a replayed graph fails, find the pass that introduced the difference",
+        "if a bitwise comparison of a replayed graph fails, find the pass that introduced the "
+        "difference",
         is_flag=True,
     ),
     Option("trace-log", "keep torch's structured trace log enabled during tests", is_flag=True),
@@ -165,12 +170,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "leaked-resources",
-        "what to do about a test on ranks that leaves a process group or GPU memory (default: warn)",
+        "what to do about a test on ranks that leaves a process group or GPU memory "
+        "(default: warn)",
         **_REACTION,
     ),
     Option(
         "pass",
-        "pass to test against the rules: pytest --pyargs pytest_gtrainer.conformance --gt-pass MODULE:NAME",
+        "pass to test against the rules: pytest --pyargs pytest_gtrainer.conformance "
+        "--gt-pass MODULE:NAME",
         metavar="MODULE:NAME",
     ),
     Option(
@@ -197,7 +204,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "fresh-ranks",
-        "start new rank processes for each test; with =on-failure, run a test that fails once more, on new ranks",
+        "start new rank processes for each test; with =on-failure, run a test that fails once "
+        "more, on new ranks",
         False,
         choices=("on-failure",),
         is_flag=True,
@@ -221,7 +229,8 @@ def add(parser: pytest.Parser) -> None:
         if option.is_flag:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
             for choice in option.choices or ():
-                # An option string of its own: with an optional value, a path behind the flag would be taken for it.
+                # An option string of its own: if the flag took an optional value (nargs="?"),
+                # argparse would take a path behind the flag for it.
                 group.addoption(
                     f"{option.flag}={choice}",
                     dest=option.ini,
@@ -240,7 +249,11 @@ def add(parser: pytest.Parser) -> None:
 
 
 def get(config: pytest.Config, name: str) -> Any:
-    """The value of ``--gt-NAME``, parsed; pytest.UsageError for one that the option does not take."""
+    """Return the parsed value of ``--gt-NAME``.
+
+    Raises:
+        pytest.UsageError: the option does not take the value, which the message names.
+    """
     option = _BY_NAME[name]
     raw = config.getoption(option.flag)
     source = option.flag
@@ -284,5 +297,5 @@ def check(config: pytest.Config) -> None:
 
 
 def wants_report(config: pytest.Config) -> bool:
-    """Whether this run writes anything that shows what a test did: then graphs and digests are taken down."""
+    """Return whether the run records graphs and digests: for a page, a summary or a comparison."""
     return any(get(config, name) is not None for name in ("report", "summary", "report-against"))

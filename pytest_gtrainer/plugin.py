@@ -30,8 +30,8 @@ from pytest_gtrainer.worlds.spec import SpecError
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
 _FAKE_VALUES = (
-    "the process groups of a {} world move no data, so values behind a collective mean nothing here: "
-    'use gt_world("ranks"), or simulate_eager in a simulated world'
+    "the process groups of a {} world move no data, so values behind a collective mean nothing "
+    'here: use gt_world("ranks"), or simulate_eager in a simulated world'
 )
 
 
@@ -55,8 +55,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_report_header() -> str | None:
-    told = complaint()
-    return f"gtrainer: {told}" if told else None
+    warning = complaint()
+    return f"gtrainer: {warning}" if warning else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     extensions.remember(config)
     devices.check_launch(config)
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
-        devices.resolve(config)  # a promise that cannot be kept stops the run here
+        # A promise of devices that cannot be kept stops the run here, not at the first test.
+        devices.resolve(config)
     goldens = GoldenPlugin(config)
     config.pluginmanager.register(goldens, "gtrainer-goldens")
     inline.register(config)
@@ -109,9 +110,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     try:
         spec = marker.spec_of(item)
     except SpecError as error:
-        raise pytest.fail.Exception(str(error), pytrace=False) from None  # or pytest shows both
+        # ``from None``, or pytest would show the SpecError too.
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    # The marker alone gives a test its world.
     if spec is not None and spec.kind != "ranks" and isinstance(item, pytest.Function):
-        use_fixture(item, "gt_world")  # the marker alone is enough
+        use_fixture(item, "gt_world")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -127,7 +130,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Send the facts of each phase with its report (``gt_facts``); add the way out to an ``assert`` on fake values."""
+    """Send the facts of each phase with its report, as the attribute ``gt_facts``.
+
+    An assertion that fails on values of a fake or simulated world gets a note with the way out.
+    """
     error = call.excinfo.value if call.excinfo else None
     if type(error) is AssertionError and re.search(r"[tT]ensor(\(| object|-likes)", str(error)):
         spec = marker.valid_spec_of(item)

@@ -85,7 +85,7 @@ def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
 
 
 def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves of those present, in the order of the bus.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves of ``uuids``, which are in bus order.
 
     CUDA's rules: an entry is an index or the beginning of a UUID; the list ends at the first entry
     that is not a device.

@@ -82,7 +82,7 @@ def topics() -> list[Topic]:
 
 
 def read_topic(file: Path, hosts: Sequence[str]) -> Topic:
-    """Read a file's imports of the packages ``hosts`` and its table ``ATTRIBUTES``; import nothing."""
+    """Read a file's imports of ``hosts`` and its table ``ATTRIBUTES``, without importing it."""
     tree = ast.parse(file.read_text())
     guarded: set[ast.AST] = set()
     for node in ast.walk(tree):

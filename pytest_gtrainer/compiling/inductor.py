@@ -1,4 +1,4 @@
-"""Passes of graph trainers as passes of Inductor: with the names that they need, and an id for Inductor's caches."""
+"""Passes of graph trainers as passes of Inductor, with names of inputs and an id for its caches."""
 
 import hashlib
 import sys
@@ -20,27 +20,30 @@ SLOTS = (
 )
 
 PACKAGE = Path(__file__).parents[1]
-_TOLD = ("gt_input", "custom", "autograd_backward", "val")
+_METADATA = ("gt_input", "custom", "autograd_backward", "val")
 
 
 def inductor_options(
     *passes: BoundPass | Pass, slot: str = "joint_custom_post_pass", files: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Options of ``torch.compile`` under which Inductor runs passes of graph trainers on its graphs.
+    """Return options of ``torch.compile`` with which Inductor runs passes of graph trainers.
 
-        plan = get_default_transformer_block_buckets(n_layers=2)
-        bucketing = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=plan)
+        plan = get_default_transformer_block_buckets(n_layers=2) bucketing =
+        bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=plan)
         torch.compile(model, options=inductor_options(bucketing))
 
-    A pass of a graph trainer is ``(gm, example_inputs, *, ...) -> gm`` and rewrites in place. Before it runs, the graph
-    gets our metadata and the FQNs of Dynamo's inputs, which the option ``pre_grad_custom_pass`` reads.
+    A pass of a graph trainer is ``(gm, example_inputs, *, ...) -> gm`` and rewrites in place.
+    Before it runs, the graph gets our metadata and the FQNs of Dynamo's inputs, which the option
+    ``pre_grad_custom_pass`` reads.
 
     Args:
         passes: as for ``apply_graph_passes``.
-        slot: the setting that holds them: of the joint graph, or of forward and backward after the partitioner.
-        files: other source files of the passes. Caches are valid while options, these files and the modules that define
-            the passes are the same. A lambda, a function inside a function, and an object without a ``uuid()`` are not
-            cached: nothing tells them from others.
+        slot: the setting that holds them: of the joint graph, or of forward and backward after the
+            partitioner.
+        files: other source files of the passes. Caches are valid while options, these files and the
+            modules that define the passes are the same. Graphs of a lambda, a function inside a
+            function, and an object without a ``uuid()`` are not cached, since two of them may have
+            the same name.
 
     Raises:
         ValueError: no pass, no such slot, or a file that cannot be read.
@@ -49,7 +52,7 @@ def inductor_options(
         raise ValueError("inductor_options was given no pass")
     if slot not in SLOTS:
         raise ValueError(f"slot={slot!r}: Inductor runs passes of users in {', '.join(SLOTS)}")
-    dynamo: dict[str, fx.GraphModule] = {}  # by the compilation
+    dynamo: dict[str, fx.GraphModule] = {}  # Dynamo's graph by the id of the compilation
 
     def keep(gm: fx.GraphModule) -> None:
         dynamo[current_compile_id()] = adopted(gm)
@@ -64,37 +67,37 @@ class GraphTrainerPass(CustomGraphPass):
     def __init__(
         self, bound: BoundPass, dynamo: Mapping[str, fx.GraphModule], files: Sequence[str]
     ) -> None:
-        self.bound, self.dynamo, self.sources = bound, dynamo, _hash_of(files)
-        self.__name__ = bound.name
+        self.bound, self.dynamo, self.sources = bound, dynamo, _hash_files(files)
+        self.__name__ = bound.name  # the name of its runs in a ``CompileRecord``
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
-        named = {
-            node.name: node
-            for node in adopted(gm, self.dynamo.get(current_compile_id())).graph.nodes
-        }
+        # ``adopted`` copies the graph, and Inductor goes on with its own: take only metadata.
+        named = adopted(gm, self.dynamo.get(current_compile_id()))
+        metadata = {node.name: node.meta for node in named.graph.nodes}
         for node in graph.nodes:
-            told = named[node.name].meta
-            node.meta.update({key: told[key] for key in _TOLD if key in told})
+            for key in _METADATA:
+                if key in metadata[node.name]:
+                    node.meta[key] = metadata[node.name][key]
         if returned(self.bound.function(gm, None, **self.bound.options)) is not gm:
             raise TypeError(
-                f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it is given"
+                f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it "
+                "is given"
             )
 
     def uuid(self) -> tuple[str, ...] | None:
-        """None is no caching."""
+        """Return the id of the pass for Inductor's caches; None if it must not be cached."""
         file = getattr(sys.modules.get(self.bound.home.partition(":")[0]), "__file__", None)
         if file is None:
             return None
-        own = (
-            sorted(map(str, PACKAGE.rglob("*.py")))
-            if Path(file).is_relative_to(PACKAGE)
-            else [file]
-        )
-        return str(self.bound), self.bound.home, _hash_of(own), self.sources
+        # A pass of ours uses other modules of the package; a user names other modules as ``files``.
+        own = [file]
+        if Path(file).is_relative_to(PACKAGE):
+            own = sorted(map(str, PACKAGE.rglob("*.py")))
+        return str(self.bound), self.bound.home, _hash_files(own), self.sources
 
 
-def _hash_of(files: Sequence[str]) -> str:
+def _hash_files(files: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for file in files:
         try:

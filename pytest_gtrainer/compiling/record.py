@@ -1,4 +1,4 @@
-"""What a recorder of torch.compile leaves: graphs by stage, passes, graph breaks, compilations, code."""
+"""The record of ``gt_compile``: graphs by stage, passes, graph breaks, compilations, code."""
 
 import fnmatch
 import re
@@ -12,7 +12,8 @@ from pytest_gtrainer.facts import counted
 
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
-    "joint": "the joint graph of forward and backward, before Inductor's passes; of inference the forward",
+    "joint": "the joint graph of forward and backward, before Inductor's passes; of inference the "
+    "forward",
     "joint_after_passes": "the joint graph behind Inductor's passes",
     "forward": "the forward graph, as the partitioner left it",
     "forward_after_passes": "the forward graph behind the post-grad passes",
@@ -30,7 +31,7 @@ _LAUNCH = re.compile(
 
 
 class NotRecorded(LookupError):
-    """A stage was asked for that the record has not; the message says why."""
+    """The record lacks the requested stage, graph or pass; the message says why."""
 
     __module__ = "pytest_gtrainer"
 
@@ -40,12 +41,13 @@ class RecordedPass:
     """One pass on one graph.
 
     Attributes:
-        name: of a user's pass its class or function, of Inductor's own its name there.
-        slot: the setting that holds a user's pass, ``post_grad_custom_post_pass`` for one; else the name.
+        name: the class or function of a user's pass; Inductor's name of its own pass.
+        slot: the setting that holds a user's pass, as ``post_grad_custom_post_pass``; else the
+            name.
         stage: "pre_grad", "joint", "forward" or "backward".
         before, after: the graph; the same object if the pass changed nothing.
-        seconds: how long it ran.
-        inputs: what the graph was first called with, if it runs with kernels of eager.
+        compiled: the compiled graph.
+        seconds: the time that it took.
     """
 
     name: str
@@ -58,12 +60,12 @@ class RecordedPass:
 
     @property
     def changed(self) -> bool:
-        """Whether an operator, an operand or a value is another behind the pass."""
+        """True if the pass changed an operator, an operand or a value."""
         return self.before is not self.after
 
     @property
     def gm(self) -> fx.GraphModule:
-        """The graph behind the pass: what ``gt_golden.check(run)`` checks."""
+        """The graph behind the pass, which ``gt_golden.check(run)`` checks."""
         return self.after
 
     @property
@@ -73,6 +75,7 @@ class RecordedPass:
 
     @property
     def inputs(self) -> list[Any] | None:
+        """The inputs of the graph's first call, if it runs with kernels of eager."""
         return self.compiled.inputs.get(self.stage)
 
 
@@ -83,9 +86,11 @@ class CompiledGraph:
     Attributes:
         id: Dynamo's, "0/1" for the second compilation of the first frame.
         stages: graphs by stage, see ``STAGES``; each is an attribute, too: ``compiled.backward``.
-        passes: what ran, in order.
-        code: by "forward" and "backward", what Inductor generated.
-        inputs: by "forward" and "backward", copies of what was first called with.
+        place: its index in the record.
+        lower: as for ``gt_compile``.
+        passes: the runs of passes, in order.
+        code: Inductor's generated code, by "forward" and "backward".
+        inputs: copies of the inputs of the first call, by "forward" and "backward".
         is_late: whether the backward was first compiled behind the block.
     """
 
@@ -104,11 +109,14 @@ class CompiledGraph:
     def __getattr__(self, name: str) -> fx.GraphModule:
         if name not in STAGES:
             raise AttributeError(f"{name!r}: a compiled graph has the stages {', '.join(STAGES)}")
-        if (found := self.stages.get(name)) is not None:
-            return found
+        if name in self.stages:
+            return self.stages[name]
         why = "Inductor did not get there"
         if not self.stages:
-            why = "its backend is not Inductor, whose graphs alone are recorded; graph breaks and compilations are told"
+            why = (
+                "its backend is not Inductor, whose graphs alone are recorded; of another only "
+                "graph breaks and compilations are"
+            )
         elif name.startswith("backward") and self.is_late:
             why = _LATE
         elif name.startswith("backward"):
@@ -116,49 +124,54 @@ class CompiledGraph:
         raise NotRecorded(f"compiled graph {self.id} has no stage {name!r}, {STAGES[name]}: {why}")
 
     def launches(self, direction: str = "forward") -> list[str]:
-        """What the generated code calls, in order: collectives, kernels of libraries, fused kernels.
+        """Return the calls of the generated code in order: collectives, library and fused kernels.
 
-        Inductor's scheduler comes behind all passes on graphs, and may order otherwise than the last graph says.
-        A NotRecorded is raised if no code was generated.
+        Inductor's scheduler runs behind all passes on graphs, and may use another order than the
+        last graph.
+
+        Raises:
+            NotRecorded: no code was generated.
         """
         if direction not in self.code:
-            why = (
-                "lower=False generates none: record with gt_compile(lower=True)"
-                if not self.lower
-                else "not compiled"
-            )
+            why = "not compiled"
+            if not self.lower:
+                why = "lower=False generates none: record with gt_compile(lower=True)"
             raise NotRecorded(
                 f"compiled graph {self.id} has no generated code of its {direction}: {why}"
             )
         code = self.code[direction]
+        # What stands before the function ``call`` defines kernels and launches none.
         found = _LAUNCH.findall(code[code.rfind("def call") :])
         return [next(filter(None, names)).removesuffix(".default") for names in found]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """Where Dynamo left the graph, "file.py:12", and why; ``times`` it did."""
+    """A graph break: the place, as "file.py:12", the reason, and the number of times."""
 
     where: str
     reason: str
     times: int = 1
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}" + (f" ({self.times} times)" if self.times > 1 else "")
+        times = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.where}: {self.reason}{times}"
 
 
 @dataclass(slots=True, repr=False)
 class CompileRecord:
-    """What ``gt_compile`` recorded.
+    """The record of ``gt_compile``.
 
-    ``record[0]`` is the first compiled graph. ``record.forward`` and the other stages are those of the only one.
+    ``record[0]`` is the first compiled graph. ``record.forward`` and the other stages are those of
+    the only one.
 
     Attributes:
         graphs: in the order of compilation.
         breaks: graph breaks, in order.
-        compiled: ids of what was compiled for the first time.
-        recompiled: by id of what was compiled again, the guards that had failed.
-        cache: how often each event of a cache was told.
+        compiled: ids of first compilations.
+        recompiled: the guards that failed, by id of the recompilation.
+        cache: the number of each event of a cache.
+        faults: reasons why the record is incomplete; most methods refuse it then.
     """
 
     graphs: list[CompiledGraph] = field(default_factory=list)
@@ -169,10 +182,10 @@ class CompileRecord:
     faults: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return f"CompileRecord of {counted(len(self.graphs), 'graph')}{self._story()}"
+        return f"CompileRecord of {counted(len(self.graphs), 'graph')}{self._events()}"
 
     def __getitem__(self, place: int) -> CompiledGraph:
-        self._refuse_nothing()
+        self._check_not_empty()
         if not -len(self.graphs) <= place < len(self.graphs):
             raise NotRecorded(
                 f"there is no compiled graph {place}: {len(self.graphs)} were recorded"
@@ -198,66 +211,67 @@ class CompileRecord:
         Raises:
             NotRecorded: none was compiled, or several.
         """
-        self._refuse_nothing()
-        if len(self.graphs) > 1:
-            pairs = (("graph break", self.breaks), ("recompilation", self.recompiled))
-            causes = " and ".join(counted(len(found), noun) for noun, found in pairs if found)
-            told = f"{len(self.graphs)} graphs were compiled{f', because of {causes}' if causes else ''}"
-            raise NotRecorded(f"{told}: say which, record[0].forward for one{self._story()}")
-        return self.graphs[0]
+        self._check_not_empty()
+        if len(self.graphs) == 1:
+            return self.graphs[0]
+        causes = []
+        if self.breaks:
+            causes.append(counted(len(self.breaks), "graph break"))
+        if self.recompiled:
+            causes.append(counted(len(self.recompiled), "recompilation"))
+        because = f", because of {' and '.join(causes)}" if causes else ""
+        raise NotRecorded(
+            f"{len(self.graphs)} graphs were compiled{because}: "
+            f"say which, record[0].forward for one{self._events()}"
+        )
 
     def passes(self, name: str | None = None, *, changed: bool | None = None) -> list[RecordedPass]:
-        """The runs of a pass on all graphs, by its name or by the setting that holds it; of all passes without one.
+        """Return the runs of a pass on all graphs, or of all passes.
 
         Args:
-            changed: only those that changed the graph, or only those that did not.
+            name: the name of the pass, or the setting that holds it; None for all passes.
+            changed: only runs that changed the graph, or only those that did not.
 
         Raises:
             NotRecorded: no pass of that name ran.
         """
-        self._refuse_nothing()
-        if late := next((graph for graph in self.graphs if graph.is_late), None):
-            raise NotRecorded(
-                f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}"
-            )
-        every = [run for graph in self.graphs for run in graph.passes]
-        if not (found := [run for run in every if name in (None, run.name, run.slot)]):
-            ran = (
-                ", ".join(sorted({run.name for run in every}))
-                or "none: caches give what an earlier compile made"
-            )
+        self._check_not_empty()
+        runs: list[RecordedPass] = []
+        for graph in self.graphs:
+            if graph.is_late:
+                raise NotRecorded(
+                    f"the passes of the backward of compiled graph {graph.id} are not known: "
+                    f"{_LATE}"
+                )
+            runs += graph.passes
+        found = [run for run in runs if name in (None, run.name, run.slot)]
+        if not found:
+            ran = ", ".join(sorted({run.name for run in runs}))
+            ran = ran or "none: caches give what an earlier compile made"
             raise NotRecorded(f"no pass {name!r} ran; these did: {ran}")
         return [run for run in found if changed in (None, run.changed)]
 
     def only_pass(self, name: str | None = None, *, changed: bool | None = None) -> RecordedPass:
-        """The one run of a pass; ``name`` and ``changed`` are as for ``passes``.
+        """Return the one run of a pass; ``name`` and ``changed`` are as for ``passes``.
 
         Raises:
-            NotRecorded: it ran not at all, or several times; with the place of each run.
+            NotRecorded: it did not run, or several times. The message lists the place of each run.
         """
         found = self.passes(name, changed=changed)
         if len(found) == 1:
             return found[0]
-        runs = found or self.passes(name)
-        places = []
-        for run in runs:
+        which = ""
+        if changed is not None:
+            which = f" that {'changed' if changed else 'did not change'} the graph"
+        way_out = "the pass matched nothing"
+        if found:
+            way_out = "choose one of record.passes(...), or say changed=True"
+        lines = [f"{len(found)} runs of {name!r}{which}, not 1: {way_out}"]
+        for run in found or self.passes(name):
             result = "changed" if run.changed else "nothing changed"
-            places.append(
-                f"  {run.name} ({run.slot}) in {run.stage} of graph {run.compiled.id}, {result}"
-            )
-        asked = (
-            ""
-            if changed is None
-            else f" that {'changed' if changed else 'did not change'} the graph"
-        )
-        way_out = (
-            "choose one of record.passes(...), or say changed=True"
-            if found
-            else "the pass matched nothing"
-        )
-        raise NotRecorded(
-            "\n".join([f"{len(found)} runs of {name!r}{asked}, not 1: {way_out}", *places])
-        )
+            place = f"{run.stage} of graph {run.compiled.id}"
+            lines.append(f"  {run.name} ({run.slot}) in {place}, {result}")
+        raise NotRecorded("\n".join(lines))
 
     def assert_no_graph_breaks(self) -> None:
         """Fail if Dynamo left the graph anywhere, with each place and reason.
@@ -268,25 +282,24 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         if self.breaks:
-            found = counted(len(self.breaks), "graph break")
-            raise AssertionError("\n".join([f"{found}:", *(f"  {each}" for each in self.breaks)]))
-        self._refuse_nothing()
+            lines = [f"{counted(len(self.breaks), 'graph break')}:"]
+            lines += [f"  {found}" for found in self.breaks]
+            raise AssertionError("\n".join(lines))
+        self._check_not_empty()
 
     def assert_compiles(self, graphs: int, recompiles: int = 0) -> None:
-        """Fail unless so many graphs were compiled for the first time, and so many again.
+        """Fail unless ``graphs`` graphs were compiled first, and ``recompiles`` again.
 
         Raises:
             AssertionError: other numbers; with the guards that failed and the graph breaks.
         """
         __tracebackhide__ = True
-        self._refuse_faults()
-        numbers = ((graphs, recompiles), (len(self.compiled), len(self.recompiled)))
-        if numbers[0] != numbers[1]:
-            told = (
-                f"{counted(n, 'graph')} and {counted(again, 'recompilation')}"
-                for n, again in numbers
-            )
-            raise AssertionError(f"expected {', found '.join(told)}{self._story()}")
+        self._check_complete()
+        first, again = len(self.compiled), len(self.recompiled)
+        if (first, again) != (graphs, recompiles):
+            expected = f"{counted(graphs, 'graph')} and {counted(recompiles, 'recompilation')}"
+            found = f"{counted(first, 'graph')} and {counted(again, 'recompilation')}"
+            raise AssertionError(f"expected {expected}, found {found}{self._events()}")
 
     def assert_launch_order(
         self, *names: str, direction: str = "forward", place: int | None = None
@@ -294,8 +307,10 @@ class CompileRecord:
         """Fail unless the generated code launches these in this order, others between them.
 
         Args:
-            names: of collectives and kernels as ``launches`` tells them, with ``*``: ``"*all_gather*"``.
-            place: which compiled graph; the only one without it.
+            names: collectives and kernels as ``launches`` returns them, with ``*``:
+                ``"*all_gather*"``.
+            direction: "forward" or "backward".
+            place: the index of the compiled graph; None for the only one.
 
         Raises:
             AssertionError: one does not come behind the one before it.
@@ -306,36 +321,35 @@ class CompileRecord:
         if len(names) < 2:
             raise ValueError(f"an order needs two names or more, and these are {len(names)}")
         launches = (self.only if place is None else self[place]).launches(direction)
-        at = 0
+        rest = iter(launches)
         for number, name in enumerate(names):
-            told_as = ((launch, launch.rpartition(".")[2]) for launch in launches[at:])
-            found = next(
-                (at + i for i, told in enumerate(told_as) if fnmatch.filter(told, name)), None
-            )
-            if found is None:
+            for launch in rest:
+                # The pattern may be of the whole name, or of the last part.
+                if fnmatch.filter((launch, launch.rpartition(".")[2]), name):
+                    break
+            else:
                 behind = f" behind {names[number - 1]!r}" if number else ""
-                told = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
+                listed = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
                 raise AssertionError(
-                    f"the {direction} does not launch {name!r}{behind}; it launches\n{told}"
+                    f"the {direction} does not launch {name!r}{behind}; it launches\n{listed}"
                 )
-            at = found + 1
 
-    def _refuse_nothing(self) -> None:
-        self._refuse_faults()
+    def _check_not_empty(self) -> None:
+        self._check_complete()
         if not self.graphs:
             raise NotRecorded(
-                "nothing was compiled inside the block: call the compiled function in it, not only torch.compile, and "
-                f"with inputs that were not compiled for before{self._story() if self.breaks else ''}"
+                "nothing was compiled inside the block: call the compiled function in it, not only "
+                "torch.compile, and with inputs that were not compiled for before"
+                f"{self._events() if self.breaks else ''}"
             )
 
-    def _refuse_faults(self) -> None:
+    def _check_complete(self) -> None:
         if self.faults:
             raise NotRecorded(self.faults[0])
 
-    def _story(self) -> str:
-        """What happened, each on a line of its own."""
+    def _events(self) -> str:
+        """Return compilations and graph breaks, each on a line of its own, for messages."""
         lines = [f"compiled {each}" for each in self.compiled]
         lines += [f"recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
-        return "".join(
-            f"\n  {line}" for line in [*lines, *(f"graph break at {each}" for each in self.breaks)]
-        )
+        lines += [f"graph break at {each}" for each in self.breaks]
+        return "".join(f"\n  {line}" for line in lines)

@@ -138,8 +138,9 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
 def summary_lines(facts: list[Fact]) -> list[str]:
     """Return a line for each topic that has facts.
 
-    >>> summary_lines([{"kind": "verdict", "outcome": "equal"}, {"kind": "verdict", "outcome":
-    "equal"}]) ['verdicts  2 equal']
+    >>> equal = {"kind": "verdict", "outcome": "equal"}
+    >>> summary_lines([equal, equal])
+    ['verdicts  2 equal']
     >>> summary_lines([{"kind": "world", "world": "fake", "size": 4}])
     ['worlds    1 test in fake(4)']
     """

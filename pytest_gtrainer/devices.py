@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer.facts import counted
 
 DEFAULT_CPU_SLOTS = 8
 
@@ -48,15 +49,14 @@ class Devices:
         return "nccl" if self.kind == "cuda" else "gloo"
 
     def __str__(self) -> str:
-        ranks = "rank" if self.slots == 1 else "ranks"
         by = ""
         if self.giver.startswith("torchrun"):
             by = ", started by torchrun"
         elif self.in_process:
             by = ", in this process: no order of ranks shows"
         if self.kind == "cuda":
-            return f"{self.slots} CUDA {ranks} (nccl){by}"
-        return f"{self.slots} CPU {ranks} (gloo){by}, no GPU used"
+            return f"{counted(self.slots, 'CUDA rank')} (nccl){by}"
+        return f"{counted(self.slots, 'CPU rank')} (gloo){by}, no GPU used"
 
 
 BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -120,8 +120,8 @@ def exists(name: str) -> bool:
     if _find(name) is not MISSING:
         return True
     owner_name, _, attribute = name.rpartition(".")
-    owner = _find(owner_name) if ":" in owner_name else MISSING
-    if owner is MISSING:
+    owner = _find(owner_name)
+    if ":" not in owner_name or owner is MISSING:
         return False
     for each in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
         with contextlib.suppress(OSError, TypeError):  # written in C++
@@ -151,16 +151,19 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
             count = f"{len(topic.names) - len(missing)} of {len(topic.names)}"
             state = "out of order" if missing else "in order"
             lines.append(f"{state:<13}{topic.name:<16}{count:<10}{topic.title}")
-            for name in topic.names if verbose else missing:
-                presence = "missing" if name in missing else "present"
-                lines.append(f"{'':13}{name.replace(':', '.')}: {presence}")
+            for name in topic.names:
+                if name in missing:
+                    lines.append(f"{'':13}{name.replace(':', '.')}: missing")
+                elif verbose:
+                    lines.append(f"{'':13}{name.replace(':', '.')}: present")
         lines.append("")
         broken = parts_that_do_not_import()
     for reason, parts in broken.items():
-        shown = parts if verbose else parts[:MOST_SHOWN]
-        more = f" and {len(parts) - len(shown)} more" if len(shown) < len(parts) else ""
-        lines += wrapped(f"does not import: {', '.join(shown)}{more}", indent="  ")
-        lines += wrapped(f"because: {reason}", indent="    ")
+        shown = ", ".join(parts)
+        if len(parts) > MOST_SHOWN and not verbose:
+            shown = f"{', '.join(parts[:MOST_SHOWN])} and {len(parts) - MOST_SHOWN} more"
+        lines += wrapped(f"does not import: {shown}", "  ", "    ")
+        lines += wrapped(f"because: {reason}", "    ", "      ")
     if in_order and not broken:
         return "\n".join([*lines, "Everything is in order."]), True
     if not verbose:
@@ -208,7 +211,7 @@ def installation() -> Iterator[str]:
         return
     unsupported = complaint(torch_version)
     if unsupported:
-        yield from wrapped(f"versions   {unsupported}", indent="", below=" " * 11)
+        yield from wrapped(f"versions   {unsupported}", "", " " * 11)
     if torch is None:
         return
     try:
@@ -237,7 +240,6 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def wrapped(text: str, indent: str, below: str | None = None) -> list[str]:
+def wrapped(text: str, indent: str, below: str) -> list[str]:
     """Wrap ``text`` to the width of the page; ``below`` indents all lines but the first."""
-    below = indent + "  " if below is None else below
     return textwrap.wrap(text, LINE_WIDTH, initial_indent=indent, subsequent_indent=below)

@@ -71,7 +71,9 @@ def minor_version(version: str) -> tuple[int, int] | None:
     ((2, 15), (2, 9), None)
     """
     found = _MINOR.match(version)
-    return (int(found[1]), int(found[2])) if found else None
+    if found is None:
+        return None
+    return int(found[1]), int(found[2])
 
 
 def installed_minor() -> tuple[int, int] | None:
@@ -81,7 +83,7 @@ def installed_minor() -> tuple[int, int] | None:
 
 def complaint(version: str | None = None) -> str | None:
     """Return a warning for a version of torch that is not supported; None for one that is."""
-    found = version if version is not None else metadata.version("torch")
+    found = version or metadata.version("torch")
     minor = minor_version(found)
     if minor is not None and FIRST <= minor <= LAST:
         return None

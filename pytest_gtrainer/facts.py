@@ -206,6 +206,15 @@ def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
     return content.decode()
 
 
+def spell_counts(counts: Mapping[str, int]) -> str:
+    """Return counts in words, without those that are 0.
+
+    >>> spell_counts({"equal": 2, "different": 1, "unverified": 0})
+    '2 equal, 1 different'
+    """
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1.
 

@@ -40,9 +40,11 @@ def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
     callspec = getattr(item, "callspec", None)
     if callspec is not None and SIZE_PARAM in callspec.params:
         fields["size"] = callspec.params[SIZE_PARAM]
+    kinds: tuple[str, ...] = KINDS
     # Most tests are in a world of ours, and call no hook.
-    more = () if kind in KINDS else extensions.worlds(item.config, KINDS)
-    return make_spec(kind, kinds=(*KINDS, *more), **fields)
+    if kind not in KINDS:
+        kinds += tuple(extensions.worlds(item.config, KINDS))
+    return make_spec(kind, kinds=kinds, **fields)
 
 
 def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
@@ -56,7 +58,9 @@ def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
 def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
     """Return the sizes of a marker whose ``size`` is a list or tuple, else None."""
     marker = definition.get_closest_marker(MARKER)
-    size = marker.kwargs.get("size") if marker else None
+    if marker is None:
+        return None
+    size = marker.kwargs.get("size")
     if isinstance(size, Iterable) and not isinstance(size, str | bytes | Mapping):
         return list(size)
     return None

@@ -1,1 +1,1 @@
-"""What a run tells the person who started it."""
+"""The results of a run for a person: page, summary, terminal and JUnit file."""

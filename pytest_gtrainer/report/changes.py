@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.facts import escaped, unpacked
+from pytest_gtrainer.facts import escaped, spell_counts, unpacked
 from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.collected import Test
 
@@ -26,6 +26,7 @@ _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
 _LARGEST_PAGE = 1 << 30  # bytes
 _MOST_DETAILS = 16 << 20  # bytes of a test's details, unpacked
 _MOST_OF_ALL_DETAILS = 256 << 20
+# Details of tests (d0, d1, ...) and graphs (g-KEY), as ``template/report.html.j2`` writes them.
 _PART = re.compile(r'<script type="text/plain" id="([dg])-?(\w+)">([^<]*)</script>')
 
 
@@ -198,8 +199,7 @@ class Earlier:
     def summary(self, names: set[str]) -> str:
         """Summarize the comparison in one line; ``names`` are the tests of this run."""
         counts = {**self.counts, "not in this run": len(set(self.tests) - set(map(escaped, names)))}
-        changes = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
-        return f"against {self.path.name}: {changes or 'nothing changed'}"
+        return f"against {self.path.name}: {spell_counts(counts) or 'nothing changed'}"
 
 
 def _read_page(path: Path) -> str:
@@ -234,6 +234,7 @@ def _unpack_tests(packed_details: Iterable[str]) -> dict[str, Mapping[str, Any]]
 
 def _index(items: Iterable[Any], *names: str) -> dict[Any, Any]:
     """Index items by the values of ``names`` and a count, as several items may have the same."""
+    # Without the count the second of two equal passes would hide the first.
     seen: Counter[Any] = Counter()
     found = {}
     for item in items:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -60,21 +59,24 @@ class Test:
 
         A subtest that fails makes its test fail. Its skip or expected failure is not the test's.
         """
-        failed = [report for report in self.reports if report.failed]
+        failed = [report.when for report in self.reports if report.failed]
         if failed:
-            return "failed" if any(report.when == "call" for report in failed) else "error"
-        # By exact type: pytest's SubtestReport is a subclass, and sent as a report of the call.
-        own = [report for report in self.reports if type(report) is pytest.TestReport]
-        for report in own:
-            if hasattr(report, "wasxfail"):
-                return "xfailed" if report.skipped else "xpassed"
-        return "skipped" if any(report.skipped for report in own) else "passed"
+            return "failed" if "call" in failed else "error"
+        outcome = "passed"
+        for report in self.reports:
+            # By exact type: pytest's SubtestReport is a subclass, and sent as a report of the call.
+            if type(report) is pytest.TestReport:
+                if hasattr(report, "wasxfail"):
+                    return "xfailed" if report.skipped else "xpassed"
+                if report.skipped:
+                    outcome = "skipped"
+        return outcome
 
     @property
     def world(self) -> str:
         """The worlds that the test ran in, in words."""
-        worlds = (fact for fact in self.facts if fact["kind"] == "world")
-        return ", ".join(dict.fromkeys(world_label(fact) for fact in worlds))
+        labels = [world_label(fact) for fact in self.facts if fact["kind"] == "world"]
+        return ", ".join(dict.fromkeys(labels))
 
     @property
     def headline(self) -> str:
@@ -103,24 +105,25 @@ class Test:
 
         The first difference is that of the smallest step, then rank.
         """
-        by_rank = []
+        groups: dict[int, list[Fact]] = {}  # by place among the comparisons of a rank
         for _, sent in sorted(self.shown.items()):
-            by_rank.append([fact for fact in sent if fact["kind"] == "comparison"])
-        merged = []
-        for nth in zip_longest(*by_rank):
-            parts = [
-                part for part in nth if part is not None
-            ]  # a rank may have compared less often
-            first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))
-            comparison = dict(first)
-            for count in ("tensors", "more"):
-                comparison[count] = sum(part[count] for part in parts)
-            comparison["differing"] = [key for part in parts for key in part["differing"]]
-            for side in ("actual", "expected"):
-                rows = [tuple(row) for part in parts for row in part[side]]
-                comparison[side] = sorted(rows, key=lambda row: page_order(*row[:3]))
-            merged.append(comparison)
-        return merged
+            compared = [fact for fact in sent if fact["kind"] == "comparison"]
+            for place, fact in enumerate(compared):
+                groups.setdefault(place, []).append(fact)
+        return [_merge_comparisons(parts) for parts in groups.values()]
+
+
+def _merge_comparisons(parts: list[Fact]) -> dict[str, Any]:
+    first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))
+    merged = {**first, "tensors": 0, "more": 0, "differing": [], "actual": [], "expected": []}
+    for part in parts:
+        for name in ("tensors", "more", "differing"):
+            merged[name] += part[name]
+        for side in ("actual", "expected"):
+            merged[side] += map(tuple, part[side])
+    for side in ("actual", "expected"):
+        merged[side].sort(key=lambda row: page_order(*row[:3]))
+    return merged
 
 
 def world_label(fact: Fact) -> str:

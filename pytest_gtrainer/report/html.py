@@ -75,6 +75,7 @@ def render_page(run: Run) -> str:
         for key in run.earlier.shown & run.earlier.graphs.keys():
             texts[key] = run.earlier.graphs[key]
     source = resources.files(__package__) / "template"
+    # Escaped, since names of tests and messages of failures may hold markup.
     template = Environment(autoescape=True, trim_blocks=True).from_string(
         (source / "report.html.j2").read_text(encoding="utf-8")
     )

@@ -4,7 +4,7 @@ import html
 import re
 import shlex
 
-from pytest_gtrainer.facts import escaped
+from pytest_gtrainer.facts import escaped, spell_counts
 from pytest_gtrainer.report.changes import BAD
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.html import Run
@@ -18,8 +18,8 @@ _MOST_OUTPUT = 3_000
 
 def render_summary(run: Run) -> str:
     """Return counts, the summary of the run, failed tests, and passed tests that changed."""
-    counts = ", ".join(f"{count} {name}" for name, count in run.counts) or "no tests"
-    parts = [f"## {text(run.title)}: {counts}", text(run.made)]
+    counts = spell_counts(dict(run.counts))
+    parts = [f"## {text(run.title)}: {counts or 'no tests'}", text(run.made)]
     if run.summary:
         parts.append(fenced("\n".join(run.summary)))
     failed, changed = [], []

@@ -7,13 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.facts import Fact, counted
+from pytest_gtrainer.facts import Fact, counted, spell_counts
 from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES, MOST_LETTERS = 18, 400
@@ -92,10 +93,10 @@ class SummaryPlugin:
         for name, rows in sweeps.items():
             _write_section(terminalreporter, "-", f"sweep {name}", sweep_table(rows))
         for test, rows in self._nets.items():
-            # A table compares nets; one net, run several times, is none.
-            if len({tuple(row[name] for name in _NET) for row in rows}) > 1:
+            # A table compares nets; one net that was run several times needs none.
+            if len(set(map(itemgetter(*_NET), rows))) > 1:
                 _write_section(terminalreporter, "-", f"nets of {test}", net_table(rows))
-        lines = bounded([facts.one_line(line) for line in self.lines()])
+        lines = bounded(list(map(facts.one_line, self.lines())))
         if lines:
             _write_section(terminalreporter, "=", "gtrainer", lines)
 
@@ -148,7 +149,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
     for title, kind, label in _TOPICS:
         counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
         if counts:
-            line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+            line = spell_counts(dict(sorted(counts.items())))
             lines.append(f"{title:<9} " + re.sub(r"\b1 tests in\b", "1 test in", line))
     return lines
 
@@ -156,9 +157,11 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 def net_table(rows: Sequence[Fact]) -> list[str]:
     """Return the table of the nets that a test of a simulated world ran under, in their order."""
     names = (*_NET, "result")
-    cells = [[row[name] for name in names] for row in rows]
-    # A setting may be a number or a word; Python does not compare the two.
-    cells.sort(key=lambda row: [(isinstance(cell, str), cell) for cell in row])
+    # A setting may be a number or a word, and Python does not compare the two.
+    cells = sorted(
+        map(itemgetter(*names), rows),
+        key=lambda row: [(isinstance(cell, str), cell) for cell in row],
+    )
     return in_columns([names, *cells])
 
 
@@ -173,17 +176,18 @@ def sweep_table(rows: Sequence[Fact]) -> list[str]:
             cells.append([*row["settings"].values(), row["result"], row["why"]])
     lines = in_columns([[*rows[0]["settings"], "result", "why"], *cells]) if cells else []
     lines += [f"{counted(count, 'cell')} not judged: {why}" for why, count in not_judged.items()]
-    counts = Counter(row["result"] for row in rows)
-    return [*lines, ", ".join(f"{count} {result}" for result, count in counts.items())]
+    lines.append(spell_counts(Counter(row["result"] for row in rows)))
+    return lines
 
 
 def in_columns(rows: Sequence[Sequence[object]]) -> list[str]:
     """Return rows as lines, the header first; columns of whole numbers are aligned to the right."""
     columns = []
-    for header, *cells in zip(*rows, strict=True):
-        width = max(len(str(cell)) for cell in (header, *cells))
-        sign = ">" if all(isinstance(cell, int) for cell in cells) else "<"
-        columns.append([f"{cell!s:{sign}{width}}" for cell in (header, *cells)])
+    for column in zip(*rows, strict=True):
+        texts = list(map(str, column))
+        width = max(map(len, texts))
+        is_number = all(isinstance(cell, int) for cell in column[1:])
+        columns.append([f"{text:{'>' if is_number else '<'}{width}}" for text in texts])
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
@@ -214,11 +218,9 @@ class ConformanceTable:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name, rows in self._rows.items():
-            cells = [[row[column] for column in _RULE] for row in rows.values()]
-            lines = in_columns([_RULE, *cells])
+            lines = in_columns([_RULE, *map(itemgetter(*_RULE), rows.values())])
             counts = Counter(row["result"] for row in rows.values())
-            results = [result for result in reversed(_WORST) if counts[result]]
-            lines.append(", ".join(f"{counts[result]} {result}" for result in results))
+            lines.append(spell_counts({result: counts[result] for result in reversed(_WORST)}))
             lines += self._changes(name, rows)
             _write_section(terminalreporter, "-", f"conformance of {name}", lines)
         for line in self._nothing_judged():
@@ -276,7 +278,8 @@ class ConformanceTable:
 def _read_table(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        assert all(row["result"] in _WORST for rows in found.values() for row in rows.values())
+        for rows in found.values():
+            assert all(row["result"] in _WORST for row in rows.values())
     except (OSError, ValueError, AssertionError, AttributeError, TypeError, KeyError) as error:
         raise pytest.UsageError(
             f"--gt-conformance-against={file}: this is no table that --gt-conformance wrote "

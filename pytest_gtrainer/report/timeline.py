@@ -274,7 +274,7 @@ def timeline(
 
 
 def _unknown_cost(node: fx.Node, group: Group | None) -> ValueError:
-    collective = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
+    collective = f"a timeline cannot say when {node.name} ({operator_of(node).text}) ends"
     if group is None or group.ranks:
         why = "what it moves, or in which group, is not known from its operands"
     else:

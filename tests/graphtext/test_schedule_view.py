@@ -368,7 +368,7 @@ def test_a_buffer_for_the_result_is_no_payload_of_its_own():
 
 def test_a_timeline_of_a_group_that_nobody_knows_is_refused():
     with pytest.raises(
-        ValueError, match=r"cannot tell when all_gather_into_tensor_out .* group fsdp"
+        ValueError, match=r"cannot say when all_gather_into_tensor_out .* group fsdp"
     ):
         timeline(parse(INTO_A_BUFFER.replace("group(range(0, 2))", "group(None)")))
 

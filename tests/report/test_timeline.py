@@ -155,7 +155,7 @@ def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
     ).replace("f32[4]", "_")
     with pytest.raises(
         ValueError,
-        match=r"cannot tell when it \(_c10d_functional\.all_reduce\) ends: what it moves",
+        match=r"cannot say when it \(_c10d_functional\.all_reduce\) ends: what it moves",
     ):
         timeline(parse(text))
 

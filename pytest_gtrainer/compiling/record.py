@@ -24,6 +24,7 @@ STAGES = {
 
 _LATE = "it was first compiled after the block had ended: call backward() inside the block"
 
+# Collectives, operators that are called as in eager, kernels of libraries, and fused kernels.
 _LAUNCH = re.compile(
     r"torch\.ops\.(_c10d_functional\.\w+)\.\w+\(|torch\.ops\.([\w.]+)\(|"
     r"(extern_kernels\.\w+)\(|\b((?:cpp_fused|triton)_\w+?)(?:\.run)?\("

@@ -326,6 +326,7 @@ def _describe_no_fake_kernel(text: str) -> str | None:
     )
 
 
+# One recorder at a time, as it stands in the place of Inductor's only ``compile_fx``.
 _open = threading.Lock()
 
 
@@ -378,6 +379,7 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
             )
         raise
     finally:
+        # Functions that were compiled here live on, and may compile their backward later.
         recorder.is_open = False
         _open.release()
         facts.notify("compiled", record=record)

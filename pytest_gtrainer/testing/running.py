@@ -199,6 +199,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     def run(
         graph: fx.GraphModule, given: Sequence[Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        # Copies, since a graph may write to its inputs.
         found = run_graph(graph, copy.deepcopy(given), start)
         outputs = {}
         for name, value in found.outputs.items():

@@ -116,6 +116,7 @@ def _nvml_gpus() -> list[tuple[str, str]]:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return []
+
     if nvml.nvmlInit_v2() != 0:
         return []
     try:
@@ -178,6 +179,7 @@ def _resolve(config: pytest.Config) -> Devices:
             )
         kind = "cuda" if gpus else "cpu"
         return Devices(kind, promised or launch.size, gpus, "torchrun has started")
+
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
     if promised is not None and promised > len(gpus):

@@ -103,11 +103,13 @@ def read_topic(file: Path, hosts: Sequence[str]) -> Topic:
         # An import inside ``try``: the topic can do without it.
         if node in guarded:
             optional.update(ours)
+
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ATTRIBUTES":
             for owner, attributes in ast.literal_eval(node.value).items():
                 joint = "." if ":" in owner else ":"
                 names += [f"{owner}{joint}{attribute}" for attribute in attributes]
+
     title = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
     return Topic(file.stem.strip("_"), title, tuple(dict.fromkeys(names)), frozenset(optional))
 
@@ -158,12 +160,14 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
                     lines.append(f"{'':13}{name.replace(':', '.')}: present")
         lines.append("")
         broken = parts_that_do_not_import()
+
     for reason, parts in broken.items():
         shown = ", ".join(parts)
         if len(parts) > MOST_SHOWN and not verbose:
             shown = f"{', '.join(parts[:MOST_SHOWN])} and {len(parts) - MOST_SHOWN} more"
         lines += wrapped(f"does not import: {shown}", "  ", "    ")
         lines += wrapped(f"because: {reason}", "    ", "      ")
+
     if in_order and not broken:
         return "\n".join([*lines, "Everything is in order."]), True
     if not verbose:
@@ -209,6 +213,7 @@ def installation() -> Iterator[str]:
             "everything else needs it"
         )
         return
+
     unsupported = complaint(torch_version)
     if unsupported:
         yield from wrapped(f"versions   {unsupported}", "", " " * 11)
@@ -220,6 +225,7 @@ def installation() -> Iterator[str]:
         gpus = ", ".join(names) or "no CUDA device"
     except Exception as error:  # a driver that does not fit, for one
         gpus = f"CUDA fails: {error}"
+
     yield f"devices    CPU with {len(os.sched_getaffinity(0))} cores; {gpus}"
     dist = importlib.import_module("torch.distributed")
     if not dist.is_available():

@@ -60,6 +60,7 @@ def private_folder(folder: Path) -> Path:
         raise PermissionError(
             f"{folder}, where files of this user's runs would lie, {wrong}: remove it"
         )
+
     folder.chmod(0o700)
     return folder
 

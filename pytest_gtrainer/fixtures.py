@@ -31,6 +31,7 @@ def _world_of(spec: WorldSpec | None, request: pytest.FixtureRequest) -> Iterato
             '@pytest.mark.gt_world("ranks", size=8), or pytestmark of a module',
             pytrace=False,
         )
+
     enter: EnterWorld
     if spec.kind == "fake":
         from pytest_gtrainer.worlds.fake import fake_world as enter
@@ -42,6 +43,7 @@ def _world_of(spec: WorldSpec | None, request: pytest.FixtureRequest) -> Iterato
         enter = partial(ranks_world, config=request.config)
     else:
         enter = extensions.worlds(request.config, KINDS)[spec.kind]
+
     with enter(spec) as world:
         yield world
 

@@ -33,6 +33,7 @@ def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
             f"gt_world takes one positional argument, the kind; not {len(marker.args)}: "
             f"{marker.args}"
         )
+
     fields = dict(marker.kwargs)
     if marker.args and "kind" in fields:
         raise SpecError("gt_world got its kind twice")

@@ -85,6 +85,7 @@ def assert_pass_bitwise(
         before, after = run
         what = "the pass"
         is_same = before is after or _are_copies(before, after)
+
     if is_same:
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
@@ -92,6 +93,7 @@ def assert_pass_bitwise(
             f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the "
             "inputs"
         )
+
     refuse_fake(before, what)
     stages = [Stage("", before), Stage(what, after)]
     first: list[Any] = []
@@ -104,6 +106,7 @@ def assert_pass_bitwise(
         if description.startswith("seed"):
             of_seeds.append(outputs)
         _require_equal(bisect_stages(stages, local_run(flat)), description, what, before)
+
     found = bisect_extremes(stages, local_run, first)
     _require_equal(found, found.inputs or "inputs with extreme values", what, before)
     for extreme in found.silent:
@@ -119,6 +122,7 @@ def assert_pass_bitwise(
             "Record a call whose results are numbers, with lower=False",
             control,
         )
+
     if control.outcome != "different":
         raise ControlFailed(
             f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control
@@ -194,6 +198,7 @@ def _generate_inputs(
         value = node.meta.get("val")
         numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         dynamic += [number for number in numbers if isinstance(number, torch.SymInt)]
+
     every_size: list[Sizes] = [{}]
     if dynamic:
         every_size = [_find_sizes(dynamic, *change) for change in ((1, 0), (2, 0), (1, 1))]
@@ -226,6 +231,7 @@ def _find_sizes(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes
         sizes = {symbol: times * size + more + further for symbol, size in examples.items()}
         if all(guards_allow(number, sizes) for number in numbers):
             return sizes
+
     shown = ", ".join(f"{symbol} = {times * size + more}" for symbol, size in examples.items())
     raise ValueError(
         f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes after it: "

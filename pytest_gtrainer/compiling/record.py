@@ -140,6 +140,7 @@ class CompiledGraph:
             raise NotRecorded(
                 f"compiled graph {self.id} has no generated code of its {direction}: {why}"
             )
+
         code = self.code[direction]
         # What stands before the function ``call`` defines kernels and launches none.
         found = _LAUNCH.findall(code[code.rfind("def call") :])
@@ -245,6 +246,7 @@ class CompileRecord:
                     f"{_LATE}"
                 )
             runs += graph.passes
+
         found = [run for run in runs if name in (None, run.name, run.slot)]
         if not found:
             ran = ", ".join(sorted({run.name for run in runs}))

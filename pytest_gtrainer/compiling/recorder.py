@@ -123,6 +123,7 @@ class _Recorder(logging.Handler):
                     f"thread {here.name!r} compiled, and this records what {self.thread.name!r} "
                     "does: enter gt_compile in the thread that calls the compiled function"
                 )
+
             # With options of the user, ``compile_fx`` patches the configuration and calls itself.
             if here is not self.thread or self.running:
                 return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
@@ -261,6 +262,7 @@ class _Recorder(logging.Handler):
             # The joint graph, or the body, is seen by our first pass.
             compilation.gms.append(None if is_joint else compilation.gms[-1])
             return
+
         if len(compilation.gms) == 2:
             compilation.keep(f"{compilation.stage}_after_passes")
         compilation.gms.pop()
@@ -359,6 +361,7 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         raise RuntimeError(
             "gt_compile is open already: a compilation is recorded once; use the outer record"
         )
+
     record = CompileRecord()
     recorder = _Recorder(record, lower=lower)
     try:
@@ -383,5 +386,6 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         recorder.is_open = False
         _open.release()
         facts.notify("compiled", record=record)
+
     if recorder.fault is not None:
         raise recorder.fault

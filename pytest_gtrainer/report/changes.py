@@ -55,6 +55,7 @@ def describe_failure(test: Test) -> list[str]:
             if place:
                 found += f", {place}"
         lines.append(f"{comparison['what'] or 'comparison'}: {found}")
+
     for fact in test.find("layout"):
         if fact["problems"]:
             lines.append(f"layout: {shorten(fact['problems'])}")
@@ -122,6 +123,7 @@ class Earlier:
             RecursionError,
         ) as error:
             raise pytest.UsageError(f"{option} cannot be read: {error}") from None
+
         if not parts:
             raise pytest.UsageError(f"{option} holds no test; name a page that --gt-report wrote")
         return cls(path, tests, {key: text for kind, key, text in parts if kind == "g"})
@@ -146,6 +148,7 @@ class Earlier:
             self.counts["new"] += 1
             self.counts["newly failing"] += is_bad
             return {"lines": ["new: it is not in the earlier report"], "graphs": []}
+
         lines: list[str] = []
         if then["outcome"] != test.outcome:
             lines.append(f"{then['outcome']} then, {test.outcome} now")
@@ -178,6 +181,7 @@ class Earlier:
                 self.shown.add(old)
                 name += f": {shorten(self._describe_graph_change(old, new, texts))}"
             lines.append(name)
+
         if layouts:
             lines.append(shorten(layouts))
         return {"lines": lines, "graphs": shown}

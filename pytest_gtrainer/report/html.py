@@ -71,6 +71,7 @@ def render_page(run: Run) -> str:
                 packed_by_key[fact["key"]] = fact["packed"]
         for fact in test.find("golden_difference"):
             texts.update(fact["texts"])
+
     if run.earlier is not None:
         for key in run.earlier.shown & run.earlier.graphs.keys():
             texts[key] = run.earlier.graphs[key]
@@ -169,6 +170,7 @@ def _describe_checks(test: Test) -> list[str]:
                 lines.append(f"skipped: {fact['cause']}")
             case "conformance":
                 lines.append("rule {rule} ({says}) of {pass}: {result}. {why}".format(**fact))
+
     for fact in test.find("not_shown"):
         lines.append(f"not shown: {fact['what']}: {fact['why']}")
     return lines

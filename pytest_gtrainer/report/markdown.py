@@ -28,6 +28,7 @@ def render_summary(run: Run) -> str:
             failed.append((test, details))
         elif details["earlier"]["lines"]:
             changed.append((test, details))
+
     for title, tests in (("Failed", failed), ("Changed since the earlier report", changed)):
         if tests:
             parts.append(f"### {title}")

@@ -78,6 +78,7 @@ class ReportPlugin:
                 raise pytest.UsageError(
                     f"--gt-{option}={given}: its directory cannot be made: {error}"
                 ) from None
+
         against = options.get(config, "report-against")
         self.earlier = None if against is None else Earlier.read(against, Path(here, against))
 
@@ -190,6 +191,7 @@ def junit_properties(test: Test) -> Iterator[tuple[str, str]]:
             yield "gt_golden", f"{fact['name']}: {fact['outcome']}"
         elif fact["kind"] == "verdict":
             yield "gt_verdict", f"{fact.get('what') or 'comparison'}: {fact['outcome']}"
+
     for comparison in test.comparisons():
         by_step: dict[int, list[str]] = {}
         for side in ("actual", "expected"):

@@ -130,6 +130,7 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
         # Behind an item of a list; a line without commas, as a command, is useless in part.
         cut = line[:letters].rpartition(", ")[0] if len(line) > letters else ""
         shown.append(f"{cut}, …: --gt-report FILE has the whole line" if cut else line)
+
     if len(shown) > most:
         left = counted(len(shown) - most + 1, "more line")
         shown[most - 1 :] = [f"… and {left}: --gt-report FILE has all of them"]
@@ -243,6 +244,7 @@ class ConformanceTable:
                     f"no rule was judged: {name} claims none of the rules that were chosen. "
                     "Choose others"
                 )
+
         if self._names_a_pass and self._tests_ran and not self._rows:
             found.append("no rule was judged: every test that was chosen was skipped, -rs says why")
         return found

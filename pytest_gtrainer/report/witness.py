@@ -90,6 +90,7 @@ class Witness:
             # Two texts may differ only in how they are folded.
             if unfolded[0] != unfolded[1]:
                 described = words(*unfolded)
+
         facts.emit(
             "pass",
             pipeline=self._pipeline,
@@ -148,6 +149,7 @@ class Witness:
                     facts.emit("schedule", key=key, packed=packed(schedule))
             except ValueError as error:  # the graph does not say what a collective costs
                 facts.emit("not_shown", what="a schedule", why=str(error)[:500])
+
         self._last = gm, text, key
         return text, key
 
@@ -184,13 +186,14 @@ class Witness:
             what = f"pipelines of passes after the first {_MOST_PIPELINES}"
             facts.emit("not_shown", what=what, why="they are many")
             return
+
+        # A group may not be in this world, and a bucket may be of another tool.
         try:
             layout = bucket_layout(result)
-        except (
-            ValueError
-        ) as error:  # a group that is not in this world, or a bucket of another tool
+        except ValueError as error:
             facts.emit("not_shown", what="a layout", why=str(error)[:500])
             return
+
         if layout.payloads:
             sides = [["rewritten graph", describe_payloads(layout)]]
             facts.emit("layout", pipeline=number, sides=sides, problems=[])

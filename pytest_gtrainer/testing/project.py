@@ -118,6 +118,7 @@ def _read_test(case: ElementTree.Element) -> ToldByTest:
         found = case.find(tag)
         if found is not None:
             outcome, message = word, found.text or found.get("message") or ""
+
     return ToldByTest(
         outcome,
         message,

@@ -56,6 +56,7 @@ def run_pass_file(
             f"{file.file} has no check and so is compared with a golden: "
             "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
         )
+
     known: dict[str, Pass] = {}
     for name in pytest_gtrainer.__all__:
         if name.endswith("_pass"):
@@ -68,6 +69,7 @@ def run_pass_file(
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
             raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
+
     with _enter_world(file.world):
         return _Run(file, known).judge(golden)
 
@@ -119,11 +121,13 @@ class _Run:
             names = ", ".join(dict.fromkeys(call.name for call in file.passes))
             expected = graphtext.render(self._before, mesh=self._mesh)
             self._assert_text(expected, f"{names} changed the graph, which had to stay as it was")
+
         if file.values:
             what = f"{file.file}, after the passes against before"
             for inputs in assert_same_values(self._gm, self._before, what):
                 idle = f"every result is NaN on {inputs}, so these inputs prove nothing"
                 facts.emit("idle", what=f"{file.file}: {idle}")
+
         if file.checks:
             checks = [parse_check(directive.value, directive.place) for directive in file.checks]
             run_checks(Subject(self._gm, before=self._before, mesh=self._mesh), checks)
@@ -149,6 +153,7 @@ class _Run:
             if expected in message:
                 return
             found = f"but it says\n  {message}"
+
         if expected is not None:
             raise AssertionError(
                 f"{self._file.file}: expected an error that says\n  {expected}\n{found}"

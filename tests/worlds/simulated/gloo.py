@@ -20,9 +20,9 @@ from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
 from pytest_gtrainer.worlds.simulated.rings import (
     Stretch,
     check_reduction,
-    chunks,
-    orders,
+    ring_orders,
     ring_sum,
+    split_into_chunks,
 )
 
 SEGMENT_BYTES = 1 << 20
@@ -78,13 +78,16 @@ class GlooNet(Net):
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
         part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)
-        return Path.of(0, tuple(self._orders()[0, :, part.place].tolist()), self.members)
+        members = self.members or range(self.ranks)
+        return Path(0, tuple(members[rank] for rank in self._orders()[0, :, part.place].tolist()))
 
     def _stretches(self, count: int, itemsize: int) -> list[Stretch]:
-        return chunks(Stretch(0, 0, count), run_length(count, itemsize, self.size)) if count else []
+        if not count:
+            return []
+        return split_into_chunks(Stretch(0, 0, count), run_length(count, itemsize, self.size))
 
     def _orders(self) -> Tensor:
-        return orders(((0, *range(self.size - 1, 0, -1)),), "rank")
+        return ring_orders(((0, *range(self.size - 1, 0, -1)),), "rank")
 
 
 def run_length(count: int, itemsize: int, ranks: int) -> int:

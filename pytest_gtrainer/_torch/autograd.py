@@ -1,8 +1,9 @@
 """Autograd: the number of each node, and the start of a backward.
 
 - a ``TorchDispatchMode`` sees every operator below autograd, also those of the backward;
-- ``_pop_mode_temporarily`` gives the mode below. Its ``__torch_dispatch__`` gets the arguments as they are; a call of
-  the operator would leave out an optional tensor that is undefined;
+- ``_pop_mode_temporarily`` gives the mode below, if ``_get_current_dispatch_mode`` has one. Its
+  ``__torch_dispatch__`` gets the arguments as they are; a call of the operator would leave out an
+  optional tensor that is undefined;
 - ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of the forward, that
   of the node that was just made for it, plus one; a node knows its own as ``_sequence_nr()``;
 - ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
@@ -26,7 +27,11 @@ from pytest_gtrainer._torch.values import HigherOrderOperator, pytree
 with private_names():
     from torch._C import _current_graph_task_id
     from torch.autograd import _engine_run_backward, _get_sequence_nr
-    from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode,
+        _pop_mode_temporarily,
+    )
 
 ATTRIBUTES = {
     "torch._C:_FunctionBase": (
@@ -88,7 +93,8 @@ def hooks_of(tensor: torch.Tensor) -> str:
 
 def dispatch_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Hand a call on from the ``__torch_dispatch__`` of a mode to the mode below, unchanged."""
-    if isinstance(func, HigherOrderOperator):
+    # The tables of a DeviceMesh are read with all other modes off.
+    if isinstance(func, HigherOrderOperator) or _get_current_dispatch_mode() is None:
         return func(*args, **kwargs)
     with _pop_mode_temporarily() as mode:
         return mode.__torch_dispatch__(func, types, args, kwargs)

@@ -18,7 +18,7 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
-from pytest_gtrainer.references.graph import collective_sequence as compared_by_ranks
+from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.testing import run_pass_file
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -144,7 +144,7 @@ def test_gathered_members_leave_contiguous(joint, plan):
 
 def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
     """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for each other."""
-    lines = compared_by_ranks(joint_pass(joint.gm, bucket_plan=plan))
+    lines = [line.text for line in collective_lines(joint_pass(joint.gm, bucket_plan=plan))]
     assert lines
     assert not [line for line in lines if " any shape of " in line], (
         "a bucket is compared without its shape"

@@ -15,9 +15,9 @@ from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.collectives import _STANDS_BESIDE, kind_of, launches
 from pytest_gtrainer.graph.nodes import COMMUNICATING
+from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.graphtext import render
 from pytest_gtrainer.graphtext.operators import refuse_untold
-from pytest_gtrainer.references.graph import collective_sequence
 
 pytestmark = pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 
@@ -88,7 +88,7 @@ READERS = {
     "layout": lambda gm: str(bucket_layout(gm)),
     "schedule": lambda gm: render(gm, "schedule"),
     "timeline": lambda gm: " ".join(f"{span.kind} {span.label}" for span in timeline(gm).spans),
-    "sequence": lambda gm: " ".join(collective_sequence(gm)),
+    "sequence": lambda gm: " ".join(line.text for line in collective_lines(gm)),
     "golden": lambda gm: refuse_untold(gm) or render(gm),
 }
 

@@ -1,4 +1,4 @@
-"""One spelling for what a trace says in several: detaches, views and pads of nothing, transposes that cancel."""
+"""Remove operators that change nothing, and dead code."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-# since torch 2.14 detach reaches the dispatcher as alias, which nothing tells from one that a user wrote
+# Since torch 2.14 detach reaches the dispatcher as alias; a user's alias looks the same.
 _DETACHES = (aten.detach.default, aten.alias.default)
 _RULES_OF = {
     aten.detach.default: {"detach"},
@@ -33,76 +33,83 @@ def canonicalize_graph_pass(
     *,
     rules: Collection[str] = DEFAULT_RULES,
 ) -> bool:
-    """Remove ``detach``, identity views and slices, empty pads, and transposes that cancel, in place.
+    """Remove detaches, identity views and slices, empty pads, and pairs of transposes, in place.
 
-    Values, strides and visible aliasing do not change. An output keeps its own node if it would otherwise be a graph
-    input. One walk; run on its own output, it changes nothing.
+    Values, strides and visible aliasing do not change. An output keeps its own node if it would
+    otherwise be a graph input. One walk; run on its own output, it changes nothing.
 
     Args:
         rules: which of ``RULES`` to apply, by default all but the last.
 
-            - "detach", "view", "slice": remove operators that return their operand. Both "detach" and "view" remove
-              ``alias``, as a detach is called since torch 2.14;
-            - "pad": remove a pad by no element, which only copies, unless something writes to the copy or to its
-              source, or the copy is returned. Since torch 2.15 DTensor traces such pads;
-            - "transpose": replace a transpose of a transpose by its input, as in the backward of a linear layer;
-            - "reshape": write ``reshape`` for ``view`` and ``_unsafe_view``. Use it before a pass that changes
-              strides: then a ``view`` would raise, and a ``reshape`` copies.
+            - "detach", "view", "slice": remove operators that return their operand. Both "detach"
+              and "view" remove ``alias``, as a detach is called since torch 2.14;
+            - "pad": remove a pad by no element, which only copies, unless something writes to the
+              copy or to its source, or the copy is returned. Since torch 2.15 DTensor traces such
+              pads;
+            - "transpose": replace a transpose of a transpose by its input, as in the backward of a
+              linear layer;
+            - "reshape": write ``reshape`` for ``view`` and ``_unsafe_view``. Use it before a pass
+              that changes strides: then a ``view`` would raise, and a ``reshape`` copies.
 
     Raises:
         ValueError: a rule that does not exist.
     """
     rules = [rules] if isinstance(rules, str) else rules
-    if unknown := sorted(set(rules) - set(RULES)):
+    unknown = sorted(set(rules) - set(RULES))
+    if unknown:
         raise ValueError(
             f"there is no rule {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}"
         )
     changed = False
     for node in list(gm.graph.nodes):
         if "transpose" in rules and _cancels(node):
-            changed |= _give_way(node, node.all_input_nodes[0].all_input_nodes[0])
+            changed |= _replace_by(node, node.all_input_nodes[0].all_input_nodes[0])
         elif not _RULES_OF.get(node.target, set()).isdisjoint(rules) and _is_identity(node):
-            changed |= _give_way(node, node.all_input_nodes[0])
+            changed |= _replace_by(node, node.all_input_nodes[0])
         elif "reshape" in rules and node.target in _RESHAPES:
             node.target, changed = aten.reshape.default, True
     return changed
 
 
 def _is_identity(node: fx.Node) -> bool:
-    """Whether the node's value is its input, in shape and strides, and nothing can tell their storages apart."""
+    """Return whether a value is its input, in shape and strides, and may share its memory."""
     if node.target in _DETACHES:
         return True
     source = node.all_input_nodes[0]
     if node.target is aten.constant_pad_nd.default:
         pads: Any = node.args[1]
-        if not all(type(pad) is int and pad == 0 for pad in pads):
+        if any(type(pad) is not int or pad != 0 for pad in pads):
             return False
-        copies, originals = _sharing(node), _sharing(source)
-        users = [(value, user) for value in copies | originals for user in value.users]
-        is_written = any(value in written_operands(user) for value, user in users)
-        if is_written or any(user.op == "output" for value in copies for user in value.users):
-            return False
+        # A pad copies. Without it a write to one of the two would change both.
+        copies = _values_sharing(node)
+        for value in copies | _values_sharing(source):
+            for user in value.users:
+                is_returned = value in copies and user.op == "output"
+                if is_returned or value in written_operands(user):
+                    return False
     return _same_layout(source, node)
 
 
-def _sharing(node: fx.Node) -> set[fx.Node]:
-    """The values in the storage of a value, itself among them."""
+def _values_sharing(node: fx.Node) -> set[fx.Node]:
+    """Return the values in the storage of a value, itself among them."""
     storage = storage_of(node)
     return walked([storage], lambda value: value.users, lambda value: storage_of(value) is storage)
 
 
 def _cancels(node: fx.Node) -> bool:
-    """Whether the node undoes the transpose above it: they move no memory, so an equal layout is what went in."""
-    inner = node.all_input_nodes[0] if node.target in _TRANSPOSES else node
-    return (
-        inner is not node
-        and inner.target in _TRANSPOSES
-        and _same_layout(inner.all_input_nodes[0], node)
-    )
+    """Return whether a node undoes the transpose above it.
+
+    Transposes move no memory, so a result of the layout of the original is the original.
+    """
+    if node.target not in _TRANSPOSES:
+        return False
+    inner = node.all_input_nodes[0]
+    return inner.target in _TRANSPOSES and _same_layout(inner.all_input_nodes[0], node)
 
 
-def _give_way(node: fx.Node, source: fx.Node) -> bool:
-    """Let the node's users read ``source``; drop the node, and what then has no reader between the two."""
+def _replace_by(node: fx.Node, source: fx.Node) -> bool:
+    """Let a node's users read ``source``; erase the node, and what lay in between if unused."""
+    # An output keeps a node of its own, beside the graph's inputs.
     if source.op == "placeholder" and any(user.op == "output" for user in node.users):
         return False
     between = node.all_input_nodes[0]
@@ -114,24 +121,25 @@ def _give_way(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _same_layout(before: fx.Node, after: fx.Node) -> bool:
-    """Whether two values, one a view or a copy of the other in its dtype, have equal shape and strides."""
+    """Return whether two values of one dtype, a view or copy and its source, have equal layouts."""
     ours, theirs = before.meta.get("val"), after.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
-    # a data-dependent extent is not compared but recognised
-    return ours.ndim == theirs.ndim and all(
-        statically_known_true(one == other) for one, other in pairs
-    )
+    if ours.ndim != theirs.ndim:
+        return False
+    pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=True)
+    # A comparison of extents that depend on data must not add a guard.
+    return all(statically_known_true(one == other) for one, other in pairs)
 
 
 @graph_pass
 def eliminate_dead_code_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
 ) -> bool:
-    """Remove nodes without users, in place, except inputs, mutations, collectives and random operators.
+    """Remove nodes without users, in place, except inputs, mutations, collectives and random draws.
 
-    The other ranks issue their collectives, and later random numbers depend on earlier ones. One walk from the output.
+    The other ranks issue their collectives, and later random numbers depend on earlier ones. One
+    walk from the output.
     """
     count = len(gm.graph.nodes)
     for node in reversed(gm.graph.nodes):

@@ -1,4 +1,4 @@
-"""What is done to single collectives: by us before they are bucketed, by torch for asynchronous tensor parallelism."""
+"""Change single collectives before they are bucketed, and list what torch would fuse."""
 
 import copy
 import operator
@@ -30,39 +30,35 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 def deduplicate_fsdp_unshard_chains_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
 ) -> bool:
-    """Let every later reader of a gathered parameter use the first all-gather, in place; no bit changes.
+    """Let every later reader of a gathered parameter use the first all-gather, in place.
 
-    Duplicates have the same parameter, direction, group and dtype, and nothing writes to either, nor to the shard in
-    between; so a gather that the backward recomputes stays. Each gradient contribution keeps its reduction: only a
-    tracer can join these (``trace_step(reuse_gathers=True)``). Linear in nodes.
+    No bit changes. Duplicates have the same parameter, direction, group and dtype, and nothing
+    writes to either, nor to the shard in between; so a gather that the backward recomputes stays.
+    Each gradient contribution keeps its reduction: only a tracer can join these
+    (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
     first: dict[tuple[Any, ...], FsdpCollective] = {}
     duplicates, written = [], writes(gm.graph)
+
+    def is_written(value: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
+        writers = written.get(storage_of(value), ())
+        return any(after < writer and (before is None or writer < before) for writer in writers)
+
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
         kept = first.setdefault(key, member)
-        shard = {
-            storage_of(above)
-            for node in (kept.launch, *kept.chain)
-            for above in node.all_input_nodes
-        }
-        between = any(
-            kept.launch < writer < member.launch
-            for node in shard
-            for writer in written.get(node, ())
-        )
-        kept_changes, changes = (
-            any(one.launch < writer for writer in written.get(storage_of(one.wait), ()))
-            for one in (kept, member)
-        )
-        if between or kept_changes:
-            first[key] = member  # a second gather gives another value
-        elif kept is not member and not changes:
+        is_other_value = is_written(kept.wait, after=kept.launch)
+        for node in (kept.launch, *kept.chain):
+            for source in node.all_input_nodes:
+                is_other_value |= is_written(source, after=kept.launch, before=member.launch)
+        if is_other_value:
+            first[key] = member
+        elif kept is not member and not is_written(member.wait, after=member.launch):
             duplicates.append((member, kept))
     for member, kept in duplicates:
         member.wait.replace_all_uses_with(kept.wait)
         for node in (member.wait, member.launch, *reversed(member.chain)):
-            if not node.users:  # it fed the duplicate alone
+            if not node.users:  # a cast may feed both all-gathers
                 gm.graph.erase_node(node)
     return bool(duplicates)
 
@@ -85,16 +81,22 @@ PADDING = {
 def reduce_scatter_before_all_reduce_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
 ) -> bool:
-    """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place.
+    """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, in place.
 
-    The padding of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not change.
-    Run it before bucketing, which then packs both.
+    DTensor reduces among replicas first; FSDP2 reduces shards first, which moves less. The padding
+    of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not
+    change. Run it before bucketing, which then packs both.
 
     Raises:
-        PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph lacks values.
+        PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the
+            graph lacks values.
     """
-    found = [(member, _swap_of(member)) for member in fsdp_reduce_scatters(gm)]
-    swaps = [(member, member.value, wait) for member, wait in found if wait is not None]
+    swaps = []
+    for member in fsdp_reduce_scatters(gm):
+        wait = _swap_of(member)
+        if wait is not None:
+            swaps.append((member, member.value, wait))
+    # Everything is found, or refused, before the first swap.
     for member, value, wait in swaps:
         launch, below = wait.all_input_nodes[0], member.wait
         gradient = launch.all_input_nodes[0]
@@ -108,29 +110,32 @@ def reduce_scatter_before_all_reduce_pass(
 
 
 def _swap_of(member: FsdpCollective) -> fx.Node | None:
-    """The wait of the all-reduce above a reduce-scatter, with a pad between them at most; None if there is none."""
+    """Return the wait of the all-reduce above a reduce-scatter; None if there is none.
+
+    Between the two there may be a pad.
+    """
     between = walked(
         member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in PADDING
     )
-    above = {
-        source for node in (*between, member.launch) for source in node.all_input_nodes
-    } - between
-    if (
-        len(above) != 1
-        or not is_wait(wait := above.pop())
-        or wait.all_input_nodes[0].target is not ALL_REDUCE
-    ):
+    inside = between | {member.launch}
+    above: set[fx.Node] = set()
+    for node in inside:
+        above.update(node.all_input_nodes)
+    above -= between
+    if len(above) != 1:
+        return None
+    wait = above.pop()
+    if not is_wait(wait) or wait.all_input_nodes[0].target is not ALL_REDUCE:
         return None
     launch = wait.all_input_nodes[0]
-    others = [
-        user
-        for node in (*between, wait)
-        for user in node.users
-        if user not in between | {member.launch}
-    ]
-    if others or only_wait(launch) is None:
-        wrong = f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too"
-        raise PlanError(f"{wrong}, so its reduce-scatter cannot come first")
+    readers = [user for node in (*between, wait) for user in node.users if user not in inside]
+    if only_wait(launch) is None:
+        readers.append(launch)
+    if readers:
+        raise PlanError(
+            f"the all-reduced gradient of {member.parameter} is read by {readers[0]} too, so its "
+            "reduce-scatter cannot come first"
+        )
     return wait
 
 
@@ -140,39 +145,40 @@ def reassign_collective_pgs_pass(
 ) -> bool:
     """Move FSDP's all-gathers to an extra process group with the same ranks, in place.
 
-    Each group with such an all-gather gets one extra group, at the first call in a world; it ends with the world.
-    Reduce-scatters and other all-gathers stay. The number of nodes does not change. Run it before bucketing, and on
-    every rank of the groups, because making a group is collective.
+    Each group with such an all-gather gets one extra group, at the first call in a world; it ends
+    with the world. Reduce-scatters and other all-gathers stay. The number of nodes does not change.
+    Run it before bucketing, and on every rank of the groups, because making a group is collective.
 
     Raises:
         PlanError: the graph is bucketed already.
     """
-    members = [
-        member
-        for member in fsdp_all_gathers(gm)
-        if not is_extra_group(str(group_of(member.launch)))
-    ]
-    if bucketed := [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]:
+    members: list[tuple[FsdpCollective, str]] = []
+    for member in fsdp_all_gathers(gm):
+        group = str(group_of(member.launch))
+        if not is_extra_group(group):
+            members.append((member, group))
+    bucketed = [m.parameter for m, _ in members if "fsdp_bucket" in m.launch.meta]
+    if bucketed:
         raise PlanError(
-            f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
+            f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups "
+            "before bucketing"
         )
-    # made in one order on all ranks, by ranks and then as the graph has them, or groups that overlap would wait
-    # for each other
-    sources = sorted(
-        dict.fromkeys(str(group_of(member.launch)) for member in members), key=group_ranks
-    )
-    extras = {name: extra_group(name) for name in sources}
-    for member in members:
-        launch = member.launch
-        launch.args = (*launch.args[:-1], extras[str(group_of(launch))])
+    # All ranks make groups in one order, by ranks and then as the graph has them. Otherwise ranks
+    # of groups that overlap would wait for each other.
+    extras: dict[str, str] = {}
+    for group in sorted(dict.fromkeys(group for _, group in members), key=group_ranks):
+        extras[group] = extra_group(group)
+    for member, group in members:
+        member.launch.args = (*member.launch.args[:-1], extras[group])
     return bool(members)
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncTpDecision:
-    """One all-gather or reduce-scatter: ``products`` are the modules whose matrix products torch fuses with it.
+    """One all-gather or reduce-scatter, and the modules whose matrix products torch fuses with it.
 
-    As text ``fwd all_gather of layers.0.attention + wq, wk, wv``, ``bwd reduce_scatter of norm, not fused``.
+    As text ``fwd all_gather of layers.0.attention + wq, wk, wv``, ``bwd reduce_scatter of norm, not
+    fused``.
     """
 
     direction: str
@@ -181,21 +187,27 @@ class AsyncTpDecision:
     products: tuple[str, ...]
 
     def __str__(self) -> str:
+        text = f"{self.direction} {self.kind} of {self.fqn}"
+        if not self.products:
+            return f"{text}, not fused"
         names = [name.removeprefix(f"{self.fqn}.") for name in self.products]
-        return f"{self.direction} {self.kind} of {self.fqn}" + (
-            f" + {', '.join(names)}" if names else ", not fused"
-        )
+        return f"{text} + {', '.join(names)}"
 
 
 def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDecision]:
-    """What torch's ``micro_pipeline_tp`` would fuse: each all-gather and reduce-scatter of ``mesh``, in graph order.
+    """List what torch's ``micro_pipeline_tp`` would fuse with the collectives of ``mesh``.
 
-    An all-gather is fused with the products that have it as left operand, a reduce-scatter with the product that it
-    reduces. The pass runs on a copy with Inductor's views, as if the group had symmetric memory.
+    An all-gather is fused with the products that have it as left operand, a reduce-scatter with the
+    product that it reduces. The pass runs on a copy with Inductor's views, as if the group had
+    symmetric memory.
 
     Args:
-        gm: of ``trace_step``, ``trace_stage``, or one that ``torch.compile`` made: flat, with values in its metadata.
+        gm: of ``trace_step``, ``trace_stage``, or one that ``torch.compile`` made: flat, with
+            values in its metadata.
         mesh: the 1-D mesh of tensor parallelism, ``mesh["tp"]``.
+
+    Returns:
+        A decision for each all-gather and reduce-scatter of ``mesh``, in graph order.
 
     Raises:
         ValueError: the mesh has more dimensions, or the graph no such collective.
@@ -205,27 +217,27 @@ def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDeci
             f"{mesh} has {mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']"
         )
     group = mesh.get_group().group_name
-    of_mesh = (node for node in gm.graph.nodes if launches(node.target) and group_of(node) == group)
-    if not (
-        found := [node for node in of_mesh if kind_of(node) in ("all_gather", "reduce_scatter")]
-    ):
+    found = []
+    for node in gm.graph.nodes:
+        is_of_mesh = launches(node.target) and group_of(node) == group
+        if is_of_mesh and kind_of(node) in ("all_gather", "reduce_scatter"):
+            found.append(node)
+    if not found:
         raise ValueError(
             f"the graph has no all-gather and no reduce-scatter over {mesh}: nothing could be fused"
         )
     copied = copy.deepcopy(gm)
     for node in copied.graph.nodes:
+        # Inductor's graphs have these forms, and its patterns match no others.
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
         elif node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
     fused = fused_by_async_tp(copied.graph, group)
     by_name = {node.name: node_fqn(node) for node in gm.graph.nodes}
-    return [
-        AsyncTpDecision(
-            direction(node),
-            kind_of(node),
-            node_fqn(node),
-            tuple(by_name[name] for name in fused.get(node.name, ())),
-        )
-        for node in found
-    ]
+    decisions = []
+    for node in found:
+        products = tuple(by_name[name] for name in fused.get(node.name, ()))
+        decision = AsyncTpDecision(direction(node), kind_of(node), node_fqn(node), products)
+        decisions.append(decision)
+    return decisions

@@ -1,8 +1,8 @@
-"""What a pass is: a function that rewrites a graph in place, and what is due once it has.
+"""Define passes: functions that rewrite a graph in place, with bound options.
 
-A *rewrite* is ``(gm, example_inputs, *, options) -> changed``. ``graph_pass`` makes of it the pass that users call: it
-lints and recompiles what was changed, and returns the GraphModule. A pipeline, a list of ``BoundPass``, does both once,
-at its end.
+A *rewrite* is ``(gm, example_inputs, *, options) -> changed``. ``graph_pass`` makes of it the pass
+that users call: it lints and recompiles what was changed, and returns the GraphModule. A pipeline,
+a list of ``BoundPass``, does both once, at its end.
 """
 
 import copy
@@ -26,11 +26,10 @@ P = ParamSpec("P")
 Pass = Callable[..., Any]  # gives a GraphModule; of Inductor, it rewrites in place
 
 REWRITE = "gt_rewrite"  # the attribute of a pass made by ``graph_pass`` that holds its rewrite
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
-    """The pass of a rewrite: same name, options and documentation, but it leaves a graph that is fit to run."""
+    """Make the pass of a rewrite: it also lints and recompiles a graph that was changed."""
 
     @functools.wraps(rewrite)
     def run(*args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
@@ -44,64 +43,75 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
             gm.recompile()
         return gm
 
-    told = inspect.signature(rewrite).replace(return_annotation=fx.GraphModule)
-    run.__dict__.update({REWRITE: rewrite, "__signature__": told})
+    signature = inspect.signature(rewrite).replace(return_annotation=fx.GraphModule)
+    run.__dict__.update({REWRITE: rewrite, "__signature__": signature})
     return run
 
 
 def lint(graph: fx.Graph, by: str) -> None:
-    """``Graph.lint``, whose RuntimeError says which bucket, module and parameter ``by`` left in the wrong order."""
+    """Lint a graph after the pass ``by``, and name bucket, module and parameter of a wrong order.
+
+    Raises:
+        RuntimeError: the graph does not lint.
+    """
     try:
         graph.lint()
     except RuntimeError:
-        before: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
         for node in graph.nodes:
-            if late := [operand for operand in node.all_input_nodes if operand not in before]:
-                raise RuntimeError(
-                    f"{by} left a graph out of order: {_told(node)} reads {_told(late[0])}, which comes after it"
-                ) from None
-            before.add(node)
-        raise
+            for operand in node.all_input_nodes:
+                if operand not in seen:
+                    raise RuntimeError(
+                        f"{by} left a graph out of order: {_describe(node)} reads "
+                        f"{_describe(operand)}, which comes after it"
+                    ) from None
+            seen.add(node)
+        raise  # something else is wrong with it
 
 
-def _told(node: fx.Node) -> str:
-    """A node with its bucket or module, and the parameters that it is made from."""
+def _describe(node: fx.Node) -> str:
+    """Return a node with its bucket or module, and the parameters that it is made from."""
     bucket = node.meta.get("fsdp_bucket")
-    above = walked([node], lambda each: each.all_input_nodes)
-    found = [each.meta["gt_input"] for each in sorted(above) if "gt_input" in each.meta]
-    inputs = [f"{'input ' if each['kind'] == 'input' else ''}{each['fqn']}" for each in found]
-    more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
     where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
-    made_from = f", made from {', '.join(inputs[:3])}{more}" if inputs else ""
-    return f"{node} ({direction(node)}, {where}{made_from})"
+    inputs = []
+    for above in sorted(walked([node], lambda each: each.all_input_nodes)):
+        given = above.meta.get("gt_input")
+        if given is not None:
+            inputs.append(f"input {given['fqn']}" if given["kind"] == "input" else given["fqn"])
+    if inputs:
+        where += f", made from {', '.join(inputs[:3])}"
+    if len(inputs) > 3:
+        where += f" and {len(inputs) - 3} more"
+    return f"{node} ({direction(node)}, {where})"
 
 
 def options_of(a_pass: Pass) -> dict[str, Any]:
-    """The options a pass takes, with their defaults; ``inspect.Parameter.empty`` where it has none."""
-    parameters = list(inspect.signature(a_pass).parameters.values())[
-        1 if takes_one(a_pass) else 2 :
-    ]
-    return {parameter.name: parameter.default for parameter in parameters}
+    """Return the options of a pass with their defaults, ``Parameter.empty`` where there is none."""
+    parameters = list(inspect.signature(a_pass).parameters.values())
+    options = parameters[1 if takes_one(a_pass) else 2 :]
+    return {parameter.name: parameter.default for parameter in options}
 
 
 def takes_one(a_pass: Callable[..., Any]) -> str:
-    """What a pass with one argument takes: "graph", an ``fx.Graph``, as Inductor's do; "gm"; "" if there are more."""
-    parameters = inspect.signature(a_pass).parameters.values()
+    """Return the argument of a pass that has only one; "" if there are more.
+
+    "graph" is an ``fx.Graph``, which Inductor's passes take, and "gm" a GraphModule.
+    """
+    parameters = list(inspect.signature(a_pass).parameters.values())
     kinds = [parameter.kind for parameter in parameters]
-    if (
-        len([kind for kind in kinds if kind in _BY_PLACE]) != 1
-        or inspect.Parameter.VAR_POSITIONAL in kinds
-    ):
+    by_place = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    by_place += kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if by_place != 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
         return ""
-    first = next(iter(parameters))
-    takes_module = first.name in ("gm", "graph_module", "module") or "GraphModule" in str(
-        first.annotation
-    )
-    return "gm" if takes_module and not re.search(r"\bGraph\b", str(first.annotation)) else "graph"
+    annotation = str(parameters[0].annotation)
+    if re.search(r"\bGraph\b", annotation):
+        return "graph"
+    is_module = parameters[0].name in ("gm", "graph_module", "module")
+    return "gm" if is_module or "GraphModule" in annotation else "graph"
 
 
 def as_pass(a_pass: Callable[..., Any]) -> Pass:
-    """The pass as a pipeline calls it, ``(gm, example_inputs, *, options) -> gm``; of Inductor's passes, too."""
+    """Adapt a pass of one argument to a pipeline, ``(gm, example_inputs, *, options) -> gm``."""
     takes = takes_one(a_pass)
     if not takes:
         return a_pass
@@ -112,17 +122,19 @@ def as_pass(a_pass: Callable[..., Any]) -> Pass:
         returned = a_pass(gm.graph, **options)
         if isinstance(returned, fx.Graph | fx.GraphModule) and returned is not gm.graph:
             raise TypeError(
-                f"{getattr(a_pass, '__name__', type(a_pass).__name__)} returns another graph than it was given, which "
-                "Inductor would drop: rewrite the graph in place, or take (gm, example_inputs)"
+                f"{getattr(a_pass, '__name__', type(a_pass).__name__)} returns another graph than "
+                "it was given, which Inductor would drop: rewrite the graph in place, or take "
+                "(gm, example_inputs)"
             )
-        sort_as_inductor(gm.graph)  # behind its passes, which need not
+        # Inductor sorts the graph after a pass, so its passes may leave nodes out of order.
+        sort_as_inductor(gm.graph)
         return gm
 
     return run
 
 
 def returned(result: object) -> fx.GraphModule:
-    """The graph that a pass gives; a backend of torch.compile may give the graph's ``forward``."""
+    """Return the graph of a pass's result, which may be its ``forward``, as of torch's backends."""
     result = getattr(result, "__self__", result)
     if not isinstance(result, fx.GraphModule):
         kind = "None: is `return gm` missing?" if result is None else f"a {type(result).__name__}"
@@ -135,18 +147,25 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundPass:
-    """A pass and the options it will be called with; made by ``bind_options``, and equal if name and options are."""
+    """A pass and the options it will be called with; made by ``bind_options``.
+
+    Two are equal if name and options are.
+
+    Attributes:
+        spelled: the options as text that is the same in every process.
+        home: module and name of a function, or of the class of an object with a ``uuid()``; "" if
+            these do not identify the code.
+    """
 
     name: str
-    spelled: tuple[tuple[str, str], ...]  # the options in a form that is the same in every process
+    spelled: tuple[tuple[str, str], ...]
     function: Pass = dataclasses.field(compare=False, repr=False)
     options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
-    # module and name of a function, or of the class of an object with a ``uuid()``; "" where these do not tell the code
     home: str = dataclasses.field(default="", compare=False, repr=False)
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits of name and options: the same in every process and on every machine."""
+        """Twelve hexadecimal digits of name and options, the same in every process."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
@@ -156,8 +175,9 @@ class BoundPass:
 def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     """Return ``a_pass`` with its options, which are checked and copied now.
 
-    A pass may also have one argument: a function ``gm -> gm``, or a pass of Inductor, which rewrites an ``fx.Graph`` in
-    place; see ``takes_one``. If it has a ``uuid()``, that is part of its identity.
+    A pass may also have one argument: a function ``gm -> gm``, or a pass of Inductor, which
+    rewrites an ``fx.Graph`` in place; see ``takes_one``. If it has a ``uuid()``, that is part of
+    its identity.
 
     Raises:
         TypeError: the pass has no such option, an option is missing, or it has no stable spelling.
@@ -167,60 +187,70 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
             return bind_options(a_pass.func, **{**a_pass.keywords, **options})
     name = getattr(getattr(a_pass, "func", a_pass), "__name__", type(a_pass).__name__)
     known = options_of(a_pass)
-    if unknown := sorted(set(options) - set(known)):
+    unknown = sorted(set(options) - set(known))
+    if unknown:
         raise TypeError(
-            f"{name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}"
+            f"{name} has no option {', '.join(unknown)}; its options are "
+            f"{', '.join(known) or 'none'}"
         )
-    needed = [option for option, default in known.items() if default is inspect.Parameter.empty]
-    if lacking := [option for option in needed if option not in options]:
-        raise TypeError(f"{name} needs the option {', '.join(lacking)}")
-    spelled = tuple(
-        (option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options)
-    )
-    if (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
-        spelled += (("uuid", repr(identity)),)
-    code = a_pass if inspect.isfunction(a_pass) else type(a_pass) if identity is not None else None
-    home = (
-        f"{code.__module__}:{code.__qualname__}"
-        if code is not None and "<" not in code.__qualname__
-        else ""
-    )
-    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), home)
+    missing = []
+    for option, default in known.items():
+        if default is inspect.Parameter.empty and option not in options:
+            missing.append(option)
+    if missing:
+        raise TypeError(f"{name} needs the option {', '.join(missing)}")
+    spelled = [(key, _spell(options[key], f"{name}({key}=...)")) for key in sorted(options)]
+    identity = getattr(a_pass, "uuid", lambda: None)()
+    if identity is not None:
+        spelled.append(("uuid", repr(identity)))
+    home = ""
+    if inspect.isfunction(a_pass) or identity is not None:
+        code: Any = a_pass if inspect.isfunction(a_pass) else type(a_pass)
+        if "<" not in code.__qualname__:  # a local function's name says too little
+            home = f"{code.__module__}:{code.__qualname__}"
+    return BoundPass(name, tuple(spelled), as_pass(a_pass), copy.deepcopy(options), home)
 
 
 def all_bound(passes: Iterable[BoundPass | Pass]) -> list[BoundPass]:
-    """The passes, those without options bound as they are."""
-    passes = list(passes)
+    """Return the passes of a list, with those that are plain functions bound without options."""
+    bound = []
     for index, each in enumerate(passes):
         if not callable(each) and not isinstance(each, BoundPass):
             raise TypeError(
-                f"pass {index} of the list is {each!r}: give a function gm -> gm, or bind_options(...)"
+                f"pass {index} of the list is {each!r}: give a function gm -> gm, or "
+                "bind_options(...)"
             )
-    return [each if isinstance(each, BoundPass) else bind_options(each) for each in passes]
+        bound.append(each if isinstance(each, BoundPass) else bind_options(each))
+    return bound
 
 
 def _spell(value: Any, where: str) -> str:
-    """A text that tells equal options from others, in every process: no addresses, no order of a set."""
+    """Return a text of an option, equal for equal values in every process.
+
+    It holds no address, and no order of a set.
+    """
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, _PLAIN):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (
-            (field.name, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.compare
-        )
-        return f"{type(value).__name__}({', '.join(f'{name}={_spell(v, where)}' for name, v in fields)})"
+        fields = []
+        for field in dataclasses.fields(value):
+            if field.compare:
+                fields.append(f"{field.name}={_spell(getattr(value, field.name), where)}")
+        return f"{type(value).__name__}({', '.join(fields)})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_spell(k, where)}: {_spell(value[k], where)}' for k in sorted(value, key=repr))}}}"
+        items = []
+        for key in sorted(value, key=repr):
+            items.append(f"{_spell(key, where)}: {_spell(value[key], where)}")
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(_spell(item, where) for item in value))}}}"
     if isinstance(value, Sequence):
         return f"[{', '.join(_spell(item, where) for item in value)}]"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
-    wrong = f"{where} is a {type(value).__name__}, which has no fingerprint"
     raise TypeError(
-        f"{wrong}: options are plain values, containers and dataclasses of these, and functions of modules"
+        f"{where} is a {type(value).__name__}, which has no fingerprint: options are plain values, "
+        "containers and dataclasses of these, and functions of modules"
     )

@@ -1,6 +1,7 @@
-"""The pipeline: which passes run, in the order of ``SLOTS`` (M1), with which options, and how they are run."""
+"""Construct and run the pipeline: passes with their options, in the order of ``SLOTS``."""
 
 import itertools
+import operator
 import os
 import re
 import sys
@@ -62,11 +63,11 @@ Slot = Literal[
     "concretize",
 ]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
-"""Places in the pipeline, in order. Without an entry of ``extra``, offload and concretize are empty."""
+"""Places in the pipeline, in order. Offload and concretize only have passes from ``extra``."""
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
-_AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
+_NOT_IN_FILE_NAMES = re.compile(r"[^\w.-]")
 _pipelines = itertools.count()
 
 
@@ -90,7 +91,8 @@ class LossConfig:
             )
         if self.num_chunks < 1 or (self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY):
             raise ValueError(
-                f"{self.num_chunks} chunks of the loss {self.kind!r}: only {CHUNKED_CROSS_ENTROPY!r} has"
+                f"{self.num_chunks} chunks of the loss {self.kind!r}: only "
+                f"{CHUNKED_CROSS_ENTROPY!r} has"
             )
 
 
@@ -127,79 +129,92 @@ def construct_default_graph_passes(
     Args:
         n_layers, moe_layers, expert_fsdp_degree: for a model with torchtitan's module names, see
             ``get_default_transformer_block_buckets``.
-        loss: its loss, by default cross entropy. With chunked cross entropy, "loss" is in the last bucket.
-        bucket_plan: for any other model, instead of these: a list of module FQNs, or of lists that share a bucket.
-        payload_order, reorder, require_buckets: see ``joint_transformer_block_bucketing_reordering_pass``.
-        reduce_scatter_first: for hybrid sharding, right before bucketing: ``reduce_scatter_before_all_reduce_pass``.
-        reshard_after_forward, keep_unsharded: gather again in the backward, see ``tag_with_memory_policy_pass``.
+        loss: its loss, by default cross entropy. With chunked cross entropy, "loss" is in the last
+            bucket.
+        bucket_plan: for any other model, instead of these: a list of module FQNs, or of lists that
+            share a bucket.
+        payload_order, reorder, require_buckets: see
+            ``joint_transformer_block_bucketing_reordering_pass``.
+        reduce_scatter_first: for hybrid sharding, right before bucketing:
+            ``reduce_scatter_before_all_reduce_pass``.
+        reshard_after_forward, keep_unsharded: gather again in the backward, see
+            ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
         chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
         schedule_chunks: interleave the chunks, see ``chunk_schedule_pass``.
         extra: your own passes, by slot; they run after ours of that slot.
 
     Raises:
-        ValueError: neither or both of ``n_layers`` and ``bucket_plan`` are given, a slot does not exist, a bucket
-            reaches out of a chunked layer, or there are chunks with a ``tensor_parallel_degree`` above 1.
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan`` are given, a slot does not
+            exist, a bucket reaches out of a chunked layer, or there are chunks with a
+            ``tensor_parallel_degree`` above 1.
     """
     plan = _plan(
         bucket_plan, n_layers, loss, moe_layers=moe_layers, expert_fsdp_degree=expert_fsdp_degree
     )
-    if unknown := [slot for slot in extra or () if slot not in SLOTS]:
+    extra = extra or {}
+    unknown = [slot for slot in extra if slot not in SLOTS]
+    if unknown:
         raise ValueError(
             f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}"
         )
     if chunk is not None:
         check_surroundings(chunk, plan, tensor_parallel_degree)
-    gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
-    told = (
-        {"require_buckets": True} if require_buckets else {}
-    )  # an option that is left alone is in no fingerprint
-    packing: dict[str, Any] = {
-        "bucket_plan": plan,
-        "payload_order": payload_order,
-        "reorder": reorder,
-        **told,
-    }
-    ours: dict[
-        Slot, list[BoundPass]
-    ] = {  # a slot that is misspelt or missing fails the check of types
+
+    # Each slot is a key here, so that mypy finds one that is misspelt or missing.
+    ours: dict[Slot, list[BoundPass]] = {
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
         "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],
-        "memory_policy": [bind_options(tag_with_memory_policy_pass, **gathering)]
-        * reshard_after_forward,
-        "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
+        "memory_policy": [],
+        "remat": [],
         "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
         "chunk_schedule": [bind_options(chunk_schedule_pass)] * schedule_chunks,
         "process_groups": [bind_options(reassign_collective_pgs_pass)],
-        "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first
-        + [bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)],
+        "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first,
     }
-    return all_bound(
-        step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))
-    )
+    if reshard_after_forward:
+        tag = bind_options(
+            tag_with_memory_policy_pass, reshard_after_forward=True, keep_unsharded=keep_unsharded
+        )
+        ours["memory_policy"] = [tag]
+        ours["remat"] = [bind_options(selective_activation_remat_pass)]
+    bucketing: dict[str, Any] = {
+        "bucket_plan": plan,
+        "payload_order": payload_order,
+        "reorder": reorder,
+    }
+    if require_buckets:
+        # An option that keeps its default is in no fingerprint, so these stay as they were.
+        bucketing["require_buckets"] = True
+    bucket = bind_options(joint_transformer_block_bucketing_reordering_pass, **bucketing)
+    ours["bucketing"].append(bucket)
+    passes: list[BoundPass | Callable[..., Any]] = []
+    for slot in SLOTS:
+        passes += [*ours.get(slot, ()), *extra.get(slot, ())]
+    return all_bound(passes)
 
 
 def _plan(
-    by_hand: BucketPlan | None, n_layers: int | None, loss: LossConfig | None, **experts: Any
+    bucket_plan: BucketPlan | None, n_layers: int | None, loss: LossConfig | None, **experts: Any
 ) -> BucketPlan:
-    if (n_layers is None) is (by_hand is None):
+    if (n_layers is None) is (bucket_plan is None):
         raise ValueError(
             "give either n_layers, for the default plan of buckets, or a bucket_plan by hand"
         )
-    if n_layers is not None:
+    if bucket_plan is None:
+        assert n_layers is not None
         is_chunked = loss is not None and loss.kind == CHUNKED_CROSS_ENTROPY
         return get_default_transformer_block_buckets(
             n_layers, chunked_loss_enabled=is_chunked, **experts
         )
     if loss is not None:
         raise ValueError("a bucket_plan already says where the loss belongs: leave loss out")
-    assert by_hand is not None
-    return by_hand
+    return bucket_plan
 
 
-def to_whoever_looks(line: str) -> None:
-    """The default progress: to those who watch ``progress``, as a terminal does; else a line on the error stream."""
+def report_progress(line: str) -> None:
+    """Report a line to watchers of ``progress``, as a terminal, or else to the error stream."""
     if facts.is_watched("progress"):
         facts.notify("progress", text=line)
     else:
@@ -214,29 +229,34 @@ def apply_graph_passes(
     disable: Collection[str] = (),
     require_changes: Collection[str] = (),
     observer: Callable[[str, fx.GraphModule, fx.GraphModule], None] | None = None,
-    progress: Callable[[str], None] | None = to_whoever_looks,
+    progress: Callable[[str], None] | None = report_progress,
     long: float = 2.0,
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """Run the passes on a copy of ``gm``, which never changes; lint and recompile once, at the end.
 
-    The result's ``meta["gt_passes"]`` lists what ran, as ``PassRun``. With the variable ``TORCH_TRACE`` the graphs
-    before and after each pass also go to torch's structured log, which tlparse reads.
+    The result's ``meta["gt_passes"]`` lists what ran, as ``PassRun``. With the variable
+    ``TORCH_TRACE`` the graphs before and after each pass also go to torch's structured log, which
+    tlparse reads.
 
     Args:
         gm, example_inputs: a joint graph, and its inputs (or None), which are handed to each pass.
-        passes: from ``construct_default_graph_passes``, or a list of your own: functions, or ``bind_options(...)``.
+        passes: from ``construct_default_graph_passes``, or a list of your own: functions, or
+            ``bind_options(...)``.
         disable: names of passes to leave out.
-        require_changes: names of passes that must change the graph's text; costs a copy and two texts a pass.
+        require_changes: names of passes that must change the graph's text; costs a copy and two
+            texts a pass.
         observer: called with a pass's name and the graph before and after it; costs a copy a pass.
         progress: called with a line a pass, once the pipeline has run for ``long`` seconds.
-        twin: ``TracedStep.twin``, for ``chunk_pass``; the passes before it run on a copy of it, too.
+        twin: ``TracedStep.twin``, for ``chunk_pass``; the passes before it run on a copy of it,
+            too.
 
     Raises:
         ValueError: ``disable`` or ``require_changes`` names a pass that does not run.
         AssertionError: a pass of ``require_changes`` left the graph as it was.
         TypeError: an entry of the list is no pass, or a pass does not return a graph.
-        RuntimeError: a pass left the graph out of order; the passes then run again, to find the one that did it.
+        RuntimeError: a pass left the graph out of order; the passes then run again, to find the one
+            that did it.
         Any error of a pass, with a note that names the pass.
     """
     __tracebackhide__ = True
@@ -244,92 +264,116 @@ def apply_graph_passes(
         raise TypeError(
             f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm"
         )
-    off = _names(disable, given := all_bound(passes), "disable")
-    steps = [step for step in given if step.name not in off]
-    idle = set(_names(require_changes, steps, "require"))
-    current, runs = _run_all(gm, example_inputs, steps, idle, (observer, progress, long), twin)
-    if idle:
+    bound = all_bound(passes)
+    disabled = _check_names(disable, bound, "disable")
+    steps = [step for step in bound if step.name not in disabled]
+    required = set(_check_names(require_changes, steps, "require"))
+    pipeline = PipelineRun(gm, twin, required, observer, progress, long)
+    pipeline.run(steps, example_inputs)
+    if pipeline.unchanged:
         raise AssertionError(
-            f"{', '.join(sorted(idle))} changed nothing in the graph: require_changes names it"
+            f"{', '.join(sorted(pipeline.unchanged))} changed nothing in the graph: "
+            "require_changes names it"
         )
     try:
-        lint(current.graph, "the pipeline")
+        lint(pipeline.gm.graph, "the pipeline")
     except RuntimeError:
         if observer is not _lint_after:  # once more, to name the pass
             apply_graph_passes(
                 gm, example_inputs, steps, observer=_lint_after, progress=None, twin=twin
             )
         raise
-    done = compiled(current)
-    done.meta["gt_passes"] = tuple(runs)
+    done = compiled(pipeline.gm)
+    done.meta["gt_passes"] = tuple(pipeline.runs)
     facts.notify("graph_passes", given=gm, result=done)
     return done
 
 
-def _run_all(
-    gm: fx.GraphModule,
-    inputs: Any,
-    steps: list[BoundPass],
-    idle: set[str],
-    told: tuple[Any, Any, float],
-    twin: Any,
-) -> tuple[fx.GraphModule, list[PassRun]]:
-    """The graph behind all passes, not linted, and what ran; takes those that changed it out of ``idle``."""
-    __tracebackhide__ = True
-    observer, progress, long = told
-    runs: list[PassRun] = []
-    log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
-    is_watched = log is not None or observer is not None or facts.is_watched("graph_pass")
-    started, current = time.perf_counter(), copied_lazily(gm)
-    other = None if twin is None else copied_lazily(twin)
-    for number, step in enumerate(steps, 1):
-        spent = time.perf_counter() - started
-        if progress is not None and spent >= long:
-            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
-        before, current = (
-            current,
-            copied_lazily(current) if is_watched or step.name in idle else current,
+class PipelineRun:
+    """One run of a pipeline, pass by pass.
+
+    Attributes:
+        gm, twin: copies of the given graphs, behind the passes that have run; not linted.
+        unchanged: names of passes that must change the graph and have not done so yet.
+        runs: what ran.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        twin: fx.GraphModule | None,
+        required: set[str],
+        observer: Callable[[str, fx.GraphModule, fx.GraphModule], None] | None,
+        progress: Callable[[str], None] | None,
+        long: float,
+    ) -> None:
+        self.unchanged = required
+        self._observer, self._progress, self._long = observer, progress, long
+        self._log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
+        self._is_watched = (
+            observer is not None or self._log is not None or facts.is_watched("graph_pass")
         )
-        module = getattr(
-            step.function, "__module__", ""
-        )  # that a clean-up of ours finds nothing is usual
-        is_ours = (
-            module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__
-        )  # users' passes
-        held = [] if is_ours else _held(current)
+        self.runs: list[PassRun] = []
+        self._started = time.perf_counter()
+        self.gm = copied_lazily(gm)
+        self.twin = None if twin is None else copied_lazily(twin)
+
+    def run(self, steps: Sequence[BoundPass], example_inputs: Sequence[Any] | None) -> None:
+        """Run all passes, and report each."""
+        __tracebackhide__ = True
+        for number, step in enumerate(steps, 1):
+            spent = time.perf_counter() - self._started
+            if self._progress is not None and spent >= self._long:
+                place = f"{number} of {len(steps)}"
+                self._progress(f"graph passes: {step.name} ({place}), {spent:.1f} s so far")
+            self._run_step(step, example_inputs)
+        if self._log is not None:
+            self._log.close()
+
+    def _run_step(self, step: BoundPass, example_inputs: Sequence[Any] | None) -> None:
+        __tracebackhide__ = True
+        before = self.gm
+        if self._is_watched or step.name in self.unchanged:
+            self.gm = copied_lazily(before)
+        parts = [] if _is_ours(step) else _parts_of(self.gm)
+
         begun = time.perf_counter()
-        current, other = _run(step, current, inputs, other)
-        runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
-        if (
-            held
-            and len(held) == len(now := _held(current))
-            and all(a is b for a, b in zip(held, now, strict=True))
-        ):
+        self.gm, self.twin = _run(step, self.gm, example_inputs, self.twin)
+        run = PassRun(step.name, step.fingerprint, time.perf_counter() - begun)
+        self.runs.append(run)
+
+        if parts and _are_same(parts, _parts_of(self.gm)):
             facts.emit("idle", what=f"{step.name} changed nothing")
-        if step.name in idle and render(before) != render(current):
-            idle.remove(step.name)
-        facts.notify("graph_pass", run=runs[-1], before=before, after=current)
-        if log is not None:
-            log.add(runs[-1], current)
-        if observer is not None:
-            observer(step.name, before, current)
-    if log is not None:
-        log.close()
-    return current, runs
+        if step.name in self.unchanged and render(before) != render(self.gm):
+            self.unchanged.remove(step.name)
+        facts.notify("graph_pass", run=run, before=before, after=self.gm)
+        if self._log is not None:
+            self._log.add(run, self.gm)
+        if self._observer is not None:
+            self._observer(step.name, before, self.gm)
 
 
-def _held(gm: fx.GraphModule) -> list[object]:
-    """What the graph consists of: the same objects behind a pass that has changed nothing."""
-    nodes = (
-        (node, node.target, node.args, node.kwargs, node.meta.items()) for node in gm.graph.nodes
-    )
-    parts = [
-        (*own, *(part for key, value in meta for part in (key, value))) for *own, meta in nodes
-    ]
-    inner = (value for own in parts for value in own if type(value) is dict)
-    return [part for own in parts for part in own] + [
-        part for value in inner for part in (*value, *value.values())
-    ]
+def _is_ours(step: BoundPass) -> bool:
+    """Return whether a pass is one of this package, whose clean-ups often find nothing."""
+    module = getattr(step.function, "__module__", "")
+    # ``as_pass`` wraps passes of users in a function of ``graph_pass``.
+    return module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__
+
+
+def _parts_of(gm: fx.GraphModule) -> list[object]:
+    """Return the objects that a graph consists of: the same ones after a pass without changes."""
+    parts: list[object] = []
+    for node in gm.graph.nodes:
+        parts += (node, node.target, node.args, node.kwargs, *node.kwargs, *node.kwargs.values())
+        for key, value in node.meta.items():
+            parts += (key, value)
+            if type(value) is dict:
+                parts += (*value, *value.values())
+    return parts
+
+
+def _are_same(before: Sequence[object], after: Sequence[object]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
 def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -337,7 +381,7 @@ def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> Non
 
 
 class PipelineLog:
-    """What one pipeline leaves in the log that ``TORCH_TRACE`` asks for: the graphs around each pass, an overview."""
+    """The artefacts of one pipeline for ``TORCH_TRACE``: graphs around passes, an overview."""
 
     def __init__(self, given: fx.GraphModule) -> None:
         self._name, self._text = f"gt_passes_{next(_pipelines)}", render(given)
@@ -345,8 +389,10 @@ class PipelineLog:
 
     def add(self, run: PassRun, after: fx.GraphModule) -> None:
         before, self._text = self._text, render(after)
-        if changed := before != self._text:
-            stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run.name)}"
+        changed = before != self._text
+        if changed:
+            name = _NOT_IN_FILE_NAMES.sub("_", run.name)
+            stem = f"{self._name}_{len(self._overview):02}_{name}"
             log_artefact(f"{stem}_before", before)
             log_artefact(f"{stem}_after", self._text)
         self._overview.append({**asdict(run), "changed": changed})
@@ -355,14 +401,19 @@ class PipelineLog:
         log_artefact(f"{self._name}_overview", self._overview)
 
 
-def _names(asked: Collection[str], steps: list[BoundPass], verb: str) -> Collection[str]:
-    names, asked = [step.name for step in steps], [asked] if isinstance(asked, str) else asked
-    if unknown := [name for name in asked if name not in names]:
-        told = ", ".join(f"{name!r}{' (a slot)' if name in SLOTS else ''}" for name in unknown)
+def _check_names(requested: Collection[str], steps: list[BoundPass], verb: str) -> Collection[str]:
+    """Return the requested names of passes; refuse one that no step has."""
+    names = dict.fromkeys(step.name for step in steps)
+    requested = [requested] if isinstance(requested, str) else requested
+    unknown = []
+    for name in requested:
+        if name not in names:
+            unknown.append(f"{name!r} (a slot)" if name in SLOTS else repr(name))
+    if unknown:
         raise ValueError(
-            f"there is no pass {told} to {verb}; there are {', '.join(dict.fromkeys(names))}"
+            f"there is no pass {', '.join(unknown)} to {verb}; there are {', '.join(names)}"
         )
-    return asked
+    return requested
 
 
 def _run(
@@ -371,16 +422,21 @@ def _run(
     example_inputs: Sequence[Any] | None,
     twin: fx.GraphModule | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """The graph and its twin after a pass, which runs on both; one that reads the twin ends its use."""
+    """Return graph and twin after a pass, which runs on both; one that reads the twin ends it."""
     __tracebackhide__ = True
-    given = {"twin": twin} if "twin" in options_of(step.function) else {}
-    rewrite = getattr(
-        step.function, REWRITE, None
-    )  # of one of ours, which changes the graph in place
+    reads_twin = "twin" in options_of(step.function)
+    options = {"twin": twin, **step.options} if reads_twin else step.options
+    # A pass of ours would lint and recompile; its rewrite leaves both to the end of the pipeline.
+    rewrite = getattr(step.function, REWRITE, None)
     try:
-        result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
-        result = gm if rewrite is not None else returned(result)
+        if rewrite is not None:
+            rewrite(gm, example_inputs, **options)
+            result = gm
+        else:
+            result = returned(step.function(gm, example_inputs, **options))
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
-    return result, None if given or twin is None else _run(step, twin, None, None)[0]
+    if reads_twin or twin is None:
+        return result, None
+    return result, _run(step, twin, None, None)[0]

@@ -1,9 +1,10 @@
-"""Cut the graph of a pipeline's stage into what a schedule runs apart from each other.
+"""Cut the graph of a pipeline's stage into parts that a schedule runs apart from each other.
 
-*Parts*, in order: ``unshard`` gathers parameters, ``forward`` computes the outputs, ``backward_input`` the gradients of
-the inputs (dI), ``backward_weight`` what else the backward computes (dW), ``reduce`` reduces gradients of parameters.
-*Idea.* A node's part follows from what it reads and what reads it. *Invariant.* No node reads what a later part
-computes, and writes and random draws keep their order, or the cut is refused. *Cost.* Linear in nodes and edges.
+*Parts*, in order: ``unshard`` gathers parameters, ``forward`` computes the outputs,
+``backward_input`` the gradients of the inputs (dI), ``backward_weight`` what else the backward
+computes (dW), ``reduce`` reduces gradients of parameters. *Idea.* A node's part follows from what
+it reads and what reads it. *Invariant.* No node reads what a later part computes, and writes and
+random draws keep their order, or the cut is refused. *Cost.* Linear in nodes and edges.
 """
 
 import operator
@@ -29,13 +30,8 @@ from pytest_gtrainer.graph.nodes import (
     writes,
 )
 
-PARTS = (
-    "unshard",
-    "forward",
-    "backward_input",
-    "backward_weight",
-    REDUCE,
-)  # in the order in which they may run
+# In the order in which they may run.
+PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)
 _UNSHARD, _FORWARD, _INPUT, _WEIGHT, _REDUCE = range(len(PARTS))
 
 
@@ -50,13 +46,15 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class StageGraphs:
-    """A stage's graph in parts, which hand each other values by the names of the whole graph's nodes.
+    """A stage's graph in parts, which hand values on by the names of the whole graph's nodes.
 
     Attributes:
         parts: the graphs by name, in the order of ``PARTS``; a part may be empty.
         inputs: names of the whole graph's inputs, in its order.
-        results: names of what the whole graph returns, in its order; None of a gradient that there is not.
-        accumulates: names of the values of which a step reduces, or returns, the sum over its microbatches.
+        results: names of what the whole graph returns, in its order; None for a gradient that does
+            not exist.
+        accumulates: names of the values of which a step reduces, or returns, the sum over its
+            microbatches.
     """
 
     parts: Mapping[str, StagePart]
@@ -76,9 +74,10 @@ class StageGraphs:
 def split_stage_graph(
     gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None = None
 ) -> StageGraphs:
-    """Cut a stage's graph into unshard, forward, dI, dW and reduce; run in this order they give the same bits.
+    """Cut a stage's graph into unshard, forward, dI, dW and reduce.
 
-    The graph is left as it was. Bucket it before: a bucket that is reduced is cut in front of its packing.
+    Run in this order they give the same bits. The graph is left as it was. Bucket it before: a
+    bucket that is reduced is cut in front of its packing.
 
     Args:
         gm: the graph of ``trace_stage``, or what passes have made of it.
@@ -93,56 +92,54 @@ def split_stage_graph(
         raise ValueError(
             "the graph is not of a pipeline's stage: trace it by trace_stage(module, inputs)"
         )
-    if unknown := sorted(set((moved or {}).values()) - set(PARTS)):
-        raise ValueError(f"a stage has no part {unknown[0]!r}; it has {', '.join(PARTS)}")
-    part_of = _parts_of(gm, outputs) | {
-        node: PARTS.index(part) for node, part in (moved or {}).items()
-    }
-    _check(gm, part_of)
+    part_of = _assign_parts(gm, outputs)
+    for node, part in (moved or {}).items():
+        if part not in PARTS:
+            raise ValueError(f"a stage has no part {part!r}; it has {', '.join(PARTS)}")
+        part_of[node] = PARTS.index(part)
+    _check_order(gm, part_of)
     results = [result if isinstance(result, fx.Node) else None for result in results_of(gm)]
     parts = {name: cut_part(gm, part_of, number, results) for number, name in enumerate(PARTS)}
+    for name in parts[REDUCE].takes:
+        if name in parts["forward"].gives:
+            raise PlanError(
+                f"the reduction of a gradient reads {name}, a value of the forward: microbatches "
+                "differ in it"
+            )
+
+    # Parameters are gathered, and gradients reduced, once a step; the rest once a microbatch.
+    names = [None if node is None else node.name for node in results]
     once = {*parts["unshard"].takes, *parts["unshard"].gives, *parts[REDUCE].gives}
-    summed = [
-        *parts[REDUCE].takes,
-        *(node.name for node in results[sum(outputs) :] if node is not None),
-    ]
-    if mixed := [name for name in parts[REDUCE].takes if name in parts["forward"].gives]:
-        raise PlanError(
-            f"the reduction of a gradient reads {mixed[0]}, a value of the forward: microbatches differ in it"
-        )
+    summed = dict.fromkeys([*parts[REDUCE].takes, *names[sum(outputs) :]])
     return StageGraphs(
         parts,
         inputs=tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
-        results=tuple(None if node is None else node.name for node in results),
-        accumulates=tuple(dict.fromkeys(name for name in summed if name not in once)),
+        results=tuple(names),
+        accumulates=tuple(name for name in summed if name is not None and name not in once),
     )
 
 
-def _parts_of(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int]:
-    """The part of every node that computes something; parts of one result stay with it."""
-    nodes = [
-        node for node in gm.graph.nodes if node.op not in ("placeholder", "output", "get_attr")
-    ]
-    unshard = {
-        node
-        for node in gm.graph.find_nodes(op="placeholder")
-        if node.meta["gt_input"]["kind"] == "parameter"
-    }
+def _assign_parts(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int]:
+    """Return the part of every node that computes something.
+
+    Args:
+        outputs: place and count of the gradients of the inputs among the results.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    unshard = {node for node in inputs if node.meta["gt_input"]["kind"] == "parameter"}
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     reduce = {member.launch for member in fsdp_reduce_scatters(gm)}
     for node in nodes:
-        reads, is_bucket = (
-            node.all_input_nodes,
-            "fsdp_bucket" in node.meta and direction(node) == BACKWARD,
-        )
-        is_marked = (
-            is_bucket or (node.meta.get("custom") or {}).get(PART) == REDUCE
-        )  # by a bucket, or by the tracer
+        reads = node.all_input_nodes
+        is_bucket = "fsdp_bucket" in node.meta and direction(node) == BACKWARD
+        is_marked = (node.meta.get("custom") or {}).get(PART) == REDUCE  # by the tracer
         if reads and unshard.issuperset(reads) and not is_random(node) and not mutates(node):
             unshard.add(node)
-        elif not reduce.isdisjoint(reads) or is_marked:
+        elif not reduce.isdisjoint(reads) or is_bucket or is_marked:
             reduce.add(node)
+
     first, count = outputs
-    needed = {node for node in results_of(gm)[first : first + count] if isinstance(node, fx.Node)}
+    needed = set(results_of(gm)[first : first + count])
     for node in reversed(nodes):
         if node in needed and direction(node) == BACKWARD:
             needed.update(node.all_input_nodes)
@@ -150,6 +147,7 @@ def _parts_of(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int
     part_of: dict[fx.Node, int] = {}
     for node in nodes:
         if node.target is operator.getitem and node.args[0] in part_of:
+            # Tuples are handed on element by element, so an element stays with its operator.
             part_of[node] = part_of[node.args[0]]
         elif node in unshard or node in reduce:
             part_of[node] = _UNSHARD if node in unshard else _REDUCE
@@ -160,57 +158,57 @@ def _parts_of(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int
     return part_of
 
 
-def _check(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
-    """Refuse a node that reads what a later part computes, or writes, or draws, in another place among its like."""
+def _check_order(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
+    """Refuse a node that reads what a later part computes, or writes or draws in another order."""
     for node, part in part_of.items():
-        late = next((read for read in node.all_input_nodes if part_of.get(read, 0) > part), None)
-        if late is not None:
-            raise PlanError(
-                f"{_told(node, part)} needs {_told(late, part_of[late])}, which runs later"
-            )
-    touching = (
-        [n for n in part_of if memory in map(storage_of, n.all_input_nodes)]
-        for memory in writes(gm.graph)
-    )
-    for nodes in ([node for node in part_of if is_random(node)], *touching):
+        for read in node.all_input_nodes:
+            if part_of.get(read, 0) > part:
+                raise PlanError(
+                    f"{_describe(node, part)} needs {_describe(read, part_of[read])}, which runs "
+                    "later"
+                )
+    ordered = [[node for node in part_of if is_random(node)]]
+    for memory in writes(gm.graph):
+        ordered.append([n for n in part_of if memory in map(storage_of, n.all_input_nodes)])
+    for nodes in ordered:
         for first, then in pairwise(nodes):
             if part_of[first] > part_of[then]:
                 raise PlanError(
-                    f"{_told(first, part_of[first])} comes before {_told(then, part_of[then])} in the stage, and both "
-                    "draw random numbers or touch memory that is written to: cut apart they would change places"
+                    f"{_describe(first, part_of[first])} comes before "
+                    f"{_describe(then, part_of[then])} in the stage, and both draw random numbers "
+                    "or touch memory that is written to: cut apart they would change places"
                 )
 
 
-def _told(node: fx.Node, part: int) -> str:
+def _describe(node: fx.Node, part: int) -> str:
     return f"{node.name} of {node_fqn(node) or 'the root'} ({PARTS[part]})"
 
 
 def cut_part(
     gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: Iterable[fx.Node | None]
 ) -> StagePart:
-    """The graph of one part: it takes what earlier ones give, or the whole graph is given."""
+    """Return the graph of one part, which takes what earlier parts give, or the whole graph."""
     graph, copies = fx.Graph(), {}
     body = [node for node, number in part_of.items() if number == part]
-    reads = dict.fromkeys(
-        read for node in body for read in node.all_input_nodes if part_of.get(read) != part
-    )
-    takes, held = (
-        [read for read in reads if (read.op == "get_attr") is is_held] for is_held in (False, True)
-    )
+    takes: dict[fx.Node, None] = {}
+    constants: dict[fx.Node, None] = {}  # the part holds them itself
+    for node in body:
+        for read in node.all_input_nodes:
+            if part_of.get(read) != part:
+                (constants if read.op == "get_attr" else takes)[read] = None
     for read in takes:
         copies[read] = graph.placeholder(read.name)
         copies[read].meta = dict(read.meta)
-    for node in (*held, *body):
+    for node in (*constants, *body):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     returned = set(results)
-    gives = [
-        node
-        for node in body
-        if node in returned or any(part_of.get(user, part) != part for user in node.users)
-    ]
+    gives = []
+    for node in body:
+        if node in returned or any(part_of.get(user, part) != part for user in node.users):
+            gives.append(node)
     graph.output(tuple(copies[node] for node in gives))
     return StagePart(
         fx.GraphModule(gm, graph),
-        tuple(node.name for node in takes),
-        tuple(node.name for node in gives),
+        takes=tuple(node.name for node in takes),
+        gives=tuple(node.name for node in gives),
     )

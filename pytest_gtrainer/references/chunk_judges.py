@@ -36,12 +36,14 @@ from pytest_gtrainer.passes.chunking.chunk import check_bodies, collective_error
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.mixing import (
     Call,
+    Content,
     Known,
     Operand,
     Rows,
     Statistic,
-    chosen_by,
+    indices_of,
     is_plain,
+    is_row_numbers,
     judge,
 )
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
@@ -219,7 +221,7 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied
 
 
-class Following(TorchDispatchMode):
+class ForwardJudge(TorchDispatchMode):
     """What is known of the tensors of one chunk's forward. ``arguments``: those that are cut, with their dimension."""
 
     supports_higher_order_operators = True
@@ -230,7 +232,7 @@ class Following(TorchDispatchMode):
         super().__init__()
         self.fqn, self.config = fqn, config
         self.known: dict[Any, Known] = {}
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.numbers: set[Any] = set()  # tensors of 0, 1, ...
         self.extents: set[int] = set()
         self.part = arguments[0][0].shape[arguments[0][1]] if arguments else 0
@@ -268,11 +270,7 @@ class Following(TorchDispatchMode):
         if not any(operand.known for operand in call.operands):
             for result in results:
                 self._note(result, None, foreign)
-            whole = (
-                call.name == "arange"
-                and call.given.get("start", 0) == 0
-                and call.given.get("step", 1) == 1
-            )
+            whole = is_row_numbers(call)
             shown = (
                 is_view(func)
                 and call.operands
@@ -281,13 +279,13 @@ class Following(TorchDispatchMode):
             self.numbers.update(self._key(result) for result in results if whole or shown)
             return made
         if launches(func) and "all_to_all" not in call.name:
-            group = call.given.get("group_name")
+            group = call.arguments.get("group_name")
             raise collective_error(str(func), group if isinstance(group, str) else None, self.fqn)
         given, named = self._with_counted(call, given, named)
         what = f"{func} of {', '.join(tensor_text(o.value) for o in call.operands if isinstance(o.value, Tensor))}"
         dims = self._dims(func, given, named, Call(func, given, named, []), results)
         call = Call(func, given, named, list(zip(results, dims, strict=True)))
-        known = judge(call, what, self.fqn, self.config, self.told)
+        known = judge(call, what, self.fqn, self.config, self.warned)
         for result, found in zip(results, known, strict=True):
             self._note(result, found, foreign)
         return made
@@ -296,7 +294,7 @@ class Following(TorchDispatchMode):
         """Arguments with what indexing tells of tensors that the forward has made: row numbers, memory for rows."""
         if call.name not in mixing.INDEXING:
             return given, named
-        into, chosen = chosen_by(call)
+        into, chosen = indices_of(call)
         found: dict[int, Known] = {}
         for dim, index in chosen:
             extent = into.value.shape[dim] if into.value.ndim else 0
@@ -305,15 +303,15 @@ class Following(TorchDispatchMode):
                 and self._key(index.value) in self.numbers
                 and index.value.shape[:1] == (extent,)
             ):
-                found[id(index.value)] = Rows((0,), mixing.NUMBERS)
+                found[id(index.value)] = Rows((0,), Content.ROW_NUMBERS)
             routed = (
                 isinstance(into.known, Rows)
-                and into.known.hold == mixing.ROUTED
+                and into.known.content == Content.ROUTED
                 and dim in into.known.dims
             )
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
                 # an order of rows that counts of the data have made
-                found[id(index.value)] = Rows((0,), mixing.ROUTING)
+                found[id(index.value)] = Rows((0,), Content.ROUTING)
             local = has_memory(into.value) and storage_id(into.value) in self.kept
             has_rows = index.known is not None or id(index.value) in found
             if (
@@ -323,7 +321,7 @@ class Following(TorchDispatchMode):
                 and type(extent) is int
                 and extent in self.extents
             ):
-                found[id(into.value)] = Rows((dim,), mixing.MADE)
+                found[id(into.value)] = Rows((dim,), Content.UNIFORM)
 
         def told(operand: Any) -> Any:
             return replace(operand, known=found.get(id(operand.value), operand.known))
@@ -390,7 +388,7 @@ class Following(TorchDispatchMode):
         if not is_plain(source) or not is_plain(result):
             return self._with_known_extent(result)
         front, passed = (
-            known.in_front(source),
+            known.positions_in_front(source),
             itertools.accumulate(result.shape, operator.mul, initial=1),
         )
         places = list(enumerate(itertools.pairwise(passed)))
@@ -438,7 +436,7 @@ class Following(TorchDispatchMode):
         ):
             known = self.known.get(self._key(tensor))
             if isinstance(known, Rows) and (
-                known.hold != mixing.INPUT or known.dims == (self.config.dim,)
+                known.content != Content.DATA or known.dims == (self.config.dim,)
             ):
                 continue
             raise returned_error(

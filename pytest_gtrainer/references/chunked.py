@@ -18,7 +18,7 @@ from pytest_gtrainer._torch.fsdp2 import is_block_mask, split_block_mask
 from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer.graph.nodes import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
-from pytest_gtrainer.references.chunk_judges import Following, check_twins, twin_graphs
+from pytest_gtrainer.references.chunk_judges import ForwardJudge, check_twins, twin_graphs
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
@@ -104,7 +104,7 @@ class _ChunkedForward:
             self.followed.append(True)
         return joined
 
-    def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Following | None:
+    def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> ForwardJudge | None:
         """Refuse operators that mix rows, or give what judges the first chunk; in compiled code nobody judges."""
         if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
             return None
@@ -117,7 +117,7 @@ class _ChunkedForward:
             for place, (name, value) in enumerate(part.items())
             if isinstance(value, Tensor) and value.shape != whole[name].shape
         ]
-        return Following(self.fqn, self.config, cut)
+        return ForwardJudge(self.fqn, self.config, cut)
 
     def _annotated(self, role: str, chunk_id: int | None = None) -> Any:
         return annotate(annotation(self.fqn, role, EAGER, chunk_id))

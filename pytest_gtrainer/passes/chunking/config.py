@@ -1,4 +1,4 @@
-"""What is chunked: which modules, along which dimension, into how many parts."""
+"""Configure chunking: which modules, along which dimension, into how many parts."""
 
 import re
 from collections.abc import Sequence
@@ -21,26 +21,30 @@ class ChunkError(ValueError):
 
 
 class ChunkWarning(UserWarning):
-    """A region is chunked, and its numbers are those of a chunk by design: of row numbers, and of sizes."""
+    """A chunked region computes with row numbers, or with counts of rows, which are a chunk's."""
 
 
 def described(node: fx.Node) -> str:
-    """A node as messages show it: name, operator, extents, module and, if it is known, source line."""
-    parts = [
-        f"{node.name} = {node.target}" if node.op == "call_function" else f"{node.op} {node.target}"
-    ]
+    """Return a node as text: name, operator, extents, module and, if it is known, source line."""
+    is_call = node.op == "call_function"
+    text = f"{node.name} = {node.target}" if is_call else f"{node.op} {node.target}"
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        parts.append(str(list(value.shape)))
-    if fqn := node_fqn(node):
-        parts.append(f"in {fqn}")
-    if frames := list(_FRAME.finditer(node.meta.get("stack_trace") or "")):
-        parts.append(f"at {frames[-1]['file']}:{frames[-1]['line']}")
-    return " ".join(parts)
+        text += f" {list(value.shape)}"
+    fqn = node_fqn(node)
+    if fqn:
+        text += f" in {fqn}"
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if frames:
+        text += f" at {frames[-1]['file']}:{frames[-1]['line']}"
+    return text
 
 
 def is_inexact(value: Any) -> bool:
-    """Whether a value is a tensor of floating-point or complex numbers, which a sum rounds and a gradient may reach."""
+    """Return whether a value is a tensor of floating-point or complex numbers.
+
+    A sum of such rounds, and a gradient may reach them.
+    """
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -55,12 +59,16 @@ class ChunkConfig:
 
     Attributes:
         module_fqn: pattern of the roots' FQNs, component by component: ``layers.*`` are transformer
-            blocks, ``layers.*.moe`` their MoE layers; ``*`` stands for one component, or for a part of one.
-        chunk_dim: "batch", dimension 0 of the root's activation, or, for MoE layers, "sequence", dimension 1.
+            blocks, ``layers.*.moe`` their MoE layers; ``*`` stands for one component, or for a part
+            of one.
+        chunk_dim: "batch", dimension 0 of the root's activation, or, for MoE layers, "sequence",
+            dimension 1.
         num_chunks: the number of equal chunks, at least 2.
-        early_grad_accumulation: add chunks' gradients before their reduction; False has the bits of eager chunking.
-        row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk dimension by itself,
-            where chunking cannot know it: operators of one's own, for which you answer.
+        early_grad_accumulation: add chunks' gradients before their reduction; False has the bits of
+            eager chunking.
+        row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk
+            dimension by itself, where chunking cannot know it: operators of one's own, for which
+            you answer.
 
     Raises:
         ChunkError: a value is none of these, or the two do not go together.
@@ -73,66 +81,75 @@ class ChunkConfig:
     row_wise: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        kind = self.kind
+        kind = self.kind  # refuses a pattern of neither kind
         if self.chunk_dim not in _DIMENSIONS:
             raise ChunkError(f"chunk_dim={self.chunk_dim!r}: choose {BATCH!r} or {SEQUENCE!r}")
         if type(self.num_chunks) is not int or self.num_chunks < 2:
             raise ChunkError(
-                f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the model"
+                f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the "
+                "model"
             )
         if self.chunk_dim == SEQUENCE and kind == BLOCK:
             raise ChunkError(
-                f"module_fqn={self.module_fqn!r} by sequence: a transformer block holds attention, which mixes "
-                f"positions; chunk it by {BATCH!r}, or the MoE layers alone ({self.module_fqn}.moe) by {SEQUENCE!r}"
+                f"module_fqn={self.module_fqn!r} by sequence: a transformer block holds attention, "
+                f"which mixes positions; chunk it by {BATCH!r}, or the MoE layers alone "
+                f"({self.module_fqn}.moe) by {SEQUENCE!r}"
             )
 
     @property
     def kind(self) -> str:
         """ "transformer block" or "MoE layer", from the last component of the pattern."""
         *container, last = self.module_fqn.split(".") if isinstance(self.module_fqn, str) else [""]
-        if container and all(container) and (last == "*" or last.isdecimal()):
-            return BLOCK
-        if container and all(container) and last == "moe":
-            return MOE
-        wrong = f"module_fqn={self.module_fqn!r} names neither transformer blocks"
-        raise ChunkError(f"{wrong}, as 'layers.*' does, nor MoE layers, as 'layers.*.moe' does")
+        if container and all(container):
+            if last == "*" or last.isdecimal():
+                return BLOCK
+            if last == "moe":
+                return MOE
+        raise ChunkError(
+            f"module_fqn={self.module_fqn!r} names neither transformer blocks, as 'layers.*' does, "
+            "nor MoE layers, as 'layers.*.moe' does"
+        )
 
     @property
     def dim(self) -> int:
-        """The chunk dimension's place in the root's activation."""
+        """The dimension of the root's activation that is chunked."""
         return _DIMENSIONS[self.chunk_dim]
 
     def matches(self, fqn: str) -> bool:
-        """Whether a module is a root.
+        """Return whether a module is a root.
 
-        >>> ChunkConfig("layers.*").matches("layers.3"), ChunkConfig("layers.*").matches("layers.3.moe")
+        >>> config = ChunkConfig("layers.*")
+        >>> config.matches("layers.3"), config.matches("layers.3.moe")
         (True, False)
         """
         return self.root_of(fqn) == fqn != ""
 
     def root_of(self, fqn: str) -> str:
-        """The root that the module ``fqn`` is, or lies in; "" if it is in none.
+        """Return the root that the module ``fqn`` is, or lies in; "" if it is in none.
 
-        >>> ChunkConfig("layers.*").root_of("layers.3.moe.router"), ChunkConfig("layers.*").root_of("norm")
+        >>> config = ChunkConfig("layers.*")
+        >>> config.root_of("layers.3.moe.router"), config.root_of("norm")
         ('layers.3', '')
         """
         components, patterns = fqn.split("."), self.module_fqn.split(".")
-        matching = len(components) >= len(patterns) and all(map(fnmatchcase, components, patterns))
-        return ".".join(components[: len(patterns)]) if matching else ""
+        if len(components) < len(patterns) or not all(map(fnmatchcase, components, patterns)):
+            return ""
+        return ".".join(components[: len(patterns)])
 
     def chunk_extent(self, extent: int, what: str) -> int:
-        """The extent of one chunk; a ChunkError if the chunks do not divide the extent."""
+        """Return the extent of one chunk; a ChunkError if the chunks do not divide the extent."""
         if extent % self.num_chunks or extent < self.num_chunks:
             raise ChunkError(
-                f"{what}: extent {extent} of the {self.chunk_dim} dimension does not divide into {self.num_chunks} "
-                f"chunks; choose num_chunks among the divisors of {extent}"
+                f"{what}: extent {extent} of the {self.chunk_dim} dimension does not divide into "
+                f"{self.num_chunks} chunks; choose num_chunks among the divisors of {extent}"
             )
         return extent // self.num_chunks
 
     def twin_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The inputs of a step at the extent of one chunk, for the trace of its twin; a ChunkError if they have none.
+        """Return the inputs of a step at the extent of one chunk, for the trace of its twin.
 
-        The first tensor that has the chunk dimension gives its extent; every tensor with this extent there is cut.
+        The first tensor that has the chunk dimension gives its extent; every tensor with this
+        extent there is cut. Without such a tensor this is a ChunkError.
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
         ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]
@@ -142,36 +159,43 @@ class ChunkConfig:
         return tuple(pytree.tree_unflatten(leaves, spec))
 
     def dynamic_dims(self, inputs: Sequence[Any]) -> dict[str, list[tuple[int, int]]]:
-        """Where the inputs have the chunk dimension, as by ``twin_inputs``, for ``trace_step(dynamic_dims=...)``."""
-        tensors = [
-            (i, x)
-            for i, x in enumerate(pytree.tree_leaves(tuple(inputs)))
-            if isinstance(x, torch.Tensor)
-        ]
-        extents = {i: tensor.shape[self.dim] for i, tensor in tensors if tensor.ndim > self.dim}
-        if not extents:
+        """Return the dimensions that ``twin_inputs`` cuts, for ``trace_step(dynamic_dims=...)``.
+
+        Returns:
+            The name of the chunk dimension with pairs of the index of a leaf and its dimension.
+        """
+        places: list[tuple[int, int]] = []
+        extent = None
+        for index, leaf in enumerate(pytree.tree_leaves(tuple(inputs))):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > self.dim:
+                extent = leaf.shape[self.dim] if extent is None else extent
+                if leaf.shape[self.dim] == extent:
+                    places.append((index, self.dim))
+        if not places:
             raise ChunkError(
                 f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})"
             )
-        extent = next(iter(extents.values()))
-        return {
-            self.chunk_dim: [(leaf, self.dim) for leaf, own in extents.items() if own == extent]
-        }
+        return {self.chunk_dim: places}
 
 
 def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_degree: int) -> None:
-    """Refuse chunks beside tensor parallelism (G3), and a bucket that reaches out of a chunked layer."""
+    """Refuse chunks beside tensor parallelism, and a bucket that reaches out of a chunked layer."""
     if tensor_parallel_degree != 1:
         raise ChunkError(
-            f"{config.module_fqn} cannot run in chunks at a tensor-parallel degree of {tensor_parallel_degree}: its "
-            "collectives on activations would run once per chunk; chunk with a degree of 1, or leave chunk= out"
+            f"{config.module_fqn} cannot run in chunks at a tensor-parallel degree of "
+            f"{tensor_parallel_degree}: its collectives on activations would run once per chunk; "
+            "chunk with a degree of 1, or leave chunk= out"
         )
     for entry in plan:
         fqns = [entry] if isinstance(entry, str) else list(entry)
-        for root in dict.fromkeys(root for fqn in fqns if (root := config.root_of(fqn))):
+        roots = dict.fromkeys(map(config.root_of, fqns))
+        roots.pop("", None)
+        for root in roots:
             layer = root.rpartition(".")[0] if config.kind == MOE else root
-            if beyond := [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]:
-                wrong = f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}"
+            beyond = [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]
+            if beyond:
                 raise ChunkError(
-                    f"{wrong}, {', '.join(beyond)}: put what lies in {layer} into buckets of its own"
+                    f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, "
+                    f"beyond {layer}, {', '.join(beyond)}: put what lies in {layer} into buckets "
+                    "of its own"
                 )

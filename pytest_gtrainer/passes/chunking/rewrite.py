@@ -1,8 +1,9 @@
 """Make the chunked graph: a new graph, in one sweep over the units of the given one.
 
-A body is copied once per chunk, in order forwards and last first backwards, as an eager run does. What enters is cut at
-the boundary; what leaves is joined, or added where it is a part of a gradient, or handed on chunk by chunk.
-*Invariant.* The given graphs are only read. *Cost.* Linear in the nodes of the new graph.
+A body is copied once per chunk, in order forwards and last first backwards, as an eager run does.
+Tensors that enter are cut at the boundary. What leaves is joined, or added if it is a part of a
+gradient, or handed on chunk by chunk. *Invariant.* The given graphs are only read. *Cost.* Linear
+in the nodes of the new graph.
 """
 
 import operator
@@ -35,75 +36,85 @@ from pytest_gtrainer.passes.chunking.twins import Twins, constant, unknown_dims
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Consecutive contributions of one region, and what it passes on from outside; or one from outside (None)."""
+    """Consecutive terms of a sum that come from one region, with what the region passes on.
+
+    ``region`` is None for a term from outside of all regions.
+    """
 
     region: Region | None
     nodes: tuple[fx.Node, ...]
 
 
 class Sums:
-    """Additions outside of all bodies to which a body contributes."""
+    """Autograd's additions outside of all bodies, to which a body contributes.
+
+    A value with several uses gets its gradient as ``((a + b) + c)``, a chain of additions.
+
+    Attributes:
+        tops: the last addition of each chain, with its terms in order.
+        partial: the additions before that, which only the next one reads.
+    """
 
     def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
-        self.tops: dict[
-            fx.Node, list[Contributions]
-        ] = {}  # per sum its last addition, and what arrives in order
-        self.partial: set[fx.Node] = (
-            set()
-        )  # its additions before that; only the next one reads them
+        self.tops: dict[fx.Node, list[Contributions]] = {}
+        self.partial: set[fx.Node] = set()
         regions = {region.key: region for region in region_of.values()}
-        arriving: dict[fx.Node, list[fx.Node]] = {}
+        terms_of: dict[fx.Node, list[fx.Node]] = {}
         chains: dict[fx.Node, list[fx.Node]] = {}
         for node in twins.full.graph.nodes:
-            if node not in region_of and is_engine_addition(node):
-                older, newer = cast("tuple[fx.Node, fx.Node]", node.args)
-                arriving[node], chains[node] = [older, newer], []
-                if older in chains and len(older.users) == 1:
-                    arriving[node], chains[node] = (
-                        [*arriving.pop(older), newer],
-                        [*chains.pop(older), older],
-                    )
-        for node, nodes in arriving.items():
-            if any(source in region_of for source in nodes):
-                groups: list[Contributions] = []
-                for source in nodes:
-                    region = region_of.get(source)
-                    if groups and region is not None and groups[-1].region is region:
-                        groups[-1] = Contributions(region, (*groups[-1].nodes, source))
-                    else:
-                        groups.append(Contributions(region, (source,)))
-                self.tops[node] = (
-                    _with_passed_on(groups, node, twins, regions) if node in twins.dims else groups
-                )
-                self.partial.update(chains[node])
+            if node in region_of or not is_engine_addition(node):
+                continue
+            older, newer = cast("tuple[fx.Node, fx.Node]", node.args)
+            if older in chains and len(older.users) == 1:
+                terms_of[node] = [*terms_of.pop(older), newer]
+                chains[node] = [*chains.pop(older), older]
+            else:
+                terms_of[node], chains[node] = [older, newer], []
+        for node, terms in terms_of.items():
+            if region_of.keys().isdisjoint(terms):
+                continue
+            groups: list[Contributions] = []
+            for term in terms:
+                region = region_of.get(term)
+                if groups and region is not None and groups[-1].region is region:
+                    groups[-1] = Contributions(region, (*groups[-1].nodes, term))
+                else:
+                    groups.append(Contributions(region, (term,)))
+            if node in twins.dims:
+                groups = _include_passed_on(groups, node, twins, regions)
+            self.tops[node] = groups
+            self.partial.update(chains[node])
 
 
-def _with_passed_on(
+def _include_passed_on(
     groups: list[Contributions], top: fx.Node, twins: Twins, regions: Mapping[RegionKey, Region]
 ) -> list[Contributions]:
-    """The groups of an activation's gradient, with what is passed on inside a region in that region's group."""
+    """Move terms that pass through a region, as a residual's gradient does, into its group.
+
+    Each chunk of an eager run adds these terms itself. Gradients of uses behind the region, or in
+    front of it, are added outside.
+    """
     places = [place for place, group in enumerate(groups) if group.region is not None]
     if len(places) != 1 or (region := groups[places[0]].region) is None:
         return groups
     (place,) = places
-    behind = before = (
-        0  # uses that the activation has outside, behind the region in the forward and in front of it
-    )
+    uses_behind = uses_in_front = 0
     forward = regions.get(RegionKey(region.key.root, FORWARD))
     if forward is not None:
         body = set(forward.body)
         read = dict.fromkeys(source for node in forward.body for source in node.all_input_nodes)
-        entering = [source for source in read if source not in body and source in twins.dims]
-        of_its_kind = [source for source in entering if alike(source.meta["val"], top.meta["val"])]
-        uses = [
-            use
-            for source in of_its_kind
-            for use in source.users
-            if use not in body and propagates(use)
-        ]
-        behind = sum(use > forward.body[0] for use in uses)
-        before = len(uses) - behind
-    first, last = min(place, behind), max(place, len(groups) - 1 - before)
+        for source in read:
+            if source in body or source not in twins.dims:
+                continue
+            if not alike(source.meta["val"], top.meta["val"]):
+                continue
+            for use in source.users:
+                if use not in body and propagates(use):
+                    uses_behind += use > forward.body[0]
+                    uses_in_front += use <= forward.body[0]
+    # The engine runs backwards: gradients of the latest uses arrive first.
+    first = min(place, uses_behind)
+    last = max(place, len(groups) - 1 - uses_in_front)
     inner = tuple(node for group in groups[first : last + 1] for node in group.nodes)
     return [*groups[:first], Contributions(region, inner), *groups[last + 1 :]]
 
@@ -112,7 +123,17 @@ aten = torch.ops.aten
 
 
 class Rewrite:
-    """One rewriting; ``run`` gives the new GraphModule."""
+    """One rewriting; ``run`` gives the new GraphModule.
+
+    Attributes:
+        reads_chunks: nodes of the full graph that read a body's values by chunk.
+        whole: per node of the full graph the new node that stands for all of it.
+        chunks: per node of a body its copies, by chunk.
+        cut: per node that enters a body its pieces, by chunk.
+        renamings: per chunk new symbols for sizes of the data, which differ between chunks.
+        constants: per ``get_attr`` of the part its new node.
+        attributes: what the new ``get_attr`` nodes read.
+    """
 
     def __init__(
         self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int
@@ -120,23 +141,24 @@ class Rewrite:
         self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
         self.region_of = {node: region for region in regions for node in region.body}
         self.sums = Sums(twins, self.region_of)
+        self.reads_chunks = {*self.region_of, *self.sums.tops, *self.sums.partial}
         self.graph = empty_graph(like=twins.full.graph)
         self.whole: dict[fx.Node, fx.Node] = {}
-        self.chunks, self.cut = dict[fx.Node, list[fx.Node]](), dict[fx.Node, list[fx.Node]]()
+        self.chunks: dict[fx.Node, list[fx.Node]] = {}
+        self.cut: dict[fx.Node, list[fx.Node]] = {}
         self.renamings: list[Renaming] = [{} for _ in range(twins.num_chunks)]
         self.constants: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
 
     def run(self) -> fx.GraphModule:
-        for unit in units_in_order(
-            list(self.twins.full.graph.nodes), self.region_of, self.storages
-        ):
+        nodes = list(self.twins.full.graph.nodes)
+        for unit in units_in_order(nodes, self.region_of, self.storages):
             if isinstance(unit, Region):
                 self._emit_region(unit)
             elif unit in self.sums.tops:
-                terms = [
-                    term for group in self.sums.tops[unit] for term in self._terms(group, unit)
-                ]
+                terms: list[fx.Node] = []
+                for group in self.sums.tops[unit]:
+                    terms += self._terms(group, unit)
                 self.whole[unit] = self._fold(terms, unit)
             elif unit not in self.sums.partial:
                 self.whole[unit] = self.graph.node_copy(unit, self._whole)
@@ -151,25 +173,23 @@ class Rewrite:
     # what is not chunked
 
     def _terms(self, group: Contributions, top: fx.Node) -> list[fx.Node]:
-        """What arrives at a sum from one group."""
+        """Return the new terms of a sum that come from one group."""
         if group.region is None:
             return [self._whole(group.nodes[0])]
         dim = self.twins.dim(top)
         if dim is None:
+            # The gradient of something that all chunks share: each chunk has its terms, last first.
             backwards = reversed(range(self.twins.num_chunks))
             return [self.chunks[node][chunk] for chunk in backwards for node in group.nodes]
+        pieces = []
+        for node in group.nodes:
+            pieces.append(self.chunks.get(node) or self._cut(node, dim, group.region))
         part = self.twins.part_of[top]
-        pieces = [
-            self.chunks.get(node) or self._cut(node, dim, group.region) for node in group.nodes
-        ]
-        return [
-            self._joined(
-                top, [self._fold(terms, part) for terms in zip(*pieces, strict=True)], group.region
-            )
-        ]
+        sums = [self._fold(terms, part) for terms in zip(*pieces, strict=True)]
+        return [self._joined(top, sums, group.region)]
 
     def _fold(self, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-        """``((a + b) + c)``, with the metadata of ``like``."""
+        """Add terms as ``((a + b) + c)``, with the metadata of ``like``."""
         total, *rest = terms
         for term in rest:
             total = self.graph.call_function(aten.add.Tensor, (total, term))
@@ -180,37 +200,41 @@ class Rewrite:
 
     def _emit_region(self, region: Region) -> None:
         body = set(region.body)
-        sources = (
-            source for node in region.body for source in node.all_input_nodes if source not in body
-        )
-        entering = {
-            source for source in sources if source.op != "get_attr"
-        }  # a constant is never cut
+        entering: set[fx.Node] = set()
+        for node in region.body:
+            for source in node.all_input_nodes:
+                # A constant is never cut: the part has one of its own.
+                if source not in body and source.op != "get_attr":
+                    entering.add(source)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.twins.num_chunks)]
         for source in sorted(entering):
             home = self.region_of.get(source)
             if home is not None and home.key.root == region.key.root:
-                pieces = self.chunks[source]
+                pieces = self.chunks[source]  # saved by the forward of the same chunk
             elif unknown_dims(source.meta.get("val")):
                 raise ChunkError(
-                    f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot "
-                    "read it chunk by chunk: compute it inside the module"
+                    f"{described(source)} has an extent that is known only at run time, so "
+                    f"{region.key.root} cannot read it chunk by chunk: compute it inside the module"
                 )
-            elif (dim := self.twins.dim(source)) is not None:
-                pieces = self._cut(source, dim, region)
             else:
-                continue  # all chunks read the same
+                dim = self.twins.dim(source)
+                if dim is None:
+                    continue  # all chunks read the same
+                pieces = self._cut(source, dim, region)
             for known, piece in zip(copies, pieces, strict=True):
                 known[source] = piece
         self._emit_bodies(region, copies)
-        self.chunks.update((node, [known[node] for known in copies]) for node in region.body)
-        taken = (self.region_of, self.sums.tops, self.sums.partial)
         for node in region.body:
-            if any(all(user not in known for known in taken) for user in node.users):
+            self.chunks[node] = [known[node] for known in copies]
+        for node in region.body:
+            if not self.reads_chunks.issuperset(node.users):
                 self._whole(node)
 
     def _emit_bodies(self, region: Region, copies: list[dict[fx.Node, fx.Node]]) -> None:
-        """One chunk after the other, as random numbers and buffers ask for; ``copies`` begins with what enters."""
+        """Copy one chunk after the other, as random numbers and buffers require, into ``copies``.
+
+        ``copies`` begins with what enters, by chunk.
+        """
         for chunk in self._chunk_order(region):
             for node in region.body:
                 copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
@@ -222,7 +246,7 @@ class Rewrite:
     def _copy(
         self, node: fx.Node, known: dict[fx.Node, fx.Node], chunk: int, region: Region
     ) -> fx.Node:
-        """A body's node for one chunk: arguments and metadata of the part."""
+        """Copy a node of a body for one chunk, with arguments and metadata of the part."""
         part = self.twins.part_of[node]
 
         def mapped(source: fx.Node) -> fx.Node:
@@ -232,9 +256,8 @@ class Rewrite:
             return known[ours] if ours in known else self._whole(ours)
 
         args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
-        copied = self.graph.create_node(
-            node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}"
-        )
+        name = f"{node.name}_chunk{chunk}"
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, name)
         copied.meta = dict(part.meta)
         renew_symbols(copied.meta, self.renamings[chunk])
         copied.meta["custom"] = {
@@ -244,7 +267,7 @@ class Rewrite:
         return copied
 
     def _constant_of_part(self, part: fx.Node, full: fx.Node) -> fx.Node:
-        """A constant or nested graph at the extent of one chunk, under a name of its own."""
+        """Return a constant or nested graph at the extent of one chunk, under its own name."""
         if part not in self.constants:
             name = f"{str(full.target).replace('.', '_')}_of_chunk"
             self.attributes[name] = constant(self.twins.part, part)
@@ -255,51 +278,48 @@ class Rewrite:
     # boundaries
 
     def _cut(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
+        """Return the pieces of a value that enters a body, by chunk."""
         if source not in self.cut:
             self._check_boundary(source, dim, region, "enters")
             if source in self.region_of:
-                self.cut[source] = [
-                    self._contiguous(piece, region) for piece in self.chunks[source]
-                ]
+                pieces = self.chunks[source]
+                self.cut[source] = [self._contiguous(piece, region) for piece in pieces]
             else:
                 self.cut[source] = self._split(source, dim, region)
         return self.cut[source]
 
     def _split(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
-        """Equal parts of a whole tensor: views where they are contiguous, else contiguous copies (G5)."""
-        whole, count, value = self._whole(source), self.twins.num_chunks, source.meta["val"]
-        sizes = [value.shape[dim] // count] * count
+        """Split a whole tensor into equal parts, which are contiguous."""
+        value = source.meta["val"]
+        sizes = [value.shape[dim] // self.twins.num_chunks] * self.twins.num_chunks
         values = values_of_split(value, sizes, dim)
-        split = self._boundary(
-            aten.split_with_sizes.default, (whole, sizes, dim), values, region, SPLIT_BOUNDARY
-        )
-        items = [((split, index), part) for index, part in enumerate(values)]
-        pieces = [
-            self._boundary(operator.getitem, args, part, region, SPLIT_BOUNDARY)
-            for args, part in items
-        ]
-        # along the batch autograd's backward of a concatenation cuts by views, too
-        is_gradient = direction(source) == BACKWARD and dim == 0
-        return pieces if is_gradient else [self._contiguous(piece, region) for piece in pieces]
+        args = (self._whole(source), sizes, dim)
+        split = self._boundary(aten.split_with_sizes.default, args, values, region, SPLIT_BOUNDARY)
+        pieces = []
+        for index, part in enumerate(values):
+            piece = self._boundary(operator.getitem, (split, index), part, region, SPLIT_BOUNDARY)
+            # Autograd's backward of a concatenation along the batch cuts by views, too.
+            if direction(source) != BACKWARD or dim != 0:
+                piece = self._contiguous(piece, region)
+            pieces.append(piece)
+        return pieces
 
     def _contiguous(self, piece: fx.Node, region: Region) -> fx.Node:
         value = piece.meta["val"]
         if value.is_contiguous():
             return piece
-        copied = self._boundary(
-            aten.clone.default, (piece,), value_like(value, value.shape), region, SPLIT_BOUNDARY
-        )
+        value = value_like(value, value.shape)
+        copied = self._boundary(aten.clone.default, (piece,), value, region, SPLIT_BOUNDARY)
         copied.kwargs = {"memory_format": torch.contiguous_format}
         return copied
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """What stands for a value of the given graph where all of it is read: joined, added, or of the last chunk."""
+        """Return the new node for all of a value: joined, added, or that of the last chunk."""
         if node in self.whole:
             return self.whole[node]
         region, pieces = self.region_of[node], self.chunks[node]
-        if (
-            self.storages.of[node] not in self.region_of
-        ):  # all share its memory, a buffer's that a write returns
+        if self.storages.of[node] not in self.region_of:
+            # The chunks have written to one buffer, one after the other.
             self.whole[node] = pieces[self._chunk_order(region)[-1]]
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)
@@ -308,22 +328,23 @@ class Rewrite:
         return self.whole[node]
 
     def _leaving_dim(self, node: fx.Node, region: Region) -> int | None:
-        """The dimension along which a live-out is joined; None if its chunks are added."""
-        dim = reason = None
+        """Return the dimension along which a live-out is joined; None if its chunks are added."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            reason = "is no tensor"
+            wrong = "is no tensor"
         elif unknown_dims(node.meta["val"]):
-            reason = "has an extent that is known only at run time"
-        elif (dim := self.twins.dim(node)) is None and region.key.direction == FORWARD:
-            reason = "does not have the chunk dimension"
-        if reason is not None:
-            users = [user for user in node.users if user not in self.region_of]
-            raise ChunkError(
-                f"{described(node)} leaves the chunked module {region.key.root} but {reason}, so the chunks' values "
-                f"cannot be put together for {', '.join(described(user) for user in users[:3])}: compute it outside "
-                "the module, or use it inside"
-            )
-        return dim
+            wrong = "has an extent that is known only at run time"
+        else:
+            dim = self.twins.dim(node)
+            # Parts of a gradient, which the backward makes, are added; values of a forward never.
+            if dim is not None or region.key.direction != FORWARD:
+                return dim
+            wrong = "does not have the chunk dimension"
+        users = [described(user) for user in node.users if user not in self.region_of]
+        raise ChunkError(
+            f"{described(node)} leaves the chunked module {region.key.root} but {wrong}, so the "
+            f"chunks' values cannot be put together for {', '.join(users[:3])}: compute it outside "
+            "the module, or use it inside"
+        )
 
     def _joined(self, node: fx.Node, pieces: list[fx.Node], region: Region) -> fx.Node:
         dim = self.twins.dim(node)
@@ -333,17 +354,18 @@ class Rewrite:
         return self._boundary(aten.cat.default, (list(pieces), dim), value, region, MATERIALIZATION)
 
     def _check_boundary(self, node: fx.Node, dim: int, region: Region, does: str) -> None:
-        """What crosses the boundary of a module as eager chunking hands it over: along one dimension, contiguous."""
+        """Refuse another dimension, or other strides, than eager chunking hands over."""
         if dim != self.dim:
             raise ChunkError(
-                f"{described(node)} {does} the chunked module {region.key.root} with the chunk dimension in place "
-                f"{dim}; eager chunking cuts and joins along {self.dim}: hand over tensors that have it there"
+                f"{described(node)} {does} the chunked module {region.key.root} with the chunk "
+                f"dimension in place {dim}; eager chunking cuts and joins along {self.dim}: hand "
+                "over tensors that have it there"
             )
         if direction(node) == FORWARD and not node.meta["val"].is_contiguous():
             raise ChunkError(
                 f"{described(node)} {does} the chunked module {region.key.root} with strides "
-                f"{list(node.meta['val'].stride())}; eager chunking hands over contiguous tensors, for which other "
-                "operators may run: make it .contiguous()"
+                f"{list(node.meta['val'].stride())}; eager chunking hands over contiguous tensors, "
+                "for which other operators may run: make it .contiguous()"
             )
 
     def _boundary(

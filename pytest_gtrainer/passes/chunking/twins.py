@@ -1,9 +1,12 @@
-"""Twins: two graphs of one step, at extents B and B/N, aligned node for node; what differs is the chunk dimension's.
+"""Align twins: two graphs of one step, at extents B and B/N of the chunk dimension.
 
-*Idea.* A value whose extents differ carries the chunk dimension there; a literal that differs is each chunk's own. A
-body takes arguments and metadata from the part. *Invariant.* Operators and operands correspond by position, else the
-step is refused (G18). *Cost.* Linear. Two traces give twins, or one symbolic trace with numbers for its symbols: none
-of them is left anywhere (H1), and what the trace relied on is checked (H2). Symbols of data stay.
+*Idea.* A value has the chunk dimension where its extents differ; a literal that differs is each
+chunk's own. A body takes arguments and metadata from the part, the graph at B/N. *Invariant.*
+Operators and operands correspond by position, else the step is refused. *Cost.* Linear.
+
+Two traces give twins, or one symbolic trace with numbers for its symbols. Then no symbol of an
+input is left anywhere, and the guards of the trace are checked. Sizes that depend on data stay
+symbolic.
 """
 
 import itertools
@@ -15,7 +18,6 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import (
-    Expression,
     Symbol,
     expression_of,
     failed_guards,
@@ -29,99 +31,114 @@ from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, desc
 
 
 class Twins:
-    """The full graph and its part, at extent B and at B/N."""
+    """The full graph and its part, at extents B and B/N, node for node.
+
+    Attributes:
+        part_of, full_of: the corresponding node of the other graph.
+        differing: nodes of the full graph whose own extents, literals or constant depend on B.
+        dims: the dimensions that differ, of the tensors of the full graph whose extents do.
+    """
 
     def __init__(self, full: fx.GraphModule, part: fx.GraphModule, num_chunks: int) -> None:
         self.full, self.part, self.num_chunks = full, part, num_chunks
         self.part_of = dict(aligned(full, part))
         self.full_of = {part: full for full, part in self.part_of.items()}
-        # nodes of the full graph whose own extents, literals or constant depend on the chunk dimension
-        self.differing = {
-            node for node, twin in self.part_of.items() if _differ(full, node, part, twin)
-        }
-        tensors = (
-            (n, value)
-            for n in self.differing
-            if isinstance(value := n.meta.get("val"), torch.Tensor)
-        )
-        dims = (
-            (node, differing_dims(value, self.part_of[node].meta["val"])) for node, value in tensors
-        )
-        # for tensors whose known extents depend on it, the dimensions that differ
-        self.dims = {node: found for node, found in dims if found}
+        self.differing: set[fx.Node] = set()
+        self.dims: dict[fx.Node, list[int]] = {}
+        for node, twin in self.part_of.items():
+            if not _differ(full, node, part, twin):
+                continue
+            self.differing.add(node)
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                dims = differing_dims(value, twin.meta["val"])
+                if dims:
+                    self.dims[node] = dims
 
     def dim(self, node: fx.Node) -> int | None:
-        """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one."""
+        """Return the dimension along which chunks of a tensor are joined; None if it has none."""
         if node not in self.dims:
             return None
         (dim, *others), part = self.dims[node], self.part_of[node].meta["val"]
         if others or node.meta["val"].shape[dim] != self.num_chunks * part.shape[dim]:
             raise ChunkError(
-                f"{described(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it can neither be cut "
-                "into chunks nor joined from them; keep it inside the chunked module"
+                f"{described(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it "
+                "can neither be cut into chunks nor joined from them; keep it inside the chunked "
+                "module"
             )
         return dim
 
 
 def unknown_dims(value: Any) -> list[int]:
-    """The first dimension of an extent that is known only at run time: rows that the data counts."""
+    """Return the first dimension whose extent the data decide, as a list; it may be empty."""
     shape = value.shape if isinstance(value, torch.Tensor) else ()
     return [dim for dim, extent in enumerate(shape) if isinstance(extent, torch.SymInt)][:1]
 
 
 def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What a ``get_attr`` node names."""
+    """Return the value that a ``get_attr`` node reads."""
     return attrgetter(str(node.target))(gm)
 
 
 def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes of the two graphs in pairs; refuses a pair of other operators or dimensions, or that reads others (G18)."""
+    """Yield corresponding nodes of two graphs.
+
+    Raises:
+        ChunkError: a pair has other operators, numbers of dimensions, or operands.
+    """
     known: dict[fx.Node | None, fx.Node | None] = {}
     for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
-        same = node is not None and twin is not None and node.op == twin.op
-        same = same and (node.op != "call_function" or node.target == twin.target)
-        same = same and getattr(node.meta.get("val"), "ndim", None) == getattr(
-            twin.meta.get("val"), "ndim", None
-        )
-        if (
-            not same
-            or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes
-        ):
-            ours, theirs = (
-                described(one) if one is not None else "nothing" for one in (node, twin)
-            )
+        if node is None or twin is None or not _correspond(node, twin, known):
+            ours = "nothing" if node is None else described(node)
+            theirs = "nothing" if twin is None else described(twin)
             raise ChunkError(
-                "the operators of the step depend on the chunk dimension's extent. The first that differ: at full "
-                f"extent {ours}, at the extent of one chunk {theirs}. Leave loops over that dimension and branches on "
-                "its extent (an extent of 1 included) out of the model"
+                "the operators of the step depend on the chunk dimension's extent. The first that "
+                f"differ: at full extent {ours}, at the extent of one chunk {theirs}. Leave loops "
+                "over that dimension and branches on its extent (an extent of 1 included) out of "
+                "the model"
             )
         known[node] = twin
         yield node, twin
 
 
+def _correspond(node: fx.Node, twin: fx.Node, known: Mapping[Any, Any]) -> bool:
+    ndim, twin_ndim = (getattr(each.meta.get("val"), "ndim", None) for each in (node, twin))
+    if node.op != twin.op or ndim != twin_ndim:
+        return False
+    if node.op == "call_function" and node.target != twin.target:
+        return False
+    return [known.get(source) for source in node.all_input_nodes] == twin.all_input_nodes
+
+
 def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.Node) -> bool:
-    """Whether two nodes that correspond differ in the extents of their values, in a literal, or in a constant."""
+    """Return whether nodes that correspond differ in extents, in a literal, or in a constant."""
     ours, theirs = node.meta.get("val"), twin.meta.get("val")
-    if not (ours is None or theirs is None) and any(
-        map(_extents_differ, leaves_of(ours), leaves_of(theirs))
-    ):
+    is_known = ours is not None and theirs is not None
+    if is_known and any(map(_extents_differ, leaves_of(ours), leaves_of(theirs))):
         return True
-    if node.op != "get_attr":
-        ours, theirs = leaves_of((node.args, node.kwargs)), leaves_of((twin.args, twin.kwargs))
-        data = (fx.Node, *SYMBOLIC)  # no literals of the chunk dimension
-        literals = [(a, b) for a, b in zip(ours, theirs, strict=False) if not isinstance(a, data)]
-        return len(ours) != len(theirs) or any(
-            type(a) is not type(b) or bool(a != b) for a, b in literals
-        )
-    ours, theirs = constant(full, node), constant(part, twin)
+    if node.op == "get_attr":
+        return _constants_differ(constant(full, node), constant(part, twin))
+    ours, theirs = leaves_of((node.args, node.kwargs)), leaves_of((twin.args, twin.kwargs))
+    if len(ours) != len(theirs):
+        return True
+    for one, other in zip(ours, theirs, strict=True):
+        # Symbols that are left are sizes of the data, not of the chunk dimension.
+        if not isinstance(one, (fx.Node, *SYMBOLIC)) and (
+            type(one) is not type(other) or bool(one != other)
+        ):
+            return True
+    return False
+
+
+def _constants_differ(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule):
         return any(_differ(ours, inner, theirs, other) for inner, other in aligned(ours, theirs))
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    same_kind = (
-        ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
-    )
-    return not same_kind or not (ours.is_meta or torch.equal(ours, theirs))
+    for attribute in ("shape", "dtype", "device"):
+        if getattr(ours, attribute) != getattr(theirs, attribute):
+            return True
+    return not ours.is_meta and not torch.equal(ours, theirs)
 
 
 def _extents_differ(ours: Any, theirs: Any) -> bool:
@@ -131,7 +148,7 @@ def _extents_differ(ours: Any, theirs: Any) -> bool:
 
 
 def differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
-    """Dimensions of known extents that differ."""
+    """Return the dimensions whose extents are known and differ."""
     pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
     return [dim for dim, (a, b) in pairs if type(a) is int and type(b) is int and a != b]
 
@@ -144,10 +161,11 @@ _RANGES = ("sym_constrain_range", "sym_constrain_range_for_size")
 def concretize_chunk_symbolic_shapes_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
 ) -> fx.GraphModule:
-    """The graph at the extents of its example: a new one, or the given one if its inputs have no symbols.
+    """Return a new graph at the extents of its example; the given one if it has no symbols.
 
     Args:
-        example_inputs: tensors whose extents are taken; without them the extents of the traced example.
+        example_inputs: tensors whose extents are taken; without them the extents of the traced
+            example.
 
     Raises:
         ChunkError: an extent is not known, a guard is false for the numbers, or a symbol is left.
@@ -159,8 +177,9 @@ def concretize_chunk_symbolic_shapes_pass(
 def symbolic_twins(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None, config: ChunkConfig
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The graph at its extents, and with the chunk dimension's divided by N; None if its inputs have no symbols."""
-    if not (extents := input_extents(gm, example_inputs)):
+    """Return the graph at its extents, and at those of one chunk; None if it has no symbols."""
+    extents = input_extents(gm, example_inputs)
+    if not extents:
         return None
     named = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     if config.chunk_dim in named:
@@ -168,69 +187,60 @@ def symbolic_twins(
     elif len(extents) == 1 and not named:
         [symbol] = extents
     else:
-        known = ", ".join(
-            [*named, *(f"{symbol} = {extent}" for symbol, extent in extents.items() if not named)]
-        )
+        unnamed = [f"{symbol} = {extent}" for symbol, extent in extents.items()]
         raise ChunkError(
-            f"the graph's dynamic dimensions are {known}: which of them is the {config.chunk_dim} dimension cannot be "
-            f"told; trace with trace_step(..., dynamic_dims=config.dynamic_dims(inputs))"
+            f"the graph's dynamic dimensions are {', '.join(named or unnamed)}: which of them is "
+            f"the {config.chunk_dim} dimension is not known; trace with trace_step(..., "
+            "dynamic_dims=config.dynamic_dims(inputs))"
         )
     part = config.chunk_extent(extents[symbol], f"{config.module_fqn}, symbol {symbol}")
     return at_extents(gm, extents), at_extents(gm, {**extents, symbol: part})
 
 
 def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Extents:
-    """A number for every symbol that is an extent of an input: the example's, else that of the trace."""
+    """Return the extent of each symbol of the inputs: the example's, or else the trace's."""
     named: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(
         DYNAMIC_DIMS, {}
     )
     traced = {expression_of(symbol): extent for symbol, extent in named.values()}
+    examples = itertools.chain(example_inputs or (), itertools.repeat(None))
     extents: Extents = {}
-    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        given = (
-            example_inputs[index]
-            if example_inputs is not None and index < len(example_inputs)
-            else None
-        )
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), examples, strict=False):
         for dim, extent in enumerate(getattr(node.meta.get("val"), "shape", ())):
             if not isinstance(extent, torch.SymInt) or not expression_of(extent).is_symbol:
                 continue
             symbol = expression_of(extent)
-            number = given.shape[dim] if isinstance(given, torch.Tensor) else None
-            number = number if type(number) is int else traced.get(symbol, extent.node.hint)
+            number = example.shape[dim] if isinstance(example, torch.Tensor) else None
+            if type(number) is not int:
+                number = traced.get(symbol, extent.node.hint)
             if number is None:
                 raise ChunkError(
-                    f"the extent of {described(node)} in dimension {dim} is not known: give example_inputs"
+                    f"the extent of {described(node)} in dimension {dim} is not known: give "
+                    "example_inputs"
                 )
             extents.setdefault(symbol, int(number))
     return extents
 
 
 def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
-    """A new graph with numbers for symbols; refuses numbers that make a guard false (H2)."""
+    """Return a new graph with numbers for symbols; refuse numbers that make a guard false."""
     numbers = ", ".join(f"{symbol} = {number}" for symbol, number in extents.items())
     for message in failed_guards(gm, extents):
-        wrong = f"with {numbers} the graph's guard is false: {message}"
         raise ChunkError(
-            f"{wrong}; choose extents and num_chunks for which it holds, or trace a static twin instead"
+            f"with {numbers} the graph's guard is false: {message}; choose extents and num_chunks "
+            "for which it holds, or trace a static twin instead"
         )
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
-    for node in (
-        n
-        for module in made.modules()
-        if isinstance(module, fx.GraphModule)
-        for n in module.graph.nodes
-    ):
-        seen: list[Expression] = [
-            *symbols_of(node.meta.get("val")),
-            *symbols_of([node.args, node.kwargs]),
-        ]
-        if left := [symbol for symbol in seen if symbol in extents]:  # H1
-            wrong = f"{described(node)} still refers to {left[0]} after its extent was put in"
-            raise ChunkError(
-                f"{wrong}: values may hold symbols in tensors, numbers, and lists or tuples of them"
-            )
+    for module in made.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            seen = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
+            for symbol in seen:
+                if symbol in extents:
+                    raise ChunkError(
+                        f"{described(node)} still refers to {symbol} after its extent was put in: "
+                        "values may hold symbols in tensors, numbers, and lists or tuples of them"
+                    )
     return made
 
 
@@ -245,7 +255,7 @@ class _Substitution:
 
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:
-            if node.op == "call_function" and self._disappears(node):
+            if node.op == "call_function" and (self._is_literal(node) or self._is_fact(node)):
                 continue
             args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
             copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -253,55 +263,61 @@ class _Substitution:
             if "val" in node.meta:
                 copied.meta["val"] = self.value(node.meta["val"])
             if symbols_of(node.meta.get("val")):
-                copied.meta.pop("tensor_meta", None)
+                copied.meta.pop("tensor_meta", None)  # it holds the symbols, too
             self.known[node] = copied
             if node.op == "get_attr":
-                if isinstance(found := constant(self.gm, node), fx.GraphModule):
-                    found = _Substitution(found, self.extents, self.numbers).run()
-                self.attributes[str(node.target)] = found
+                held = constant(self.gm, node)
+                if isinstance(held, fx.GraphModule):
+                    held = _Substitution(held, self.extents, self.numbers).run()
+                self.attributes[str(node.target)] = held
         return finished(self.graph, self.gm, self.attributes)
 
     def _mapped(self, arguments: Any) -> Any:
-        """Arguments with the new nodes, literals for sizes, and numbers for symbols."""
-        return fx.node.map_aggregate(
-            arguments,
-            lambda item: self.known[item] if isinstance(item, fx.Node) else self.value(item),
-        )
+        """Return arguments with the new nodes, literals for sizes, and numbers for symbols."""
 
-    def _disappears(self, node: fx.Node) -> bool:
-        """Whether a node only computes a size, which is a literal now, or states a fact about literals."""
+        def mapped(item: Any) -> Any:
+            return self.known[item] if isinstance(item, fx.Node) else self.value(item)
+
+        return fx.node.map_aggregate(arguments, mapped)
+
+    def _is_literal(self, node: fx.Node) -> bool:
+        """Return whether a node only computes a size, and note the number that it has become."""
         value = node.meta.get("val")
-        if isinstance(value, SYMBOLIC) and not node.meta.get("unbacked_bindings"):
-            number = self.value(value)
-            if not isinstance(number, SYMBOLIC):
-                self.known[node] = number
-                return True
+        if not isinstance(value, SYMBOLIC) or node.meta.get("unbacked_bindings"):
+            return False
+        number = self.value(value)
+        if isinstance(number, SYMBOLIC):
+            return False
+        self.known[node] = number
+        return True
+
+    def _is_fact(self, node: fx.Node) -> bool:
+        """Return whether a node asserts something of literals alone; refuse what is false."""
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if node.target is aten._assert_scalar.default:
             fact, message = self._mapped(node.args[0]), str(node.args[1])
+            if isinstance(fact, fx.Node | torch.SymBool):
+                return False
         elif name in _RANGES and isinstance(number := self._mapped(node.args[0]), int):
             least, most = node.kwargs.get("min"), node.kwargs.get("max")
             fact = (least is None or number >= least) and (most is None or number <= most)
             message = f"{number} is not within {least} and {most}"
         else:
             return False
-        if isinstance(fact, fx.Node | torch.SymBool):
-            return False
         if not fact:
-            wrong = f"with {self.numbers} the assertion {described(node)} is false"
             raise ChunkError(
-                f"{wrong}: {message}; choose extents and num_chunks for which it holds"
+                f"with {self.numbers} the assertion {described(node)} is false: {message}; choose "
+                "extents and num_chunks for which it holds"
             )
         return True
 
     def value(self, value: Any) -> Any:
-        """A value with numbers for symbols; sizes that depend on data stay symbolic."""
+        """Return a value with numbers for symbols; sizes that depend on data stay symbolic."""
         if isinstance(value, SYMBOLIC):
             return replaced(value, self.extents)
         if isinstance(value, list | tuple):
             return fx.node.map_aggregate(value, self.value)
         if isinstance(value, torch.Tensor) and symbols_of(value):
-            return value_like(
-                value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()]
-            )
+            shape = [self.value(extent) for extent in value.shape]
+            return value_like(value, shape, [self.value(stride) for stride in value.stride()])
         return value

@@ -142,6 +142,7 @@ def eliminate_dead_code_pass(
     walk from the output.
     """
     count = len(gm.graph.nodes)
+    # Last first, so that an operand loses its dead readers before it is looked at.
     for node in reversed(gm.graph.nodes):
         if not node.users and not has_effect(node):
             gm.graph.erase_node(node)

@@ -43,6 +43,7 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
             gm.recompile()
         return gm
 
+    # The pass returns a graph where its rewrite returns a bool.
     signature = inspect.signature(rewrite).replace(return_annotation=fx.GraphModule)
     run.__dict__.update({REWRITE: rewrite, "__signature__": signature})
     return run
@@ -208,6 +209,7 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
         code: Any = a_pass if inspect.isfunction(a_pass) else type(a_pass)
         if "<" not in code.__qualname__:  # a local function's name says too little
             home = f"{code.__module__}:{code.__qualname__}"
+    # Copied, so that a list that is changed later does not change the pass or its fingerprint.
     return BoundPass(name, tuple(spelled), as_pass(a_pass), copy.deepcopy(options), home)
 
 

@@ -251,10 +251,13 @@ def _bucket(
         behind |= _build_all_gathers(merges, reorder)
     behind |= _build_reduce_scatters(gm.graph, scattering, reorder)
     for merge in (*gathering, *scattering):
-        for member in merge.members if len(merge.members) > 1 else ():
+        if len(merge.members) == 1:
+            continue  # its own collective was moved
+        for member in merge.members:
             for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
                 gm.graph.erase_node(node)
     if insert_overlap_deps:
+        # Inductor's scheduler reorders nodes that no dependency keeps apart.
         add_control_dependencies(gm.graph, behind)
     return True
 
@@ -318,7 +321,7 @@ def _check_plan(
 
 
 def _check_values(members: list[FsdpCollective]) -> None:
-    """Check that the nodes that a block is built from have values, which a trace on real tensors lacks."""
+    """Check that the nodes that a block is built from have values."""
     for member in members:
         for node in (*member.launch.all_input_nodes, member.launch, member.wait):
             if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -515,6 +518,7 @@ def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
         if like is not anchor:
             anchor.prepend(like)
         return like
+    # All ranks send equal payloads, so the gathered one has a row for each rank.
     shards = []
     for shard in merge.inputs:
         shards.append(build.reshape(shard, [shard.meta["val"].numel()]))
@@ -554,6 +558,7 @@ def _build_reduce_scatters(
     returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
+        # A bucket can be reduced once its last gradient is computed.
         anchor = merge.last_launch.next
         launch = _launch_reduce_scatter(merge, anchor)
         if waiting is not None:

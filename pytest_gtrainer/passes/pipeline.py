@@ -333,6 +333,7 @@ class PipelineRun:
     def _run_step(self, step: BoundPass, example_inputs: Sequence[Any] | None) -> None:
         __tracebackhide__ = True
         before = self.gm
+        # Passes rewrite in place, so a graph that somebody will look at is copied before.
         if self._is_watched or step.name in self.unchanged:
             self.gm = copied_lazily(before)
         parts = [] if _is_ours(step) else _parts_of(self.gm)
@@ -362,6 +363,7 @@ def _is_ours(step: BoundPass) -> bool:
 
 def _parts_of(gm: fx.GraphModule) -> list[object]:
     """Return the objects that a graph consists of: the same ones after a pass without changes."""
+    # Compared by identity, these cost less than two texts of the graph for each pass.
     parts: list[object] = []
     for node in gm.graph.nodes:
         parts += (node, node.target, node.args, node.kwargs, *node.kwargs, *node.kwargs.values())
@@ -439,4 +441,5 @@ def _run(
         raise
     if reads_twin or twin is None:
         return result, None
+    # The twin needs the same passes, or it would no longer correspond node for node.
     return result, _run(step, twin, None, None)[0]

@@ -66,6 +66,7 @@ class StageGraphs:
         """Run parts on ``values``, which holds what they take and gets what they give."""
         for name in parts:
             part = self.parts[name]
+            # The backward is in the graph, so autograd has nothing to record.
             with torch.no_grad():
                 given = part.gm(*(values[taken] for taken in part.takes))
             values.update(zip(part.gives, given, strict=True))
@@ -98,7 +99,7 @@ def split_stage_graph(
             raise ValueError(f"a stage has no part {part!r}; it has {', '.join(PARTS)}")
         part_of[node] = PARTS.index(part)
     _check_order(gm, part_of)
-    results = [result if isinstance(result, fx.Node) else None for result in results_of(gm)]
+    results = results_of(gm)
     parts = {name: cut_part(gm, part_of, number, results) for number, name in enumerate(PARTS)}
     for name in parts[REDUCE].takes:
         if name in parts["forward"].gives:
@@ -108,12 +109,12 @@ def split_stage_graph(
             )
 
     # Parameters are gathered, and gradients reduced, once a step; the rest once a microbatch.
-    names = [None if node is None else node.name for node in results]
+    names = [getattr(result, "name", None) for result in results]
     once = {*parts["unshard"].takes, *parts["unshard"].gives, *parts[REDUCE].gives}
     summed = dict.fromkeys([*parts[REDUCE].takes, *names[sum(outputs) :]])
     return StageGraphs(
         parts,
-        inputs=tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
+        inputs=tuple(map(str, gm.graph.find_nodes(op="placeholder"))),
         results=tuple(names),
         accumulates=tuple(name for name in summed if name is not None and name not in once),
     )
@@ -130,6 +131,8 @@ def _assign_parts(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node,
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     reduce = {member.launch for member in fsdp_reduce_scatters(gm)}
     for node in nodes:
+        # What is computed from parameters alone, as gathers and casts, is the same for each
+        # microbatch. Draws and writes are not.
         reads = node.all_input_nodes
         is_bucket = "fsdp_bucket" in node.meta and direction(node) == BACKWARD
         is_marked = (node.meta.get("custom") or {}).get(PART) == REDUCE  # by the tracer
@@ -140,6 +143,7 @@ def _assign_parts(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node,
 
     first, count = outputs
     needed = set(results_of(gm)[first : first + count])
+    # dI is what gradients of the inputs are computed from, found backwards from these.
     for node in reversed(nodes):
         if node in needed and direction(node) == BACKWARD:
             needed.update(node.all_input_nodes)
@@ -167,6 +171,7 @@ def _check_order(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
                     f"{_describe(node, part)} needs {_describe(read, part_of[read])}, which runs "
                     "later"
                 )
+    # Draws advance one generator, and a reader of memory needs the last write.
     ordered = [[node for node in part_of if is_random(node)]]
     for memory in writes(gm.graph):
         ordered.append([n for n in part_of if memory in map(storage_of, n.all_input_nodes)])
@@ -185,7 +190,7 @@ def _describe(node: fx.Node, part: int) -> str:
 
 
 def cut_part(
-    gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: Iterable[fx.Node | None]
+    gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: Iterable[Any]
 ) -> StagePart:
     """Return the graph of one part, which takes what earlier parts give, or the whole graph."""
     graph, copies = fx.Graph(), {}
@@ -209,6 +214,6 @@ def cut_part(
     graph.output(tuple(copies[node] for node in gives))
     return StagePart(
         fx.GraphModule(gm, graph),
-        takes=tuple(node.name for node in takes),
-        gives=tuple(node.name for node in gives),
+        takes=tuple(map(str, takes)),
+        gives=tuple(map(str, gives)),
     )

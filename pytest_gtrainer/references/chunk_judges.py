@@ -1,8 +1,19 @@
-"""Judges a module's forward before eager code runs it in chunks, once a module: an operator that mixes rows is refused.
+"""Judge a module's forward before eager code runs it in chunks, once a module.
 
-*Twins*: a copy of the module runs on fake tensors, on all rows and on a chunk's; ``passes/chunking/twins`` judges.
-*Following*, where that cannot run: a mode sees each operator of the first chunk, and ``passes/chunking/mixing`` judges.
-A result's chunk dimension is found on meta tensors of twice the extent; of reshapes, by the elements in front of it.
+An operator that mixes rows is refused. There are two ways, because neither can replace the
+other:
+
+*Twins.* A copy of the module runs on fake tensors, once on all rows and once on a chunk's.
+``passes.chunking.chunk.BodyJudge`` judges the two graphs, as it does for ``chunk_pass``. Only two
+extents side by side show a size, or a row number, that is used as a value.
+
+*Following.* Some modules do not run on fake tensors: a module inside is sharded by ``fully_shard``,
+the data decide something, experts exchange rows in place, or FlexAttention runs. Then
+``ForwardJudge`` sees each operator while the first chunk runs. There is no second extent, so the
+chunk dimension of a result is found on meta tensors of twice the extent; for reshapes, by the
+elements in front of it.
+
+Both ask ``passes.chunking.mixing`` about each operator.
 """
 
 import copy
@@ -222,7 +233,11 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 class ForwardJudge(TorchDispatchMode):
-    """What is known of the tensors of one chunk's forward. ``arguments``: those that are cut, with their dimension."""
+    """What is known of the tensors of one chunk's forward, operator by operator while it runs.
+
+    Args:
+        arguments: the arguments that are cut, with their chunk dimension.
+    """
 
     supports_higher_order_operators = True
 

@@ -87,6 +87,7 @@ def check_bodies(
         root = region.key.root
         is_forward = region.key.direction == FORWARD
         for node in region.body:
+            # Experts exchange rows chunk by chunk; gradients are summed over chunks.
             is_allowed = node.target in (ALL_TO_ALL, WAIT) or node in reductions
             if is_collective(node) and not is_allowed:
                 raise collective_error(described(node), group_of(node), root)
@@ -98,6 +99,7 @@ def check_bodies(
                         "recomputed nodes as the backward's"
                     )
             _check_fixed_extent(node, region, twins)
+            # Whoever names the pattern in row_wise answers for all operators of its modules.
             if config.module_fqn in config.row_wise:
                 continue
             body_judge.judge_node(node, root)
@@ -121,7 +123,7 @@ def collective_error(what: str, group: str | None, root: str) -> ChunkError:
 
 
 class BodyJudge:
-    """What is known of the values of all bodies, node by node in graph order.
+    """A judge of all bodies, node by node in graph order, with what is known of their values.
 
     The dimensions of rows are those in which the twins differ. Eager code that has no twin is
     judged by ``references.chunk_judges.ForwardJudge``; both ask ``mixing.judge``.
@@ -154,6 +156,7 @@ class BodyJudge:
         part_args = (part.args, part.kwargs) if direction(node) == FORWARD else None
         call = Call(node.target, args, kwargs, self._results_of(node), part_args)
         self.known[node] = judge(call, described(node), root, self.config, self.warned)
+        # What is written later is read through any view of the memory, so it is kept by storage.
         for storage in self.storages.written.get(node, ()):
             if self.storages.of[storage] in self.bodies:
                 self.written[storage] = self.known[node][0]
@@ -215,6 +218,7 @@ class BodyJudge:
         ours = constant(self.twins.full, node)
         theirs = constant(self.twins.part, self.twins.part_of[node])
         first = ours.select(dims[0], 0)
+        # A constant of equal rows, as ``torch.ones(B)``, serves a chunk as well as the whole.
         rows = [*ours.unbind(dims[0]), *theirs.unbind(dims[0])]
         is_uniform = not ours.is_meta and all(torch.equal(row, first) for row in rows)
         return Rows(tuple(dims), Content.UNIFORM if is_uniform else Content.POSITIONAL)

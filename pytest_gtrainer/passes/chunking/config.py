@@ -55,7 +55,7 @@ BLOCK, MOE = "transformer block", "MoE layer"
 
 @dataclass(frozen=True, slots=True)
 class ChunkConfig:
-    """Which regions are chunked, and how.
+    """A choice of regions, and how they are chunked.
 
     Attributes:
         module_fqn: pattern of the roots' FQNs, component by component: ``layers.*`` are transformer

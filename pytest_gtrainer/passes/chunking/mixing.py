@@ -32,7 +32,7 @@ HOW_MANY = "how many rows there are"
 
 
 class Content(Enum):
-    """What rows hold. The first three are made from data, the last three by the module itself."""
+    """The content of rows: of data (the first three), or made by the module itself."""
 
     DATA = auto()
     """Data of the same row: ``linear(x)``."""
@@ -45,7 +45,7 @@ class Content(Enum):
     ROW_NUMBERS = auto()
     """Each row's own number: ``arange(len(x))``."""
     POSITIONAL = auto()
-    """What else depends on a row's number, or on how many rows there are: ``eye(len(x))``."""
+    """Other values that depend on a row's number, or on the number of rows: ``eye(len(x))``."""
 
 
 _WITHOUT_DATA = {Content.UNIFORM, Content.ROW_NUMBERS, Content.POSITIONAL}
@@ -135,6 +135,8 @@ class Call:
             in_part = self.arguments if part is None else _bind(target, *part)
             for argument in schema(target).arguments:
                 ours, theirs = self.arguments[argument.name], in_part[argument.name]
+                # Numbers of these types enter the arithmetic. An int is a dimension or a size,
+                # which a chunk has of its own.
                 if re.search("number|float|Tensor", str(argument.type)):
                     are_numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
                     self.counts_rows |= are_numbers and ours != theirs
@@ -160,10 +162,9 @@ class Call:
 
 def _bind(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by their names in a schema."""
-    bound = {}
-    for place, argument in enumerate(schema(target).arguments):
-        given = kwargs.get(argument.name, argument.default_value)
-        bound[argument.name] = args[place] if place < len(args) else given
+    bound = {argument.name: argument.default_value for argument in schema(target).arguments}
+    bound.update(zip(list(bound), args, strict=False))
+    bound.update(kwargs)
     return bound
 
 
@@ -196,6 +197,7 @@ def _normalised(call: Call) -> Iterable[int]:
 
 def _batch_norm(call: Call) -> Iterable[int]:
     """Return all dimensions but the channels' where statistics are those of the batch."""
+    # In evaluation it normalises by running statistics, which are the same for all rows.
     default = "no_training" not in call.name
     training = call.arguments.get("training", call.arguments.get("train", default))
     if not training or "no_update" in call.name:
@@ -222,7 +224,8 @@ def _repeated(call: Call) -> Iterable[int]:
 
 
 def _padded(call: Call) -> Iterable[int]:
-    pads = call.arguments["pad"] if "pad" in call.arguments else call.arguments["padding"]
+    # Pads come in pairs, those of the last dimension first.
+    pads: Any = call.arguments.get("pad", call.arguments.get("padding"))
     return [-1 - place // 2 for place, pad in enumerate(pads) if pad != 0]
 
 
@@ -357,6 +360,7 @@ _BY_NUMBER = _by_name(
     ),
 )
 """Operators that choose rows by their number, which in a chunk is another one."""
+_RULES = _ALONG | _BY_NUMBER
 
 _LOOKUPS = frozenset(
     {"index", "_unsafe_index", "gather", "index_select", "take_along_dim", "embedding"}
@@ -539,8 +543,8 @@ def _describe_mixing(call: Call) -> str | None:
         if len(dims) > 1:
             both = " and ".join(map(str, dims))
             return f"relates every row to every other one (dimensions {both})"
-    if _LIKE.match(call.name):  # it reads the shape alone
-        return None
+    if _LIKE.match(call.name):
+        return None  # ``zeros_like`` and ``new_ones`` read nothing but shape and dtype
     # An operator of autograd has the rows of its forward, which was judged.
     if not call.is_backward:
         inexact = [dims for value, dims in call.results if is_inexact(value)]
@@ -589,11 +593,10 @@ def _describe_dims(call: Call) -> str | None:
         if isinstance(sequence.known, Rows) and last in sequence.known.dims:
             return f"searches along dimension {last}"
         return None
-    is_along = call.name in _ALONG
-    if is_along or call.name in _BY_NUMBER:
-        words, rule = _ALONG[call.name] if is_along else _BY_NUMBER[call.name]
+    if call.name in _RULES:
+        words, rule = _RULES[call.name]
         for operand, known in rows:
-            if is_along:
+            if call.name in _ALONG:
                 # Integers of the data may be computed across rows: that is routing.
                 is_routing = not operand.is_float and known.content not in (
                     Content.ROW_NUMBERS,
@@ -638,6 +641,7 @@ def _describe_order(call: Call) -> str | None:
             )
     if call.pointwise and not call.is_backward:
         front_of: dict[int, int] = {}  # by dimension from the right, as broadcasting counts
+        # Row i of ``x.flatten(0, 1)`` is not row i of ``x.transpose(0, 1).flatten(0, 1)``.
         for value, known in rows:
             for dim in known.dims:
                 if front_of.setdefault(dim - value.ndim, known.front) != known.front:
@@ -681,7 +685,7 @@ def indices_of(call: Call) -> tuple[Operand, list[tuple[int, Operand]]]:
     ``(1, mask)``.
     """
     arguments = call.arguments
-    into: Operand = arguments["self"] if "self" in arguments else arguments["weight"]
+    into: Any = arguments.get("self", arguments.get("weight"))  # ``embedding`` has a weight
     indices = arguments.get("indices", arguments.get("index"))
     if isinstance(indices, Operand):
         return into, [(arguments.get("dim", 0) % max(into.value.ndim, 1), indices)]
@@ -702,7 +706,7 @@ def _contents_beside_indices(call: Call) -> set[Content]:
     """Return what the operands hold, without the indices of an indexing operator."""
     indices = [index for _, index in indices_of(call)[1]] if call.name in INDEXING else []
     rows = call.rows()
-    # By identity: operands with equal tensors are equal.
+    # By identity: ``==`` of two operands would compare their tensors.
     return {known.content for one, known in rows if all(one is not index for index in indices)}
 
 
@@ -760,11 +764,11 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
             dims = {dim % call.ndim for dim in _ALONG[call.name][1](call)}
             is_across |= any(dims.intersection(known.dims) for _, known in call.rows())
         if is_positional and getattr(value, "dtype", None) is torch.bool:
-            return Content.POSITIONAL
+            return Content.POSITIONAL  # a mask as ``arange(B) < 2`` picks rows by their numbers
         if is_across or (has_data and is_positional):
             return Content.ROUTING
     if call.name == "all_to_all_single":
-        return Content.ROUTED
+        return Content.ROUTED  # ranks exchange as many rows as their routers have counted
     if has_data or not is_positional:
         return _first_of(contents)
     if contents == {Content.ROW_NUMBERS} and not call.counts_rows:

@@ -123,7 +123,7 @@ class RegionKey:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """What every chunk of one root repeats in one direction, in graph order."""
+    """A body: the nodes that every chunk of one root repeats in one direction, in graph order."""
 
     key: RegionKey
     body: list[fx.Node] = field(default_factory=list)
@@ -174,6 +174,7 @@ class _BodySearch:
         self.found: dict[fx.Node, RegionKey] = {}
         self.entering: dict[RegionKey, dict[fx.Node, None]] = {}
         self.shared: set[fx.Node] = set()
+        # Where parameters are gathered once, their gradients are complete before the reduction.
         gathers_once = self.graph.output_node().meta.get(GATHERS_ONCE)
         if gathers_once or config.early_grad_accumulation:
             self.shared = reduction_steps(self.graph, up_to_casts=not gathers_once)
@@ -216,6 +217,7 @@ class _BodySearch:
                     loose[node] = None
             if key is not None:
                 self._add_to_body(node, key)
+        # Last first: a node stays if one that reads it stays.
         for node in reversed(loose):
             if not self._stays(node):
                 del self.found[node]
@@ -285,6 +287,7 @@ class _BodySearch:
         if all(self.found.get(source) == key for source in node.all_input_nodes):
             return True
         # A use outside of the forward's body may have sent a term of this sum.
+        # Then eager code adds it outside of the module.
         forward = RegionKey(key.root, FORWARD)
         for source in self.entering.get(forward, ()):
             if not alike(source.meta["val"], node.meta["val"]):

@@ -165,6 +165,7 @@ class Rewrite:
                 self.whole[unit].meta = dict(unit.meta)
                 if unit.op in ("get_attr", "call_module"):
                     self.attributes[str(unit.target)] = constant(self.twins.full, unit)
+        # Bodies read the constants of the part, so those of the full graph may have no reader.
         for node in list(self.graph.find_nodes(op="get_attr")):
             if not node.users:
                 self.graph.erase_node(node)
@@ -305,6 +306,7 @@ class Rewrite:
         return pieces
 
     def _contiguous(self, piece: fx.Node, region: Region) -> fx.Node:
+        # As eager chunking does: for other strides other kernels may run.
         value = piece.meta["val"]
         if value.is_contiguous():
             return piece
@@ -324,6 +326,7 @@ class Rewrite:
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)
         else:
+            # Parts of a gradient: the backward of an eager run comes to the last chunk first.
             self.whole[node] = self._fold(pieces[::-1], node)
         return self.whole[node]
 

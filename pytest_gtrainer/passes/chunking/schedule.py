@@ -90,12 +90,14 @@ def dependencies(
             sources[region_of.get(source, source)] = None
             storage = storages.of[source]
             if storage in written:
+                # It reads what was last written, and is done before the next write.
                 if storage in writer:
                     sources[writer[storage]] = None
                 readers.setdefault(storage, []).append(unit)
         for storage in storages.written.get(node, ()):
             sources.update(dict.fromkeys(readers.pop(storage, ())))
             writer[storage] = unit
+        # All draws advance one generator, so their order decides the numbers.
         if is_random(node):
             if drawer is not None:
                 sources[drawer] = None
@@ -189,6 +191,8 @@ def _turns(
             stage = 0
             for node in chunk:
                 turns[node] = (start, stage, rank, places[node])
+                # The launch still belongs to its stage; its wait comes in the next one, behind the
+                # compute of the other chunks.
                 stage += node.target is ALL_TO_ALL
             chunked.update(chunk)
     for node in nodes:

@@ -138,6 +138,7 @@ def _constants_differ(ours: Any, theirs: Any) -> bool:
     for attribute in ("shape", "dtype", "device"):
         if getattr(ours, attribute) != getattr(theirs, attribute):
             return True
+    # Meta tensors hold no values that could differ.
     return not ours.is_meta and not torch.equal(ours, theirs)
 
 
@@ -211,6 +212,7 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
                 continue
             symbol = expression_of(extent)
             number = example.shape[dim] if isinstance(example, torch.Tensor) else None
+            # Fake examples may have symbols, too.
             if type(number) is not int:
                 number = traced.get(symbol, extent.node.hint)
             if number is None:
@@ -287,7 +289,7 @@ class _Substitution:
             return False
         number = self.value(value)
         if isinstance(number, SYMBOLIC):
-            return False
+            return False  # it depends on data as well
         self.known[node] = number
         return True
 

@@ -67,16 +67,19 @@ _logger = logging.getLogger(__name__)
 def returned_error(
     fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | None, config: ChunkConfig
 ) -> ChunkError:
-    """The refusal of what a chunk returns, which has the chunk dimension elsewhere, or has lost it."""
+    """Return the refusal of a result that has the chunk dimension elsewhere, or has lost it."""
     where = f"in dimension {dims[0]}" if dims else "nowhere, as far as can be seen"
+    in_place = f" in place {place}" if place else ""
     return ChunkError(
-        f"{fqn} returns {tensor_text(tensor)}{f' in place {place}' if place else ''}, which has the {config.chunk_dim} "
-        f"{where}. Chunks are joined along dimension {config.dim}: return it there; compiled code cannot be looked "
-        f"into: chunk modules before they are compiled, or answer: ChunkConfig(row_wise=({config.module_fqn!r},))"
+        f"{fqn} returns {tensor_text(tensor)}{in_place}, which has the {config.chunk_dim} {where}. "
+        f"Chunks are joined along dimension {config.dim}: return it there; compiled code cannot be "
+        "looked into: chunk modules before they are compiled, or answer: "
+        f"ChunkConfig(row_wise=({config.module_fqn!r},))"
     )
 
 
 def has_memory(value: Any) -> bool:
+    """Return whether a value is a tensor with bytes and strides of its own."""
     return (
         isinstance(value, Tensor)
         and not is_traceable_wrapper_subclass(value)
@@ -85,7 +88,11 @@ def has_memory(value: Any) -> bool:
 
 
 def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
-    """A ChunkError unless nothing in a forward mixes rows, and what it returns has them where chunks are joined."""
+    """Judge a forward by its graphs on all rows and on those of a chunk.
+
+    Raises:
+        ChunkError: something mixes rows, or a result does not have them where chunks are joined.
+    """
     twins = Twins(*graphs, config.num_chunks)
     storages = Storages(twins.full.graph)
     check_bodies(twins, find_regions(twins, config, storages), storages, config)
@@ -96,7 +103,11 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """A forward on fake tensors as a graph; NotImplementedError of a collective or an operator with a graph."""
+    """Record a forward on fake tensors as a graph.
+
+    Raises:
+        NotImplementedError: it runs a collective in place, or a higher-order operator.
+    """
 
     supports_higher_order_operators = True
 
@@ -112,10 +123,10 @@ class _Recorder(TorchDispatchMode):
         node.meta = {"val": value, "custom": self.meta}
         if isinstance(value, Tensor):
             self.nodes[id(value)] = node
-            self.kept.append(value)  # an id is another's once its tensor is gone
+            self.kept.append(value)  # once a tensor is freed, its id may be another's
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) not in self.nodes:  # nobody gave it: a constant
+        if id(tensor) not in self.nodes:  # neither an input nor computed: a constant
             name = f"constant_{len(self.kept)}"
             setattr(self.constants, name, tensor)
             self._note(tensor, self.graph.create_node("get_attr", name))
@@ -140,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def finish(self, returned: Any) -> Any:
-        """The graph with its constants, as twins are read."""
+        """Return an object with the graph and its constants, as ``Twins`` reads them."""
         self.graph.output(pytree.tree_map_only(Tensor, self._node_of, returned))
         self.constants.graph = self.graph
         return self.constants
@@ -149,40 +160,42 @@ class _Recorder(TorchDispatchMode):
 def twin_graphs(
     fqn: str, run: Callable[..., Any], whole: Mapping[str, Any], part: Mapping[str, Any]
 ) -> tuple[Any, Any] | None:
-    """A module's forward on all rows and on a chunk's, as graphs of a copy; None where fake tensors cannot run it."""
+    """Return graphs of a module's forward on all rows and on a chunk's; None if it cannot run so.
+
+    A copy of the module runs, on fake tensors.
+    """
     run = run if isinstance(run, MethodType) else getattr(run, "__wrapped__", run)
     module = getattr(run, "__self__", None)
-    given = [value for arguments in (whole, part) for value in arguments.values()]
     if not isinstance(run, MethodType) or not isinstance(module, nn.Module):
         return None
-    if not all(value is None or has_memory(value) for value in given):
+    given = [value for value in (*whole.values(), *part.values()) if value is not None]
+    if not all(map(has_memory, [*given, *module.parameters(), *module.buffers()])):
         return None
-    inner = [m for m in module.modules() if m is not module]
-    tensors = [*module.parameters(), *module.buffers()]
-    if not all(map(has_memory, tensors)) or any("forward" in m.__dict__ for m in inner):
-        return None
+    for inner in module.modules():
+        # An instance's own forward is bound to the module itself, not to its copy.
+        if inner is not module and "forward" in inner.__dict__:
+            return None
     try:
-        # set_stance, or Dynamo's caches change; what the module warns of, it warns of when it runs
+        # Compiled parts run eagerly, or Dynamo's caches would change. What the module warns of, it
+        # warns of when it runs.
         with unseen_by_modes(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             mode = new_fake_mode(real_inputs=True)
-            full, chunk = (
-                _recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part)
-            )
-            return full, chunk
+            full = _record(fqn, module, run.__func__, whole, mode)
+            return full, _record(fqn, module, run.__func__, part, mode)
     except Exception as error:
         _logger.debug("%s is followed while it runs: on fake tensors it raises %r", fqn, error)
         return None
 
 
-def _recorded(
+def _record(
     fqn: str,
     module: nn.Module,
     forward: Callable[..., Any],
     arguments: Mapping[str, Any],
     mode: FakeTensorMode,
 ) -> Any:
-    copied = _copied(module)
+    copied = _copy_module(module)
     state = ModelState.of(copied)
 
     def fake(tensor: Tensor) -> Tensor:
@@ -193,42 +206,46 @@ def _recorded(
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        return made.clone()  # no leaf: a forward may write to it
+        return made.clone()  # autograd lets a forward write to it in place: it is no leaf
 
     with mode:
         fakes = [fake(tensor) for tensor in state.tensors]
         inputs = {name: None if value is None else fake(value) for name, value in arguments.items()}
-        recorder = _Recorder(
-            fqn, [*(value for value in inputs.values() if value is not None), *fakes]
-        )
+        tensors = [value for value in inputs.values() if value is not None]
+        recorder = _Recorder(fqn, [*tensors, *fakes])
         with state.exchanged(fakes), recorder:
             return recorder.finish(forward(copied, **inputs))
 
 
-def _own(value: Any, depth: int) -> Any:
-    """What a forward may keep something in, ``depth`` levels deep: containers, and objects of plain classes."""
-    kind, is_torchs = (
-        type(value),
-        isinstance(value, nn.Module) or type(value).__module__.startswith("torch"),
-    )
-    plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not is_torchs
-    if not depth or not (plain or isinstance(value, dict | list | set)):
+def _copy_containers(value: Any, depth: int) -> Any:
+    """Copy the containers that a forward may keep tensors in, up to ``depth`` levels deep.
+
+    These are lists, dicts, sets, and objects of plain classes. The tensors stay the same.
+    """
+    kind = type(value)
+    is_of_torch = isinstance(value, nn.Module) or kind.__module__.startswith("torch")
+    is_plain_class = kind.__new__ is object.__new__ and hasattr(value, "__dict__")
+    is_object = is_plain_class and not is_of_torch
+    if not depth or not (is_object or isinstance(value, dict | list | set)):
         return value
     made = copy.copy(value)
     if isinstance(made, list):
-        made[:] = [_own(item, depth - 1) for item in made]
+        made[:] = [_copy_containers(item, depth - 1) for item in made]
     elif not isinstance(made, set):
         table = made if isinstance(made, dict) else made.__dict__
-        table.update({name: _own(item, depth - 1) for name, item in table.items()})
+        for name, item in table.items():
+            table[name] = _copy_containers(item, depth - 1)
     return made
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    """The module, and objects that it holds, with tables, lists and dicts of their own, on the same tensors."""
+def _copy_module(module: nn.Module) -> nn.Module:
+    """Copy a module and what it holds, on the same tensors."""
     copied = object.__new__(type(module))
-    copied.__dict__.update({name: _own(value, 3) for name, value in module.__dict__.items()})
+    for name, value in module.__dict__.items():
+        copied.__dict__[name] = _copy_containers(value, 3)
     children = modules_of(copied)
-    children.update({name: child and _copied(child) for name, child in children.items()})
+    for name, child in children.items():
+        children[name] = child and _copy_module(child)
     return copied
 
 
@@ -237,6 +254,13 @@ class ForwardJudge(TorchDispatchMode):
 
     Args:
         arguments: the arguments that are cut, with their chunk dimension.
+
+    Attributes:
+        known: what is known of each tensor, by ``_key``.
+        row_numbers: keys of tensors 0, 1, ..., which may be row numbers.
+        extents: extents that rows have had in the chunk dimension.
+        part: the chunk's extent in the chunk dimension.
+        kept: memory that the chunk has made, and that of its arguments, so that it is not reused.
     """
 
     supports_higher_order_operators = True
@@ -248,16 +272,16 @@ class ForwardJudge(TorchDispatchMode):
         self.fqn, self.config = fqn, config
         self.known: dict[Any, Known] = {}
         self.warned: set[str] = set()
-        self.numbers: set[Any] = set()  # tensors of 0, 1, ...
+        self.row_numbers: set[Any] = set()
         self.extents: set[int] = set()
         self.part = arguments[0][0].shape[arguments[0][1]] if arguments else 0
-        self.kept: dict[int, Any] = {}  # memory that the chunk has made, and that of its arguments
+        self.kept: dict[int, Any] = {}
         for tensor, dim in arguments:
             self._note(tensor, Rows((dim,)))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled part stays compiled; what it does to rows is not seen."""
+        """Leave a compiled part compiled; what it does to rows is not seen."""
         return True
 
     def __torch_dispatch__(
@@ -268,156 +292,141 @@ class ForwardJudge(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        before = {
-            storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if has_memory(leaf)
-        }
-        foreign = before - self.kept.keys()
+        leaves = pytree.tree_leaves([args, kwargs])
+        # Memory of parameters and buffers, which the chunk has not made.
+        foreign = {storage_id(leaf) for leaf in leaves if has_memory(leaf)} - self.kept.keys()
         made = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         if not results:  # a size, a device
             return made
-        given, named = pytree.tree_map_only(
-            Tensor,
-            lambda tensor: Operand(tensor, self.known.get(self._key(tensor))),
-            (list(args), dict(kwargs)),
-        )
+
+        def operand(tensor: Tensor) -> Operand:
+            return Operand(tensor, self.known.get(self._key(tensor)))
+
+        given, named = pytree.tree_map_only(Tensor, operand, (list(args), dict(kwargs)))
         call = Call(func, given, named, [])
-        if not any(operand.known for operand in call.operands):
-            for result in results:
-                self._note(result, None, foreign)
-            whole = is_row_numbers(call)
-            shown = (
-                is_view(func)
-                and call.operands
-                and self._key(call.operands[0].value) in self.numbers
-            )
-            self.numbers.update(self._key(result) for result in results if whole or shown)
+        if not any(one.known for one in call.operands):
+            self._note_unrelated(call, results, foreign)
             return made
         if launches(func) and "all_to_all" not in call.name:
             group = call.arguments.get("group_name")
             raise collective_error(str(func), group if isinstance(group, str) else None, self.fqn)
-        given, named = self._with_counted(call, given, named)
-        what = f"{func} of {', '.join(tensor_text(o.value) for o in call.operands if isinstance(o.value, Tensor))}"
-        dims = self._dims(func, given, named, Call(func, given, named, []), results)
-        call = Call(func, given, named, list(zip(results, dims, strict=True)))
+        given, named = self._recognise_indexing(call, given, named)
+        call = Call(func, given, named, [])
+        call.results = list(zip(results, self._dims(call, given, named, results), strict=True))
+        tensors = [one.value for one in call.operands if isinstance(one.value, Tensor)]
+        what = f"{func} of {', '.join(map(tensor_text, tensors))}"
         known = judge(call, what, self.fqn, self.config, self.warned)
-        for result, found in zip(results, known, strict=True):
-            self._note(result, found, foreign)
+        for result, of_result in zip(results, known, strict=True):
+            self._note(result, of_result, foreign)
         return made
 
-    def _with_counted(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
-        """Arguments with what indexing tells of tensors that the forward has made: row numbers, memory for rows."""
+    def _note_unrelated(
+        self, call: Call, results: Sequence[Tensor], foreign: Collection[int]
+    ) -> None:
+        """Note results of operands without rows; 0, 1, ... and its views may be row numbers."""
+        are_row_numbers = is_row_numbers(call)
+        if is_view(call.target) and call.operands:
+            are_row_numbers |= self._key(call.operands[0].value) in self.row_numbers
+        for result in results:
+            self._note(result, None, foreign)
+            if are_row_numbers:
+                self.row_numbers.add(self._key(result))
+
+    def _recognise_indexing(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
+        """Return the arguments with what an indexing operator shows of tensors without rows.
+
+        These are made by the forward, with sizes that have become numbers: row numbers that choose
+        rows, and memory that rows are written to.
+        """
         if call.name not in mixing.INDEXING:
             return given, named
         into, chosen = indices_of(call)
         found: dict[int, Known] = {}
+        is_own = has_memory(into.value) and storage_id(into.value) in self.kept
         for dim, index in chosen:
             extent = into.value.shape[dim] if into.value.ndim else 0
-            if (
-                index.known is None
-                and self._key(index.value) in self.numbers
-                and index.value.shape[:1] == (extent,)
-            ):
+            has_an_index_per_row = index.value.shape[:1] == (extent,)
+            is_numbers = index.known is None and self._key(index.value) in self.row_numbers
+            if is_numbers and has_an_index_per_row:
                 found[id(index.value)] = Rows((0,), Content.ROW_NUMBERS)
-            routed = (
+            is_routed = (
                 isinstance(into.known, Rows)
-                and into.known.content == Content.ROUTED
+                and into.known.content is Content.ROUTED
                 and dim in into.known.dims
             )
-            if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
-                # an order of rows that counts of the data have made
+            if is_routed and isinstance(index.known, Statistic) and has_an_index_per_row:
+                # An order of rows that counts of the data have made.
                 found[id(index.value)] = Rows((0,), Content.ROUTING)
-            local = has_memory(into.value) and storage_id(into.value) in self.kept
             has_rows = index.known is not None or id(index.value) in found
-            if (
-                into.known is None
-                and has_rows
-                and local
-                and type(extent) is int
-                and extent in self.extents
-            ):
+            is_extent_of_rows = type(extent) is int and extent in self.extents
+            if into.known is None and has_rows and is_own and is_extent_of_rows:
                 found[id(into.value)] = Rows((dim,), Content.UNIFORM)
 
-        def told(operand: Any) -> Any:
+        def recognised(operand: Operand) -> Operand:
             return replace(operand, known=found.get(id(operand.value), operand.known))
 
-        return pytree.tree_map_only(Operand, told, (given, named))
+        return pytree.tree_map_only(Operand, recognised, (given, named))
 
     def _dims(
-        self, func: Any, given: Any, named: Any, call: Call, results: Sequence[Tensor]
+        self, call: Call, given: Any, named: Any, results: Sequence[Tensor]
     ) -> list[tuple[int, ...]]:
+        """Return where each result has the chunk dimension."""
         rows = call.rows()
         if not rows:
             return [()] * len(results)
-        (first, known), *_ = rows
         if call.name in mixing.RESHAPES:
-            return [self._reshaped(first.value, known, results[0])]
+            return [self._reshaped_dims(rows[0][0].value, rows[0][1], results[0])]
         if call.name == "all_to_all_single":
             return [(0,)] * len(results)
-        if call.pointwise or call.name in (
-            "expand",
-            "wait_tensor",
-        ):  # as they stand in what they are broadcast to
-            places = {d - operand.value.ndim for operand, known in rows for d in known.dims}
+        if call.pointwise or call.name in ("expand", "wait_tensor"):
+            # Broadcasting aligns dimensions from the right.
+            places = sorted({d - operand.value.ndim for operand, known in rows for d in known.dims})
             return [
-                tuple(sorted(r.ndim + place for place in places if r.ndim + place >= 0))
-                for r in results
+                tuple(r.ndim + place for place in places if r.ndim + place >= 0) for r in results
             ]
 
-        def longer(operand: Operand) -> Any:
+        def lengthen(operand: Operand) -> Any:
             if not isinstance(operand.value, Tensor):
                 return operand.value
-            held = operand.known.dims if isinstance(operand.known, Rows) else ()
-            shape = [
-                (2 * extent or 2) if dim in held else extent
-                for dim, extent in enumerate(operand.value.shape)
-            ]
+            shape = list(operand.value.shape)
+            for dim in operand.known.dims if isinstance(operand.known, Rows) else ():
+                shape[dim] = 2 * shape[dim] or 2
             return torch.empty(shape, dtype=operand.value.dtype, device="meta")
 
         try:
             with unseen_by_modes():
-                args, kwargs = pytree.tree_map_only(Operand, longer, (given, named))
-                twice = [
-                    leaf
-                    for leaf in pytree.tree_leaves(func(*args, **kwargs))
-                    if isinstance(leaf, Tensor)
-                ]
-            return [tuple(differing_dims(a, b)) for a, b in zip(results, twice, strict=True)]
-        except (
-            Exception
-        ):  # its shapes depend on data, or cannot be told: where extents are known, the rows lie
-            return [self._with_known_extent(result) for result in results]
+                args, kwargs = pytree.tree_map_only(Operand, lengthen, (given, named))
+                leaves = pytree.tree_leaves(call.target(*args, **kwargs))
+            longer = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return [tuple(differing_dims(a, b)) for a, b in zip(results, longer, strict=True)]
+        except Exception:  # its shapes depend on data, or it has no meta kernel
+            return [self._dims_by_extent(result) for result in results]
 
-    def _with_known_extent(self, result: Tensor) -> tuple[int, ...]:
-        """Where a result has an extent of the data, or else one that rows had before, or else the first dimension."""
-        of_data = [dim for dim, extent in enumerate(result.shape) if type(extent) is not int]
-        found = [
-            dim
-            for dim, extent in enumerate(result.shape)
-            if type(extent) is int and extent in self.extents
-        ]
-        return tuple((of_data or found)[:1] or range(min(result.ndim, 1)))
+    def _dims_by_extent(self, result: Tensor) -> tuple[int, ...]:
+        """Guess the chunk dimension: by an unknown extent, by one that rows had, or the first."""
+        for dim, extent in enumerate(result.shape):
+            if type(extent) is not int:
+                return (dim,)
+        for dim, extent in enumerate(result.shape):
+            if extent in self.extents:
+                return (dim,)
+        return (0,) if result.ndim else ()
 
-    def _reshaped(self, source: Tensor, known: Rows, result: Tensor) -> tuple[int, ...]:
-        """Where the rows lie behind a reshape, which leaves what is in front of them as it was."""
+    def _reshaped_dims(self, source: Tensor, known: Rows, result: Tensor) -> tuple[int, ...]:
+        """Return where the rows are after a reshape, which keeps the elements in front of them."""
         if not is_plain(source) or not is_plain(result):
-            return self._with_known_extent(result)
-        front, passed = (
-            known.positions_in_front(source),
-            itertools.accumulate(result.shape, operator.mul, initial=1),
-        )
+            return self._dims_by_extent(result)
+        front = known.positions_in_front(source)
+        passed = list(itertools.accumulate(result.shape, operator.mul, initial=1))
         places = list(enumerate(itertools.pairwise(passed)))
         found = [dim for dim, (before, behind) in places if before <= front < behind]
-        if (
-            self.part == 1
-        ):  # no place of its own tells it: alone, or merged with what is in front of it
+        if self.part == 1:
+            # An extent of 1 has no place of its own: it is alone, or merged with what is in front.
             alone = [dim for dim, (before, behind) in places if before == behind == front]
-            found = (
-                alone
-                + [dim for dim, (before, behind) in places if before < behind == front]
-                + found
-            )
-        return tuple(found[:1]) or self._with_known_extent(result)
+            merged = [dim for dim, (before, behind) in places if before < behind == front]
+            found = [*alone, *merged, *found]
+        return tuple(found[:1]) or self._dims_by_extent(result)
 
     def _note(self, tensor: Tensor, known: Known, foreign: Collection[int] = ()) -> None:
         if has_memory(tensor):
@@ -427,33 +436,26 @@ class ForwardJudge(TorchDispatchMode):
         else:
             self.kept[id(tensor)] = tensor
         self.known[self._key(tensor)] = known
-        if isinstance(known, Rows):
-            self.extents.update(
-                extent for dim in known.dims if type(extent := tensor.shape[dim]) is int
-            )
+        for dim in known.dims if isinstance(known, Rows) else ():
+            extent = tensor.shape[dim]
+            if type(extent) is int:
+                self.extents.add(extent)
 
     def _key(self, tensor: Tensor) -> Any:
-        """What tells a tensor from others: autograd hands on views as other objects of the same geometry."""
+        """Return a key of a tensor; autograd hands on views as other objects of one geometry."""
         if type(tensor).__name__ == "AsyncCollectiveTensor":
             return self._key(tensor.elem)
         if not has_memory(tensor):
             return id(tensor)
-        return (
-            storage_id(tensor),
-            tensor.dtype,
-            str((tensor.storage_offset(), tensor.shape, tensor.stride())),
-        )
+        geometry = str((tensor.storage_offset(), tensor.shape, tensor.stride()))
+        return (storage_id(tensor), tensor.dtype, geometry)
 
     def check_returned(self, returned: Any) -> None:
-        """A ChunkError unless what the chunk returns has the chunk dimension where it is joined."""
-        for place, tensor in enumerate(
-            returned if isinstance(returned, tuple | list) else [returned]
-        ):
+        """Refuse results that have the chunk dimension elsewhere than where chunks are joined."""
+        results = returned if isinstance(returned, tuple | list) else [returned]
+        for place, tensor in enumerate(results):
             known = self.known.get(self._key(tensor))
-            if isinstance(known, Rows) and (
-                known.content != Content.DATA or known.dims == (self.config.dim,)
-            ):
-                continue
-            raise returned_error(
-                self.fqn, tensor, place, known.dims if isinstance(known, Rows) else (), self.config
-            )
+            dims = known.dims if isinstance(known, Rows) else ()
+            is_reordered = isinstance(known, Rows) and known.content is not Content.DATA
+            if not is_reordered and dims != (self.config.dim,):
+                raise returned_error(self.fqn, tensor, place, dims, self.config)

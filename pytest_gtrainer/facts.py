@@ -32,7 +32,7 @@ import base64
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -64,6 +64,11 @@ def notify(topic: str, **objects: Any) -> None:
 def is_watched(topic: str) -> bool:
     """Return whether ``topic`` has a watcher, so objects for it are made only if someone looks."""
     return any(topic in watchers for watchers in _watchers)
+
+
+def of_kind(facts: Iterable[Fact], *kinds: str) -> list[Fact]:
+    """Return the facts of the given kinds, in order."""
+    return [fact for fact in facts if fact["kind"] in kinds]
 
 
 def collecting() -> AbstractContextManager[list[Fact]]:

@@ -315,11 +315,8 @@ def _compare_graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[s
 
 def _compare_layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
     """Yield a sentence for the payloads of a pipeline's result that came, went, or changed."""
-    for _, *layouts in _pair_pipelines(then, now, "layouts"):
-        was, has = (
-            _index(layout[0]["sides"][0][1] if layout else [], "label", "collective")
-            for layout in layouts
-        )
+    for _, old, new in _pair_pipelines(then, now, "layouts"):
+        was, has = _index_payloads(old), _index_payloads(new)
         for what, side, other in (("payloads gone", was, has), ("new payloads", has, was)):
             labels = {label for (label, _), _ in other}
             names = []
@@ -334,6 +331,13 @@ def _compare_layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
                 (label, collective), _ = key
                 changes = _describe_payload_change(payload, has[key])
                 yield f"{collective} of {label}: {', '.join(changes) or 'other sizes'}"
+
+
+def _index_payloads(layouts: Sequence[Any]) -> dict[Any, Any]:
+    if not layouts:
+        return {}
+    _, payloads = layouts[0]["sides"][0]  # the name of the side, and its payloads
+    return _index(payloads, "label", "collective")
 
 
 def _describe_payload_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

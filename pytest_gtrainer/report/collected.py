@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.facts import Fact, of_kind
 from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
@@ -42,14 +42,14 @@ class Test:
             self.reports, self.facts = [], []
             # One witness watches all runs of a test, and sends each graph once, in the first.
             for rank, sent in self.shown.items():
-                self.shown[rank] = [fact for fact in sent if fact["kind"] in _ONCE_A_TEST]
+                self.shown[rank] = of_kind(sent, *_ONCE_A_TEST)
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
         by_rank: Mapping[Any, list[Fact]] | None = getattr(report, "gt_shown", None)
         if by_rank is not None:
             # Ranks have sent their own; goldens are judged in the pytest process, for all of them.
-            own = [fact for fact in own if fact["kind"] == "golden_difference"]
+            own = of_kind(own, "golden_difference")
         for rank, sent in [(0, select_shown(own)), *(by_rank or {}).items()]:
             self.shown.setdefault(int(rank), []).extend(sent)
 
@@ -75,8 +75,7 @@ class Test:
     @property
     def world(self) -> str:
         """The worlds that the test ran in, in words."""
-        labels = [world_label(fact) for fact in self.facts if fact["kind"] == "world"]
-        return ", ".join(dict.fromkeys(labels))
+        return ", ".join(dict.fromkeys(map(world_label, of_kind(self.facts, "world"))))
 
     @property
     def headline(self) -> str:
@@ -95,7 +94,7 @@ class Test:
         number.
         """
         for rank in sorted(self.shown):
-            found = [fact for fact in self.shown[rank] if fact["kind"] == kind]
+            found = of_kind(self.shown[rank], kind)
             if found:
                 return found
         return []
@@ -107,8 +106,7 @@ class Test:
         """
         groups: dict[int, list[Fact]] = {}  # by place among the comparisons of a rank
         for _, sent in sorted(self.shown.items()):
-            compared = [fact for fact in sent if fact["kind"] == "comparison"]
-            for place, fact in enumerate(compared):
+            for place, fact in enumerate(of_kind(sent, "comparison")):
                 groups.setdefault(place, []).append(fact)
         return [_merge_comparisons(parts) for parts in groups.values()]
 
@@ -139,4 +137,4 @@ def world_label(fact: Fact) -> str:
 
 def select_shown(facts: Iterable[Fact]) -> list[Fact]:
     """Return the facts that only the report reads."""
-    return [fact for fact in facts if fact["kind"] in SHOWN]
+    return of_kind(facts, *SHOWN)

@@ -80,7 +80,9 @@ class ReportPlugin:
                 ) from None
 
         against = options.get(config, "report-against")
-        self.earlier = None if against is None else Earlier.read(against, Path(here, against))
+        self.earlier: Earlier | None = None
+        if against is not None:
+            self.earlier = Earlier.read(against, Path(here, against))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -182,10 +184,10 @@ class JUnitProperties:
 
 def junit_properties(test: Test) -> Iterator[tuple[str, str]]:
     """Yield the properties of a test as name and value; a name may come several times."""
-    sizes = [fact["size"] for fact in test.facts if fact["kind"] == "world"]
-    if sizes:
+    worlds = facts.of_kind(test.facts, "world")
+    if worlds:
         yield "gt_world", test.world
-        yield "gt_ranks", str(max(sizes))
+        yield "gt_ranks", str(max(world["size"] for world in worlds))
     for fact in test.facts:
         if fact["kind"] == "golden":
             yield "gt_golden", f"{fact['name']}: {fact['outcome']}"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.facts import Fact, counted, spell_counts
+from pytest_gtrainer.facts import Fact, counted, of_kind, spell_counts
 from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES, MOST_LETTERS = 18, 400
@@ -87,9 +87,8 @@ class SummaryPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         sweeps: dict[str, list[Fact]] = {}
-        for fact in self.facts:
-            if fact["kind"] == "sweep":
-                sweeps.setdefault(fact["sweep"], []).append(fact)
+        for fact in facts.of_kind(self.facts, "sweep"):
+            sweeps.setdefault(fact["sweep"], []).append(fact)
         for name, rows in sweeps.items():
             _write_section(terminalreporter, "-", f"sweep {name}", sweep_table(rows))
         for test, rows in self._nets.items():
@@ -148,7 +147,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
     """
     lines = []
     for title, kind, label in _TOPICS:
-        counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
+        counts = Counter(map(label, of_kind(facts, kind)))
         if counts:
             line = spell_counts(dict(sorted(counts.items())))
             lines.append(f"{title:<9} " + re.sub(r"\b1 tests in\b", "1 test in", line))
@@ -207,9 +206,7 @@ class ConformanceTable:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._tests_ran = True
-        for fact in getattr(report, "gt_facts", []):
-            if fact["kind"] != "conformance":
-                continue
+        for fact in facts.of_kind(getattr(report, "gt_facts", []), "conformance"):
             # A test may judge, on purpose, a pass that proves nothing, and pass: it chose no rules.
             if report.skipped or fact["result"] in _JUDGED:
                 self._results.setdefault(fact["pass"], set()).add(fact["result"])

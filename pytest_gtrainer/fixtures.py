@@ -78,7 +78,7 @@ def _shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Set up the world of a module or class that is marked as a whole, for its wider fixtures."""
     spec = spec_of(request.node)
     with _world_of(spec, request) as world:
-        # In a rank: the number of ranks that the marker of the running test asked for.
+        # In a rank: the number of ranks that run the test.
         size = getattr(request.config, "workerinput", {}).get("gt_size", world.size)
         if size != world.size:
             pytest.fail(

@@ -110,7 +110,7 @@ def flops_of(node: fx.Node) -> float:
             flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
             # A SymInt is the product of sizes that are known only when the graph runs.
             return float(flops) if isinstance(flops, int | float) else 0.0
-        # The registry has attention of CUDA alone, and traces on CPU have this operator.
+        # The registry lacks the attention operator of CPU.
         if getattr(node.target, "__name__", "").startswith(_CPU_ATTENTION + ".default"):
             return float(sdpa_flop_count(*(operand.shape for operand in args[:3])))
     # Formulas compare and assert sizes, which fails if they are missing or depend on data.

@@ -1,20 +1,28 @@
 """Private names of pytest: the session of a rank.
 
-- ``_prepareconfig`` parses a command line and loads plugins and conftest files; ``Config._do_configure`` and
-  ``_ensure_unconfigure`` are what ``pytest.main`` does with the result before and after a session.
-- ``Session._setupstate`` is the stack of what is set up; ``teardown_exact(item)`` ends what ``item`` does not need.
-- ``Session._initialpaths`` are the files to collect from, and ``Session._collect_path`` makes the node of a path:
-  collecting a second time by ``perform_collect`` drops fixtures of conftest files (pytest 9.1 and later).
-- ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which a rank has not.
-- ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of their set-up.
+- ``_prepareconfig`` parses a command line and loads plugins and conftest files;
+  ``Config._do_configure`` and ``_ensure_unconfigure`` are what ``pytest.main`` does with the result
+  before and after a session.
+- ``Session._setupstate`` is the stack of what is set up; ``teardown_exact(item)`` ends what
+  ``item`` does not need.
+- ``Session._initialpaths`` are the files to collect from, and ``Session._collect_path`` makes the
+  node of a path: collecting a second time by ``perform_collect`` drops fixtures of conftest files
+  (pytest 9.1 and later).
+- ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which
+  a rank has not.
+- ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of
+  their set-up.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
-- ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it runs included.
+- ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it
+  runs included.
 - The plugin "logging-plugin" keeps the records of a phase in ``report_handler.stream``.
-- ``pytest.raises`` fills ``ExceptionInfo._excinfo`` where its block catches an exception; unittest's ``assertRaises``
-  then has an attribute ``exception``.
-- ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
+- ``pytest.raises`` fills ``ExceptionInfo._excinfo`` where its block catches an exception;
+  unittest's ``assertRaises`` then has an attribute ``exception``.
+- ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for
+  one.
 
-``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
+``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of
+``pytest_gtrainer._torch``.
 """
 
 import gc
@@ -46,8 +54,8 @@ ATTRIBUTES = {
 _EXPECTATIONS = (pytest.ExceptionInfo, type(unittest.TestCase().assertRaises(Exception)))  # noqa: PT027
 
 
-# The forkserver has imported plugins before their session exists. Under ``-W error`` that would end every rank; the
-# parent's own session gives the warning where it is due.
+# The forkserver has imported plugins before their session exists. Under ``-W error`` that would end
+# every rank; the parent's own session gives the warning where it is due.
 _IMPORTED_BEFORE = "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning"
 
 
@@ -82,7 +90,9 @@ def collectors_of(session: pytest.Session, path: Path) -> Sequence[pytest.Collec
 
 
 def use_fixture(item: pytest.Function, name: str) -> None:
-    """Have a test use a fixture of function scope that it does not name, before all others of that scope."""
+    """Have a test use a fixture of function scope that it does not name, before all others of that
+    scope.
+    """
     if name not in item.fixturenames:
         known = item._fixtureinfo.name2fixturedefs
         wider = [
@@ -96,7 +106,9 @@ def use_fixture(item: pytest.Function, name: str) -> None:
 
 
 def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
-    """Return reason and ``raises`` of the xfail mark that holds for a test, once it runs; None without one."""
+    """Return reason and ``raises`` of the xfail mark that holds for a test, once it runs; None
+    without one.
+    """
     mark = item.stash.get(xfailed_key, None)
     if mark is None or item.config.option.runxfail:
         return None
@@ -106,7 +118,8 @@ def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
 def open_expectations() -> list[object]:
     """Return what ``pytest.raises`` and ``assertRaises`` wait for an exception with, in any thread.
 
-    Nothing else knows of these blocks. It may return some of earlier blocks whose body raised nothing.
+    Nothing else knows of these blocks. It may return some of earlier blocks whose body raised
+    nothing.
     """
     for generation in range(
         3
@@ -119,7 +132,9 @@ def open_expectations() -> list[object]:
 
 
 def has_caught(expectation: object) -> bool:
-    """Return whether the block of one of ``open_expectations`` has caught the exception that it waits for."""
+    """Return whether the block of one of ``open_expectations`` has caught the exception that it
+    waits for.
+    """
     if isinstance(expectation, pytest.ExceptionInfo):
         return expectation._excinfo is not None
     return hasattr(expectation, "exception")
@@ -141,7 +156,9 @@ def capture_fds(config: pytest.Config) -> tuple[int, ...]:
 
 
 def captured_in_memory(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return titles and texts of what pytest holds in memory, not in files, of the present phase; from any thread."""
+    """Return titles and texts of what pytest holds in memory, not in files, of the present phase;
+    from any thread.
+    """
     found: list[tuple[str, str]] = []
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     capturing: Any = manager._global_capturing if manager is not None else None
@@ -164,7 +181,9 @@ def base_temp(config: pytest.Config) -> Path:
 
 
 class NoTerminal:
-    """Where pytest 9.0 looks for what colours the explanation of a failed ``==``; without it that would fail."""
+    """Where pytest 9.0 looks for what colours the explanation of a failed ``==``; without it that
+    would fail.
+    """
 
     isatty = False
 

@@ -1,7 +1,7 @@
 """Hooks that the ``conftest.py`` or plugin of a repository may implement.
 
-Several places may implement one hook: their results are joined, and a name that is given twice is a usage error.
-docs/hooks.md has a project that uses all of them; a test runs it.
+Several places may implement one hook: their results are joined, and a name that is given twice is a
+usage error. docs/hooks.md has a project that uses all of them; a test runs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_gtrainer_passes(config: pytest.Config) -> Mapping[str, Callable[..., fx.GraphModule]]:  # type: ignore[empty-body]
-    """Return passes by name, ``(gm, example_inputs, **options) -> gm``, for the ``# passes:`` line of pass files.
+    """Return passes by name, ``(gm, example_inputs, **options) -> gm``, for the ``# passes:`` line
+    of pass files.
 
     Called each time that a pass file runs.
     """
@@ -31,7 +32,8 @@ def pytest_gtrainer_passes(config: pytest.Config) -> Mapping[str, Callable[..., 
 
 @pytest.hookspec
 def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], nn.Module]]:  # type: ignore[empty-body]
-    """Return functions that build models, by name: a test that takes ``gt_model`` runs once with each of them.
+    """Return functions that build models, by name: a test that takes ``gt_model`` runs once with
+    each of them.
 
     Called when tests are collected, also on each rank: import torch inside the functions.
     """
@@ -39,17 +41,20 @@ def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], n
 
 @pytest.hookspec
 def pytest_gtrainer_worlds(config: pytest.Config) -> Mapping[str, EnterWorld]:  # type: ignore[empty-body]
-    """Return kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of the test.
+    """Return kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of
+    the test.
 
-    Each is a function of the marker's ``WorldSpec`` that returns a context manager (``contextlib.contextmanager``). In
-    its block torch's default process group exists; its value is the ``World`` of the test. Called when a test of such a
-    kind runs. "fake", "simulated" and "ranks" are taken.
+    Each is a function of the marker's ``WorldSpec`` that returns a context manager
+    (``contextlib.contextmanager``). In its block torch's default process group exists; its value is
+    the ``World`` of the test. Called when a test of such a kind runs. "fake", "simulated" and
+    "ranks" are taken.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, Net]:  # type: ignore[empty-body]
-    """Return net models by name: a test in a simulated world that takes ``gt_net`` runs once with each of them.
+    """Return net models by name: a test in a simulated world that takes ``gt_net`` runs once with
+    each of them.
 
     Called when tests are collected, if one of them takes ``gt_net``.
     """
@@ -57,10 +62,12 @@ def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, Net]:  # type: i
 
 @pytest.hookspec
 def pytest_gtrainer_scrubbers(config: pytest.Config) -> Iterable[Callable[[str], str]]:  # type: ignore[empty-body]
-    """Return functions from text to text, which change every graph text of ``gt_golden`` before it is compared.
+    """Return functions from text to text, which change every graph text of ``gt_golden`` before it
+    is compared.
 
-    Use them for text that changes without a reason to review it, for example a counter in an operator's name. Their
-    result must be graph text. Called at each check; after a change of a function, goldens differ until updated.
+    Use them for text that changes without a reason to review it, for example a counter in an
+    operator's name. Their result must be graph text. Called at each check; after a change of a
+    function, goldens differ until updated.
     """
 
 
@@ -82,11 +89,14 @@ def pytest_gtrainer_rank_setup(config: pytest.Config, rank: int, device: str) ->
 
 @pytest.hookspec
 def pytest_gtrainer_rank_teardown(config: pytest.Config, rank: int, device: str) -> None:
-    """Called once in every rank process that ends normally, after its last test; not in one that is killed."""
+    """Called once in every rank process that ends normally, after its last test; not in one that is
+    killed.
+    """
 
 
 def together(results: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
-    """What several implementations of a hook gave, as one mapping; pytest.UsageError for a name given twice.
+    """What several implementations of a hook gave, as one mapping; pytest.UsageError for a name
+    given twice.
 
     >>> together([{"a": 1}, None, {"b": 2}], "model")
     {'a': 1, 'b': 2}

@@ -1,10 +1,13 @@
-"""The rules of ``docs/behaviours.txt``, run against anybody's pass; ``docs/conformance.md`` says how.
+"""The rules of ``docs/behaviours.txt``, run against anybody's pass; ``docs/conformance.md`` says
+how.
 
-Each rule is one test and one line of the table at the end of the run. Its result is *held*; *broken*, with the smallest
-graph and a sentence; *not claimed*; *error*, if the pass itself raised; or *proves nothing*, if it could not have
-failed, as when a pass that merges nothing is asked for the order in which it packs.
+Each rule is one test and one line of the table at the end of the run. Its result is *held*;
+*broken*, with the smallest graph and a sentence; *not claimed*; *error*, if the pass itself raised;
+or *proves nothing*, if it could not have failed, as when a pass that merges nothing is asked for
+the order in which it packs.
 
-Read ``judging`` first, then ``rules``; ``recipes`` makes the graphs. ``report.terminal`` makes the table.
+Read ``judging`` first, then ``rules``; ``recipes`` makes the graphs. ``report.terminal`` makes the
+table.
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """How somebody's pass is called, what it claims, how a rule judges it, and the test of all rules.
 
-A judge raises ``AssertionError`` where the rule is broken, and ``Nothing`` where the rule could not have failed.
+A judge raises ``AssertionError`` where the rule is broken, and ``Nothing`` where the rule could not
+have failed.
 """
 
 import fnmatch
@@ -62,7 +63,9 @@ MERGING = ("bucketing", "separate")
 
 
 def as_given(kind: str, recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Recipes of graphs as a kind has them, each once: of ``separate`` the forward and the backward."""
+    """Recipes of graphs as a kind has them, each once: of ``separate`` the forward and the
+    backward.
+    """
     parts = ("forward", "backward") if kind == "separate" else ("",)
     return list(
         dict.fromkeys(replace(each, **GIVEN[kind], part=part) for each in recipes for part in parts)
@@ -74,18 +77,20 @@ class Adapter:
     """A pass as the rules call it.
 
     Attributes:
-        function: the pass: ``(gm, example_inputs, *, options) -> gm``, ``gm -> gm``, or an ``fx.Graph`` in place.
+        function: the pass: ``(gm, example_inputs, *, options) -> gm``, ``gm -> gm``, or an
+            ``fx.Graph`` in place.
         kind: which rules it is held to: one of ``KINDS``.
-        call: ``call(gm, plan)``, for any other signature, and for chunking ``call(gm, config, twin)``. An option of
-            these names, ``bucket_plan``, ``config`` or ``twin``, is given without it.
+        call: ``call(gm, plan)``, for any other signature, and for chunking ``call(gm, config,
+            twin)``. An option of these names, ``bucket_plan``, ``config`` or ``twin``, is given
+            without it.
         options: of the pass, if there is no ``call``.
         in_place: the pass returns nothing, and the graph that it was given is its result.
         not_claimed: reasons by rule, which may be a pattern such as ``"E*"``: the rule is not run.
         strict: a rule that proves nothing fails; else it is skipped.
         broken: reasons by rule of what is known to be broken: a strict xfail.
-        limit: seconds of CPU time that the pass may take on a graph, in the main thread; a pass that waits may take
-            sixty times as long by the clock. Code that does not come back to Python is not interrupted, nor is anything
-            outside of the main thread.
+        limit: seconds of CPU time that the pass may take on a graph, in the main thread; a pass
+            that waits may take sixty times as long by the clock. Code that does not come back to
+            Python is not interrupted, nor is anything outside of the main thread.
         path: ``module:name`` by which another process finds it; without one it is pickled.
     """
 
@@ -144,7 +149,9 @@ class Adapter:
 
 
 def adapter_at(path: str, kind: str | None) -> Adapter:
-    """What ``module:name`` names; a function is adapted by its signature. A ValueError or other says what is wrong."""
+    """What ``module:name`` names; a function is adapted by its signature. A ValueError or other
+    says what is wrong.
+    """
     module, _, name = path.partition(":")
     if not name:
         raise ValueError("expected module:name, as my_package.passes:my_bucketing")
@@ -170,7 +177,9 @@ class Raised(Exception):
 
 
 class Refused(Raised):
-    """It raised what an author writes to refuse: no error of ``CRASHES``, and no assertion without words."""
+    """It raised what an author writes to refuse: no error of ``CRASHES``, and no assertion without
+    words.
+    """
 
 
 CRASHES = (AttributeError, LookupError, NameError, ArithmeticError, RecursionError, StopIteration)
@@ -181,12 +190,15 @@ class Hung(BaseException):
 
 
 WAITING = 60
-"""A pass may take so many times its limit by the clock: on a loaded machine one got a twentieth of a CPU."""
+"""A pass may take so many times its limit by the clock: on a loaded machine one got a twentieth of
+a CPU.
+"""
 
 
 @contextmanager
 def ended_within(seconds: float, what: str) -> Iterator[None]:
-    """Raise ``Hung`` in the main thread once it has used ``seconds`` of CPU time, or ``WAITING`` times that passed.
+    """Raise ``Hung`` in the main thread once it has used ``seconds`` of CPU time, or ``WAITING``
+    times that passed.
 
     A timer that somebody else has set stays in force, unless it is the longer one by the clock.
     """
@@ -196,7 +208,8 @@ def ended_within(seconds: float, what: str) -> Iterator[None]:
     start = time.thread_time()
 
     def used_up(frame: FrameType | None) -> None:
-        # The timer counts all threads of the process; those that torch computes with are none of the pass's time.
+        # The timer counts all threads of the process; those that torch computes with are none of
+        # the pass's time.
         if time.thread_time() - start >= seconds:
             raise Hung(
                 f"{what} did not end within {seconds:g} s of CPU time; it was at {_place(frame)}"
@@ -245,7 +258,9 @@ def _timer(
 
 @dataclass(frozen=True)
 class Run:
-    """A pass on a recipe's graph: what it is given and its result are made when they are first read."""
+    """A pass on a recipe's graph: what it is given and its result are made when they are first
+    read.
+    """
 
     adapter: Adapter
     recipe: Recipe
@@ -260,8 +275,9 @@ class Run:
         return self.of(graph_of(self.recipe))
 
     def of(self, gm: fx.GraphModule, **other: Any) -> fx.GraphModule:
-        """The pass's result on any graph, told ``other`` options than the recipe's; what it raises is ``Refused``, or
-        ``Raised`` if it crashed or hung."""
+        """The pass's result on any graph, told ``other`` options than the recipe's; what it raises
+        is ``Refused``, or ``Raised`` if it crashed or hung.
+        """
         name = self.adapter.name
         given: dict[str, Any] = {"bucket_plan": self.recipe.plan}
         if self.adapter.kind == "chunking":
@@ -320,9 +336,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: its id in ``docs/behaviours.txt`` or a word, what it says, and how it is judged. ``graphs`` are recipes
-    from small to large; without them the judge chooses its own, and runs once. A graph that the pass refuses holds the
-    rule if it ``may_refuse``, else it is an error."""
+    """A rule: its id in ``docs/behaviours.txt`` or a word, what it says, and how it is judged.
+    ``graphs`` are recipes from small to large; without them the judge chooses its own, and runs
+    once. A graph that the pass refuses holds the rule if it ``may_refuse``, else it is an error.
+    """
 
     id: str
     says: str
@@ -409,7 +426,9 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
 
 
 def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable[..., None]:
-    """A test of the rules of a kind, with a case a rule, each in the world that it needs; options as of ``Adapter``."""
+    """A test of the rules of a kind, with a case a rule, each in the world that it needs; options
+    as of ``Adapter``.
+    """
     adapter = Adapter(function, kind, **options)
 
     @pytest.mark.parametrize("rule", cases_of(adapter))
@@ -421,7 +440,9 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
 
 
 def cases_of(adapter: Adapter) -> list[Any]:
-    """The rules of a pass of its kind, as parameters with their marks; a ValueError if it names a rule there is not."""
+    """The rules of a pass of its kind, as parameters with their marks; a ValueError if it names a
+    rule there is not.
+    """
     for pattern in (*adapter.not_claimed, *adapter.broken):
         if not fnmatch.filter(RULES, pattern):
             raise ValueError(f"there is no rule {pattern!r}; there are {', '.join(RULES)}")

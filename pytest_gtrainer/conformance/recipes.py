@@ -1,4 +1,6 @@
-"""The graphs that rules are judged on: small models by recipe, sharded and traced as one rank of a fake world."""
+"""The graphs that rules are judged on: small models by recipe, sharded and traced as one rank of a
+fake world.
+"""
 
 import copy
 import math
@@ -52,7 +54,8 @@ class Recipe:
         torch.float32
     )  # of gradients; parameters are gathered in bfloat16 unless it is None
     mixed: bool = False  # norms are gathered in float32
-    # the last dimension shards, one called "replicate" holds replicas, over one called "tp" activations are exchanged
+    # the last dimension shards, one called "replicate" holds replicas, over one called "tp"
+    # activations are exchanged
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
     beside: str = "tp"  # or another of its dimensions
     gathers_again: bool = False  # parameters, in the backward
@@ -60,7 +63,8 @@ class Recipe:
     inside: str = ""  # what a block, or its experts, do besides: see ``_besides``
     batch: int = 2
     sequence: int = 3  # tokens of a row
-    given: str = "canonical"  # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
+    # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
+    given: str = "canonical"
     chunks: int = 2
     waits: str = (
         ""  # for gathered parameters stand "late", before their first readers, or have an "alias"
@@ -134,7 +138,9 @@ class Recipe:
         )
 
     def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
+        """The joint graph of a step on this rank of a mesh that has its dimensions, and at the
+        extent of a chunk.
+        """
         if self.traps:
             return parse(TRAPS), None
         if self.part:
@@ -201,11 +207,15 @@ if out:
   yield fwd._.sub
   yield fwd._.detach
 """
-"""What looks like an identity and is none: copies that are returned, or of what is written to, or for their strides."""
+"""What looks like an identity and is none: copies that are returned, or of what is written to, or
+for their strides.
+"""
 
 
 def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
-    """One direction as a graph of its own, which takes what it reads of the other; its results have their names."""
+    """One direction as a graph of its own, which takes what it reads of the other; its results have
+    their names.
+    """
     whole, results = gm.graph.output_node(), results_of(gm)
     part_of = {
         node: int(direction(node) == BACKWARD)
@@ -234,7 +244,9 @@ def _tag_blocks(gm: fx.GraphModule) -> None:
 
 
 def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
-    """Each on its own, where it is computed, as DDP under torch.compile has it: divided, and summed over replicas."""
+    """Each on its own, where it is computed, as DDP under torch.compile has it: divided, and summed
+    over replicas.
+    """
     output, group = gm.graph.output_node(), replicas.get_group().group_name
     loss, *gradients = output.args[0]
     for at, gradient in enumerate(gradients):
@@ -279,7 +291,9 @@ def _double_a_shard(gm: fx.GraphModule) -> None:
 
 
 class Experts(nn.Module):
-    """One for each row of a batch; weights are used in the recipe's order, not in that of registration."""
+    """One for each row of a batch; weights are used in the recipe's order, not in that of
+    registration.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -337,7 +351,9 @@ def _besides(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) 
 
 
 def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
-    """Add terms that are wrong if two equal expressions become one: fresh buffers, draws, products around a write."""
+    """Add terms that are wrong if two equal expressions become one: fresh buffers, draws, products
+    around a write.
+    """
     constant = h.detach()
     makers: list[Callable[[], torch.Tensor]] = [
         lambda: torch.empty_like(constant),
@@ -364,7 +380,9 @@ def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Its order of use is neither that of registration nor that of modules: no wrong order of a payload looks right."""
+    """Its order of use is neither that of registration nor that of modules: no wrong order of a
+    payload looks right.
+    """
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -386,7 +404,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, blocks, a norm and a head; between blocks activations are exchanged over ``beside``."""
+    """An embedding, blocks, a norm and a head; between blocks activations are exchanged over
+    ``beside``.
+    """
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -423,7 +443,9 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
 )
 """By default group and extents: one mesh, and so one set of groups."""
 _traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
-"""By recipe, rank and backend: graph, twin, and the groups of the mesh's dimensions, of a world that may be gone."""
+"""By recipe, rank and backend: graph, twin, and the groups of the mesh's dimensions, of a world
+that may be gone.
+"""
 
 
 def mesh_of(recipe: Recipe) -> DeviceMesh:
@@ -439,7 +461,8 @@ def mesh_of(recipe: Recipe) -> DeviceMesh:
 def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
     """Its graph on this rank, or the one at the extent of a chunk; the caller's own.
 
-    A process traces it once. Another world has other names for the groups of the same mesh, which are put in.
+    A process traces it once. Another world has other names for the groups of the same mesh, which
+    are put in.
     """
     mesh = mesh_of(recipe) if recipe.mesh else None
     names = [mesh.get_group(name).group_name for name, _ in recipe.mesh] if mesh is not None else []

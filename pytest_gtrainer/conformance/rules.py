@@ -1,4 +1,6 @@
-"""The rules, each with its sentence, the graphs and the world that it needs, and the function that judges it."""
+"""The rules, each with its sentence, the graphs and the world that it needs, and the function that
+judges it.
+"""
 
 import cProfile
 import itertools
@@ -166,9 +168,11 @@ def leaves_what_it_refuses(run: Run) -> None:
     AGAIN,
 )
 def keeps_values(run: Run) -> None:
-    """In a fake world an all-gather repeats the shard and a reduction leaves it, so payloads add alike.
+    """In a fake world an all-gather repeats the shard and a reduction leaves it, so payloads add
+    alike.
 
-    No value depends there on the reduction, nor on which ranks take part: these are read from the graphs.
+    No value depends there on the reduction, nor on which ranks take part: these are read from the
+    graphs.
     """
     try:
         silent = assert_same_values(
@@ -194,9 +198,11 @@ def keeps_values(run: Run) -> None:
 
 
 def _communication(gm: fx.GraphModule) -> Counter[str]:
-    """Count the elements that are reduced, by reduction, dtype and ranks; other collectives count as one a kind.
+    """Count the elements that are reduced, by reduction, dtype and ranks; other collectives count
+    as one a kind.
 
-    A pass may gather once what was gathered twice, and gather as bytes; it may not reduce more, less or otherwise.
+    A pass may gather once what was gathered twice, and gather as bytes; it may not reduce more,
+    less or otherwise.
     """
     found = Counter[str]()
     for launch in gm.graph.nodes:
@@ -248,7 +254,9 @@ def is_same_on_ranks(run: Run) -> None:
 
 
 def tell_texts() -> None:
-    """In the other process: write the texts of the graphs as a line of JSON, or what is wrong with the import."""
+    """In the other process: write the texts of the graphs as a line of JSON, or what is wrong with
+    the import.
+    """
     path, kind, adapter, recipes = pickle.load(sys.stdin.buffer)  # of the parent
     try:
         adapter = adapter_at(path, kind) if path else pickle.loads(adapter)
@@ -330,7 +338,9 @@ def is_cheap(run: Run) -> None:
     IN_PLACE,
 )
 def holds_on_generated(run: Run) -> None:
-    """Orders, odd names, biases, ties, odd extents, dtypes, meshes, late and aliased waits, by hypothesis."""
+    """Orders, odd names, biases, ties, odd extents, dtypes, meshes, late and aliased waits, by
+    hypothesis.
+    """
     try:
         import hypothesis
         from hypothesis import Verbosity, strategies
@@ -565,7 +575,9 @@ def keeps_strides(run: Run) -> None:
 
 
 def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]]:
-    """The collectives of a kind and direction that are not for activations: name, place of launch, place of wait."""
+    """The collectives of a kind and direction that are not for activations: name, place of launch,
+    place of wait.
+    """
     place, sent = {node: at for at, node in enumerate(gm.graph.nodes)}, packed(gm)
     found = [
         node
@@ -631,7 +643,9 @@ def moves_no_compute(run: Run) -> None:
 
 
 SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhead=1.0, latency=0.5)
-"""A kernel takes twice as long as a collective: one that is launched a kernel before its wait is hidden."""
+"""A kernel takes twice as long as a collective: one that is launched a kernel before its wait is
+hidden.
+"""
 
 
 @rule(
@@ -824,9 +838,11 @@ def moves_gathers(run: Run) -> None:
 
 @rule("F4", "a new world has new groups", REASSIGNMENT, DENSE, HYBRID)
 def forgets_groups(run: Run) -> None:
-    """Two worlds, one after the other, whose groups have equal names: as a process has them that tests twice.
+    """Two worlds, one after the other, whose groups have equal names: as a process has them that
+    tests twice.
 
-    A pass that keeps a table of groups, by name or by ranks, finds an entry of the first world in the second.
+    A pass that keeps a table of groups, by name or by ranks, finds an entry of the first world in
+    the second.
     """
     names = new_group_names()
     sources = []
@@ -859,7 +875,9 @@ def forgets_groups(run: Run) -> None:
     FOUR_OF_EXPERTS,
 )
 def has_bits_of_chunks(run: Run) -> None:
-    """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked bits must differ."""
+    """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked
+    bits must differ.
+    """
     mesh = mesh_of(run.recipe) if run.recipe.mesh else None
     model, tokens = run.recipe.model(mesh), run.recipe.tokens(0, 0)
     names, parameters = zip(*model.named_parameters(), strict=True)

@@ -11,7 +11,9 @@ from pytest_gtrainer.conformance.judging import RULES, adapter_at, cases_of, jud
 
 
 def given(config: pytest.Config) -> Adapter:
-    """The adapter that ``--gt-pass module:name`` names; a function is adapted by its signature, or a UsageError."""
+    """The adapter that ``--gt-pass module:name`` names; a function is adapted by its signature, or
+    a UsageError.
+    """
     path, kind = options.get(config, "pass"), options.get(config, "kind")
     if path is None:
         raise pytest.UsageError(

@@ -1,6 +1,7 @@
 """Artifacts: what a run leaves in ``--gt-artifacts DIR`` for a person to look at, CI to upload.
 
-Each test has one folder below DIR, a rank of it one below that; only one process at a time writes there.
+Each test has one folder below DIR, a rank of it one below that; only one process at a time writes
+there.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from pytest_gtrainer.marker import id_of
 
 
 def folder(config: pytest.Config) -> Path | None:
-    """DIR as an absolute path: a flag's is relative to where pytest was called, an ini file's to the root directory."""
+    """DIR as an absolute path: a flag's is relative to where pytest was called, an ini file's to
+    the root directory.
+    """
     if (given := options.get(config, "artifacts")) is None:
         return None
     by_flag = config.getoption("--gt-artifacts") is not None
@@ -26,7 +29,9 @@ def folder(config: pytest.Config) -> Path | None:
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse, as a pytest.UsageError, a DIR that is a file, holds the tree, or lies among the goldens."""
+    """Refuse, as a pytest.UsageError, a DIR that is a file, holds the tree, or lies among the
+    goldens.
+    """
     if (place := folder(config)) is None:
         return
     if os.path.exists(place) and not os.path.isdir(
@@ -48,7 +53,9 @@ class ArtifactWarning(pytest.PytestWarning):
 
 
 def save(item: pytest.Item, name: str, text: str) -> Path | None:
-    """Keep a text in the test's folder; its path, None without ``--gt-artifacts``. GoldenFileError if that fails."""
+    """Keep a text in the test's folder; its path, None without ``--gt-artifacts``. GoldenFileError
+    if that fails.
+    """
     if (top := folder(item.config)) is None:
         return None
     path = _place_of(item, top) / safe(name, fold_case=False)
@@ -72,7 +79,9 @@ def save_or_warn(item: pytest.Item, name: str, text: str) -> Path | None:
 
 
 def folder_of(item: pytest.Item) -> Path | None:
-    """The test's folder, made for it to write to; None without ``--gt-artifacts``, and with a warning if that fails."""
+    """The test's folder, made for it to write to; None without ``--gt-artifacts``, and with a
+    warning if that fails.
+    """
     if (top := folder(item.config)) is None:
         return None
     place = _place_of(item, top)
@@ -85,7 +94,9 @@ def folder_of(item: pytest.Item) -> Path | None:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """The words of the operating system; of a NUL in a path, which never gets there, those of Python."""
+    """The words of the operating system; of a NUL in a path, which never gets there, those of
+    Python.
+    """
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -55,22 +55,28 @@ class Golden:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
         Args:
-            value: an FX graph (a ``GraphModule``, an ``fx.Graph``, an ``ExportedProgram``, of any tracer), a traced
-                step (anything with a graph as ``.gm``), a bucket layout, a text, or numbers in lists and dicts of any
-                depth. Numbers are compared bit for bit with those of the same environment (torch, device,
-                instruction set, threads); in another one they are not judged, and kept with ``--gt-artifacts``.
-            name: needed if a test has several goldens; the default for a recorded graph is its stage.
+            value: an FX graph (a ``GraphModule``, an ``fx.Graph``, an ``ExportedProgram``, of any
+                tracer), a traced step (anything with a graph as ``.gm``), a bucket layout, a text,
+                or numbers in lists and dicts of any depth. Numbers are compared bit for bit with
+                those of the same environment (torch, device, instruction set, threads); in another
+                one they are not judged, and kept with ``--gt-artifacts``.
+            name: needed if a test has several goldens; the default for a recorded graph is its
+                stage.
             view: how much of a graph to show.
-            per: "torch" keeps a file for each minor version of torch that changes the value. A file is used from
-                its version on, up to the next version that has a file.
-            names, sizes: what inputs of a graph are, and how dynamic sizes are written, as for ``graphtext.render``.
+            per: "torch" keeps a file for each minor version of torch that changes the value. A file
+                is used from its version on, up to the next version that has a file.
+            names, sizes: what inputs of a graph are, and how dynamic sizes are written, as for
+                ``graphtext.render``.
 
         Raises:
-            GoldenMismatch: the golden is missing or different and not updated, or the text of a graph that is to be
-                written would be read back as another graph.
-            ValueError: a second check with this name in the test, an unknown ``per``, or ``per`` for numbers.
-            HiddenValue: the graph calls or holds something that no text can show, and a golden would accept any other.
-            UntoldGroup: a process group of the graph is not known here, so a golden cannot name its ranks.
+            GoldenMismatch: the golden is missing or different and not updated, or the text of a
+                graph that is to be written would be read back as another graph.
+            ValueError: a second check with this name in the test, an unknown ``per``, or ``per``
+                for numbers.
+            HiddenValue: the graph calls or holds something that no text can show, and a golden
+                would accept any other.
+            UntoldGroup: a process group of the graph is not known here, so a golden cannot name its
+                ranks.
             TypeError: ``value`` is none of these.
         """
         __tracebackhide__ = True

@@ -98,7 +98,9 @@ def _groups_that_differ(golden: str, obtained: str) -> str:
 def _alike(
     golden: str, obtained: str
 ) -> tuple[tuple[GraphLine, ...], tuple[GraphLine, ...], list[str]] | None:
-    """The lines of two graphs, in the words of the newer torch, and what to note of that; None if they are the same."""
+    """The lines of two graphs, in the words of the newer torch, and what to note of that; None if
+    they are the same.
+    """
     old, new = unfold(golden), unfold(obtained)
     if old == new:
         return None
@@ -141,7 +143,9 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
 
 
 def maker(kind: str, text: str) -> str | None:
-    """Return the test that a golden says it was made by; None if it says none, as a text never does."""
+    """Return the test that a golden says it was made by; None if it says none, as a text never
+    does.
+    """
     if kind == "graph":
         return header.read(text).get("test")
     return values.maker(text) if kind == "numbers" else None

@@ -1,14 +1,17 @@
-"""Inline expectations: ``assert_expected_inline`` of expecttest, accepted by the flags that accept goldens.
+"""Inline expectations: ``assert_expected_inline`` of expecttest, accepted by the flags that accept
+goldens.
 
-An *expectation* is one call of that function: the text that the source expects, and the one that the test has obtained.
-To *accept* it is to write the obtained text into the source.
+An *expectation* is one call of that function: the text that the source expects, and the one that
+the test has obtained. To *accept* it is to write the obtained text into the source.
 
-Each process sends its tests' expectations, met ones too, along with the reports (attribute ``gt_inline``). The process
-that all reports come to accepts those of passed tests once, at the end. A literal is found by the line of its call and
-by what it reads as, so in another state of the file it is not found.
+Each process sends its tests' expectations, met ones too, along with the reports (attribute
+``gt_inline``). The process that all reports come to accepts those of passed tests once, at the end.
+A literal is found by the line of its call and by what it reads as, so in another state of the file
+it is not found.
 
-Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_expected_inline`` by that name in the
-module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the texts differ.
+Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_expected_inline`` by
+that name in the module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the
+texts differ.
 """
 
 import ast
@@ -69,7 +72,9 @@ def prepare(early_config: pytest.Config) -> None:
 
 
 def ask_sessions() -> None:
-    """Let expecttest ask the innermost session, if it accepts any, about each expectation, while this process lives."""
+    """Let expecttest ask the innermost session, if it accepts any, about each expectation, while
+    this process lives.
+    """
     try:
         import expecttest
     except ImportError:  # goldens work without it
@@ -112,7 +117,9 @@ def ask_sessions() -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Add the plugins of a process that runs tests, and of the one that accepts, which is refused where CI is set."""
+    """Add the plugins of a process that runs tests, and of the one that accepts, which is refused
+    where CI is set.
+    """
     plugin = InlinePlugin(config)
     config.pluginmanager.register(plugin, "gtrainer-inline")
     if plugin.accepts and not hasattr(config, "workerinput"):
@@ -139,7 +146,9 @@ class InlinePlugin:
         config.add_cleanup(lambda: _sessions.remove(self))
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Test files are imported next: what lies there now is what the lines of expectations refer to."""
+        """Test files are imported next: what lies there now is what the lines of expectations refer
+        to.
+        """
         if self.accepts and isinstance(collector, pytest.Module):
             self._digests[str(collector.path)] = digest_of(collector.path)
 
@@ -152,7 +161,9 @@ class InlinePlugin:
             self._running = False
 
     def record(self, file: str, line: int, expected: str, obtained: str) -> bool:
-        """Keep an expectation of the running test; False if it must fail, as it is not to be accepted."""
+        """Keep an expectation of the running test; False if it must fail, as it is not to be
+        accepted.
+        """
         __tracebackhide__ = True
         if not self._running:
             return False
@@ -218,7 +229,9 @@ def is_mismatch(error: BaseException) -> bool:
 
 
 def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
-    """The literals for which different texts were obtained, each with a message: where, and who has obtained which."""
+    """The literals for which different texts were obtained, each with a message: where, and who has
+    obtained which.
+    """
     first: dict[Place, dict[str, str]] = {}  # of each text, who has obtained it
     for who, each in seen:
         first.setdefault(each.place, {}).setdefault(each.obtained, who)
@@ -263,7 +276,8 @@ class AcceptancePlugin:
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         try:
             return (yield)
-        finally:  # stopped at a failure, or interrupted: as goldens, those of the tests before are written
+        # stopped at a failure, or interrupted: as goldens, those of the tests before are written
+        finally:
             self._accept()
 
     def _accept(self) -> None:
@@ -346,7 +360,9 @@ class EditError(Exception):
 
 
 def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[Expectation, str]]:
-    """The source with obtained texts in place, and why others are not; EditError if more than literals would change."""
+    """The source with obtained texts in place, and why others are not; EditError if more than
+    literals would change.
+    """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)
@@ -406,9 +422,10 @@ def _dumped(tree: ast.AST) -> str:
 
 
 def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Constant:
-    """The last literal that reads as ``value`` among the arguments of the call at ``line``. The call is the outermost
-    of those that begin last, on that line or before it, and have one; ``calls`` are in the order of ``ast.walk``, outer
-    before inner."""
+    """The last literal that reads as ``value`` among the arguments of the call at ``line``. The
+    call is the outermost of those that begin last, on that line or before it, and have one;
+    ``calls`` are in the order of ``ast.walk``, outer before inner.
+    """
     found = []
     for call in calls:
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]

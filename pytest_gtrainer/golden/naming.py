@@ -1,8 +1,10 @@
-"""Where a golden lies, a path made from the test's id and safe on any file system; and what its test claims it holds.
+"""Where a golden lies, a path made from the test's id and safe on any file system; and what its
+test claims it holds.
 
-Terms: the *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``. A golden is
-the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kept per version, and a suffix that tells
-its kind. A *claim* is a text that a test says its golden should hold; a rank only records it, the parent judges.
+Terms: the *stem* of a test is the path that its goldens have in common,
+``golden/tests/test_a/test_c-8``. A golden is the stem, ``@`` and the check's name if it has one,
+``@torch=2.15`` if it is kept per version, and a suffix that tells its kind. A *claim* is a text
+that a test says its golden should hold; a rank only records it, the parent judges.
 """
 
 import ast
@@ -28,7 +30,8 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 def golden_path(
     nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None
 ) -> PurePosixPath:
-    """The file of a check, below the root directory; ValueError if its name is what a version of ``torch`` is told by.
+    """The file of a check, below the root directory; ValueError if its name is what a version of
+    ``torch`` is told by.
 
     >>> str(golden_path("tests/test_a.py::TestB::test_c[8-x]", None, "graph"))
     'golden/tests/test_a/TestB.test_c-8-x.fxgraph'
@@ -52,7 +55,9 @@ def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
 
 
 def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
-    """Which of the files beside it holds in place of a golden kept per version: the newest that is no newer."""
+    """Which of the files beside it holds in place of a golden kept per version: the newest that is
+    no newer.
+    """
     if (own := _OF_TORCH.fullmatch(path.name)) is None:
         return path
     found = filter(None, map(_OF_TORCH.fullmatch, there))
@@ -93,7 +98,9 @@ def place_of_tests(path: str, *, is_file: bool = True) -> PurePosixPath:
 
 
 def safe(text: str, *, fold_case: bool = True) -> str:
-    """The text if every file system takes it (by ``fold_case``: without capitals), else a likeness and a short hash."""
+    """The text if every file system takes it (by ``fold_case``: without capitals), else a likeness
+    and a short hash.
+    """
     likeness = _UNSAFE.sub("_", text)[:_LONGEST]
     unsafe = likeness != text or not text or text[-1] == "." or _RESERVED.fullmatch(text)
     if not unsafe and not (fold_case and text != text.lower()):
@@ -118,7 +125,9 @@ class Claim:
 
     @property
     def groups(self) -> list[tuple[str, Ranks | None]]:
-        """The process groups of a graph's text by symbol, of graphs inside it too; None of one without ranks."""
+        """The process groups of a graph's text by symbol, of graphs inside it too; None of one
+        without ranks.
+        """
         found = _GROUP.findall(self.text) if self.kind == "graph" else []
         return [(symbol, _ranks_of(spelled)) for _, symbol, spelled in found]
 
@@ -135,7 +144,9 @@ def _ranks_of(spelled: str) -> Ranks | None:
 
 
 def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ranks]]]:
-    """Yield the symbol of each group of one graph, with what every rank has for it; texts are alike."""
+    """Yield the symbol of each group of one graph, with what every rank has for it; texts are
+    alike.
+    """
     by_rank = {rank: claim.groups for rank, claim in claims.items()}
     for nth, (symbol, _) in enumerate(by_rank[min(by_rank)]):
         groups = {rank: named[nth][1] for rank, named in by_rank.items()}
@@ -143,7 +154,9 @@ def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ra
 
 
 def showing_groups(claims: Mapping[int, Claim]) -> Claim:
-    """Return the lowest rank's claim; its header shows the groups of all ranks where its own do not tell them."""
+    """Return the lowest rank's claim; its header shows the groups of all ranks where its own do not
+    tell them.
+    """
     from pytest_gtrainer.graphtext.header import with_field
 
     first, shown = claims[min(claims)], []
@@ -156,7 +169,9 @@ def showing_groups(claims: Mapping[int, Claim]) -> Claim:
 
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
-    """How the first rank that claims something else than the lowest does so, and both claims, if of one golden."""
+    """How the first rank that claims something else than the lowest does so, and both claims, if of
+    one golden.
+    """
     if not claims:
         return None
     first, *others = sorted(claims)

@@ -1,11 +1,13 @@
 """Goldens in a pytest run: who judges, who writes, and when.
 
-The process that owns a test judges its claims and alone writes files, after the test's teardown and only if all of it
-has passed. A rank records claims and sends them with its reports; the parent judges them (``judge_ranks``).
+The process that owns a test judges its claims and alone writes files, after the test's teardown and
+only if all of it has passed. A rank records claims and sends them with its reports; the parent
+judges them (``judge_ranks``).
 
-What a test came to goes with its reports to the process that ends the run: facts (attribute ``gt_facts``), the paths it
-claims (``gt_claims``), the command of an inline expectation that has failed (``gt_accept``). The teardown's report
-carries what was written, so that a worker that crashes later takes nothing along.
+What a test came to goes with its reports to the process that ends the run: facts (attribute
+``gt_facts``), the paths it claims (``gt_claims``), the command of an inline expectation that has
+failed (``gt_accept``). The teardown's report carries what was written, so that a worker that
+crashes later takes nothing along.
 """
 
 import functools
@@ -68,7 +70,9 @@ class GoldenPlugin:
         return True if is_golden and collection_path.is_relative_to(self.root / FOLDER) else None
 
     def claim(self, item: pytest.Item, claim: Claim, unfit: Callable[[], str | None]) -> str | None:
-        """Judge a check, or keep it; returns why it fails. ``unfit`` says why its text must not become a golden."""
+        """Judge a check, or keep it; returns why it fails. ``unfit`` says why its text must not
+        become a golden.
+        """
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
             is_asked = self.modes.creates and self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
@@ -103,7 +107,8 @@ class GoldenPlugin:
 
         finding = judge(claim.kind, golden, claim.text)
         if finding.outcome == "equal":
-            # after a rename the head still names the old test, and with it a command that runs nothing
+            # after a rename the head still names the old test, and with it a command that runs
+            # nothing
             is_renamed = maker(claim.kind, golden) not in (None, maker(claim.kind, claim.text))
             if is_renamed and self.modes.updates and held.path == claim.path:
                 return self._await(claim, "updated")
@@ -127,7 +132,9 @@ class GoldenPlugin:
         return self._failed(item, claim, "different", problem, golden)
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
-        """Which golden of no collected test holds what was obtained, if a test was renamed; else ""."""
+        """Which golden of no collected test holds what was obtained, if a test was renamed; else
+        "".
+        """
         from pytest_gtrainer.golden.compare import same_content
 
         known = {stem_of_test(each.nodeid) for each in item.session.items}
@@ -152,7 +159,9 @@ class GoldenPlugin:
         return ""
 
     def _held(self, claim: Claim) -> Claim:
-        """The claim on the file that holds here: of goldens kept per version of torch it may be an older one's."""
+        """The claim on the file that holds here: of goldens kept per version of torch it may be an
+        older one's.
+        """
         path = PurePosixPath(claim.path)
         if naming.torch_of(path) is None:
             return claim
@@ -167,7 +176,9 @@ class GoldenPlugin:
     def _failed(
         self, item: pytest.Item, claim: Claim, outcome: str, problem: str, golden: str | None = None
     ) -> tuple[list[facts.Fact], str]:
-        """Save what a reader of the failure may want to look at, and say where it is and how to accept it."""
+        """Save what a reader of the failure may want to look at, and say where it is and how to
+        accept it.
+        """
         texts = {"obtained": claim.text, "graph": claim.graph}
         if golden is not None and self._artifacts is not None:
             from pytest_gtrainer.golden.compare import judge
@@ -218,7 +229,9 @@ class GoldenPlugin:
         claims: Mapping[int, list[dict[str, Any]]],
         report: pytest.TestReport,
     ) -> str | None:
-        """Judge what the ranks of a test have claimed; returns why the test fails. ``report`` gets the facts."""
+        """Judge what the ranks of a test have claimed; returns why the test fails. ``report`` gets
+        the facts.
+        """
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
         told: list[facts.Fact] = []
         failure = self._judge_claims(item, by_rank, told) if any(by_rank.values()) else None
@@ -274,7 +287,9 @@ class GoldenPlugin:
         yield
 
     def _finish(self, teardown: pytest.TestReport) -> None:
-        """Write the test's goldens if it has passed, else forget them; what fails, fails the teardown."""
+        """Write the test's goldens if it has passed, else forget them; what fails, fails the
+        teardown.
+        """
         pending, self._pending = self._pending, []
         problems = []
         for claim, outcome in pending if has_passed(self._outcomes) else ():
@@ -329,7 +344,9 @@ class GoldenPlugin:
 
 
 def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:
-    """Whether these phases and their outcomes are those of a test that has passed, teardown included."""
+    """Whether these phases and their outcomes are those of a test that has passed, teardown
+    included.
+    """
     phases, results = {phase for phase, _ in outcomes}, {result for _, result in outcomes}
     return {"call", "teardown"} <= phases and results == {"passed"}
 
@@ -375,7 +392,9 @@ class Modes:
 
 
 def modes_of(config: pytest.Config) -> Modes:
-    """The modes of a run; flags win over the ini file. Two that exclude each other are a pytest.UsageError."""
+    """The modes of a run; flags win over the ini file. Two that exclude each other are a
+    pytest.UsageError.
+    """
     update, create = given(config, UPDATE), given(config, CREATE)
     if not update and not create:
         update, create = options.get(config, UPDATE), options.get(config, CREATE)
@@ -399,7 +418,9 @@ def given(config: pytest.Config, name: str) -> bool:
 
 
 def refuse_in_ci(config: pytest.Config, flags: list[str], written: str) -> None:
-    """Where CI is set nobody reviews what is written: a pytest.UsageError, unless ``--gt-goldens-in-ci`` is given."""
+    """Where CI is set nobody reviews what is written: a pytest.UsageError, unless
+    ``--gt-goldens-in-ci`` is given.
+    """
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     if in_ci and flags and not options.get(config, "goldens-in-ci"):
         raise pytest.UsageError(

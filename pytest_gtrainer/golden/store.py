@@ -1,8 +1,9 @@
 """The one place that reads and writes golden files, and source files with inline expectations.
 
-A golden is a regular file below the root directory, UTF-8 text of at most ``LONGEST`` bytes; anything else in its place
-is refused. A file is replaced in one step: a *temporary* beside it is written whole and takes its name. The next writer
-in the folder removes a *stale* temporary, which a killed writer has left.
+A golden is a regular file below the root directory, UTF-8 text of at most ``LONGEST`` bytes;
+anything else in its place is refused. A file is replaced in one step: a *temporary* beside it is
+written whole and takes its name. The next writer in the folder removes a *stale* temporary, which a
+killed writer has left.
 """
 
 import codecs
@@ -80,7 +81,9 @@ def normal(text: str) -> str:
 
 
 def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None = None) -> None:
-    """Replace a golden in one step; ``merge`` makes the text from the old one's, while no other process writes."""
+    """Replace a golden in one step; ``merge`` makes the text from the old one's, while no other
+    process writes.
+    """
     _refuse_case_twin(path, root)
     with _sole_writer(path, root) as target:
         if merge is not None and (golden := read(path, root)) is not None:
@@ -95,7 +98,9 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
 
 
 def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does with ``merge``."""
+    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does with
+    ``merge``.
+    """
     with _sole_writer(path, root) as target:
         old = target.read_bytes()
         if (new := change(old)) != old:
@@ -103,7 +108,9 @@ def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def remove(path: Path, root: Path) -> None:
-    """Remove a golden (of a link the link), and the folders that it leaves empty; else a GoldenFileError."""
+    """Remove a golden (of a link the link), and the folders that it leaves empty; else a
+    GoldenFileError.
+    """
     if not _is_inside(path.parent, root):
         raise GoldenFileError(
             f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link"
@@ -230,7 +237,9 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock_file(root: Path) -> str:
-    """One a tree: in the tree it would be committed, in a folder of everybody's another user could put a link."""
+    """One a tree: in the tree it would be committed, in a folder of everybody's another user could
+    put a link.
+    """
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
     return str(
         private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}")

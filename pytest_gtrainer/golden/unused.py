@@ -1,13 +1,16 @@
-"""Goldens that no test checks: found after a full run, told, failed for, or removed. docs/goldens.md has the rules.
+"""Goldens that no test checks: found after a full run, told, failed for, or removed.
+docs/goldens.md has the rules.
 
 A golden belongs to the test that its path is made from. It is *unused* if
 
 - its test has run and passed, and has not checked it;
-- or no test that was collected is its test, although the file of its test was collected, or is gone.
+- or no test that was collected is its test, although the file of its test was collected, or is
+  gone.
 
-One that only a GPU could judge is *not judged* where there is none. A run is *full* if it asks for no part of the tests
-(``asks_for_a_part``) and came to its end. Under xdist each worker sends what it has collected when it ends; what a test
-came to is known to all processes that its reports pass through.
+One that only a GPU could judge is *not judged* where there is none. A run is *full* if it asks for
+no part of the tests (``asks_for_a_part``) and came to its end. Under xdist each worker sends what
+it has collected when it ends; what a test came to is known to all processes that its reports pass
+through.
 """
 
 import functools
@@ -162,7 +165,9 @@ class UnusedGoldens:
         self._count("not judged", sorted(unjudged))
 
     def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
-        """Goldens without a test, and those of tests that passed without checking them; not those for another torch."""
+        """Goldens without a test, and those of tests that passed without checking them; not those
+        for another torch.
+        """
         unowned = self._workers_unowned
         found = (
             set(self._collection.unowned(self.root)) if unowned is None else unowned & set(files)
@@ -266,7 +271,9 @@ class Outcome:
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
-    """What on the command line asks for a part of the tests, or None; paths must cover ``testpaths`` or all goldens."""
+    """What on the command line asks for a part of the tests, or None; paths must cover
+    ``testpaths`` or all goldens.
+    """
     reasons = [reason for name, reason in _PARTS.items() if getattr(config.option, name, None)]
     reasons += [f"{argument} names a test" for argument in config.args if "::" in argument]
     if reasons:
@@ -324,7 +331,9 @@ def has_test_file(place: PurePosixPath, root: Path) -> bool:
 
 
 def needs_gpu(path: PurePosixPath, root: Path) -> bool:
-    """Whether only a run with a GPU could judge a golden: its devices or environments say so, or its name."""
+    """Whether only a run with a GPU could judge a golden: its devices or environments say so, or
+    its name.
+    """
     if _GPU_WORD.search(path.name):
         return True
     try:

@@ -1,7 +1,8 @@
 """Numbers as goldens: exact, and with the environment that they were obtained in.
 
-A file, in JSON, holds one *entry* for each environment that a person has accepted numbers in; only equal environments
-are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.0 differ, and so do 1 and 1.0.
+A file, in JSON, holds one *entry* for each environment that a person has accepted numbers in; only
+equal environments are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.0
+differ, and so do 1 and 1.0.
 """
 
 import json
@@ -40,16 +41,19 @@ class Entry:
 
 
 def decisive(environment: Environment) -> Environment:
-    """What of an environment changes bits: all but the tag of torch's own wheels where the CPU computes. The wheels of
-    a release have one source, compiler, MKL and oneDNN: ``+cpu`` and ``+cu130`` of 2.13.0 gave the same bits on the
-    CPU. On a GPU the tag tells cuBLAS and cuDNN. Any other tag names a build of somebody's own."""
+    """What of an environment changes bits: all but the tag of torch's own wheels where the CPU
+    computes. The wheels of a release have one source, compiler, MKL and oneDNN: ``+cpu`` and
+    ``+cu130`` of 2.13.0 gave the same bits on the CPU. On a GPU the tag tells cuBLAS and cuDNN. Any
+    other tag names a build of somebody's own.
+    """
     if environment.get("device") != "cpu" or "torch" not in environment:
         return environment
     return {**environment, "torch": _WHEEL.sub("", str(environment["torch"]))}
 
 
 def plain(value: Any, place: str = "") -> Any:
-    """Numbers in JSON's types, sorted by key. TypeError for other values, ValueError for equal keys or deep nesting.
+    """Numbers in JSON's types, sorted by key. TypeError for other values, ValueError for equal keys
+    or deep nesting.
 
     >>> plain({"loss": (0.5, 1), 10: True, 2: None})
     {'2': None, '10': True, 'loss': [0.5, 1]}
@@ -107,7 +111,8 @@ def entries_of(text: str) -> list[Entry]:
     """Return the entries of a golden.
 
     Raises:
-        NumbersError: the text is no golden of numbers, has a newer format, or says two things about one environment.
+        NumbersError: the text is no golden of numbers, has a newer format, or says two things about
+            one environment.
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_doubled_keys)
@@ -127,7 +132,8 @@ def entries_of(text: str) -> list[Entry]:
         for each in content["entries"]:
             entry = Entry(decisive(dict(each["environment"])), plain(each["values"]))
             _refuse_unknown_keys(each, _KEYS_OF_AN_ENTRY)
-            # Two wheels of one release may have an entry each in an old file: nothing is wrong if these are equal.
+            # Two wheels of one release may have an entry each in an old file: nothing is wrong if
+            # these are equal.
             if any(
                 other.environment == entry.environment and differences(other.values, entry.values)
                 for other in entries
@@ -146,7 +152,9 @@ def entries_of(text: str) -> list[Entry]:
 
 
 def _without_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. A doubled key is refused: Python would take the last one, a reader the first."""
+    """Return a JSON object as a dict. A doubled key is refused: Python would take the last one, a
+    reader the first.
+    """
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -188,7 +196,9 @@ def maker(text: str) -> str | None:
 
 
 def merged(golden: str, obtained: str) -> str:
-    """A golden with an obtained text's entry in place of those of its environment; a NumbersError if it is damaged."""
+    """A golden with an obtained text's entry in place of those of its environment; a NumbersError
+    if it is damaged.
+    """
     (new,), old = entries_of(obtained), entries_of(golden)
     fields = {
         name: value

@@ -1,11 +1,13 @@
-"""What ranks answer to a signal while their tests run: Python stacks, collectives they have called, output.
+"""What ranks answer to a signal while their tests run: Python stacks, collectives they have called,
+output.
 
-A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does, may read a frame
-that is being pushed or popped, and the rank dies of it (cpython #116008; seen once in some thousand tests). A rank that
-holds the GIL in C++ cannot answer. When its team is about to be killed anyway, its faulthandler may try: the "dump".
+A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does,
+may read a frame that is being pushed or popped, and the rank dies of it (cpython #116008; seen once
+in some thousand tests). A rank that holds the GIL in C++ cannot answer. When its team is about to
+be killed anyway, its faulthandler may try: the "dump".
 
-A *call* is a collective that a rank has issued on a group, as torch records it; its *number* counts the calls on that
-group. A rank *lacks* the calls that have a higher number than its own last one.
+A *call* is a collective that a rank has issued on a group, as torch records it; its *number* counts
+the calls on that group. A rank *lacks* the calls that have a higher number than its own last one.
 """
 
 import json
@@ -47,7 +49,9 @@ _ASKED = {
 
 
 def file_of(folder: str | Path, rank: int, what: str) -> Path:
-    """A rank's file: "answers", a line of JSON each; faulthandler's "dump"; "log", uncaptured output."""
+    """A rank's file: "answers", a line of JSON each; faulthandler's "dump"; "log", uncaptured
+    output.
+    """
     return Path(folder) / f"rank{rank}.{what}"
 
 
@@ -61,7 +65,9 @@ def fatal_error(file: Path) -> str:
 def take_answers(
     kind: str, ranks: Collection[int], folder: str | Path, ask: Callable[[int, int], None]
 ) -> dict[int, str]:
-    """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not answer."""
+    """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not
+    answer.
+    """
     signum, place, start = _ASKED[kind]
     files = {rank: file_of(folder, rank, place) for rank in ranks}
     before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
@@ -97,7 +103,9 @@ def _read_from(file: Path, offset: int) -> str:
 
 
 def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> str:
-    """The stacks of a process as faulthandler writes them, the main thread's first, without the ``own`` one."""
+    """The stacks of a process as faulthandler writes them, the main thread's first, without the
+    ``own`` one.
+    """
     texts = []
     for thread in sorted(frames.keys() - {own}, key=lambda each: each != main):
         lines = [_HEAD if thread == main else "Another thread:"]
@@ -152,13 +160,16 @@ def whereabouts(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Stacks without pytest's and our own frames below the test, and without the thread that answers."""
+    """Stacks without pytest's and our own frames below the test, and without the thread that
+    answers.
+    """
     threads = [
         each
         for each in text.rstrip().split("\n\n")
         if not re.search("in _answer_parent|Extension mod", each)
     ]
-    below = r"\n.*/_pytest/(?:python|assertion/rewrite)\.py"  # of a test, or of a conftest that is being imported
+    # of a test, or of a conftest that is being imported
+    below = r"\n.*/_pytest/(?:python|assertion/rewrite)\.py"
     return "\n\n".join(re.split(below, each)[0] for each in threads) or "no answer"
 
 
@@ -168,7 +179,8 @@ def _main_frames(text: str) -> list[tuple[str, str, str]]:
 
 
 def collective_of(frames: list[tuple[str, str]]) -> str | None:
-    """The collective that was called, from (file, function) pairs, innermost first; None if there is none.
+    """The collective that was called, from (file, function) pairs, innermost first; None if there
+    is none.
 
     >>> collective_of([("/x/torch/distributed/fsdp/_state.py", "wait"), ("/u/test_it.py", "test_it")])
     'wait'
@@ -189,13 +201,16 @@ def depth_of_collective(frames: list[tuple[str, str]]) -> int:
     )
 
 
-# Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
+# Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits
+# may differ.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 KEPT = 64  # how many of its last calls on a group a rank tells
 
 
 class Call(NamedTuple):
-    """A collective of one rank: ``place`` is the user's line, ``pending`` says that it has not come to its end."""
+    """A collective of one rank: ``place`` is the user's line, ``pending`` says that it has not come
+    to its end.
+    """
 
     op: str
     dtype: str
@@ -213,7 +228,9 @@ class Call(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """The calls of a rank on a group of ``ranks``: number of the last one, first one and last ones of this test."""
+    """The calls of a rank on a group of ``ranks``: number of the last one, first one and last ones
+    of this test.
+    """
 
     label: str
     ranks: Sequence[int]
@@ -257,8 +274,9 @@ def _by_group(
 
 
 def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
-    """Why the ``waiting`` ranks wait for ever; None if that is not certain. It is if each is in a call that another
-    rank lacks or has called otherwise, which has ended or waits for ever too."""
+    """Why the ``waiting`` ranks wait for ever; None if that is not certain. It is if each is in a
+    call that another rank lacks or has called otherwise, which has ended or waits for ever too.
+    """
     differing = differing_call(calls)
     stuck = [_stuck_calls(calls, rank) for rank in waiting]
     if not all(stuck):
@@ -291,7 +309,9 @@ def called_by_some(calls: Calls) -> str:
 
 
 def differing_call(calls: Calls) -> str | None:
-    """The first call that ranks of a group issued differently: another collective, dtype, or number of elements."""
+    """The first call that ranks of a group issued differently: another collective, dtype, or number
+    of elements.
+    """
     for _, on, issued in _by_group(calls):
         for number, own in issued.items():
             kinds = ranks_by((rank, call.kind()) for rank, call in own.items())
@@ -303,7 +323,9 @@ def differing_call(calls: Calls) -> str | None:
 
 
 def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
-    """Group and number of the calls that a rank is in and another one lacks, or has issued differently."""
+    """Group and number of the calls that a rank is in and another one lacks, or has issued
+    differently.
+    """
     found = []
     for name, own in calls.get(rank, {}).items():
         others = [calls[other][name] for other in own.ranks if name in calls.get(other, {})]

@@ -20,7 +20,9 @@ from pytest_gtrainer.worlds.spec import make_spec
 
 
 class RankError(Exception):
-    """A function failed, first on ``rank`` (None: on all); ``remote_traceback`` is what its interpreter printed."""
+    """A function failed, first on ``rank`` (None: on all); ``remote_traceback`` is what its
+    interpreter printed.
+    """
 
     def __init__(self, message: str, rank: int | None, remote_traceback: str = "") -> None:
         super().__init__(message)

@@ -1,9 +1,11 @@
-"""The forkserver: a single-threaded process that imports torch once and forks ranks; and how a fork becomes a rank.
+"""The forkserver: a single-threaded process that imports torch once and forks ranks; and how a fork
+becomes a rank.
 
-It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs, each of which would hang
-a forked child) reaches the ranks. The end of the connection, or another parent process than at the start, ends it and
-its ranks. What a rank starts ends with it, also in a session of its own: a process whose parent ends becomes its rank's
-child, and this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
+It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs, each
+of which would hang a forked child) reaches the ranks. The end of the connection, or another parent
+process than at the start, ends it and its ranks. What a rank starts ends with it, also in a session
+of its own: a process whose parent ends becomes its rank's child, and this process's when the rank
+ends (``PR_SET_CHILD_SUBREAPER``).
 """
 
 import contextlib
@@ -39,7 +41,9 @@ PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PIECE = 4000  # bytes of a line
 FOLDER_VARIABLE = "GT_RANKS_FOLDER"
-"""In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
+"""In the environment of all that ranks start: the folder of their forkserver, for the case that it
+is lost.
+"""
 
 PRELOADING = "preloading"
 """The file in that folder which names the module of ``gt_preload`` that is being imported."""
@@ -52,8 +56,8 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Have no terminal, as in a session of one's own: to read from the parent's (``getpass``), or to write to it after
-    # ``stty tostop``, would stop a rank for good.
+    # Have no terminal, as in a session of one's own: to read from the parent's (``getpass``), or to
+    # write to it after ``stty tostop``, would stop a rank for good.
     with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
     server = _Server(Connection(fd), folder)
@@ -63,7 +67,8 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
         ):  # what fails here fails where it is needed, with its own error
             importlib.import_module(name)
         if _has_threads():
-            # no process with threads can be forked, and a driver that has started here will not start in the ranks
+            # no process with threads can be forked, and a driver that has started here will not
+            # start in the ranks
             argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     preloading = Path(folder) / PRELOADING
@@ -82,7 +87,9 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
 
 
 def refuse_preload(name: str, wrong: str) -> str:
-    """Return the sentence about a module of ``gt_preload`` that cannot be imported once for all ranks."""
+    """Return the sentence about a module of ``gt_preload`` that cannot be imported once for all
+    ranks.
+    """
     return f"gt_preload names {name}, {wrong}: correct it, or take it out of gt_preload"
 
 
@@ -133,7 +140,9 @@ class _Server:
         self._end()
 
     def _fork(self, setup: wire.RankSetup) -> None:
-        """Fork a rank, whose end of its channel comes now; programs that the rank starts do not inherit that."""
+        """Fork a rank, whose end of its channel comes now; programs that the rank starts do not
+        inherit that.
+        """
         with socket.socket(fileno=os.dup(self.conn.fileno())) as sock:
             _, rank_fds, _, _ = socket.recv_fds(sock, 1, 2)
         for fd in rank_fds:
@@ -183,7 +192,9 @@ class _Server:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether a process removes what others have shared, once they have ended: multiprocessing's, torch's."""
+    """Whether a process removes what others have shared, once they have ended: multiprocessing's,
+    torch's.
+    """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
@@ -191,7 +202,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> NoReturn:
-    """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's code."""
+    """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's
+    code.
+    """
     code = 1
     try:
         libc = ctypes.CDLL(None)
@@ -210,8 +223,9 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
         os.environ.update(
             LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks))
         )
-        # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
-        # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
+        # Connecting all pairs while a group is made fails now and then on a loaded machine when
+        # groups come and go ("connectFullMesh failed"); connecting at first use did not, and is
+        # faster.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         sys.path[:] = setup.sys_path
         os.chdir(setup.cwd)
@@ -230,7 +244,9 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
 
 
 def _open_streams(setup: wire.RankSetup) -> None:
-    """Standard streams of the rank's own; stacks go to a file on a fatal error, the main thread's on DUMP_SIGNAL."""
+    """Standard streams of the rank's own; stacks go to a file on a fatal error, the main thread's
+    on DUMP_SIGNAL.
+    """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if setup.live_output:
         raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
@@ -252,9 +268,11 @@ def _open_streams(setup: wire.RankSetup) -> None:
 
 
 class _WithRank(io.RawIOBase):
-    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not tear.
+    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not
+    tear.
 
-    A pipe takes 4 KiB at once (``PIPE_BUF``): of a longer line each part stands on a line of its own.
+    A pipe takes 4 KiB at once (``PIPE_BUF``): of a longer line each part stands on a line of its
+    own.
     """
 
     def __init__(self, fd: int, rank: int) -> None:

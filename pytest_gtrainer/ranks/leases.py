@@ -1,11 +1,13 @@
 """Leases: which devices the ranks of this pytest process may use while others want them too.
 
-A *slot* is the right to run one rank, on a GPU or on a CPU; a *lease* is some slots, all or nothing. A process that
-wants or holds slots has a *place*: a file that says so, locked until its owner lets go of it or dies. Places are
-ordered by size, larger worlds first, so that small ones cannot starve a large one, then by arrival. The first in line
-of those that wait for one of the same slots may take them.
+A *slot* is the right to run one rank, on a GPU or on a CPU; a *lease* is some slots, all or
+nothing. A process that wants or holds slots has a *place*: a file that says so, locked until its
+owner lets go of it or dies. Places are ordered by size, larger worlds first, so that small ones
+cannot starve a large one, then by arrival. The first in line of those that wait for one of the same
+slots may take them.
 
-Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a user for GPUs.
+Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a
+user for GPUs.
 """
 
 import contextlib
@@ -31,7 +33,9 @@ class LeaseError(Exception):
 
 
 class Place(NamedTuple):
-    """The ``holder``, in words, wants a number of the slots ``names``; it holds ``slots``, none while it waits."""
+    """The ``holder``, in words, wants a number of the slots ``names``; it holds ``slots``, none
+    while it waits.
+    """
 
     pid: int
     holder: str
@@ -41,14 +45,18 @@ class Place(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Slots held by this process, in the order of ``Slots.names``, until ``release``, which may be called twice."""
+    """Slots held by this process, in the order of ``Slots.names``, until ``release``, which may be
+    called twice.
+    """
 
     slots: tuple[str, ...]
     release: Callable[[], None]
 
 
 class Slots:
-    """The slots of these names, which processes with the same ``folder`` share; LeaseError if it is another user's."""
+    """The slots of these names, which processes with the same ``folder`` share; LeaseError if it is
+    another user's.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -64,7 +72,9 @@ class Slots:
     def acquire(
         self, count: int, limit: float, holder: str = "", tell: Tell = lambda text: None
     ) -> Lease:
-        """Wait for ``count`` slots; LeaseError after ``limit`` seconds, ValueError if there are not as many."""
+        """Wait for ``count`` slots; LeaseError after ``limit`` seconds, ValueError if there are not
+        as many.
+        """
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
         start = time.monotonic()
@@ -99,7 +109,9 @@ class Slots:
 
     @contextlib.contextmanager
     def _place(self, place: Place) -> Iterator[tuple[str, TextIO]]:
-        """Have a place: the name of its file, which sorts by size, larger first, then by arrival, and the file."""
+        """Have a place: the name of its file, which sorts by size, larger first, then by arrival,
+        and the file.
+        """
         name = f"{10**6 - place.wanted:07d}-{time.time_ns()}-{place.pid}-{threading.get_ident()}"
         with self._door():  # nobody may see the file before it is locked
             file = open(self._line / name, "x")  # noqa: SIM115 - locked until it is closed
@@ -119,7 +131,9 @@ class Slots:
             yield
 
     def _places(self) -> dict[str, Place]:
-        """All places by name, in the order of the line; those of processes that died are cleared away."""
+        """All places by name, in the order of the line; those of processes that died are cleared
+        away.
+        """
         found = {}
         for path in sorted(self._line.iterdir()):
             with path.open() as file:

@@ -1,12 +1,14 @@
-"""From what ranks have said of a test to the reports that pytest gets; the same for every launcher of ranks.
+"""From what ranks have said of a test to the reports that pytest gets; the same for every launcher
+of ranks.
 
-What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's. What the parent finds
-wrong afterwards, a golden for one, is an *objection*: see ``objections``. Outcome, exit status, JUnit file, summary and
-page all follow from the reports made here.
+What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's.
+What the parent finds wrong afterwards, a golden for one, is an *objection*: see ``objections``.
+Outcome, exit status, JUnit file, summary and page all follow from the reports made here.
 
-The *headline* of a failure is the earliest event in time (of ranks that fail alike within moments the lowest), unless
-exceptions say themselves where the fault lies (``gt_origin``): then the smallest of those. A rank that only failed
-because another one had left the collective is a *consequence*: one line, never the headline.
+The *headline* of a failure is the earliest event in time (of ranks that fail alike within moments
+the lowest), unless exceptions say themselves where the fault lies (``gt_origin``): then the
+smallest of those. A rank that only failed because another one had left the collective is a
+*consequence*: one line, never the headline.
 """
 
 import sys
@@ -53,7 +55,8 @@ FIELDS = (
 
 
 def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestReport]:
-    """The reports of a test that ran on ranks, in the order of their phases; its warnings are given to pytest.
+    """The reports of a test that ran on ranks, in the order of their phases; its warnings are given
+    to pytest.
 
     Reports of subtests stand before the report of the call, as pytest has them.
     """
@@ -70,8 +73,8 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
             "backend": found.backend,
         }
         merged[-1].gt_facts = [{"kind": "world", **world}]  # type: ignore[attr-defined]
-    # What every rank reports for the page of the run, not only the rank whose report is shown. Read before the parent
-    # judges: what it finds is added to one of these reports.
+    # What every rank reports for the page of the run, not only the rank whose report is shown. Read
+    # before the parent judges: what it finds is added to one of these reports.
     shown = {rank: select_shown(facts) for rank, facts in _claims(reports, "gt_facts").items()}
     objections = _judge(item, merged, merge)
     _tell_left_behind(item, outcome, merged)
@@ -119,7 +122,8 @@ def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
 def _rank_reports(
     item: pytest.Item, answer: wire.ItemDone
 ) -> tuple[RankReports, list[pytest.TestReport], Counter[str]]:
-    """One report a phase, the reports of subtests, and how many claims of the call came with these, by attribute.
+    """One report a phase, the reports of subtests, and how many claims of the call came with these,
+    by attribute.
 
     The first subtest that failed stands for the call.
     """
@@ -149,10 +153,11 @@ def _rank_reports(
 
 
 def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") -> set[str | None]:
-    """Let the parent compare what the ranks claim, phase by phase, up to the first phase that failed.
+    """Let the parent compare what the ranks claim, phase by phase, up to the first phase that
+    failed.
 
-    A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises before that.
-    Returns the phases with objections.
+    A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises
+    before that. Returns the phases with objections.
     """
     in_subtests = merge.in_subtests
     early = [rank for rank, result in merge.results.items() if result in ("xfailed", "skipped")]
@@ -195,7 +200,8 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], merge: "_Merge") 
 
 
 def _xfail_of(by_rank: Iterable[Iterable[pytest.TestReport]]) -> Xfail | None:
-    """Return the xfail mark that held in all these reports, with what it expects in each; None if one had none.
+    """Return the xfail mark that held in all these reports, with what it expects in each; None if
+    one had none.
 
     A test may add the mark while it runs, so it holds from some phase on.
     """
@@ -238,7 +244,9 @@ def _claims(
 def _tell_left_behind(
     item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]
 ) -> None:
-    """Add what the ranks say was left to the last of the merged reports, as ``--gt-leaked-resources`` has it."""
+    """Add what the ranks say was left to the last of the merged reports, as
+    ``--gt-leaked-resources`` has it.
+    """
     left = dict.fromkeys(what for answer in outcome.done.values() for what in answer.left)
     reaction = options.get(item.config, "leaked-resources") if left else "ignore"
     if reaction == "ignore":
@@ -281,9 +289,9 @@ def result_of(reports: RankReports) -> str:
 def shown_rank(results: Mapping[int, str]) -> int | None:
     """Return the rank whose reports stand for those of all; None if the ranks do not agree.
 
-    Not for failures, which win over all, but for those that are mere consequences. An expected failure on one rank is
-    one of the test: the others may have had no part in it. A skip must be agreed, or what some ranks did not check
-    would look like a check.
+    Not for failures, which win over all, but for those that are mere consequences. An expected
+    failure on one rank is one of the test: the others may have had no part in it. A skip must be
+    agreed, or what some ranks did not check would look like a check.
 
     >>> shown_rank({0: "passed", 1: "xpassed"}), shown_rank({0: "passed", 1: "xfailed"})
     (1, 1)
@@ -318,7 +326,9 @@ class _Event(NamedTuple):
 
 
 class _Merge:
-    """The reports of a test that ran on ranks, in the order of their phases, from those of each rank."""
+    """The reports of a test that ran on ranks, in the order of their phases, from those of each
+    rank.
+    """
 
     def __init__(
         self,
@@ -382,7 +392,9 @@ class _Merge:
         return found
 
     def subtest_reports(self) -> list[pytest.TestReport]:
-        """A report for each subtest, for pytest to count; not of one that is a rank's failure of the call."""
+        """A report for each subtest, for pytest to count; not of one that is a rank's failure of
+        the call.
+        """
         first_failures = []
         for reports in self.subtests.values():
             first_failures += [id(report) for report in reports if report.failed][:1]
@@ -406,7 +418,8 @@ class _Merge:
     def _failures(self) -> Iterable[_Event]:
         """The failed phases of ranks; what a rank told while it ran is about the first.
 
-        A phase that only lost its collective is none, but a later one of that rank may fail by itself.
+        A phase that only lost its collective is none, but a later one of that rank may fail by
+        itself.
         """
         for rank, result in self.results.items():
             first = told = self.outcome.raised.get(rank)
@@ -425,7 +438,9 @@ class _Merge:
                 yield _Event(time, rank, phase, self._summary(rank), origin, report)
 
     def _not_reported(self) -> Iterable[_Event]:
-        """Ranks that are through with the test and have no report of a phase, because a hook took it away."""
+        """Ranks that are through with the test and have no report of a phase, because a hook took
+        it away.
+        """
         for rank, answer in self.outcome.done.items():
             phases = self.by_rank.get(rank, {})
             needed = (

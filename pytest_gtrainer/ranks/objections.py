@@ -1,8 +1,10 @@
-"""Judge in the parent what the ranks of a test only claimed: goldens, inline expectations, control runs.
+"""Judge in the parent what the ranks of a test only claimed: goldens, inline expectations, control
+runs.
 
-A test without ranks raises where such a check fails, and pytest decides by the test's marks what that means. On ranks
-nothing was raised: an *objection* is the failure that the test would have raised. ``conclude`` is the only code that
-changes the outcome of a report after its ranks gave it, and follows the rule of pytest's xfail.
+A test without ranks raises where such a check fails, and pytest decides by the test's marks what
+that means. On ranks nothing was raised: an *objection* is the failure that the test would have
+raised. ``conclude`` is the only code that changes the outcome of a report after its ranks gave it,
+and follows the rule of pytest's xfail.
 """
 
 import re
@@ -50,9 +52,11 @@ def _errors() -> dict[str, type[BaseException]]:
 
 
 def xfail_of(item: pytest.Item) -> Xfail | None:
-    """Return the xfail mark that holds for a test of this process, as its rank sends it with each report.
+    """Return the xfail mark that holds for a test of this process, as its rank sends it with each
+    report.
 
-    The parent cannot evaluate the mark: a condition may depend on the rank, and a test may add the mark while it runs.
+    The parent cannot evaluate the mark: a condition may depend on the rank, and a test may add the
+    mark while it runs.
     """
     mark = active_xfail(item)
     if mark is None:
@@ -84,7 +88,8 @@ def objections_of(
 
     Args:
         claims: by the attribute of the reports that carries them.
-        ended_early: the ranks that skipped, or failed as expected. They may not have reached every check.
+        ended_early: the ranks that skipped, or failed as expected. They may not have reached every
+            check.
         report: gets the facts of the comparison.
     """
     found = []
@@ -160,8 +165,8 @@ def conclude(
 ) -> None:
     """Change the outcome of a report to what pytest gives a test that raises ``objections``.
 
-    A report that failed must not keep ``wasxfail``: pytest would print a failure, and neither count it for the exit
-    status nor write it to the JUnit file.
+    A report that failed must not keep ``wasxfail``: pytest would print a failure, and neither count
+    it for the exit status nor write it to the JUnit file.
     """
     if not objections:
         return

@@ -1,4 +1,6 @@
-"""Dispatch of tests to real ranks, from the process that owns the tests; and their world as a test sees it."""
+"""Dispatch of tests to real ranks, from the process that owns the tests; and their world as a test
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.marker import id_of, valid_spec_of
 
-# here, not where they are used first: a pytest run in this process (``pytester``) forgets the modules that it
-# imported, and messages are told by their classes
+# here, not where they are used first: a pytest run in this process (``pytester``) forgets the
+# modules that it imported, and messages are told by their classes
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
@@ -38,7 +40,9 @@ def is_rank(config: pytest.Config) -> bool:
 
 
 def follow(config: pytest.Config) -> int | None:
-    """Stand in for pytest's own main loop in a rank of torchrun that follows; None where there is nothing to follow."""
+    """Stand in for pytest's own main loop in a rank of torchrun that follows; None where there is
+    nothing to follow.
+    """
     launch = devices.launch_of(config)
     if launch is None or launch.leads:
         return None
@@ -62,7 +66,9 @@ def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
 
 
 def ranks_spec(item: pytest.Item) -> WorldSpec | None:
-    """The spec of a test that wants to be run by ranks; None for any other, an invalid one included."""
+    """The spec of a test that wants to be run by ranks; None for any other, an invalid one
+    included.
+    """
     spec, stays = valid_spec_of(item), "gt_ranks" in getattr(item, "fixturenames", ())
     return spec if spec is not None and spec.kind == "ranks" and not stays else None
 
@@ -137,7 +143,9 @@ class RanksPlugin:
                 raise pytest.UsageError(str(error)) from error
 
     def pytest_report_header(self) -> str | None:
-        """With workers, which alone collect, the line comes before it is known whether anybody needs ranks."""
+        """With workers, which alone collect, the line comes before it is known whether anybody
+        needs ranks.
+        """
         if self.config.getoption("tx", None) and not hasattr(self.config, "workerinput"):
             return f"gtrainer: {devices.resolve(self.config)}, shared by the workers"
         return None
@@ -147,7 +155,9 @@ class RanksPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
+        """Skip what there are no devices for; such a test is not dispatched, so its setup comes
+        here.
+        """
         spec = valid_spec_of(item)
         if spec is None or (spec.kind, spec.device) != ("fake", "cuda"):
             spec = ranks_spec(item)
@@ -172,7 +182,9 @@ class RanksPlugin:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on ranks."""
+        """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on
+        ranks.
+        """
         if (spec := self._spec_on_ranks(item)) is None:
             return None
         hooks = item.ihook
@@ -197,8 +209,8 @@ class RanksPlugin:
             nextitem = (
                 None  # as for pytest: else what a teardown of wider scope raises has no report
             )
-        # What earlier tests have set up in this process, and the next one does not share: if that fails,
-        # it must be told before the last report, with which goldens are written.
+        # What earlier tests have set up in this process, and the next one does not share: if that
+        # fails, it must be told before the last report, with which goldens are written.
         call = pytest.CallInfo.from_call(
             lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE
         )
@@ -257,7 +269,9 @@ class RanksPlugin:
         return spec if missing(spec, devices.resolve(self.config)) is None else None
 
     def _be_a_rank(self) -> None:
-        """The next test begins, as on a rank: its world is up before its fixtures, and every test has one seed."""
+        """The next test begins, as on a rank: its world is up before its fixtures, and every test
+        has one seed.
+        """
         import torch.distributed as dist
 
         from pytest_gtrainer.numerics.determinism import seed_everything
@@ -310,7 +324,9 @@ class RanksPlugin:
     def _next_on_ranks(
         self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
     ) -> pytest.Item | None:
-        """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""
+        """The next test on as many ranks: what it shares stays set up. Under xdist only the very
+        next one is known.
+        """
         items = item.session.items
         if hasattr(self.config, "workerinput"):
             items = [item, nextitem] if nextitem is not None else []
@@ -327,8 +343,8 @@ class RanksPlugin:
             return (yield)
         finally:
             for nodeid, problem in self._close():
-                # The test has ended. One more report of it is what all who count failures heed: the exit status,
-                # the summary, the JUnit file, the page and --lf.
+                # The test has ended. One more report of it is what all who count failures heed: the
+                # exit status, the summary, the JUnit file, the page and --lf.
                 if hasattr(self.config, "workerinput") and self._last_test != nodeid:
                     # xdist takes reports of the last test of a worker only
                     nodeid, problem = self._last_test, f"after {nodeid}, {problem}"
@@ -345,7 +361,9 @@ class RanksPlugin:
             self._nodes.end(int(self._session.exitstatus))
 
     def _close(self) -> list[tuple[str, str]]:
-        """End all ranks. Returns what went wrong in that, each with the last test that the rank ran."""
+        """End all ranks. Returns what went wrong in that, each with the last test that the rank
+        ran.
+        """
         pool, self._pool = self._pool, None
         if pool is None:
             return []
@@ -356,7 +374,9 @@ class RanksPlugin:
 def _explain_examples(
     item: pytest.Item, outcome: RanksOutcome, reports: Sequence[pytest.TestReport]
 ) -> None:
-    """Add to a failed test of hypothesis that its ranks may have run different examples, if only some failed."""
+    """Add to a failed test of hypothesis that its ranks may have run different examples, if only
+    some failed.
+    """
     failed = next((report for report in reports if report.failed and report.when == "call"), None)
     if failed is None or not hasattr(getattr(item, "obj", None), "hypothesis"):
         return

@@ -1,7 +1,9 @@
-"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes, on devices that others want.
+"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes, on
+devices that others want.
 
-A lease on CPU slots lasts one test. A lease on GPUs lasts as long as the ranks that have a context on them; it is given
-up, and the ranks with it, as soon as another process waits and no test runs here.
+A lease on CPU slots lasts one test. A lease on GPUs lasts as long as the ranks that have a context
+on them; it is given up, and the ranks with it, as soon as another process waits and no test runs
+here.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
-    "torch._dynamo",  # tracing and every optimiser import it at their first use: once here, or once in each rank
-    "hypothesis",  # where it is installed: its settings must be in place before a test file imports it
+    # tracing and every optimiser import it at their first use: once here, or once in each rank
+    "torch._dynamo",
+    # where it is installed: its settings must be in place before a test file imports it
+    "hypothesis",
     "pytest_gtrainer.plugin",
     "pytest_gtrainer.ranks.inside.rank",
 )
@@ -52,7 +56,9 @@ TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device
 
 
 class Pool:
-    """Hands out teams; one forkserver per pytest process, started when first needed; under torchrun with ``nodes``."""
+    """Hands out teams; one forkserver per pytest process, started when first needed; under torchrun
+    with ``nodes``.
+    """
 
     def __init__(self, config: pytest.Config, nodes: Nodes | None = None) -> None:
         self._config, self._nodes = config, nodes
@@ -73,9 +79,11 @@ class Pool:
         *,
         fresh: bool = False,
     ) -> RanksOutcome:
-        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it cannot start.
+        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it
+        cannot start.
 
-        ``fresh`` ends the warm ranks of that size before, so that nothing of an earlier test is left in them.
+        ``fresh`` ends the warm ranks of that size before, so that nothing of an earlier test is
+        left in them.
         """
         if self._sharing is None:
             self._sharing = sharing_of(self._config, self._stop_teams)
@@ -109,7 +117,9 @@ class Pool:
             self._server = None
 
     def _team(self, size: int, environ: Mapping[str, str], start_limit: float) -> Team:
-        """A team of ``size`` ranks in that environment, started within so many seconds if there is none."""
+        """A team of ``size`` ranks in that environment, started within so many seconds if there is
+        none.
+        """
         found = devices.resolve(self._config)
         key = (size, found.kind, frozenset(environ.items()))
         team = self._teams.pop(key, None)
@@ -166,7 +176,8 @@ class Pool:
         if self._server is None:
             installed = (plugin for plugin, _ in self._config.pluginmanager.list_plugin_distinfo())
             plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
-            # what tests have imported here of torch and of ours, test files will import again in every rank
+            # what tests have imported here of torch and of ours, test files will import again in
+            # every rank
             seen = [
                 name
                 for name in sys.modules
@@ -186,7 +197,9 @@ class Pool:
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:
-    """The environment that ranks start with: the caller's, but for what pytest says of its present test."""
+    """The environment that ranks start with: the caller's, but for what pytest says of its present
+    test.
+    """
     environ = lasting_environment()
     environ.pop("PYTEST_CURRENT_TEST", None)
     if devices.resolve(config).kind == "cuda":
@@ -196,7 +209,9 @@ def rank_environment(config: pytest.Config) -> dict[str, str]:
 
 
 def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
-    """``config.workerinput`` of ranks but for their rank: the keys of xdist, the seed of pytest-randomly, ours."""
+    """``config.workerinput`` of ranks but for their rank: the keys of xdist, the seed of
+    pytest-randomly, ours.
+    """
     outer, found = getattr(config, "workerinput", {}), devices.resolve(config)
     content = {
         "workerid": outer.get("workerid", "ranks"),
@@ -217,7 +232,9 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
 
 
 def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing:
-    """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs are given back."""
+    """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs
+    are given back.
+    """
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
     say = functools.partial(tell, config)
     if devices.launch_of(config) is not None:
@@ -237,7 +254,9 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
 
 
 class Sharing:
-    """Devices leased for a test by ``acquire``, for so many ranks; by default there is nothing to lease."""
+    """Devices leased for a test by ``acquire``, for so many ranks; by default there is nothing to
+    lease.
+    """
 
     def __init__(
         self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)
@@ -262,7 +281,9 @@ class Sharing:
 
 
 class GpuSharing(Sharing):
-    """GPUs, kept between tests until another process waits for them, which a thread looks for while no test runs."""
+    """GPUs, kept between tests until another process waits for them, which a thread looks for while
+    no test runs.
+    """
 
     def __init__(
         self,
@@ -283,7 +304,8 @@ class GpuSharing(Sharing):
     def for_test(self, size: int, holder: str) -> Iterator[None]:
         with self._in_use:
             if self._lease is None or len(self._lease.slots) < size:
-                self._give_up()  # a process that holds some while it waits for more can wait for ever
+                # a process that holds some while it waits for more can wait for ever
+                self._give_up()
                 self._lease = self._acquire(size, holder)
             if self._watcher is None:
                 self._watcher = threading.Thread(

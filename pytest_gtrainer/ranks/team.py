@@ -1,4 +1,6 @@
-"""Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world, warm between tests."""
+"""Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world,
+warm between tests.
+"""
 
 import contextlib
 import fcntl
@@ -60,7 +62,9 @@ class RanksError(Exception):
 
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Those of the files that can be read, or have come to their end; waits for the first, an hour at most."""
+    """Those of the files that can be read, or have come to their end; waits for the first, an hour
+    at most.
+    """
     poll = (
         select.poll()
     )  # multiprocessing's wait makes a selector each time, which costs more than all else in a test
@@ -77,7 +81,9 @@ def is_stopped(pid: int) -> bool:
 
 
 class ForkServer:
-    """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all that they write."""
+    """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all
+    that they write.
+    """
 
     def __init__(
         self, modules: list[str], preload: Sequence[str] = (), *, live_output: bool
@@ -107,15 +113,18 @@ class ForkServer:
                     **dict.fromkeys(_POOLS, "1"),
                     FOLDER_VARIABLE: str(self.folder),
                 },
-                # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
-                # its cores by session: gloo's threads then waited for the parent's.
+                # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux
+                # shares the time of its cores by session: gloo's threads then waited for the
+                # parent's.
                 process_group=0,
             )
         self.conn = Connection(ours.detach())
         self.fd = self.conn.fileno()
 
     def _log(self) -> str:
-        """Return why the forkserver is of no use: the module of the user that it was importing, and what it wrote."""
+        """Return why the forkserver is of no use: the module of the user that it was importing, and
+        what it wrote.
+        """
         text = module = ""
         with contextlib.suppress(OSError):
             text = (self.folder / "forkserver.log").read_text(errors="replace")[-4000:]
@@ -134,7 +143,9 @@ class ForkServer:
         return text or "it ended without a word"
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
-        """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the forkserver wrote."""
+        """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the
+        forkserver wrote.
+        """
         if not self._ready:
             message: object = None  # it says nothing if it ends as it starts
             with contextlib.suppress(EOFError, OSError):
@@ -188,7 +199,9 @@ class ForkServer:
             self._kill_left_behind()
 
     def _kill_left_behind(self) -> None:
-        """End what ranks had started, as the forkserver would: it is gone, and they know its folder by a variable."""
+        """End what ranks had started, as the forkserver would: it is gone, and they know its folder
+        by a variable.
+        """
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(
@@ -234,9 +247,11 @@ class ForkServer:
 def lock_folder(folder: Path) -> int:
     """Lock a new folder of ours and return the locked file.
 
-    The lock is held until this process and its forkserver, which inherits the file, have ended, however they end.
+    The lock is held until this process and its forkserver, which inherits the file, have ended,
+    however they end.
     """
-    # Another run may sweep at this moment, and takes an unlocked file of that name for one whose owner is dead.
+    # Another run may sweep at this moment, and takes an unlocked file of that name for one whose
+    # owner is dead.
     unnamed = folder / f"{OWNER_LOCK}.new"
     owner = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(owner, fcntl.LOCK_SH)
@@ -247,7 +262,8 @@ def lock_folder(folder: Path) -> int:
 def sweep_folders_of_killed_runs(temporary: Path) -> None:
     """Remove our folders below ``temporary`` whose run and forkserver have both been killed.
 
-    A folder belongs to a live run while somebody holds the lock in it. One without a lock file is not touched.
+    A folder belongs to a live run while somebody holds the lock in it. One without a lock file is
+    not touched.
     """
     for lock in temporary.glob(f"{FOLDER_PREFIX}*/{OWNER_LOCK}"):
         with (
@@ -267,7 +283,9 @@ class _RankProcess:
 
 
 class Part(Protocol):
-    """A team's ranks on one machine. ``files`` are readable when ranks have news; ``take`` gives None of dead ones."""
+    """A team's ranks on one machine. ``files`` are readable when ranks have news; ``take`` gives
+    None of dead ones.
+    """
 
     ranks: range
 
@@ -282,7 +300,9 @@ class Part(Protocol):
 
 
 class LocalRanks:
-    """The ranks of a team that run on this machine: forked as ``plan`` says, they differ only in their rank."""
+    """The ranks of a team that run on this machine: forked as ``plan`` says, they differ only in
+    their rank.
+    """
 
     def __init__(self, server: ForkServer, plan: wire.RankSetup) -> None:
         self.ranks = plan.ranks
@@ -313,7 +333,9 @@ class LocalRanks:
         return [self._server.fd, *(self._processes[rank].channel.fileno() for rank in ranks)]
 
     def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
-        """Waits for no rest of a message: its rank may have been stopped, or have died and left the pipe to a child."""
+        """Waits for no rest of a message: its rank may have been stopped, or have died and left the
+        pipe to a child.
+        """
         if self._server.fd in ready:
             self._server.pump()
         heard: dict[int, object] = {}
@@ -357,7 +379,8 @@ class LocalRanks:
         """Return what a rank has written to files in the present phase, captured or not."""
         process = self._processes[rank]
         texts = [_read(file) for file in process.captured]
-        # Before its first word, it has not said which files pytest captures its output in: its streams lead there.
+        # Before its first word, it has not said which files pytest captures its output in: its
+        # streams lead there.
         for fd in (1, 2) if not process.captured else ():
             with contextlib.suppress(OSError), open(f"/proc/{process.pid}/fd/{fd}", "rb") as file:
                 if (
@@ -406,7 +429,9 @@ class LocalRanks:
 
 
 class Team:
-    """The ranks of one world, a part on each machine; they meet at one of the ``stores`` for each group they make."""
+    """The ranks of one world, a part on each machine; they meet at one of the ``stores`` for each
+    group they make.
+    """
 
     def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
         self.size, self.alive, self.busy, self.used = size, True, False, False
@@ -414,7 +439,9 @@ class Team:
         self._parts, self._stores = parts, stores
 
     def wait_until_up(self, limit: float = START_LIMIT) -> None:
-        """Wait for the first word of every rank; RanksError if they could not be started within ``limit`` seconds."""
+        """Wait for the first word of every rank; RanksError if they could not be started within
+        ``limit`` seconds.
+        """
         end, missing = time.monotonic() + limit, set(range(self.size))
         try:
             while missing:
@@ -435,7 +462,9 @@ class Team:
             raise
 
     def _not_ready(self, missing: set[int], limit: float) -> str:
-        """Say where each rank is that does not start: plugins and conftest files run there before the first test."""
+        """Say where each rank is that does not start: plugins and conftest files run there before
+        the first test.
+        """
         stacks, outputs = self.stacks(missing, kind="dump"), self.stacks(missing, kind="output")
         lines = []
         for rank in sorted(missing):
@@ -478,7 +507,8 @@ class Team:
         return next(part for part in self._parts if rank in part.ranks)
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
-        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not.
+        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that
+        does not.
 
         "output" is what they have written; of a rank that does not answer, in the present phase.
         """
@@ -518,7 +548,9 @@ class Team:
         return not missing
 
     def stop(self) -> list[str]:
-        """End the ranks: politely if they are idle. Returns what went wrong as their sessions ended."""
+        """End the ranks: politely if they are idle. Returns what went wrong as their sessions
+        ended.
+        """
         if not self.alive or self.busy:
             self.kill()
             return []
@@ -533,7 +565,9 @@ class Team:
         return [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(said).items()]
 
     def _last_words(self, limit: float) -> list[tuple[int, str]]:
-        """What each rank says that was asked to stop, or how it ended instead; with no ``limit`` only the latter."""
+        """What each rank says that was asked to stop, or how it ended instead; with no ``limit``
+        only the latter.
+        """
         said = []
         end, missing = time.monotonic() + limit, set(range(self.size))
         while missing:

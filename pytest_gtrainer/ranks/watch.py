@@ -1,9 +1,11 @@
-"""Runs one command on a team within limits, so that no fault of a rank makes the others wait; and what came of it.
+"""Runs one command on a team within limits, so that no fault of a rank makes the others wait; and
+what came of it.
 
-While nothing is wrong, wait for every rank's answer, up to the limit. When a rank has raised or died, the others may be
-blocked in a collective with it. So after a moment the ranks that are through destroy their groups, which makes the
-blocked ones raise; a rank that is still stuck a while later gives its stack, and the whole team is killed. When all
-that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``answers``.
+While nothing is wrong, wait for every rank's answer, up to the limit. When a rank has raised or
+died, the others may be blocked in a collective with it. So after a moment the ranks that are
+through destroy their groups, which makes the blocked ones raise; a rank that is still stuck a while
+later gives its stack, and the whole team is killed. When all that have not ended wait in
+collectives, twice in a row in the same, their calls are compared: see ``answers``.
 """
 
 import contextlib
@@ -27,18 +29,22 @@ UNBLOCK_AFTER = (
 )
 STUCK_AFTER = 1.0  # a blocked rank raises within milliseconds once its peers are gone
 BUSY_LIMIT = 8.0  # a rank that computes, or formats a traceback through torch, may take longer
-# See whether the ranks that have not ended wait: every so often, soon after one has ended, less often in long tests.
+# See whether the ranks that have not ended wait: every so often, soon after one has ended, less
+# often in long tests.
 LOOK_EVERY = 1.0
 LOOK_SOON = 0.5
 LOOK_RARELY = 5.0
-# A wait that is no recorded collective, in a receive for one, is for nobody if all the others have been idle so long.
+# A wait that is no recorded collective, in a receive for one, is for nobody if all the others have
+# been idle so long.
 IDLE_LIMIT = 8.0
 TELL_EVERY = 60.0  # a test that takes long says where its ranks are
 
 
 @contextlib.contextmanager
 def stopped_clock() -> Iterator[None]:
-    """Stop the clock of a time limit by SIGALRM meanwhile: pytest-timeout's, where a thread does not keep it."""
+    """Stop the clock of a time limit by SIGALRM meanwhile: pytest-timeout's, where a thread does
+    not keep it.
+    """
     left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield
@@ -57,7 +63,9 @@ def tell(config: pytest.Config, text: str) -> None:
 
 
 class Console:
-    """The terminal while one test, the ``holder``, is on ranks; with ``post_mortem`` failing ranks ask for it."""
+    """The terminal while one test, the ``holder``, is on ranks; with ``post_mortem`` failing ranks
+    ask for it.
+    """
 
     def __init__(self, config: pytest.Config, holder: str) -> None:
         self.config, self.holder, self.post_mortem = config, holder, config.getoption("usepdb")
@@ -67,7 +75,9 @@ class Console:
         tell(self.config, f"{self.holder} {text}")
 
     def lend(self, rank: int, prompt: wire.AtPrompt, is_here: bool) -> wire.Terminal:
-        """The terminal for a rank of this node; nothing if another rank is to be debugged, or has failed before."""
+        """The terminal for a rank of this node; nothing if another rank is to be debugged, or has
+        failed before.
+        """
         chosen = options.get(self.config, "pdb-rank")
         if (chosen is not None and chosen != rank) or (
             prompt.failure is not None and self._has_lent
@@ -151,7 +161,9 @@ class RanksOutcome:
         }
 
     def disagreement(self) -> str | None:
-        """How ranks whose groups are intact differ in the collectives they issued; None if they do not."""
+        """How ranks whose groups are intact differ in the collectives they issued; None if they do
+        not.
+        """
         states = {
             rank: answer.state for rank, answer in self.answers.items() if answer.state.intact
         }
@@ -189,7 +201,9 @@ class RanksOutcome:
         )
 
     def failed_at(self, rank: int) -> float:
-        """When the first rank raised that failed like this one within moments: which of them was first is luck."""
+        """When the first rank raised that failed like this one within moments: which of them was
+        first is luck.
+        """
         own = self.raised[rank]
         alike = (told.time for told in self.raised.values() if told.is_like(own))
         return min(
@@ -367,7 +381,8 @@ class _Watch:
             {rank for rank, stack in stacks.items() if answers.waiting_in(stack)},
         )
         self.next_look = now + LOOK_EVERY
-        # nothing will free the pending ranks: all wait, or those who left did not free the ones that have not raised
+        # nothing will free the pending ranks: all wait, or those who left did not free the ones
+        # that have not raised
         is_late = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
         all_wait = waiting == self.pending and (is_late or self.freed_at is None)
         is_stuck = all_wait or (
@@ -414,7 +429,9 @@ class _Watch:
         )
 
     def _blame_differing(self) -> None:
-        """Where collectives have raised, see whether one differed: the first to raise may be innocent."""
+        """Where collectives have raised, see whether one differed: the first to raise may be
+        innocent.
+        """
         raised, incidents = self.outcome.raised.values(), self.outcome.incidents
         died_of_it = [
             any("gloo::Enforce" in text for _, text in incident.details) for incident in incidents
@@ -449,7 +466,9 @@ class _Watch:
         self.team.kill()
 
     def finish(self) -> None:
-        """Say what only comparing tells; take the confirmations of ranks that left, so that the next test does not."""
+        """Say what only comparing tells; take the confirmations of ranks that left, so that the
+        next test does not.
+        """
         outcome = self.outcome
         outcome.spent = time.monotonic() - self.started
         if outcome.unblocked_at is None and not outcome.killed and not outcome.incidents:

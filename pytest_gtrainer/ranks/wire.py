@@ -1,9 +1,11 @@
-"""What the processes of a world tell each other, and the pipes that carry it; each message is pickled by itself.
+"""What the processes of a world tell each other, and the pipes that carry it; each message is
+pickled by itself.
 
-Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that forks ranks for it;
-a *rank* is one process of a world. A rank answers a command that has no result by sending the command back. In order:
-parent and forkserver, parent to rank, rank to parent, rank 0 to another process under torchrun, the channel of a rank.
-Between machines nothing is pickled but what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
+Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that
+forks ranks for it; a *rank* is one process of a world. A rank answers a command that has no result
+by sending the command back. In order: parent and forkserver, parent to rank, rank to parent, rank 0
+to another process under torchrun, the channel of a rank. Between machines nothing is pickled but
+what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
 """
 
 import os
@@ -15,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end of its channel."""
+    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end
+    of its channel.
+    """
 
     size: int
     ranks: range  # those of the team on this machine
@@ -66,7 +70,9 @@ class ItemRef(NamedTuple):
 
 
 class RunItem(NamedTuple):
-    """Run one test, which the parent has found at ``location``; what it shares with ``next_item`` stays set up."""
+    """Run one test, which the parent has found at ``location``; what it shares with ``next_item``
+    stays set up.
+    """
 
     item: ItemRef
     next_item: ItemRef | None
@@ -81,22 +87,27 @@ class CallFunction(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Destroy the process groups, so that ranks blocked in a collective with this one raise; destroy what the test has
-    made beside the default one; or tear down what is still set up, and end."""
+    """Destroy the process groups, so that ranks blocked in a collective with this one raise;
+    destroy what the test has made beside the default one; or tear down what is still set up, and
+    end.
+    """
 
     what: Literal["leave group", "drop subgroups", "stop"]
 
 
 class JoinGroup(NamedTuple):
-    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``: a file, or, without a
-    leading slash, a place in torchrun's store."""
+    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``: a
+    file, or, without a leading slash, a place in torchrun's store.
+    """
 
     store: str
     size: int
 
 
 class Terminal(NamedTuple):
-    """The terminal that a rank may use, until it says ``PromptOver``; without one it goes on, or says the refusal."""
+    """The terminal that a rank may use, until it says ``PromptOver``; without one it goes on, or
+    says the refusal.
+    """
 
     path: str | None = None
     refusal: str | None = None
@@ -120,7 +131,8 @@ class GroupState(NamedTuple):
 GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]
 """What a command has left of the ranks' process group, the worse the later.
 
-Ranks made groups beside it, issued different collectives on it, or left it; all ranks were ended, or one has died.
+Ranks made groups beside it, issued different collectives on it, or left it; all ranks were ended,
+or one has died.
 """
 
 
@@ -140,7 +152,9 @@ class Raised(NamedTuple):
     in_subtest: bool = False  # the test goes on
 
     def is_like(self, other: "Raised") -> bool:
-        """Whether both failed at one place by one type; values may differ from rank to rank, words of gloo may not."""
+        """Whether both failed at one place by one type; values may differ from rank to rank, words
+        of gloo may not.
+        """
         said = [
             each.summary if self.waiting_in else each.summary.partition(":")[0]
             for each in (self, other)
@@ -161,7 +175,9 @@ class WarningRecord(NamedTuple):
 
 
 class AtPrompt(NamedTuple):
-    """A rank has come to a breakpoint, or has failed: ``failure`` is its traceback. ``Terminal`` answers."""
+    """A rank has come to a breakpoint, or has failed: ``failure`` is its traceback. ``Terminal``
+    answers.
+    """
 
     failure: str | None = None
 
@@ -191,7 +207,9 @@ class CallDone(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The rank has ended its session, and what failed in that: hooks, fixtures that were still set up."""
+    """The rank has ended its session, and what failed in that: hooks, fixtures that were still set
+    up.
+    """
 
     problems: tuple[str, ...] = ()
 
@@ -204,7 +222,9 @@ class Ended(NamedTuple):
 
 
 class StartTeam(NamedTuple):
-    """Fork this node's ranks of a team of ``size``, called by the place where they meet; each answers ``Started``."""
+    """Fork this node's ranks of a team of ``size``, called by the place where they meet; each
+    answers ``Started``.
+    """
 
     team: str
     size: int
@@ -238,10 +258,12 @@ _AT_ONCE = 2**16
 
 
 class Channel:
-    """One end of two pipes between the parent and a rank: messages of any length in both directions, as bytes.
+    """One end of two pipes between the parent and a rank: messages of any length in both
+    directions, as bytes.
 
-    A process that waits to read from a socket is woken, for nothing, each time that the other side has read from it:
-    every rank once more in every test. A ``multiprocessing.connection.Connection`` costs a second read, for the length.
+    A process that waits to read from a socket is woken, for nothing, each time that the other side
+    has read from it: every rank once more in every test. A
+    ``multiprocessing.connection.Connection`` costs a second read, for the length.
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
@@ -253,7 +275,9 @@ class Channel:
         return self._incoming
 
     def has_message(self) -> bool:
-        """Whether a message has been read already, with the one before: the file says nothing of it any more."""
+        """Whether a message has been read already, with the one before: the file says nothing of it
+        any more.
+        """
         return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
 
     def send(self, message: bytes) -> None:
@@ -263,7 +287,9 @@ class Channel:
             rest = rest[os.write(self._outgoing, rest) :]
 
     def receive(self) -> bytes:
-        """The next message; waits for it. EOFError if the other end is closed, and there is no whole one any more."""
+        """The next message; waits for it. EOFError if the other end is closed, and there is no
+        whole one any more.
+        """
         while not self.has_message():
             self.read()
         end = self._end()
@@ -272,7 +298,9 @@ class Channel:
         return message
 
     def read(self) -> None:
-        """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if the end is closed."""
+        """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if
+        the end is closed.
+        """
         if not (some := os.read(self._incoming, _AT_ONCE)):
             raise EOFError
         self._read += some

@@ -1,4 +1,6 @@
-"""pdb in a rank: at the terminal of the run, which ranks have in turns, while the others and the clock are held."""
+"""pdb in a rank: at the terminal of the run, which ranks have in turns, while the others and the
+clock are held.
+"""
 
 import pdb
 import sys
@@ -14,7 +16,9 @@ from pytest_gtrainer.ranks import wire
 
 
 class RankPdb(pdb.Pdb):
-    """pdb that asks for the terminal; pytest makes one a ``breakpoint()``, so what they share stands in the class."""
+    """pdb that asks for the terminal; pytest makes one a ``breakpoint()``, so what they share
+    stands in the class.
+    """
 
     rank = 0
     ask: Callable[[wire.AtPrompt], wire.Terminal]
@@ -70,7 +74,9 @@ def connect(
     leave: Callable[[], object],
     session: pytest.Session,
 ) -> None:
-    """Let ``breakpoint``, ``--trace``, ``--pdb`` and ``dist.breakpoint`` of this rank enter ``RankPdb``."""
+    """Let ``breakpoint``, ``--trace``, ``--pdb`` and ``dist.breakpoint`` of this rank enter
+    ``RankPdb``.
+    """
     RankPdb.rank, RankPdb.ask, RankPdb.leave = rank, staticmethod(ask), staticmethod(leave)
     session.config.option.usepdb_cls = (__name__, RankPdb.__name__)
     if session.config.workerinput["gt_pdb"]:  # type: ignore[attr-defined]
@@ -79,7 +85,9 @@ def connect(
     passed: Counter[object] = Counter()
 
     def on_one_rank(rank: int = 0, skip: int = 0, timeout_s: float | None = None) -> None:
-        """Stop on one rank, as torch's does, not at the first ``skip`` calls; the others wait for it, without limit."""
+        """Stop on one rank, as torch's does, not at the first ``skip`` calls; the others wait for
+        it, without limit.
+        """
         frame = sys._getframe(1)
         passed[frame.f_code, frame.f_lineno] += 1
         if passed[frame.f_code, frame.f_lineno] > skip:
@@ -95,8 +103,9 @@ def connect(
                     sys.settrace(debugger.trace_dispatch)
             dist.barrier()
 
-    # Torch's opens /dev/stdin, which a rank has not, and asks nobody which debugger to enter: there is no other way in.
-    # In ranks alone, which are no user's process; put back when the session of the rank ends.
+    # Torch's opens /dev/stdin, which a rank has not, and asks nobody which debugger to enter: there
+    # is no other way in. In ranks alone, which are no user's process; put back when the session of
+    # the rank ends.
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "breakpoint", on_one_rank, raising=False)
     session.config.add_cleanup(patch.undo)

@@ -1,4 +1,6 @@
-"""A rank: its process groups, kept warm between tests, and the loop that takes commands, obeys and answers."""
+"""A rank: its process groups, kept warm between tests, and the loop that takes commands, obeys and
+answers.
+"""
 
 import _thread
 import contextlib
@@ -50,7 +52,8 @@ COLLECTIVE_LIMIT = timedelta(
 
 MEMORY_TOLERANCE = 2**20
 
-# How torch, and this package, name a process group that does not exist. "group 145" alone may be a group of parameters.
+# How torch, and this package, name a process group that does not exist. "group 145" alone may be a
+# group of parameters.
 _NAMES_A_GROUP = (
     re.compile(r"process group registered under the name ['\"]?([\w:]+)"),
     re.compile(r"process group ['\"]([^'\"]+)['\"]"),
@@ -111,7 +114,9 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
 
 
 def _answer_parent(rank: "Rank", file: Path) -> None:
-    """Write stacks, calls of collectives or output when the parent asks; a thread, as the main one may be in a call."""
+    """Write stacks, calls of collectives or output when the parent asks; a thread, as the main one
+    may be in a call.
+    """
     main, own = threading.main_thread().ident, threading.get_ident()
     with file.open("w", buffering=1) as answers:
         while True:
@@ -159,7 +164,9 @@ class Rank:
         return command
 
     def _run_item(self, command: wire.RunItem) -> wire.ItemDone:
-        """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a phase did."""
+        """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a
+        phase did.
+        """
         self.group.begin()
         memory, trouble = self.group.memory(), None
         seed_everything(hygiene.SEED)
@@ -241,7 +248,9 @@ def _pickled(result: Any) -> bytes:
 
 
 class RankGroup:
-    """The default group of a rank, and what the tests have made beside it; ``index`` is that of its GPU."""
+    """The default group of a rank, and what the tests have made beside it; ``index`` is that of its
+    GPU.
+    """
 
     def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
         self.rank, self.size, self.device, self.backend, self._index = (
@@ -256,7 +265,8 @@ class RankGroup:
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
-        # The objects of these groups that somebody still holds, with what was issued on them before the present test.
+        # The objects of these groups that somebody still holds, with what was issued on them before
+        # the present test.
         self._issued_on_ended: dict[weakref.ref[dist.ProcessGroup], int] = {}
         process_groups.silence_collective_log()
         # gloo adds sends and receives to the collectives: ranks may differ in them
@@ -272,7 +282,9 @@ class RankGroup:
         return counted
 
     def join(self, place: str, size: int) -> None:
-        """Make the default group anew, of ``size`` ranks that meet at ``place``: see ``wire.JoinGroup``."""
+        """Make the default group anew, of ``size`` ranks that meet at ``place``: see
+        ``wire.JoinGroup``.
+        """
         if self.rank >= size:
             raise ValueError(
                 f"rank {self.rank} cannot join a world of {size} ranks, which are 0..{size - 1}"
@@ -300,7 +312,9 @@ class RankGroup:
             self._issued()
 
     def explain(self, error: BaseException) -> str | None:
-        """Say so if an exception, or one that it comes from, names a process group of an earlier test; else None."""
+        """Say so if an exception, or one that it comes from, names a process group of an earlier
+        test; else None.
+        """
         message = "\n".join(map(session.str_of, chain_of(error)))
         live = process_groups.names_of_live_groups()
         names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
@@ -319,8 +333,8 @@ class RankGroup:
     def check_ended_groups(self) -> None:
         """Fail a test that has used a group of an earlier test as an object.
 
-        gloo still sends on it, so it may even give the right values, but nobody compares such calls between ranks;
-        with NCCL the test would hang.
+        gloo still sends on it, so it may even give the right values, but nobody compares such calls
+        between ranks; with NCCL the test would hang.
         """
         used = {}
         for reference, before in self._issued_on_ended.items():
@@ -340,11 +354,13 @@ class RankGroup:
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
             if self.backend == "nccl":
-                process_groups.abort_all_groups()  # destroying waits for collectives that will never end
+                # destroying waits for collectives that will never end
+                process_groups.abort_all_groups()
             else:
                 dist.destroy_process_group()
         _forget_last_error()
-        gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
+        # gloo closes its connections only with the last reference, a test's model's too
+        gc.collect()
 
     def _end(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Note groups that are about to be destroyed. Whoever holds the object can go on to use it."""
@@ -374,7 +390,9 @@ class RankGroup:
         return dist.is_initialized() and dist.group.WORLD is self._default
 
     def _issued(self) -> dict[str, int]:
-        """Collectives since this was last asked, by the ranks of a group: its name may differ between ranks."""
+        """Collectives since this was last asked, by the ranks of a group: its name may differ
+        between ranks.
+        """
         issued: dict[str, int] = {}
         same_ranks: Counter[str] = Counter()
         for group in process_groups.live_groups():
@@ -419,7 +437,9 @@ class RankGroup:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
     def left_behind(self, memory_before: int, *, shared: bool) -> tuple[str, ...]:
-        """What a test has left: GPU memory, and groups, but for those of a DeviceMesh or of graph passes."""
+        """What a test has left: GPU memory, and groups, but for those of a DeviceMesh or of graph
+        passes.
+        """
         left = []
         for group, name in (
             process_groups.names_of_live_groups().items()
@@ -444,7 +464,9 @@ class RankGroup:
         return tuple(left)
 
     def drop_subgroups(self) -> None:
-        """Destroy every group of a test; blocks where a collective that another rank never issued is under way."""
+        """Destroy every group of a test; blocks where a collective that another rank never issued
+        is under way.
+        """
         if not self._is_intact():
             return
         made = [group for group in process_groups.live_groups() if group is not self._default]
@@ -460,13 +482,16 @@ class RankGroup:
                 made,
                 group,
             )  # gloo closes connections with the last reference: now, while ranks are idle
-            process_groups.forget_meshes()  # the next test may make an equal mesh, whose groups are others
+            # the next test may make an equal mesh, whose groups are others
+            process_groups.forget_meshes()
             _forget_last_error()
             gc.collect()
 
 
 def _where_kept(ended: Mapping[str, str]) -> str:
-    """Return a sentence on each group of an earlier test, by name or address, that says which tables still hold it."""
+    """Return a sentence on each group of an earlier test, by name or address, that says which
+    tables still hold it.
+    """
     said = []
     for group, subject in ended.items():
         said.append(f"{subject} was made by an earlier test in these processes, and has ended.")

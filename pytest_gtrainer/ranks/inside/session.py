@@ -1,4 +1,6 @@
-"""The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
+"""The pytest session of a rank: the parent's options and plugins without those that report; its
+tests and reports.
+"""
 
 import os
 import re
@@ -76,7 +78,9 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 def start_session(
     config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None
 ) -> pytest.Session:
-    """Start a session that does not collect; with ``config.workerinput`` plugins behave as in a worker of xdist."""
+    """Start a session that does not collect; with ``config.workerinput`` plugins behave as in a
+    worker of xdist.
+    """
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")
     for name in PARENT_ONLY_OBJECTS:
@@ -104,7 +108,8 @@ def start_session(
 def _draw_alike(hypothesis: Any, seed: str) -> None:
     """Let all ranks draw the same examples, and none write the shared database of examples.
 
-    ``seed`` is for tests that are not derandomised, by ``@settings(derandomize=False)`` or a profile of their own.
+    ``seed`` is for tests that are not derandomised, by ``@settings(derandomize=False)`` or a
+    profile of their own.
     """
     hypothesis.settings.register_profile(
         "gtrainer-rank", derandomize=True, database=None, deadline=None
@@ -115,7 +120,9 @@ def _draw_alike(hypothesis: Any, seed: str) -> None:
 
 
 def close_session(session: pytest.Session) -> tuple[str, ...]:
-    """Tear down what is still set up, and let plugins finish. Returns what failed: each step runs in any case."""
+    """Tear down what is still set up, and let plugins finish. Returns what failed: each step runs
+    in any case.
+    """
     finish = session.config.hook.pytest_sessionfinish
     steps: dict[str, Callable[[], object]] = {
         "tearing down what was still set up": lambda: private.tear_down(session, None),
@@ -147,7 +154,9 @@ class CollectionDiffers(Exception):
 
 
 class CollectedTests:
-    """The parent's tests here, by walking directories: ``perform_collect`` again drops fixtures (pytest 9.1)."""
+    """The parent's tests here, by walking directories: ``perform_collect`` again drops fixtures
+    (pytest 9.1).
+    """
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -217,8 +226,8 @@ class CollectedTests:
 class Recorder:
     """Gathers reports and warnings for the parent, in plain types.
 
-    ``send`` takes the message that must not wait; ``explain`` says what a failure may come from; ``check`` fails a
-    test for what its body has done.
+    ``send`` takes the message that must not wait; ``explain`` says what a failure may come from;
+    ``check`` fails a test for what its body has done.
     """
 
     def __init__(
@@ -241,7 +250,8 @@ class Recorder:
         return taken
 
     def unreported(self) -> str:
-        """Return what the present test has written that the parent cannot read from the files of this rank.
+        """Return what the present test has written that the parent cannot read from the files of
+        this rank.
 
         This is the output of earlier phases, output that is captured in memory, and log records.
         """
@@ -261,7 +271,8 @@ class Recorder:
             hide_collective_frames(error)
             cause = self._explain(error)
             if cause is not None:
-                # Part of the failure: a section would be left out by --show-capture=no, and of a JUnit file.
+                # Part of the failure: a section would be left out by --show-capture=no, and of a
+                # JUnit file.
                 error.add_note(cause)
         report = yield
         report.gt_raised = exception  # type: ignore[attr-defined]
@@ -301,7 +312,8 @@ class Recorder:
 def wait_for_gpu() -> None:
     """Fail a test for what its last kernels did wrong: the next one would be blamed.
 
-    Not without end: of one that waits for a rank that never comes, what the ranks have issued tells.
+    Not without end: of one that waits for a rank that never comes, what the ranks have issued
+    tells.
     """
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
@@ -320,7 +332,9 @@ def wait_for_gpu() -> None:
 
 
 def restored_after(item: pytest.Item) -> Generator[None, object, object]:
-    """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
+    """Put back what the body of a test changed in the process, and blame the test for what decides
+    bits.
+    """
     changes: hygiene.Changes = {}
     try:
         with hygiene.restored() as changes:
@@ -354,7 +368,9 @@ def _frames_of(error: BaseException) -> list[tuple[str, str]]:
 
 
 def hide_collective_frames(error: BaseException) -> None:
-    """End the traceback at the call of the collective: to show more, pytest parses torch's largest files for 4 s."""
+    """End the traceback at the call of the collective: to show more, pytest parses torch's largest
+    files for 4 s.
+    """
     frames, entry = _frames_of(error), error.__traceback__
     keep = len(frames) - depth_of_collective(frames)
     for _ in range(keep - 1):

@@ -1,4 +1,6 @@
-"""Every other process that torchrun has started: the first of a node forks its ranks, the others wait for the end."""
+"""Every other process that torchrun has started: the first of a node forks its ranks, the others
+wait for the end.
+"""
 
 import os
 import signal
@@ -49,7 +51,9 @@ def follow_rank_0(launch: Launch, config: pytest.Config) -> int:
 
 
 class _Follower:
-    """Forks the ranks of this node as rank 0 says, and passes on what it and they say, while they are ``running``."""
+    """Forks the ranks of this node as rank 0 says, and passes on what it and they say, while they
+    are ``running``.
+    """
 
     def __init__(self, launch: Launch, config: pytest.Config, line: Line) -> None:
         first, last = (

@@ -1,9 +1,11 @@
-"""What the processes under torchrun tell each other: data that cannot execute, signed with a key that they share.
+"""What the processes under torchrun tell each other: data that cannot execute, signed with a key
+that they share.
 
-torchrun's store is open to everybody who reaches it. It says one thing: the port at which rank 0 listens. All else goes
-through *lines*, connections of rank 0 to each other process of the run, whose two ends show each other the key first.
-A message is JSON, in which tuples, bytes and the classes of ``wire`` have names. Its signature covers its number and
-what both ends drew at random for this connection, so that one of another connection, or said again, does not fit.
+torchrun's store is open to everybody who reaches it. It says one thing: the port at which rank 0
+listens. All else goes through *lines*, connections of rank 0 to each other process of the run,
+whose two ends show each other the key first. A message is JSON, in which tuples, bytes and the
+classes of ``wire`` have names. Its signature covers its number and what both ends drew at random
+for this connection, so that one of another connection, or said again, does not fit.
 """
 
 import base64
@@ -32,7 +34,9 @@ class Refused(Exception):
 
 
 def shared_key() -> bytes:
-    """``GT_TORCHRUN_KEY``, else a file below the home directory, made at first use; Refused if it cannot be trusted."""
+    """``GT_TORCHRUN_KEY``, else a file below the home directory, made at first use; Refused if it
+    cannot be trusted.
+    """
     if os.environ.get(KEY_VARIABLE):
         return os.environ[KEY_VARIABLE].encode()
     try:
@@ -70,7 +74,9 @@ def _sign(key: bytes, *parts: bytes) -> bytes:
 
 
 class Line:
-    """A connection between rank 0, at the end ``rank_0``, and another node; Refused if that does not have the key."""
+    """A connection between rank 0, at the end ``rank_0``, and another node; Refused if that does
+    not have the key.
+    """
 
     def __init__(self, sock: socket.socket, key: bytes, *, rank_0: bool) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,13 +107,17 @@ class Line:
         return self._channel.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message: TypeError if it holds what cannot be sent, OSError if the connection is closed."""
+        """Send a message: TypeError if it holds what cannot be sent, OSError if the connection is
+        closed.
+        """
         data = encode(message)
         self._sent += 1
         self._channel.send(_sign(self._own, b"%d" % self._sent, data) + data)
 
     def take(self) -> list[Any]:
-        """The messages that are whole; waits only if there is nothing. Refused if one is not signed, or said again."""
+        """The messages that are whole; waits only if there is nothing. Refused if one is not
+        signed, or said again.
+        """
         self._channel.read()
         messages = []
         while self._channel.has_message():
@@ -134,7 +144,8 @@ _READ: dict[str, Any] = {
 
 
 def encode(message: object) -> bytes:
-    """A message as bytes; TypeError if it holds something else than builtin types and classes of ``wire``.
+    """A message as bytes; TypeError if it holds something else than builtin types and classes of
+    ``wire``.
 
     >>> decode(encode(wire.FromRank(1, 2, {"a": (1, b"x", None)})))
     FromRank(team=1, rank=2, message={'a': (1, b'x', None)})

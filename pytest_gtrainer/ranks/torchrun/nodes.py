@@ -44,7 +44,9 @@ class Nodes:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # with a summary, as at Ctrl-C
 
     def place(self, plan: wire.RankSetup) -> tuple[wire.RankSetup, Iterator[str]]:
-        """What a team's ranks on this node start from, once all its nodes are here, and where it meets later."""
+        """What a team's ranks on this node start from, once all its nodes are here, and where it
+        meets later.
+        """
         deadline = time.monotonic() + NODES_LIMIT  # for all, be they refused
         while (
             known := self._launch.local_size + sum(len(node.ranks) for node in self._nodes)
@@ -99,7 +101,9 @@ class Nodes:
 
 
 class Node:
-    """Another process, at the other end of ``line``; the first one of a node forks its ``ranks``, others have none."""
+    """Another process, at the other end of ``line``; the first one of a node forks its ``ranks``,
+    others have none.
+    """
 
     def __init__(self, line: Line, tell: Callable[[str], None]) -> None:
         self.line, self.alive, self._tell = line, True, tell

@@ -1,11 +1,13 @@
-"""When two schedules compute the same: digests without regard to order, and effects, for which order counts.
+"""Equivalence of schedules: digests that ignore order, and effects, for which order counts.
 
-The *digest* of a value says its operator, type, literals and the digests of its operands, never its name, place, module
-or tags. That of a graph is made of all of them without order: equal ones mean the same computation.
+The *digest* of a value covers its operator, type, literals and the digests of its operands, never
+its name, place, module or tags. The digest of a graph covers all of these without their order:
+equal digests mean the same computation.
 
-*Effects* are what order decides beyond that: random numbers have to be drawn in the same order, and each reader of a
-value that is changed in place has to stand on the same side of the change. The *storage* of a value is that of its
-first operand, for a view or a change in place, else its own.
+*Effects* are what order decides beyond that: random numbers have to be drawn in the same order, and
+each reader of a value that is changed in place has to stand on the same side of the change. The
+*storage* of a view, or of a change in place, is that of its first operand. Every other value has a
+storage of its own.
 """
 
 import ast
@@ -25,148 +27,168 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: add, ast.Sub: sub
 
 
 def canonical(text: str, meanings: Sequence[str]) -> str:
-    """``text`` with meanings for symbols, in any order of terms alike: evaluated modulo a prime (Schwartz, Zippel)."""
-    tree = _parsed(text)
-    return "\n".join([text, *meanings]) if tree is None else str(_number(tree, meanings))
+    """Return a form of ``text`` that is equal for equal polynomials of its symbols.
 
-
-def _parsed(text: str) -> ast.expr | None:
-    """The syntax tree, symbols numbered in the order in which they stand."""
+    ``text`` has a ``SYMBOL`` for each of ``meanings``. ``s0*s1 + s1`` and ``s1 + s1*s0`` have the
+    same form, although sympy prints terms in the order of the names. The symbols get random
+    numbers, and the polynomial is evaluated modulo a prime (Schwartz, Zippel): two different ones
+    agree with a probability of their degree divided by 2**61.
+    """
     places = itertools.count()
     numbered = re.sub(SYMBOL, lambda _: f"_symbol{next(places)}", text.replace(HOLE, "_hole"))
     try:
-        return ast.parse(f"_({numbered})", mode="eval").body
+        tree = ast.parse(f"_({numbered})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return "\n".join([text, *meanings])
+    return str(_evaluate(tree, meanings))
 
 
-def _number(node: ast.AST, meanings: Sequence[str]) -> int:
-    """The value of a size; of anything else its hash."""
+def _evaluate(node: ast.AST, meanings: Sequence[str]) -> int:
+    """Return the value of an arithmetic expression modulo the prime; the hash of any other."""
     if isinstance(node, ast.Name) and node.id.startswith("_symbol"):
         return hash(meanings[int(node.id.removeprefix("_symbol"))])
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
-    inner = [_number(child, meanings) for child in ast.iter_child_nodes(node)]
+    inner = [_evaluate(child, meanings) for child in ast.iter_child_nodes(node)]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -inner[1] % _PRIME
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](inner[0], inner[2]) % _PRIME
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("Max", "Min")
-    ):
+    # sympy prints the arguments of Max and Min in the order of their names, too.
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Max", "Min"):
         inner[1:] = sorted(inner[1:])
-    beside = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
-    return hash((type(node), repr(beside), *inner))
+    fields = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
+    return hash((type(node), repr(fields), *inner))
 
 
 _NUMBER = re.compile(r"_\d+$")
 
 
 class Numbers(dict[tuple[Any, ...], int]):
-    """Hands out numbers in place of digests: equal ones for equal parts, among graphs that share one of these."""
+    """Numbers in place of digests: graphs that share one of these have equal ones for equal parts."""
 
     def of(self, parts: Iterable[Any]) -> int:
+        """Return the number of these parts; the next free one if they are new."""
         return self.setdefault(tuple(parts), len(self))
 
 
 class Digests(NamedTuple):
-    """Of a graph as a whole, and of its values in their order."""
+    """The digest of a graph as a whole, and those of its values in their order."""
 
     whole: int
     values: list[int]
 
 
 def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
-    """The digests of a graph and of its parts. A definition's says what it stands for, never its number."""
+    """Return the digests of a graph and of its values.
+
+    A value's digest is made from those of its operands, which come earlier, so one walk is enough.
+    Its cost is linear in the number of operands.
+    """
     definitions: list[int] = []
-    for name, kind, content in graph.definitions:
-        told: list[Any] = [_NUMBER.sub("", name), content] if kind == "group" else [name]
+    bodies: list[int] = []
+    head: list[str] = []
+    for definition in graph.definitions:
+        name, kind, content = definition
+        parts: list[Any] = [name]
+        if kind == "group":
+            # The number behind ``dp_1`` depends on the order of the definitions.
+            parts = [_NUMBER.sub("", name), content]
+        elif kind == "body":
+            parts = [digests_of(dataflow(graph.bodies[name]), numbers).whole]
+        digest = numbers.of([kind, *parts])
+        definitions.append(digest)
         if kind == "body":
-            told = [digests_of(dataflow(graph.bodies[name]), numbers).whole]
-        definitions.append(numbers.of([kind, *told]))
+            bodies.append(digest)
+        elif kind in ("convention", "module") and name != "owners":
+            head.append(str(definition))
 
     values: list[int] = []
-    for scope, _, operator, kind, arguments, operands, *_ in graph.values:
-        what = (
-            f"{operator}\n{kind}\n{arguments}"
-            if operator
-            else f"{scope.space}.{scope.owners[0]}\n{kind}"
-        )
-        values.append(_mixed(what, operands, values, definitions, numbers))
-    named = (
-        (name, _mixed(what, operands, values, definitions, numbers))
-        for name, what, operands, _ in graph.results
-    )
-    results = [numbers.of(each) for each in named]
-
-    # groups of one mesh dimension and the same ranks have equal digests: who shares one is told by its users
-    groups = {
-        ~place: definitions[place]
-        for place, each in enumerate(graph.definitions)
-        if each.kind == "group"
-    }
-    alike = Counter(groups.values())
-    twins: dict[Operand, list[int]] = {
-        operand: [] for operand, digest in groups.items() if alike[digest] > 1
-    }
-    for user in graph.users if twins else ():
-        for operand in graph.values[user].operands:
-            if operand in twins:
-                twins[operand].append(values[user])
+    inputs: list[int] = []
+    computed: list[int] = []
+    for value in graph.values:
+        text = f"{value.operator}\n{value.type}\n{value.arguments}"
+        if value.is_input:
+            text = f"{value.scope.space}.{value.scope.owners[0]}\n{value.type}"
+        digest = _digest_statement(text, value.operands, values, definitions, numbers)
+        values.append(digest)
+        (inputs if value.is_input else computed).append(digest)
+    results: list[int] = []
+    for name, arguments, operands, _ in graph.results:
+        digest = _digest_statement(arguments, operands, values, definitions, numbers)
+        results.append(numbers.of((name, digest)))
 
     parts = [
-        *sorted(
-            str(d)
-            for d in graph.definitions
-            if d.kind in ("convention", "module") and d.name != "owners"
-        ),
-        # a called module names its body in a definition, so no operand leads to it
-        *sorted(
-            digest
-            for digest, d in zip(definitions, graph.definitions, strict=True)
-            if d.kind == "body"
-        ),
-        *[values[place] for place in graph.inputs],
-        *sorted(
-            digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input
-        ),
+        *sorted(head),
+        # A called module names its body in a definition, so no operand leads to it.
+        *sorted(bodies),
+        *inputs,
+        *sorted(computed),
         *results,
-        *sorted(numbers.of(sorted(users)) for users in twins.values()),
+        *_digest_twin_groups(graph, values, definitions, numbers),
         *map(str, graph.others),
     ]
     return Digests(numbers.of(parts), values)
 
 
-def _mixed(
-    what: str,
+def _digest_twin_groups(
+    graph: Dataflow, values: Sequence[int], definitions: Sequence[int], numbers: Numbers
+) -> list[int]:
+    """Return a digest of the users of each process group that has a twin.
+
+    Groups of one mesh dimension and the same ranks have equal digests. Which values share one of
+    them is visible only in their users.
+    """
+    groups: dict[Operand, int] = {}
+    for place, definition in enumerate(graph.definitions):
+        if definition.kind == "group":
+            groups[~place] = definitions[place]
+    counts = Counter(groups.values())
+    users: dict[Operand, list[int]] = {}
+    for operand, digest in groups.items():
+        if counts[digest] > 1:
+            users[operand] = []
+    if not users:
+        return []
+    for place in graph.users:
+        for operand in graph.values[place].operands:
+            if operand in users:
+                users[operand].append(values[place])
+    return sorted(numbers.of(sorted(digests)) for digests in users.values())
+
+
+def _digest_statement(
+    text: str,
     operands: Sequence[Operand],
-    digests: Sequence[int],
+    values: Sequence[int],
     definitions: Sequence[int],
     numbers: Numbers,
 ) -> int:
-    """The digest of a statement whose operands have digests."""
+    """Return the digest of a statement, given those of the earlier ``values``.
+
+    ``text`` is its operator, type and arguments, one in a line, with holes for ``operands``.
+    """
     parts: list[Any] = []
     symbols: list[str] = []
     for operand in operands:
-        if isinstance(operand, int):
-            parts.append(digests[operand] if operand >= 0 else definitions[~operand])
-        elif isinstance(operand, str):
+        if isinstance(operand, str):
             parts.append(operand)
+        elif isinstance(operand, int):
+            parts.append(values[operand] if operand >= 0 else definitions[~operand])
         else:
-            source, number = operand
-            symbols.append(
-                (str(digests[source]) if source < len(digests) else "new") + f".{number}"
-            )
-    spelled, start = [], 0  # without regard to the numbers of symbols
-    for part in what.split("\n"):
-        meanings = symbols[start : start + part.count(SYMBOL)]
-        spelled.append(
-            canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings])
-        )
+            # A symbol is known by the value that brings it in; that may be this statement.
+            source = str(values[operand.value]) if operand.value < len(values) else "new"
+            symbols.append(f"{source}.{operand.number}")
+    lines = []
+    start = 0
+    for line in text.split("\n"):
+        meanings = symbols[start : start + line.count(SYMBOL)]
         start += len(meanings)
-    return numbers.of(["\n".join(spelled), *parts])
+        if len(meanings) > 1:
+            lines.append(canonical(line, meanings))
+        else:
+            lines.append("\n".join([line, *meanings]))
+    return numbers.of(["\n".join(lines), *parts])
 
 
 _STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
@@ -213,37 +235,36 @@ def arguments_of(value: Value) -> list[Argument]:
     return found
 
 
+def find_argument(value: Value, parameter: tuple[int, str]) -> Argument | None:
+    """Return the argument of a statement for a parameter, given by its place and its name."""
+    place, name = parameter
+    arguments = arguments_of(value)
+    for argument in arguments:
+        if argument.keyword == name:
+            return argument
+    if place < len(arguments) and not arguments[place].keyword:
+        return arguments[place]
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorEffects:
     """The effects of the operator that a text names, as torch's schemas and tags have them."""
 
     is_view: bool
     draws: bool
-    writes: frozenset[
-        tuple[int, str]
-    ]  # the place and the name of each parameter that is written to
-    dropout: tuple[int, str] | None  # the parameter that switches the drawing off if it is zero
-
-    def given(self, value: Value, parameter: tuple[int, str]) -> Argument | None:
-        """Return the argument of a statement for a parameter: by keyword, else by place."""
-        place, name = parameter
-        arguments = arguments_of(value)
-        for argument in arguments:
-            if argument.keyword == name:
-                return argument
-        if place < len(arguments) and not arguments[place].keyword:
-            return arguments[place]
-        return None
+    writes: frozenset[tuple[int, str]]  # place and name of each parameter that is written to
+    dropout: tuple[int, str] | None  # the parameter that is zero where attention draws nothing
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def effects_of_operator(operator: str) -> OperatorEffects:
     """Look up an operator by its name in a text.
 
-    An operator that this process does not know, of a library that it has not imported or a method of a class, is taken
-    by torch's convention: ``name_`` writes to its first operand.
+    For an operator that this process does not know (of a library that it has not imported, or a
+    method of a class), torch's convention decides: ``name_`` writes to its first operand.
     """
-    # Texts are compared without torch, unless their dataflow is equal and so the order of effects counts.
+    # Texts are compared without torch until their dataflow is equal, so that order counts.
     from pytest_gtrainer.graph import nodes
     from pytest_gtrainer.graphtext.operators import targets_named
 
@@ -269,7 +290,7 @@ def draws_numbers(value: Value) -> bool:
     found = effects_of_operator(value.operator)
     if not found.draws or found.dropout is None:
         return found.draws
-    dropout = found.given(value, found.dropout)
+    dropout = find_argument(value, found.dropout)
     return dropout is not None and dropout.text not in ("0", "0.0")
 
 
@@ -278,7 +299,7 @@ def written(value: Value) -> list[int]:
     found = effects_of_operator(value.operator)
     targets: list[int] = []
     for parameter in sorted(found.writes):
-        argument = found.given(value, parameter)
+        argument = find_argument(value, parameter)
         for operand in argument.operands if argument else ():
             if isinstance(operand, int) and operand >= 0:
                 targets.append(operand)
@@ -287,23 +308,28 @@ def written(value: Value) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """In the order of the schedule: who draws, and what happens to each storage that is changed."""
+    """Places of values, in the order of the schedule.
+
+    ``draws`` are those that draw random numbers. ``histories`` has an entry for each storage that is
+    changed, under its first value: each change with the readers before it, then None with the rest.
+    """
 
     draws: list[int]
-    histories: dict[
-        int, list[tuple[int | None, list[int]]]
-    ]  # by a value of the storage: changes, readers before each
+    histories: dict[int, list[tuple[int | None, list[int]]]]
 
 
 def effects(graph: Dataflow) -> Effects:
-    """The effects of a graph; values are told by their places."""
+    """Return the effects of a graph. Values are given by their places."""
     targets = [written(value) for value in graph.values]
-    storages: list[int] = []  # for each value one that stands for its storage
-    for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
-        base = own or (value.sources if effects_of_operator(value.operator).is_view else ())
-        storages.append(storages[base[0]] if base else place)
+    storages: list[int] = []  # for each value the first one of its storage
+    changed: set[int] = set()
+    for place, value in enumerate(graph.values):
+        bases: Sequence[int] = targets[place]
+        if not bases and effects_of_operator(value.operator).is_view:
+            bases = value.sources
+        storages.append(storages[bases[0]] if bases else place)
+        changed.update(storages[target] for target in targets[place])
 
-    changed = {storages[target] for of in targets for target in of}
     histories: dict[int, list[tuple[int | None, list[int]]]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
     for place, value in enumerate(graph.values):

@@ -1,16 +1,19 @@
-"""How a text shows what a graph calls and holds that is no tensor: modules, functions, classes, objects, kernels.
+"""Descriptions of what a graph calls and holds: modules, functions, classes, objects, kernels.
 
-Equal things have equal descriptions, in every process. The *description* of a value is a text in Python's syntax:
-literals as they are, tensors and arrays by type and content, functions by name and code, objects by class and state. A
-module's stands in the text, ``Dropout(inplace=False, p=0.1)``; others by their digest. What cannot be described, such
-as an object of a C extension whose ``repr`` is an address, is a ``CannotShow``.
+Equal things have equal descriptions, in every process. The *description* of a value is a text in
+Python's syntax: literals as they are, tensors and arrays by type and content, functions by name and
+code, objects by class and state. The description of a module stands in the graph text,
+``Dropout(inplace=False, p=0.1)``; others are represented by their digest. A value that cannot be
+described, such as an object of a C extension whose ``repr`` is an address, raises ``CannotShow``.
 
-Functions and classes of torch and of Python's standard library are described by their names: the header says which
-torch made a text, and a digest of their code would change with each release. A name is believed only where it leads
-back to the value, and where the code lies in a file of torch or of the standard library.
+Functions and classes of torch and of Python's standard library are described by their names: the
+header records the torch that made a text, and a digest of their code would change with each
+release. A name is trusted only if it leads back to the value, and if the code lies in a file of
+torch or of the standard library.
 """
 
 import ast
+import contextlib
 import enum
 import functools
 import hashlib
@@ -22,7 +25,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -73,16 +76,22 @@ def description(value: Any) -> str:
     >>> description({"p": (0.5, None)})
     "{'p': (0.5, None)}"
     """
-    return _Describer().of(value)
+    return _Describer().describe(value)
 
 
 def digest_of(value: Any) -> str:
     """Return the digest of a value's description; raises CannotShow if it has none."""
-    return hashlib.sha256(description(value).encode(errors="backslashreplace")).hexdigest()[:12]
+    return digest_of_text(description(value))
+
+
+def digest_of_text(text: str) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of a text."""
+    # A string of a user may hold lone surrogates, which UTF-8 cannot encode.
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:12]
 
 
 def name_of(value: Any) -> str:
-    """Return what a reader calls a value: a function or class by its qualified name, another object by its class.
+    """Return the qualified name of a function or class; of another object, the name of its class.
 
     >>> name_of(name_of), name_of(CannotShow("x"))
     ('pytest_gtrainer.graphtext.identity.name_of', 'CannotShow')
@@ -95,7 +104,7 @@ def name_of(value: Any) -> str:
 
 
 def qualified_name(value: Any) -> str:
-    """Return the module and the qualified name of a function or class; a method has the class that it is bound to."""
+    """Return module and qualified name of a function or class; of a class method, of its class."""
     home = getattr(value, "__module__", None) or ""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__name__)
     owner = getattr(value, "__self__", None)
@@ -105,20 +114,20 @@ def qualified_name(value: Any) -> str:
 
 
 def is_known_by_name(value: Any) -> bool:
-    """Return whether a function or class says by its name what it does: one of torch or of the standard library."""
+    """Return whether a function or class is torch's or Python's own, and found by its name."""
     if isinstance(value, (*_OPERATORS, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return True
     owner = getattr(value, "__self__", None)
     if isinstance(value, types.BuiltinFunctionType):
-        in_module = (
-            owner is None
-            or isinstance(owner, types.ModuleType)
-            or type(owner).__name__ == "PyCapsule"
-        )
-        return in_module or (isinstance(owner, type) and is_known_by_name(owner))
+        if owner is None or isinstance(owner, types.ModuleType):
+            return True
+        # The functions of pybind11, such as those of ``torch._C``, are bound to a capsule.
+        if type(owner).__name__ == "PyCapsule":
+            return True
+        return isinstance(owner, type) and is_known_by_name(owner)
     if owner is not None or not _is_of_torch(value):
         return False
-    # a name can be copied, as `functools.wraps` does, and a closure of torch's is not found by its name
+    # ``functools.wraps`` copies names, and a closure of torch has a name that leads nowhere.
     found: Any = sys.modules[value.__module__]
     for part in value.__qualname__.split("."):
         found = inspect.getattr_static(found, part, None)
@@ -126,7 +135,7 @@ def is_known_by_name(value: Any) -> bool:
 
 
 def _is_of_torch(value: Any) -> bool:
-    """Return whether a class or function belongs to torch or the standard library, by name and by file."""
+    """Return whether a class or function belongs to torch or the standard library."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     if module is None or not isinstance(value, type | types.FunctionType):
         return False
@@ -140,7 +149,7 @@ def _is_of_torch(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_file_of_torch(file: str) -> bool:
-    """Return whether a file lies below the standard library, or in a package that is described by names."""
+    """Return whether a file lies in the standard library or in a package described by names."""
     path = os.path.realpath(file)
     for folder in ("site-packages", "dist-packages"):
         _, is_package, inside = path.rpartition(f"{os.sep}{folder}{os.sep}")
@@ -155,36 +164,42 @@ def _is_file_of_torch(file: str) -> bool:
 
 
 def kernel_description(kernel: Any) -> str:
-    """Return the description of a Triton kernel: its name, code, and the settings that autotuning chooses from."""
+    """Return the description of a Triton kernel: its code and the settings of autotuning."""
     parts = []
     while not isinstance(kernel, types.FunctionType) and hasattr(kernel, "fn"):
-        settings = {
-            name: vars(kernel)[name]
-            for name in ("configs", "values", "kwargs")
-            if name in vars(kernel)
-        }
+        # The rest of the state changes with every launch, as the cache of ``Autotuner`` does.
+        settings = {}
+        for name in ("configs", "values", "kwargs"):
+            if name in vars(kernel):
+                settings[name] = vars(kernel)[name]
         parts.append(f"{type(kernel).__name__}({description(settings)})")
         kernel = kernel.fn
     return " of ".join([*parts, description(kernel)])
 
 
 def function_under(kernel: Any) -> Any:
-    """Return the Python function of a Triton kernel, below what tunes and compiles it."""
+    """Return the Python function of a Triton kernel, below ``JITFunction`` and ``Autotuner``."""
     while not isinstance(kernel, types.FunctionType) and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
 
 
 class _Describer:
-    """Describes one value; a value that holds itself is described once."""
+    """Describes one value and what it holds. A reference back to an open value is ``up(n)``."""
 
     def __init__(self) -> None:
-        self._open: list[int] = []  # ids of what is being described, outermost first
+        self._open: list[int] = []  # ids of the values being described, outermost first
 
-    def of(self, value: Any) -> str:
-        """The description of a value."""
-        if (known := spell_literal(value)) is not None:
-            return known
+    def describe(self, value: Any) -> str:
+        """Return the description of a value.
+
+        Raises:
+            CannotShow: the value, or one inside it, has no description.
+        """
+        literal = spell_literal(value)
+        if literal is not None:
+            return literal
+        # A list may hold itself, and a module its parent: only the distance to that is written.
         if id(value) in self._open:
             return f"up({len(self._open) - self._open.index(id(value))})"
         if len(self._open) > _DEEPEST:
@@ -193,175 +208,177 @@ class _Describer:
             )
         self._open.append(id(value))
         try:
-            return self._new(value)
+            return self._describe_by_kind(value)
         finally:
             self._open.pop()
 
-    def _call(self, name: str, named: Mapping[str, Any], *positional: str) -> str:
-        """``Dropout(inplace=False, p=0.1)``: as Python would write the call, named values in their order."""
+    def _describe_by_kind(self, value: Any) -> str:
+        # The order counts: a parameter is a tensor, and an enum may be a number.
+        match value:
+            case enum.Enum():
+                return f"{self._describe_class(type(value))}.{value.name or value.value}"
+            case torch.Tensor():
+                return _describe_tensor(value)
+            case list() | tuple() | set() | frozenset() | dict() | types.MappingProxyType():
+                return self._describe_container(value)
+            case functools.partial():
+                return f"partial({self.describe((value.func, value.args, value.keywords))})"
+            case weakref.ReferenceType():
+                return f"ref({self.describe(value())})"
+            case types.ModuleType():
+                return str(value.__name__)
+            case type():
+                return self._describe_class(value)
+            case property():
+                return f"property({self.describe((value.fget, value.fset))})"
+            case nn.Module():
+                return self._describe_module(value)
+        if isinstance(value, (OpOverloadPacket, sympy.Basic, *SYMBOLIC)):
+            return str(value)
+        if isinstance(value, (*_FUNCTIONS, staticmethod, classmethod)):
+            return self._describe_function(value)
+        return self._describe_object(value)
+
+    def _describe_call(self, name: str, keywords: Mapping[str, Any], *positional: str) -> str:
+        """Return ``Dropout(inplace=False, p=0.1)``, the keywords in their order.
+
+        Keywords that Python would not accept as names are written as ``**{'a-b': 1}``.
+        """
         arguments = [*positional]
-        for are_words, keys in itertools.groupby(named, is_word):
+        for are_words, keys in itertools.groupby(keywords, is_word):
             if are_words:
-                arguments += [f"{key}={self.of(named[key])}" for key in keys]
+                arguments += [f"{key}={self.describe(keywords[key])}" for key in keys]
             else:
-                arguments.append(f"**{self.of({key: named[key] for key in keys})}")
+                arguments.append(f"**{self.describe({key: keywords[key] for key in keys})}")
         return f"{name}({', '.join(arguments)})"
 
-    def _new(self, value: Any) -> str:
-        if isinstance(value, enum.Enum):
-            return f"{self._class(type(value))}.{value.name or value.value}"
-        for kinds, describe in self._by_kind:
-            if isinstance(value, kinds):
-                return describe(value)
-        if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes"):
-            return self._array(value)
-        return self._object(value)
-
-    @functools.cached_property
-    def _by_kind(self) -> list[tuple[tuple[type, ...], Callable[[Any], str]]]:
-        """How values of a kind are described; the first that fits counts."""
-        return [
-            ((nn.Parameter,), functools.partial(_tensor, shows_content=False)),
-            ((torch.Tensor,), _tensor),
-            ((list, tuple, set, frozenset, dict, types.MappingProxyType), self._container),
-            (
-                (functools.partial,),
-                lambda one: f"partial({self.of((one.func, one.args, one.keywords))})",
-            ),
-            ((weakref.ReferenceType,), lambda one: f"ref({self.of(one())})"),
-            ((types.ModuleType,), lambda one: str(one.__name__)),
-            ((OpOverloadPacket, sympy.Basic, *SYMBOLIC), str),
-            ((type,), self._class),
-            ((*_FUNCTIONS, staticmethod, classmethod), self._function),
-            ((property,), lambda one: f"property({self.of((one.fget, one.fset))})"),
-            ((nn.Module,), self._module),
-        ]
-
-    def _container(self, value: Any) -> str:
+    def _describe_container(self, value: Any) -> str:
         kind = type(value)
         if isinstance(value, dict | types.MappingProxyType):
-            inner = (
-                "{"
-                + ", ".join(f"{self.of(key)}: {self.of(item)}" for key, item in value.items())
-                + "}"
-            )
-        elif isinstance(value, set | frozenset):
-            inner = "{" + ", ".join(sorted(map(self.of, value))) + "}"
+            pairs = [f"{self.describe(key)}: {self.describe(item)}" for key, item in value.items()]
+            inner = f"{{{', '.join(pairs)}}}"
         else:
-            items = [self.of(item) for item in value]
-            comma = "," if len(items) == 1 else ""
-            inner = (
-                f"[{', '.join(items)}]"
-                if isinstance(value, list)
-                else f"({', '.join(items)}{comma})"
-            )
-        is_plain = kind in (dict, list, tuple, set) or kind.__module__.startswith(
-            "torch.fx.immutable"
-        )
-        if is_plain:
+            items = [self.describe(item) for item in value]
+            if isinstance(value, set | frozenset):
+                # Strings hash differently in every process, so the order of a set does, too.
+                inner = f"{{{', '.join(sorted(items))}}}"
+            elif isinstance(value, list):
+                inner = f"[{', '.join(items)}]"
+            else:
+                comma = "," if len(items) == 1 else ""
+                inner = f"({', '.join(items)}{comma})"
+        # FX replaces lists and dicts among the arguments of a node by immutable subclasses.
+        is_plain = kind in (dict, list, tuple, set)
+        if is_plain or kind.__module__.startswith("torch.fx.immutable"):
             return inner
-        return self._call(self._class(kind), _state_of(value), inner)
+        return self._describe_call(self._describe_class(kind), _state_of(value), inner)
 
-    def _array(self, value: Any) -> str:
-        """An array of NumPy, or one of its numbers, by its bytes; an array of objects by these."""
+    def _describe_array(self, value: Any) -> str:
+        """Describe an array or number of NumPy by its bytes; an array of objects by its items."""
         shape, dtype = list(value.shape), value.dtype
         if dtype.hasobject:
-            return f"{type(value).__name__}({shape}, {self.of(value.tolist())})"
-        return f"{type(value).__name__}({shape}, {dtype.descr}, {hashlib.sha256(value.tobytes()).hexdigest()})"
+            return f"{type(value).__name__}({shape}, {self.describe(value.tolist())})"
+        content = hashlib.sha256(value.tobytes()).hexdigest()
+        return f"{type(value).__name__}({shape}, {dtype.descr}, {content})"
 
-    def _class(self, value: type) -> str:
-        """A class by its name, the code of its methods, and its plain attributes."""
+    def _describe_class(self, value: type) -> str:
+        """Describe a class by its name, the code of its methods, and its plain attributes."""
         name = qualified_name(value)
-        if is_known_by_name(value):
+        # The last open value may be the class itself; an earlier one means a reference back to it.
+        if is_known_by_name(value) or id(value) in self._open[:-1]:
             return name
-        if id(value) in self._open[:-1]:
-            return name
-        members = []
+        parts = [self._describe_class(base) for base in value.__bases__ if base is not object]
         for key, member in sorted(vars(value).items()):
-            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
+            function = inspect.unwrap(member) if callable(member) else member
+            code = getattr(function, "__code__", None)
             is_dunder = key.startswith("__") and key.endswith("__")
             if is_dunder and (code is None or code.co_filename.startswith("<")):
-                continue  # what the interpreter or ``dataclass`` writes
+                continue  # written by the interpreter or by ``dataclass``
             is_code = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
             if is_code or hasattr(member, "__wrapped__") or _is_plain(member):
-                members.append(f"{key}={self.of(member)}")
-        bases = [self._class(base) for base in value.__bases__ if base is not object]
-        content = "; ".join([*bases, *members])
-        return f'{name}["{_short(content)}"]'
+                parts.append(f"{key}={self.describe(member)}")
+        return f'{name}["{digest_of_text("; ".join(parts))}"]'
 
-    def _function(self, value: Any) -> str:
+    def _describe_function(self, value: Any) -> str:
         if isinstance(value, staticmethod | classmethod):
-            return f"{type(value).__name__}({self.of(value.__func__)})"
+            return f"{type(value).__name__}({self.describe(value.__func__)})"
         name = qualified_name(value)
         if is_known_by_name(value):
             return name
         owner = getattr(value, "__self__", None)
         if isinstance(value, types.MethodType):
-            return f"{self._class(owner) if isinstance(owner, type) else self.of(owner)}.{self.of(value.__func__)}"
+            if isinstance(owner, type):
+                prefix = self._describe_class(owner)
+            else:
+                prefix = self.describe(owner)
+            return f"{prefix}.{self.describe(value.__func__)}"
         if not isinstance(value, types.FunctionType):  # a method of an object of C
             if owner is None or isinstance(owner, types.ModuleType):
                 return name
-            return f"{self.of(owner)}.{name}"
+            return f"{self.describe(owner)}.{name}"
         parts = [name]
         if not _is_of_torch(value) or value.__name__ == "<lambda>":
-            parts += [code_of(value.__code__), *self._globals(value)]
-        parts.append(self.of((value.__defaults__, value.__kwdefaults__)))
-        # what decorators leave is in the code or in a cell, too
-        own = {
-            key: item for key, item in vars(value).items() if not key.startswith(("__", "_torch"))
-        }
-        if own:
-            parts.append(self.of(_sorted(own)))
-        held: tuple[Any, ...]
+            parts += [code_of(value.__code__), *self._describe_globals(value)]
+        parts.append(self.describe((value.__defaults__, value.__kwdefaults__)))
+        # The effect of attributes that ``functools.wraps`` leaves is in the code or in a cell.
+        attributes = {}
+        for key, item in vars(value).items():
+            if not key.startswith(("__", "_torch")):
+                attributes[key] = item
+        if attributes:
+            parts.append(self.describe(_sorted(attributes)))
         for cell in value.__closure__ or ():
-            try:
-                held = (cell.cell_contents,)
-            except ValueError:  # nothing has filled the cell yet
-                held = ()
-            parts.append(self.of(held))
-        return f'{name}["{_short("; ".join(parts))}"]'
+            content: tuple[Any, ...] = ()
+            # A cell is empty until the enclosing function assigns its variable.
+            with contextlib.suppress(ValueError):
+                content = (cell.cell_contents,)
+            parts.append(self.describe(content))
+        return f'{name}["{digest_of_text("; ".join(parts))}"]'
 
-    def _globals(self, function: types.FunctionType) -> Iterator[str]:
-        """Plain values that the code reads from its module, and functions and classes of the same package."""
+    def _describe_globals(self, function: types.FunctionType) -> Iterator[str]:
+        """Yield what the code reads from its module: plain values, and code of the same package."""
         for name in sorted({name for code in _codes(function.__code__) for name in code.co_names}):
             if name not in function.__globals__:
                 continue
             value = function_under(function.__globals__[name])
-            if type(value).__name__ == "constexpr":  # of Triton
+            # A Triton kernel reads its global constants as ``tl.constexpr``; Triton may be missing.
+            if type(value).__name__ == "constexpr":
                 value = value.value
             is_code = isinstance(value, types.FunctionType | type) and not is_known_by_name(value)
             if _is_plain(value) or (is_code and _packages_of(value) & _packages_of(function)):
-                yield f"{name}={self.of(value)}"
+                yield f"{name}={self.describe(value)}"
 
-    def _module(self, value: nn.Module) -> str:
+    def _describe_module(self, value: nn.Module) -> str:
+        kind = type(value)
         if isinstance(value, torch.jit.ScriptModule):
             raise CannotShow(
-                f"{type(value).__name__} is compiled by TorchScript, whose code no text shows"
+                f"{kind.__name__} is compiled by TorchScript, whose code no text shows"
             )
         if isinstance(getattr(value, "graph", None), fx.Graph):
-            raise CannotShow(f"{type(value).__name__} is a graph that another object holds")
-        is_torchs = is_known_by_name(type(value))
+            raise CannotShow(f"{kind.__name__} is a graph that another object holds")
+        # Private attributes of torch's own modules change with its releases.
+        is_from_torch = is_known_by_name(kind)
         attributes: dict[str, Any] = {} if value.training else {"training": False}
         for name, attribute in vars(value).items():
-            if name not in _MODULE_ATTRIBUTES and not (is_torchs and name.startswith("_")):
+            is_internal = is_from_torch and name.startswith("_")
+            if name not in _MODULE_ATTRIBUTES and not is_internal:
                 attributes[name] = attribute
-        # a forward may walk over its tables, as that of `Sequential` does, so their order counts
-        tables = {
-            **parameters_of(value),
-            **buffers_of(value),
-            **modules_of(value),
-            **hooks_of(value),
-        }
-        return self._call(self._class(type(value)), _sorted(attributes) | tables)
+        # The order of these tables counts: the forward of ``Sequential`` walks over its modules.
+        tables = parameters_of(value) | buffers_of(value) | modules_of(value) | hooks_of(value)
+        return self._describe_call(self._describe_class(kind), _sorted(attributes) | tables)
 
-    def _object(self, value: Any) -> str:
+    def _describe_object(self, value: Any) -> str:
         kind = type(value)
-        for base in (int, float, str, complex):
-            if isinstance(value, base):  # of a subclass of it
-                return self._call(self._class(kind), _state_of(value), base.__repr__(value))
+        # NumPy is not imported for this: a graph that holds no array does not need it.
+        if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes"):
+            return self._describe_array(value)
         state = _state_of(value)
+        for base in (int, float, str, complex):
+            if isinstance(value, base):  # an instance of a subclass, or it would be a literal
+                return self._describe_call(self._describe_class(kind), state, base.__repr__(value))
         if state or (kind.__repr__ is object.__repr__ and _is_of_python(kind)):
-            return self._call(self._class(kind), state)
+            return self._describe_call(self._describe_class(kind), state)
+        # An object of a C extension keeps its state out of sight; its `repr` may show it.
         try:
             text = repr(value)
         except Exception as error:
@@ -370,13 +387,14 @@ class _Describer:
             ) from error
         if " at 0x" in text:
             raise CannotShow(
-                f"{qualified_name(kind)} has no state that Python sees, and its `repr` is an address"
+                f"{qualified_name(kind)} has no state that Python sees, "
+                "and its `repr` is an address"
             )
-        return self._call(self._class(kind), {}, repr(text))
+        return self._describe_call(self._describe_class(kind), {}, repr(text))
 
 
 def _is_of_python(kind: type) -> bool:
-    """Return whether ``class`` statements made a class and its bases, so that attributes are all that objects hold."""
+    """Return whether a class and its bases are made by ``class`` statements, not by C."""
     return all(
         isinstance(vars(base).get("__module__"), str) and base.__flags__ & _HEAP
         for base in kind.__mro__[:-1]
@@ -384,24 +402,27 @@ def _is_of_python(kind: type) -> bool:
 
 
 def _state_of(value: Any) -> dict[str, Any]:
-    """What an object of Python holds: its attributes, also those in slots."""
-    held = {str(name): item for name, item in getattr(value, "__dict__", {}).items()}
+    """Return the attributes of an object by name, those in slots included."""
+    state = {str(name): item for name, item in getattr(value, "__dict__", {}).items()}
     for owner in type(value).__mro__:
         slots = vars(owner).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            # Python mangles private names of a class.
             attribute = f"_{owner.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, attribute):
-                held[attribute] = getattr(value, attribute)
-    return _sorted(held)
+            if hasattr(value, attribute):
+                state[attribute] = getattr(value, attribute)
+    return _sorted(state)
 
 
 def _sorted(named: dict[str, Any]) -> dict[str, Any]:
-    """Return the same, words in front of other names."""
+    """Sort by name; names that are Python identifiers come first."""
     return dict(sorted(named.items(), key=lambda item: (not is_word(item[0]), item[0])))
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a literal, a tensor or an enum's, or a container of them."""
+    """Return whether a value is a literal, a tensor, an enum member, or a container of them."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -410,19 +431,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def _packages_of(value: Any) -> set[str]:
-    """Return the packages of a function or class: the one that it names, and the one of its code."""
+    """Return the packages of a function or class: of its ``__module__``, and of its code."""
     modules = [value.__module__, getattr(value, "__globals__", {}).get("__name__")]
     return {module.partition(".")[0] for module in modules if module}
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:12]
-
-
-def _tensor(value: torch.Tensor, *, shows_content: bool = True) -> str:
-    """``f32[2]`` for a parameter, ``const(f32[2], [1.0, 2.0])`` for any other tensor."""
+def _describe_tensor(value: torch.Tensor) -> str:
+    """Return ``f32[2]`` for a parameter, ``const(f32[2], [1.0, 2.0])`` for any other tensor."""
     kind = f"{spell_dtype(value.dtype)}[{', '.join(map(str, value.shape)) or '()'}]"
-    return f"const({kind}, {tensor_content(value)})" if shows_content else kind
+    # Training changes the numbers of a parameter; which module it is does not depend on them.
+    if isinstance(value, nn.Parameter):
+        return kind
+    return f"const({kind}, {tensor_content(value)})"
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -434,30 +454,30 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def code_of(code: types.CodeType) -> str:
-    """Return the code of a function as a text: its source without comments, annotations' places and docstring.
+    """Return the code of a function as text: its source without comments and docstring.
 
     Bytecode differs between versions of Python, so it is used only where no source is found.
     """
     found = [node for node in _functions_of(code.co_filename) if _is_source_of(node, code)]
     if found:
-        node = min(found, key=_extent)  # the innermost
+        # The instructions of a lambda lie inside the enclosing lambdas, too: take the innermost.
+        node = min(
+            found,
+            key=lambda node: (
+                (node.end_lineno or 0) - node.lineno,
+                (node.end_col_offset or 0) - node.col_offset,
+            ),
+        )
         if isinstance(node, ast.Lambda):
             return ast.unparse(node)
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         return "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
-    constants = [
-        code_of(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts
-    ]
-    return repr(
-        (
-            code.co_code.hex(),
-            constants,
-            code.co_names,
-            code.co_varnames,
-            code.co_freevars,
-            code.co_flags,
-        )
-    )
+    constants = []
+    for constant in code.co_consts:
+        is_code = isinstance(constant, types.CodeType)
+        constants.append(code_of(constant) if is_code else repr(constant))
+    names = (code.co_names, code.co_varnames, code.co_freevars)
+    return repr((code.co_code.hex(), constants, *names, code.co_flags))
 
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -465,16 +485,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @functools.lru_cache(maxsize=256)
 def _functions_of(filename: str) -> list[_Function]:
-    """The functions in a source file; none if it cannot be read."""
+    """Parse a source file and return its functions; none if it cannot be read."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     return [node for node in ast.walk(tree) if isinstance(node, _Function)]
-
-
-def _extent(node: _Function) -> tuple[int, int]:
-    return (node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset
 
 
 def _is_source_of(node: _Function, code: types.CodeType) -> bool:
@@ -484,18 +500,14 @@ def _is_source_of(node: _Function, code: types.CodeType) -> bool:
         return node.name == code.co_name and first == code.co_firstlineno
     if code.co_name != "<lambda>" or node.lineno != code.co_firstlineno:
         return False
-    # several lambdas may stand in a line: the instructions of one lie inside its body
+    # Several lambdas may stand in one line: the instructions of one lie inside its body.
     body: ast.expr = node.body
     begin, end = (body.lineno, body.col_offset), (body.end_lineno or 0, body.end_col_offset or 0)
     for line, last_line, column, last_column in code.co_positions():
-        if (
-            line is None
-            or last_line is None
-            or column is None
-            or last_column is None
-            or column == last_column == 0
-        ):
-            continue  # what the compiler adds
+        if line is None or last_line is None or column is None or last_column is None:
+            continue
+        if column == last_column == 0:
+            continue  # an instruction that the compiler adds, such as RESUME
         if (line, column) < begin or (last_line, last_column) > end:
             return False
     return True

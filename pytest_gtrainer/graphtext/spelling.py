@@ -8,7 +8,6 @@ A constant is a word of torch, a literal, or a digest; ``constants`` gives what 
 """
 
 import contextlib
-import hashlib
 import itertools
 import operator
 import re
@@ -37,6 +36,7 @@ from pytest_gtrainer.graphtext.identity import (
     CannotShow,
     description,
     digest_of,
+    digest_of_text,
     function_under,
     is_known_by_name,
     kernel_description,
@@ -367,9 +367,7 @@ def spell_description(value: Any) -> str:
 def spell_kernel(kernel: Any) -> str:
     """A Triton kernel: ``const('kernels.add', '0123456789ab')``."""
     try:
-        digest = hashlib.sha256(
-            kernel_description(kernel).encode(errors="backslashreplace")
-        ).hexdigest()[:12]
+        digest = digest_of_text(kernel_description(kernel))
     except CannotShow:
         return f"const({name_of(function_under(kernel))!r})"
     return "None" if kernel is None else f"const({name_of(function_under(kernel))!r}, {digest!r})"

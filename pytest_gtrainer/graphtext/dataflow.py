@@ -1,7 +1,9 @@
-"""The dataflow of a graph, read from its lines without torch, in one walk.
+"""Read the dataflow of a graph from the lines of its text, without torch.
 
-A *value* is an input or one statement's result; its operands are places of earlier values, found by resolving relative
-names. A *template* is what a line says apart from names. A text is taken apart once, however many layers it stands for.
+A *value* is an input or the result of one statement. Its operands are places of earlier values,
+found by resolving relative names. A *template* is a line without its names. One walk over the lines
+is enough, because a statement names only what stands above it; results are read last. A line's
+text is parsed once, however many layers it stands for.
 """
 
 import functools
@@ -19,25 +21,25 @@ from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
 from pytest_gtrainer.graphtext.syntax import UNREADABLE, LinePlace, absolute, links_of
 
-HOLE, SYMBOL = "\0", "\1"  # stand in a template for a reference, and for the symbol of a size
+# In a template: the place of a reference, and of a symbol of a size. No text contains them.
+HOLE, SYMBOL = "\0", "\1"
 _DEFINITION = re.compile(r"(?P<name>\w+|module\..+?) = (?P<value>.*)")
 _BODY = "def "
 
-Origin = tuple[
-    str, str
-]  # what stands before a name, and the name; of an input all of it, and nothing
+Reference = tuple[str, str]
+"""Origin and name: ``("saved.L", "mm")`` for ``saved.L.mm``, ``("L.w", "")`` for an input."""
 
 
 class Template(NamedTuple):
     """A text with a hole for each reference, whose items stay, and for each symbol of a size."""
 
     text: str
-    references: tuple[Origin, ...] = ()
+    references: tuple[Reference, ...] = ()
     symbols: tuple[str, ...] = ()
 
 
 class Statement(NamedTuple):
-    """``mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], alpha=2)``, with what is left of it wherever it stands."""
+    """The parts of ``mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], alpha=2)``."""
 
     name: str
     type: Template
@@ -69,7 +71,7 @@ _PATH_OF_TAG = re.compile(
 
 @functools.lru_cache(maxsize=1 << 14)
 def statement(text: str) -> Statement | None:
-    """A computed value's line; None if it is none."""
+    """Parse the line of a computed value; None for any other line."""
     if (found := _STATEMENT.fullmatch(text)) is None:
         return None
     name, kind, tags, operator, arguments = found.groups(default="")
@@ -78,44 +80,49 @@ def statement(text: str) -> Statement | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def template(text: str, is_type: bool = False) -> Template:
-    """Operands; or a type, which has holes for symbols as ``sym(...)`` among operands has."""
-    references: list[Origin] = []
+    """Replace the references of operands, or of a type, by holes.
+
+    Names inside ``sym(...)`` are symbols of sizes, and so is every name of a type.
+    """
+    references: list[Reference] = []
     symbols: list[str] = []
-    depth = int(is_type)  # of parentheses inside of a size
-
-    def filled(token: re.Match[str]) -> str:
-        nonlocal depth
-        told = token[0]
-        if token["sym"]:
+    pieces: list[str] = []
+    end = 0
+    # Inside a size: the number of its open parentheses. A type never leaves it.
+    depth = int(is_type)
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        pieces.append(text[end : match.start()])
+        end = match.end()
+        if match["sym"]:
             depth = 1
-        elif token["parenthesis"] and depth:
-            depth += 1 if told == "(" else -1
-        elif not token["chain"]:
-            return told
-        elif depth:
-            if _SYMBOL.fullmatch(told) and text[token.end() : token.end() + 1] != "[":
-                symbols.append(told)
-                return SYMBOL
-        elif told[0] in syntax.INPUT_SPACES and told[1:2] in (".", "["):
-            references.append((told, ""))
-            return HOLE
-        elif named := _NAMED.fullmatch(told):
+        elif match["parenthesis"] and depth:
+            depth += 1 if token == "(" else -1
+        elif match["chain"] and depth:
+            # ``f32[`` of a type looks like a symbol, but for its bracket.
+            if _SYMBOL.fullmatch(token) and text[end : end + 1] != "[":
+                symbols.append(token)
+                token = SYMBOL
+        elif match["chain"] and token[0] in syntax.INPUT_SPACES and token[1:2] in (".", "["):
+            references.append((token, ""))
+            token = HOLE
+        elif match["chain"] and (named := _NAMED.fullmatch(token)):
             references.append((named["origin"] or "", named["name"]))
-            return HOLE + told[named.end("name") :]
-        return told
-
-    return Template(_TOKEN.sub(filled, text), tuple(references), tuple(symbols))
+            token = HOLE + token[named.end("name") :]
+        pieces.append(token)
+    pieces.append(text[end:])
+    return Template("".join(pieces), tuple(references), tuple(symbols))
 
 
 class Symbol(NamedTuple):
-    """A size that is known only when the graph runs: the ``number``-th one that ``value`` brings in."""
+    """A data-dependent size: the ``number``-th one that ``value`` brings in."""
 
     value: int
     number: int
 
 
 Operand = int | str | Symbol
-"""A place among the values (negative: among the definitions, from -1 down), a symbol, or a literal."""
+"""A place among the values, a symbol, or a literal. Definitions have the places -1, -2, ..."""
 
 
 class Value(NamedTuple):
@@ -126,11 +133,9 @@ class Value(NamedTuple):
     operator: str  # "" for an input
     type: str  # with a hole for each symbol
     arguments: str  # with a hole for each reference and symbol
-    operands: tuple[
-        Operand, ...
-    ]  # what stands in the holes: symbols of the type, references, other symbols
-    sources: tuple[int, ...]  # the values among the operands, as often as they stand there
-    tags: str  # as written, but for paths, which are absolute
+    operands: tuple[Operand, ...]  # symbols of the type, then references, then other symbols
+    sources: tuple[int, ...]  # the values among the operands, with repetitions
+    tags: str  # as written, with absolute paths
     line: int  # its place among the lines
 
     @property
@@ -139,7 +144,7 @@ class Value(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One thing that the graph returns: under a name or, where it has none, by position."""
+    """One value that the graph returns; its name is empty where position identifies it."""
 
     name: str
     arguments: str
@@ -148,10 +153,10 @@ class Result(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """A name that the head of a text gives: a process group, a body, a symbol, a called module, or a convention."""
+    """A definition in the head of a text."""
 
     name: str
-    kind: str
+    kind: str  # "group", "size", "module", "body" or "convention"
     content: str
 
 
@@ -162,66 +167,64 @@ class Dataflow:
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    bodies: dict[str, tuple[GraphLine, ...]] = field(
-        default_factory=dict
-    )  # the lines of graphs inside the graph
+    # the lines of graphs inside the graph, by name
+    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)
     others: list[GraphLine] = field(default_factory=list)  # lines of views, which are no statements
 
     @property
     def inputs(self) -> list[int]:
-        """The places of inputs."""
+        """Places of the inputs."""
         return [place for place, value in enumerate(self.values) if value.is_input]
 
     @property
     def users(self) -> list[int]:
-        """The places of values that name a definition."""
-        every = enumerate(self.values)
-        return [
-            place
-            for place, value in every
-            if any(isinstance(o, int) and o < 0 for o in value.operands)
-        ]
+        """Places of the values that name a definition."""
+        places = []
+        for place, value in enumerate(self.values):
+            if any(isinstance(operand, int) and operand < 0 for operand in value.operands):
+                places.append(place)
+        return places
 
 
 def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
-    """The values of a graph; what a reference does not find is taken as a literal."""
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # an odd escape in a string is no news to anybody
-        return _Resolver().read(tuple(lines))
+    """Return the dataflow of a graph. A reference that leads to no value becomes a literal."""
+    # Python warns of an odd escape in a string of the text, which nobody needs to know.
+    with warnings.catch_warnings(action="ignore"):
+        return _DataflowReader().read(tuple(lines))
 
 
-_Find = Callable[
-    [str], Mapping[str, int]
-]  # the values that what stands before a name leads to, by their names
+_Find = Callable[[str], Mapping[str, int]]
+"""Returns the values below an origin, by their names."""
 
 
-class _Resolver:
+class _DataflowReader:
+    """Reads the lines of one graph in their order, and resolves names of earlier lines."""
+
     def __init__(self) -> None:
-        self._made = Dataflow()
+        self._graph = Dataflow()
         self._defined: dict[str, int] = {}
         self._inputs: dict[syntax.InputKey, dict[str, int]] = defaultdict(dict)
         self._names: dict[Scope, dict[str, int]] = defaultdict(dict)
         self._symbols: dict[str, Symbol] = {}
-        self._brought: Counter[int] = Counter()
+        self._symbols_of: Counter[int] = Counter()
 
     def read(self, lines: Sequence[GraphLine]) -> Dataflow:
-        self._head([line for line in lines if not line.section])
-        heading_of = functools.cache(self._heading)
+        self._read_head([line for line in lines if not line.section])
+        heading_of = functools.cache(self._resolve_heading)
         for number, line in enumerate(lines):
             (space, layer), scope, find = heading_of(line.section, line.heading)
             if space in syntax.COMPUTED_SPACES and (parts := statement(line.text)) is not None:
-                self._computed(number, parts, layer, scope, find)
+                self._read_statement(number, parts, layer, scope, find)
             elif space in syntax.INPUT_SPACES and ": " in line.text:
-                self._input(number, SectionKey(space, layer), line.text)
+                self._read_input(number, SectionKey(space, layer), line.text)
             elif space == "out":
-                self._result(number, line.text, layer, find)
+                self._read_result(number, line.text, layer, find)
             elif line.section:
-                self._made.others.append(line)
-        return self._made
+                self._graph.others.append(line)
+        return self._graph
 
-    def _head(self, lines: Iterable[GraphLine]) -> None:
-        """Definitions, then bodies; one ends where the next begins."""
+    def _read_head(self, lines: Iterable[GraphLine]) -> None:
+        """Read definitions, then bodies. A body ends where the next one begins."""
         bodies: list[list[GraphLine]] = []
         for line in lines:
             if line.text.startswith(_BODY):
@@ -230,27 +233,27 @@ class _Resolver:
                 bodies[-1].append(line)
             elif found := _DEFINITION.fullmatch(line.text):
                 kind = found["value"].partition("(")[0]
-                kind = kind if kind in ("group", "size") else "convention"
-                kind = "module" if found["name"].startswith("module.") else kind
-                self._made.definitions.append(Definition(found["name"], kind, found["value"]))
+                if found["name"].startswith("module."):
+                    kind = "module"
+                elif kind not in ("group", "size"):
+                    kind = "convention"
+                self._graph.definitions.append(Definition(found["name"], kind, found["value"]))
             else:
-                self._made.others.append(line)
+                self._graph.others.append(line)
         budget = LineBudget(MOST_LINES)
         for first, *inner in bodies:
             name = first.text.removeprefix(_BODY).partition("(")[0]
+            text = textwrap.dedent("\n".join(line.text for line in inner))
             try:
-                self._made.bodies[name] = unfold(
-                    textwrap.dedent("\n".join(line.text for line in inner)), budget
-                )
+                self._graph.bodies[name] = unfold(text, budget)
             except TextError:
-                self._made.bodies[name] = tuple(inner)
-            self._made.definitions.append(Definition(name, "body", ""))
-        self._defined = {
-            definition.name: ~place for place, definition in enumerate(self._made.definitions)
-        }
+                self._graph.bodies[name] = tuple(inner)
+            self._graph.definitions.append(Definition(name, "body", ""))
+        for place, definition in enumerate(self._graph.definitions):
+            self._defined[definition.name] = ~place
 
-    def _heading(self, section: str, heading: str) -> tuple[SectionKey, Scope, _Find]:
-        """What lines under one heading share."""
+    def _resolve_heading(self, section: str, heading: str) -> tuple[SectionKey, Scope, _Find]:
+        """Return the section, the scope, and the resolver of origins for lines under a heading."""
         key = syntax.key_of(section)
         here = LinePlace(*key)
         try:
@@ -264,71 +267,80 @@ class _Resolver:
             try:
                 links = links_of(origin)
                 if syntax.is_input(links):
-                    return self._inputs[
-                        syntax.input_key_at(links, key.layer)
-                    ]  # of one that comes later, too
+                    # The result is cached, so it has to be the dict that a later input fills.
+                    return self._inputs[syntax.input_key_at(links, key.layer)]
                 return self._names[syntax.scope_at(links, here)]
             except UNREADABLE:
                 return {}
 
         return key, scope, functools.cache(find)
 
-    def _input(self, number: int, key: SectionKey, text: str) -> None:
+    def _read_input(self, number: int, key: SectionKey, text: str) -> None:
         name, _, kind = text.partition(": ")
         typed = template(kind, is_type=True)
-        place = len(self._made.values)
+        place = len(self._graph.values)
         try:
             _, path, repeat = source = syntax.input_key_at(links_of(name), key.layer)
         except UNREADABLE:
             _, path, repeat = source = syntax.InputKey(key.space, name)
         self._inputs[source][""] = place
-        operands = tuple([self._symbol(symbol, key.layer) for symbol in typed.symbols])
+        operands = tuple([self._resolve_symbol(symbol, key.layer) for symbol in typed.symbols])
         scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
-        self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
+        self._graph.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
-    def _computed(
+    def _read_statement(
         self, number: int, parts: Statement, layer: Layer | None, scope: Scope, find: _Find
     ) -> None:
         name, (kind, _, symbols), tags, operator, arguments = parts
-        typed = [self._symbol(symbol, layer) for symbol in symbols]
-        operands = (*typed, *self._operands(arguments, layer, find))
+        typed = [self._resolve_symbol(symbol, layer) for symbol in symbols]
+        operands = (*typed, *self._resolve_operands(arguments, layer, find))
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        tags = _PATH_OF_TAG.sub(
-            lambda tag: tag["tag"] + absolute(tag["path"], layer) if tag["tag"] else tag[0], tags
-        )
-        self._names[scope][name] = len(self._made.values)
-        self._made.values.append(
+
+        def spell_absolute(token: re.Match[str]) -> str:
+            return token["tag"] + absolute(token["path"], layer) if token["tag"] else token[0]
+
+        # A tag such as ``at(L.mlp)`` names a module relative to the layer of its line.
+        tags = _PATH_OF_TAG.sub(spell_absolute, tags)
+        self._names[scope][name] = len(self._graph.values)
+        self._graph.values.append(
             Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number)
         )
 
-    def _operands(self, told: Template, layer: Layer | None, find: _Find) -> list[Operand]:
-        """What stands in the holes: values, definitions, literals; then symbols."""
+    def _resolve_operands(
+        self, arguments: Template, layer: Layer | None, find: _Find
+    ) -> list[Operand]:
+        """Return the operands of a template: its references, then its symbols."""
         operands: list[Operand] = []
-        for origin, name in told.references:
-            if (found := find(origin).get(name)) is None and not origin:
-                found = self._defined.get(name)
-            literal = f"{origin}.{name}" if origin and name else origin or name
-            operands.append(absolute(literal, layer) if found is None else found)
-        return [*operands, *[self._symbol(symbol, layer) for symbol in told.symbols]]
+        for origin, name in arguments.references:
+            place = find(origin).get(name)
+            if place is None and not origin:
+                place = self._defined.get(name)
+            if place is None:
+                literal = f"{origin}.{name}" if origin and name else origin or name
+                operands.append(absolute(literal, layer))
+            else:
+                operands.append(place)
+        return [*operands, *[self._resolve_symbol(symbol, layer) for symbol in arguments.symbols]]
 
-    def _symbol(self, text: str, layer: Layer | None) -> Operand:
-        """A symbol belongs to the value that first mentions it."""
+    def _resolve_symbol(self, text: str, layer: Layer | None) -> Operand:
+        """Return the symbol of that name; a new one belongs to the value that is being read."""
         if text in self._defined:
             return self._defined[text]
-        name, place = absolute(text, layer), len(self._made.values)
+        name, place = absolute(text, layer), len(self._graph.values)
         if name not in self._symbols:
-            self._symbols[name] = Symbol(place, self._brought[place])
-            self._brought[place] += 1
+            self._symbols[name] = Symbol(place, self._symbols_of[place])
+            self._symbols_of[place] += 1
         return self._symbols[name]
 
-    def _result(self, number: int, text: str, layer: Layer | None, find: _Find) -> None:
-        """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
+    def _read_result(self, number: int, text: str, layer: Layer | None, find: _Find) -> None:
+        """Read ``L.w = bwd.L.view``, ``yield loss`` or ``yield from {'a': fwd.x}``."""
         name, _, returned = text.partition(" = ")
+        prefix = ""
         if text.startswith("yield "):
             name, returned = "", text.removeprefix("yield ")
-        before = "" if name or not returned.startswith("from ") else "from "
-        told = template(returned.removeprefix(before))
-        operands = tuple(self._operands(told, layer, find))
-        self._made.results.append(
-            Result(absolute(name, layer), before + told.text, operands, number)
-        )
+            if returned.startswith("from "):
+                prefix = "from "
+        arguments = template(returned.removeprefix(prefix))
+        operands = tuple(self._resolve_operands(arguments, layer, find))
+        result = Result(absolute(name, layer), prefix + arguments.text, operands, number)
+        self._graph.results.append(result)

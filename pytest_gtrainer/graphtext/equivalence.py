@@ -65,7 +65,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 class Numbers(dict[tuple[Any, ...], int]):
-    """Numbers in place of digests: graphs that share one of these have equal ones for equal parts."""
+    """Numbers in place of digests: equal parts have equal ones, also across graphs."""
 
     def of(self, parts: Iterable[Any]) -> int:
         """Return the number of these parts; the next free one if they are new."""
@@ -202,7 +202,7 @@ def bare_name(operator: str) -> str:
 
 
 class Argument(NamedTuple):
-    """One argument of a statement: its keyword ("" if it has none), its text, and the operands in it."""
+    """One argument of a statement: its keyword, or "", its text, and the operands in it."""
 
     keyword: str
     text: str
@@ -286,7 +286,7 @@ def effects_of_operator(operator: str) -> OperatorEffects:
 
 
 def draws_numbers(value: Value) -> bool:
-    """Return whether a statement draws random numbers; attention does if its dropout is not zero."""
+    """Return whether a statement draws random numbers, as attention does with dropout."""
     found = effects_of_operator(value.operator)
     if not found.draws or found.dropout is None:
         return found.draws
@@ -310,8 +310,8 @@ def written(value: Value) -> list[int]:
 class Effects:
     """Places of values, in the order of the schedule.
 
-    ``draws`` are those that draw random numbers. ``histories`` has an entry for each storage that is
-    changed, under its first value: each change with the readers before it, then None with the rest.
+    ``draws`` are those that draw random numbers. ``histories`` has an entry for each changed
+    storage, under its first value: each change with the readers before it, then None with the rest.
     """
 
     draws: list[int]

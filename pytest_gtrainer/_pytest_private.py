@@ -131,6 +131,16 @@ def open_expectations() -> list[object]:
     return []
 
 
+def caught_by(expectation: object) -> BaseException | None:
+    """Return the exception that the block of one of ``open_expectations`` has caught, if it has."""
+    if not has_caught(expectation):
+        return None
+    if isinstance(expectation, pytest.ExceptionInfo):
+        return expectation.value
+    caught: BaseException = expectation.exception  # type: ignore[attr-defined]
+    return caught
+
+
 def has_caught(expectation: object) -> bool:
     """Return whether the block of one of ``open_expectations`` has caught the exception that it
     waits for.

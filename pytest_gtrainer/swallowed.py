@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._pytest_private import active_xfail, has_caught, open_expectations
+from pytest_gtrainer._pytest_private import active_xfail, caught_by, open_expectations
 from pytest_gtrainer.facts import FailedCheck
 
 _ADVICE = (
@@ -45,9 +45,21 @@ class FailedChecks:
         """Raise the first check that has failed and that nobody has expected, if there is one."""
         __tracebackhide__ = True
         for error, expectations in self._noted:
-            if error.__traceback__ is not None and not any(map(has_caught, expectations)):
+            if error.__traceback__ is not None and not any(map(_expects_a_check, expectations)):
                 error.add_note(_ADVICE)
                 raise error
+
+
+def _expects_a_check(expectation: object) -> bool:
+    """Return whether a block has caught a failed check.
+
+    Any one will do: of checks that fail in several threads, a block catches the first. A block that
+    has caught something else waits for something else.
+    """
+    caught = caught_by(expectation)
+    if caught is None:
+        return False
+    return any(isinstance(each, FailedCheck) for each in chain_of(caught))
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
@@ -115,7 +127,8 @@ class SwallowedChecks:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A report shows its exception: that of a subtest is not hidden."""
-        if call.excinfo is not None:
+        """Do not raise again what the report of a subtest shows; one that skips shows no check."""
+        hides = (*_SKIPS, pytest.xfail.Exception)
+        if call.excinfo is not None and not isinstance(call.excinfo.value, hides):
             self._failed.forget(call.excinfo.value)
         return (yield)

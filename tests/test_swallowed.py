@@ -119,10 +119,36 @@ def test_expected_and_not_raised():
 def test_hidden_behind_a_block_that_caught_nothing():
     suppressed(differ)
 
-def test_hidden_in_a_block_that_waits_for_something_else():
+def test_raised_through_a_block_that_waits_for_something_else():
     with pytest.raises(AssertionError):
         with pytest.raises(ValueError):
             differ()
+
+def test_hidden_in_a_block_that_catches_something_else():
+    with pytest.raises(ValueError):
+        suppressed(differ)
+        raise ValueError
+
+def test_hidden_in_a_block_that_catches_an_assertion_of_the_test():
+    with pytest.raises(AssertionError):
+        suppressed(differ)
+        assert not "expected"
+
+def test_hidden_in_a_thread_beside_a_block():
+    with pytest.raises(KeyError):
+        in_a_thread(differ)
+        raise KeyError
+
+def test_hidden_in_a_group():
+    with pytest.RaisesGroup(OSError):
+        suppressed(differ)
+        raise ExceptionGroup("several", [OSError()])
+
+class TestThatCatchesSomethingElse(unittest.TestCase):
+    def test_hidden(self):
+        with self.assertRaises(ValueError):
+            suppressed(differ)
+            raise ValueError
 
 def test_hidden_and_skipped():
     suppressed(differ)
@@ -169,6 +195,18 @@ def test_hidden_in_a_subtest(subtests):
     with subtests.test("hidden"):
         suppressed(differ)
 
+def test_hidden_in_a_subtest_that_skips(subtests):
+    with subtests.test("hidden"):
+        try:
+            differ()
+        except AssertionError:
+            pytest.skip("differs")
+
+def test_hidden_in_a_subtest_that_is_known(subtests):
+    with subtests.test("hidden"):
+        suppressed(differ)
+        pytest.xfail("known")
+
 @pytest.fixture
 def hides_before():
     suppressed(differ)
@@ -214,7 +252,12 @@ OUTCOMES = {
     "test_expected_once_and_hidden_later": "failed",
     "test_expected_and_not_raised": "skipped",
     "test_hidden_behind_a_block_that_caught_nothing": "failed",
-    "test_hidden_in_a_block_that_waits_for_something_else": "passed",
+    "test_raised_through_a_block_that_waits_for_something_else": "passed",
+    "test_hidden_in_a_block_that_catches_something_else": "failed",
+    "test_hidden_in_a_block_that_catches_an_assertion_of_the_test": "failed",
+    "test_hidden_in_a_thread_beside_a_block": "failed",
+    "test_hidden_in_a_group": "failed",
+    "TestThatCatchesSomethingElse::test_hidden": "failed",
     "test_hidden_and_skipped": "failed",
     "test_skipped_for_it": "failed",
     "test_known_in_the_test": "skipped",
@@ -225,6 +268,8 @@ OUTCOMES = {
     "test_another_error_is_known": "failed",
     "test_in_a_subtest": "failed",
     "test_hidden_in_a_subtest": "failed",
+    "test_hidden_in_a_subtest_that_skips": "failed",
+    "test_hidden_in_a_subtest_that_is_known": "failed",
     "test_hidden_in_a_setup": "error",
     "test_hidden_in_a_teardown": "error",
     "test_made_and_not_raised": "passed",

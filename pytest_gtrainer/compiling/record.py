@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import FailedCheck, counted
 
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
@@ -287,7 +287,7 @@ class CompileRecord:
         if self.breaks:
             lines = [f"{counted(len(self.breaks), 'graph break')}:"]
             lines += [f"  {found}" for found in self.breaks]
-            raise AssertionError("\n".join(lines))
+            raise FailedCheck("\n".join(lines))
         self._check_not_empty()
 
     def assert_compiles(self, graphs: int, recompiles: int = 0) -> None:
@@ -302,7 +302,7 @@ class CompileRecord:
         if (first, again) != (graphs, recompiles):
             expected = f"{counted(graphs, 'graph')} and {counted(recompiles, 'recompilation')}"
             found = f"{counted(first, 'graph')} and {counted(again, 'recompilation')}"
-            raise AssertionError(f"expected {expected}, found {found}{self._events()}")
+            raise FailedCheck(f"expected {expected}, found {found}{self._events()}")
 
     def assert_launch_order(
         self, *names: str, direction: str = "forward", place: int | None = None
@@ -333,7 +333,7 @@ class CompileRecord:
             else:
                 behind = f" behind {names[number - 1]!r}" if number else ""
                 listed = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
-                raise AssertionError(
+                raise FailedCheck(
                     f"the {direction} does not launch {name!r}{behind}; it launches\n{listed}"
                 )
 

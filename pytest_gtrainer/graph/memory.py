@@ -177,7 +177,7 @@ def assert_peak_memory(
         raise ValueError(f"{wrong}; not {at_most!r}")
     told = peak_memory(gm, names=names, sizes=sizes)
     if told.peak > bound:
-        raise AssertionError(
+        raise facts.FailedCheck(
             f"the graph holds {spell_bytes(told.peak)} ({told.peak:,} bytes) at once, at_most is {spell_bytes(bound)} "
             f"({bound:,} bytes): {told.peak - bound:,} too many\nthe peak is at {told.where}, where the largest are\n"
             f"{told.table(5)}\nall of them: print(peak_memory(gm).table(1000)); bytes by node: peak_memory(gm).curve"

@@ -271,7 +271,7 @@ def apply_graph_passes(
     pipeline = PipelineRun(gm, twin, required, observer, progress, long)
     pipeline.run(steps, example_inputs)
     if pipeline.unchanged:
-        raise AssertionError(
+        raise facts.FailedCheck(
             f"{', '.join(sorted(pipeline.unchanged))} changed nothing in the graph: "
             "require_changes names it"
         )

@@ -84,6 +84,11 @@ def _enter_world(spec: WorldSpec | None) -> Iterator[None]:
             raise PassFileError(
                 f"the file's world has {spec.size} ranks, and one of {dist.get_world_size()} is up"
             )
+        if spec.rank and dist.get_rank() != spec.rank:
+            raise PassFileError(
+                f"the file's world is that of rank {spec.rank}, and that of rank {dist.get_rank()} is up: "
+                "give the test the same rank, or no world"
+            )
         make_mesh(World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, "cpu", "fake"))
         yield
     else:
@@ -155,7 +160,7 @@ class _Run:
             found = f"but it says\n  {message}"
 
         if expected is not None:
-            raise AssertionError(
+            raise facts.FailedCheck(
                 f"{self._file.file}: expected an error that says\n  {expected}\n{found}"
             )
 
@@ -174,7 +179,7 @@ class _Run:
         found = graphtext.render(self._gm, mesh=self._mesh)
         if found != expected:
             change = difference("graph", expected, found)
-            raise AssertionError(f"{self._file.file}: {what}\n{change}")
+            raise facts.FailedCheck(f"{self._file.file}: {what}\n{change}")
 
 
 def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> list[str]:

@@ -191,6 +191,8 @@ def test_a_world_that_is_up_is_used_if_it_fits(write, gt_world):
     run(write("# world: fake 4", "# check: then neg"))
     with pytest.raises(PassFileError, match="the file's world has 2 ranks, and one of 4 is up"):
         run(write(*FAKE, "# check: then neg"))
+    with pytest.raises(PassFileError, match="world is that of rank 3, and that of rank 0 is up"):
+        run(write("# world: fake 4, rank 3", "# check: then neg"))
 
 
 def test_the_rewritten_graph_is_returned(write):

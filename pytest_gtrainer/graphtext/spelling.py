@@ -1,10 +1,12 @@
-"""How types, symbols, constants, references and arguments are spelled; constants depend on nothing else.
+"""Spelling of types, symbols, constants, references and arguments in graph text.
 
-Types, symbols and references are spelled as seen from a section. An unbacked symbol is numbered inside the layer that
-brings it in, so two MoE layers, each with its own data-dependent sizes, have the same text. A backed symbol belongs to
-the whole graph, bodies included, and is defined with its hint: ``s0 = size(16)``.
+Types, symbols and references are spelled relative to a section. An unbacked symbol is numbered in
+the layer that brings it in, so two MoE layers, each with its own data-dependent sizes, have the
+same text. A backed symbol belongs to the whole graph, bodies included, and is defined with its
+hint: ``s0 = size(16)``.
 
-A constant is a word of torch, a literal, or a digest; ``constants`` gives what a text tells by a digest only.
+A constant is a word of torch, a literal, or a digest. Its spelling does not depend on the section.
+``constants`` returns the values that a text shows by a digest only.
 """
 
 import contextlib
@@ -48,14 +50,14 @@ from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell, spell_from, spell_input
 
 _SPELLED_WHOLE = (fx.Node, fx.GraphModule, slice, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Operands that have no spelling of their own and stand in a text with all that they are."""
+"""Operands that the lines of a text show completely, or that a body shows."""
 
 
 def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield what the nodes of a graph, and of graphs inside it, call or hold that is neither a literal nor an operator.
+    """Yield each node of a graph, or of a graph inside it, with each value that it calls or holds.
 
-    These are Python functions, called modules without a graph, tensors, and other objects. The hooks of a graph come
-    with its output.
+    These are Python functions, called modules without a graph, tensors, and other objects, but not
+    literals and operators. The hooks of a graph come with its output node.
     """
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -63,35 +65,40 @@ def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
         if hooks := hooks_of(module):
             yield module.graph.output_node(), hooks
         for node in module.graph.nodes:
-            held: list[Any] = pytree.tree_leaves((node.args, node.kwargs))
-            if node.op == "get_attr":
-                held.append(operator.attrgetter(str(node.target))(module))
-            elif node.op == "call_module":
-                held.append(module.get_submodule(str(node.target)))
-            elif node.op == "call_function":
-                held += [
-                    *_kernel_of(node),
-                    *([] if is_known_by_name(node.target) else [node.target]),
-                ]
-            for value in held:
+            for value in _operands_and_target(module, node):
                 if not isinstance(value, _SPELLED_WHOLE) and spell_literal(value) is None:
                     yield node, value
 
 
-def _kernel_of(node: fx.Node) -> list[Any]:
-    """The Triton kernel of a node, and its constants, which the node names by their places in tables of torch."""
-    if not is_kernel_call(node.target):
-        return []
-    kernel, constants = kernel_of(node.kwargs)
-    return [*pytree.tree_leaves(constants), *([] if kernel is None else [function_under(kernel)])]
+def _operands_and_target(module: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Return the leaves of a node's arguments, and what it gets or calls."""
+    held: list[Any] = pytree.tree_leaves((node.args, node.kwargs))
+    if node.op == "get_attr":
+        held.append(operator.attrgetter(str(node.target))(module))
+    elif node.op == "call_module":
+        held.append(module.get_submodule(str(node.target)))
+    elif node.op == "call_function":
+        if is_kernel_call(node.target):
+            # The node has only the place of its kernel in a table of torch.
+            kernel, kernel_constants = kernel_of(node.kwargs)
+            held += pytree.tree_leaves(kernel_constants)
+            if kernel is not None:
+                held.append(function_under(kernel))
+        if not is_known_by_name(node.target):
+            held.append(node.target)
+    return held
 
 
 class HiddenValue(ValueError):
-    """A graph calls or holds something that no text can show, so that two different graphs would have equal texts."""
+    """A graph holds a value that no text can show, so another graph could have the same text."""
 
 
 def refuse_hidden(gm: fx.GraphModule) -> None:
-    """Raise HiddenValue if the full text of a graph, or of one inside it, would not show what a node calls or holds."""
+    """Check that the full text of a graph shows everything that its nodes call and hold.
+
+    Raises:
+        HiddenValue: a node of the graph, or of a graph inside it, has a value without description.
+    """
     for node, value in held_values(gm):
         if isinstance(value, torch.Tensor):
             continue
@@ -100,20 +107,28 @@ def refuse_hidden(gm: fx.GraphModule) -> None:
         except CannotShow as error:
             where = f"{node.name} ({node.op} of {node.target})"
             raise HiddenValue(
-                f"{where} has a {name_of(value)} that no text can show: {error}. A golden would accept any other in "
-                "its place: give the graph numbers, tensors or functions instead, or check a text of your own"
+                f"{where} has a {name_of(value)} that no text can show: {error}. A golden would "
+                "accept any other in its place: give the graph numbers, tensors or functions "
+                "instead, or check a text of your own"
             ) from error
     for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
             if is_kernel_call(node.target) and kernel_of(node.kwargs)[0] is None:
                 raise HiddenValue(
-                    f"{node.name} calls a Triton kernel that torch's table of kernels does not hold any more, so a "
-                    "golden would accept any other: check the graph in the process and the test that traced it"
+                    f"{node.name} calls a Triton kernel that torch's table of kernels does not "
+                    "hold any more, so a golden would accept any other: check the graph in the "
+                    "process and the test that traced it"
                 )
 
 
 def constants(graph: AnyGraph) -> dict[str, Any]:
-    """What a text shows by digest, and called modules by path, bodies included; ``parse`` takes it as ``constants``."""
+    """Return the values that the text of a graph shows by their digests only, under these digests.
+
+    Called modules are returned under their paths. Graphs inside the graph are included. ``parse``
+    takes the result as its argument ``constants``.
+    """
     found: dict[str, Any] = {}
     for node, value in held_values(adopted(graph)):
         if isinstance(value, torch.Tensor):
@@ -131,35 +146,37 @@ def constants(graph: AnyGraph) -> dict[str, Any]:
 _SMALL_STRUCTURE = 8  # longer runs of results are written as a range
 
 SIZES = ("both", "symbols", "examples")
-"""How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
+"""Spellings of dynamic sizes: symbols that are defined with their examples, or one of the two."""
 
 
 @dataclass(slots=True)
 class Backed:
-    """The backed symbols of a graph and its bodies, what is known of their values, and which of ``SIZES`` is told."""
+    """The backed symbols of a graph and its bodies, with the spelling of ``SIZES`` for them."""
 
     sizes: str = "both"
-    _known: dict[sympy.Symbol, tuple[str, Any]] = field(
-        default_factory=dict
-    )  # its name and its hint
+    # the name and the hint of each symbol
+    _known: dict[sympy.Symbol, tuple[str, Any]] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
 
     def name(self, symbol: sympy.Symbol, value: Any) -> str:
+        """Return the canonical name of a symbol of the symbolic ``value``: ``s0``, ``s1``, ..."""
         if symbol not in self._known:
-            kind = _kind(symbol)
+            kind = _symbol_kind(symbol)
             self._known[symbol] = f"{kind}{self._counts[kind]}", hint(symbol, value)
             self._counts[kind] += 1
         return self._known[symbol][0]
 
     def definitions(self) -> list[str]:
-        """``s0 = size(16)`` for each."""
+        """Return ``s0 = size(16)`` for each symbol."""
+        shows_hint = self.sizes == "both"
         return [
-            f"{name} = size({known if self.sizes == 'both' else ''})"
-            for name, known in self._known.values()
+            f"{name} = size({example if shows_hint else ''})"
+            for name, example in self._known.values()
         ]
 
 
-def _kind(symbol: sympy.Symbol) -> str:
+def _symbol_kind(symbol: sympy.Symbol) -> str:
+    """Return the letters of a symbol's name: ``s`` of a size, ``u`` of an unbacked one."""
     found = re.match("[a-z]+", symbol.name)
     return found[0] if found else "s"
 
@@ -175,7 +192,7 @@ _NUMBERS = {
 
 
 class Speller:
-    """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
+    """Spells nodes of one graph relative to the section and scope that were entered last."""
 
     def __init__(
         self,
@@ -202,28 +219,29 @@ class Speller:
         self._key, self._scope = key, None
 
     def enter_scope(self, scope: Scope) -> str:
-        """The ``with`` heading of a scope; names of its values are spelled bare from now on."""
+        """Return the ``with`` heading of a scope, whose values have bare names from now on."""
         self._scope = scope
         return self.heading(scope)
 
     def heading(self, scope: Scope) -> str:
-        """A module or bucket as seen from the section."""
+        """Return a module or bucket relative to the section."""
         path = self._path(scope)
         return path if scope.space == self._key.space else f"{scope.space}.{path}"
 
     def module(self, fqn: str) -> str:
-        """A module path as seen from the section."""
+        """Return a module path relative to the section."""
         return spell_from(fqn, self._key.layer)
 
     def _path(self, scope: Scope) -> str:
         owners = [self.module(owner) for owner in scope.owners]
         if not scope.is_bucket:
             return owners[0]
-        shown = owners if len(owners) <= (self._most_owners or len(owners)) else [owners[0], "..."]
-        return f"bucket({', '.join(shown)})"
+        if self._most_owners and len(owners) > self._most_owners:
+            owners = [owners[0], "..."]
+        return f"bucket({', '.join(owners)})"
 
     def reference(self, node: fx.Node) -> str:
-        """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
+        """Return a value's name from here: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
         if is_item(node):
             return f"{self.reference(node.args[0])}[{node.args[1]}]"
         if node.op == "get_attr":
@@ -240,32 +258,36 @@ class Speller:
         return f"saved.{self._path(scope)}.{name}" if is_saved else f"{self.heading(scope)}.{name}"
 
     def call(self, node: fx.Node) -> str:
-        """The right-hand side of a line: operator and arguments, keywords sorted."""
+        """Return the right-hand side of a line: operator and arguments, keywords sorted."""
         operator = operator_of(node)
         kernel = kernel_of(node.kwargs) if is_kernel_call(node.target) else None
-        given = [("", place, value) for place, value in enumerate(node.args)]
-        given += [(f"{word(name)}=", name, node.kwargs[name]) for name in sorted(node.kwargs)]
-        arguments = []
-        for to, at, value in given:
-            if at in operator.group_arguments and isinstance(value, str) and value in self.groups:
-                arguments.append(f"{to}{self.groups[value].symbol}")
-            elif kernel is not None and at == "kernel_idx":
-                arguments.append(f"{to}{spell_kernel(kernel[0])}")
-            elif kernel is not None and at == "constant_args_idx":
-                arguments.append(f"{to}{self.argument(dict(kernel[1]))}")
-            else:
-                arguments.append(f"{to}{self.argument(value)}")
+
+        def spell_argument(parameter: int | str, value: Any) -> str:
+            # Names of process groups depend on how many a process has made before.
+            is_group = parameter in operator.group_arguments and isinstance(value, str)
+            if is_group and value in self.groups:
+                return self.groups[value].symbol
+            # A place in torch's table of kernels depends on what was traced before.
+            if kernel is not None and parameter == "kernel_idx":
+                return spell_kernel(kernel[0])
+            if kernel is not None and parameter == "constant_args_idx":
+                return self.argument(dict(kernel[1]))
+            return self.argument(value)
+
+        arguments = [spell_argument(place, value) for place, value in enumerate(node.args)]
+        for name in sorted(node.kwargs):
+            arguments.append(f"{word(name)}={spell_argument(name, node.kwargs[name])}")
         return f"{operator.text}{_code_of_target(node)}({', '.join(arguments)})"
 
     def module_definition(self, path: str) -> str:
-        """What a called module is: ``module.seq[1] = torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``."""
+        """Return ``module.seq[1] = torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``."""
         called = f"module.{spell(path)}"
         if path in self._bodies:
             return f"{called} = {self._bodies[path]}"
         return f"{called} = {spell_description(self._gm.get_submodule(path))}"
 
     def argument(self, value: Any) -> str:
-        """An operand, or a literal, or a container of them."""
+        """Return an operand, a literal, or a container of them."""
         if isinstance(value, fx.Node):
             return self.reference(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -275,14 +297,16 @@ class Speller:
         if isinstance(value, tuple | list):
             return _sequence(value, self.argument)
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{spell_key(key)}: {self.argument(item)}' for key, item in value.items())}}}"
+            pairs = [f"{spell_key(key)}: {self.argument(item)}" for key, item in value.items()]
+            return f"{{{', '.join(pairs)}}}"
         if isinstance(value, slice):
             return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:
-        if (known := spell_literal(value)) is not None:
-            return known
+        literal = spell_literal(value)
+        if literal is not None:
+            return literal
         if isinstance(value, SYMBOLIC):
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
@@ -290,7 +314,7 @@ class Speller:
         return spell_object(value)
 
     def type_of(self, value: Any) -> str:
-        """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
+        """Return ``bf16[64, 64]``, with strides and device unless they are the default."""
         if isinstance(value, tuple | list):
             return _sequence(value, self.type_of)
         if not isinstance(value, torch.Tensor):
@@ -305,48 +329,55 @@ class Speller:
         return text if value.device.type == self._device else f"{text} @ {value.device.type}"
 
     def size(self, value: Any) -> str:
-        """A number, symbolic or not: an extent, a stride, the value of a scalar."""
+        """Return a number, symbolic or not: an extent, a stride, the value of a scalar."""
         if isinstance(value, SYMBOLIC):
             return self._expression(expression(value), value, self._key.layer)
         return repr(value)
 
-    def _expression(self, told: sympy.Basic, value: Any, here: Layer | None) -> str:
-        """The expression of a symbolic ``value`` over canonical symbols; terms are sorted after the renaming."""
-        if (told, here) in self._spelled:
-            return self._spelled[told, here]
-        expression = told
+    def _expression(self, traced: sympy.Basic, value: Any, layer: Layer | None) -> str:
+        """Spell the traced expression of a symbolic ``value`` with canonical symbols."""
+        if (traced, layer) in self._spelled:
+            return self._spelled[traced, layer]
+        expression = traced
         if self._backed.sizes == "examples":
-            backed = [symbol for symbol in told.free_symbols if not is_unbacked(symbol)]
-            expression = told.xreplace({one: sympy.sympify(hint(one, value)) for one in backed})
-        free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
-        renamed = {  # with the assumptions that decide how an expression is printed
-            symbol: sympy.Symbol(
-                self._symbol(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real
+            examples = {}
+            for symbol in traced.free_symbols:
+                if not is_unbacked(symbol):
+                    examples[symbol] = sympy.sympify(hint(symbol, value))
+            expression = traced.xreplace(examples)
+        # sympy sorts terms by the names of symbols, so they are renamed before it prints.
+        renamed = {}
+        for symbol in sorted(expression.free_symbols, key=lambda one: (len(one.name), one.name)):
+            # These assumptions decide how an expression is printed.
+            renamed[symbol] = sympy.Symbol(
+                self._symbol(symbol, value, layer), integer=symbol.is_integer, real=symbol.is_real
             )
-            for symbol in free
-        }
-        is_example = expression.is_Float and told is not expression
-        spelled = repr(float(expression)) if is_example else str(expression.xreplace(renamed))
-        self._spelled[told, here] = spelled
+        if expression.is_Float and traced is not expression:
+            spelled = repr(float(expression))
+        else:
+            spelled = str(expression.xreplace(renamed))
+        self._spelled[traced, layer] = spelled
         return spelled
 
     def _symbol(self, symbol: sympy.Symbol, value: Any, here: Layer | None) -> str:
+        """Return the name of a symbol, relative to the layer ``here``."""
         if not is_unbacked(symbol):
             return self._backed.name(symbol, value)
         if symbol not in self._owner:
-            kind = _kind(symbol)
+            kind = _symbol_kind(symbol)
             self._owner[symbol] = (here, f"{kind}{self._counts[here, kind]}")
             self._counts[here, kind] += 1
         layer, name = self._owner[symbol]
-        return (
-            name
-            if layer is None
-            else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
-        )
+        if layer is None:
+            return name
+        return f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
 
 
 def spell_object(value: Any) -> str:
-    """``const('Colour.RED', '0123456789ab')``; without a digest, which a golden refuses, if nothing can be shown."""
+    """Return ``const('Colour.RED', '0123456789ab')``.
+
+    A value without description has no digest; ``refuse_hidden`` keeps it out of goldens.
+    """
     try:
         return f"const({name_of(value)!r}, {digest_of(value)!r})"
     except CannotShow:
@@ -354,10 +385,7 @@ def spell_object(value: Any) -> str:
 
 
 def spell_description(value: Any) -> str:
-    """A module without a graph, or hooks: ``torch.nn.modules.dropout.Dropout(inplace=False, p=0.1)``.
-
-    As an object if it has no description.
-    """
+    """Return the description of a module or of hooks; ``const(...)`` if there is none."""
     try:
         return description(value)
     except CannotShow:
@@ -365,18 +393,20 @@ def spell_description(value: Any) -> str:
 
 
 def spell_kernel(kernel: Any) -> str:
-    """A Triton kernel: ``const('kernels.add', '0123456789ab')``."""
+    """Return ``const('kernels.add', '0123456789ab')`` for a Triton kernel."""
+    if kernel is None:
+        return "None"
     try:
         digest = digest_of_text(kernel_description(kernel))
     except CannotShow:
         return f"const({name_of(function_under(kernel))!r})"
-    return "None" if kernel is None else f"const({name_of(function_under(kernel))!r}, {digest!r})"
+    return f"const({name_of(function_under(kernel))!r}, {digest!r})"
 
 
 def spell_structure(structure: Any) -> str | None:
-    """The structure of what a graph's code returns, results by their numbers, ``{'loss': 0, 'logits': [1, 2]}``.
+    """Return the structure of results by their numbers: ``{'loss': 0, 'logits': [1, 2]}``.
 
-    None if that is a flat tuple, as of most graphs. A structure that was parsed is its text.
+    None for a flat tuple, which most graphs return. A structure that was parsed is a text already.
     """
     if isinstance(structure, str):
         return structure
@@ -399,13 +429,12 @@ def _structure_below(structure: Any, numbers: Iterator[int]) -> str:
         return "{" + ", ".join(f"{spell_key(key)}: {item}" for key, item in pairs) + "}"
     if structure.type in (list, tuple):
         return _sequence(structure.type(items), str)
-    return (
-        f"{name_of(structure.type)}({', '.join([repr(_spell_context(structure.context)), *items])})"
-    )
+    context = repr(_spell_context(structure.context))
+    return f"{name_of(structure.type)}({', '.join([context, *items])})"
 
 
 def _spell_context(context: Any) -> str:
-    """What a container of a user's own holds beside its items: the keys, the class of a named tuple."""
+    """Spell the pytree context of a container: its keys, or the class of a named tuple."""
     if isinstance(context, type) and hasattr(context, "_fields"):
         return f"{name_of(context)}({', '.join(context._fields)})"
     try:
@@ -415,12 +444,15 @@ def _spell_context(context: Any) -> str:
 
 
 def spell_key(key: Any) -> str:
-    """The key of a dictionary."""
+    """Return the key of a dictionary."""
     return repr(key) if type(key) in PLAIN else spell_literal(key) or spell_object(key)
 
 
 def _code_of_target(node: fx.Node) -> str:
-    """``["0123456789ab"]`` behind a function whose name does not say what it does; ``[...]`` if nothing can."""
+    """Return ``["0123456789ab"]`` for a function that its name does not identify.
+
+    ``[...]`` for a function without description, "" for torch's and Python's own.
+    """
     if node.op != "call_function" or is_known_by_name(node.target):
         return ""
     try:
@@ -430,14 +462,23 @@ def _code_of_target(node: fx.Node) -> str:
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
-    """Whether strides are the row-major ones, where they matter; adds no guard to symbols."""
-    steps = itertools.accumulate(reversed(shape), lambda step, extent: extent * step, initial=1)
-    told = zip(reversed(shape), reversed(strides), steps)  # noqa: B905 - the last step is that of the whole
-    return 0 in shape or all(extent == 1 or stride == step for extent, stride, step in told)
+    """Return whether strides are row-major, apart from dimensions of extent 1.
+
+    Shape and strides hold numbers or sympy expressions, so that no comparison adds a guard.
+    """
+    if 0 in shape:
+        return True
+    step = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step = extent * step
+    return True
 
 
 def _sequence(items: Sequence[Any], spell: Callable[[Any], str]) -> str:
-    told = ", ".join([spell(item) for item in items])
-    return (
-        f"[{told}]" if isinstance(items, list) else f"({told},)" if len(items) == 1 else f"({told})"
-    )
+    """Return the literal of a list or tuple, each item by ``spell``."""
+    inner = ", ".join([spell(item) for item in items])
+    if isinstance(items, list):
+        return f"[{inner}]"
+    return f"({inner},)" if len(items) == 1 else f"({inner})"

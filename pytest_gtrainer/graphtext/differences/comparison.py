@@ -1,130 +1,129 @@
-"""Two graphs, and which value of one is which of the other: paired by what they compute, as names and places change.
+"""Pair the values of two graphs by what they compute, because names and places change.
 
-From the most exact to the least, each within its module:
+Values are paired in steps, from the most exact to the least, each within its module:
 
-1. the digest: all that it is computed from is equal;
-2. *two rings*: operator, type and literals of the value and of its operands, as what is computed before
-   these may have changed;
-3. one ring, and those operands that have a partner by now; then the ring alone;
+1. equal digests: everything that the value is computed from is equal;
+2. equal *two rings*: operator, type and literals of the value and of its operands. What is computed
+   before these may have changed;
+3. an equal ring, and the same operands among those paired by now; then an equal ring alone;
 4. name and operator, then operator only: something of the value itself has changed;
-5. the digest, in any module: it has moved to another one.
+5. equal digests in any module: the value has moved to another one.
 
-What is left has been lost or gained. Cost: one walk for each of these.
+The rest has been lost or gained. Invariant: a value has at most one partner, and later steps never
+change it. Cost: one walk over both graphs for each step.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value, dataflow
-from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of
+from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
 class Comparison:
-    """Two graphs, and for each value of one its place in the other, None if it has none there."""
+    """Two graphs; ``to_new`` and ``to_old`` have the place of each value's partner, or None."""
 
     def __init__(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> None:
+        # Digests are comparable only if both graphs get them from the same numbers.
         numbers = Numbers()
         self.old, self.new = dataflow(old), dataflow(new)
         self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
         self.to_new: list[int | None] = [None] * len(self.old.values)
         self.to_old: list[int | None] = [None] * len(self.new.values)
-        self.left = (
-            list(range(len(self.to_new))),
-            list(range(len(self.to_old))),
-        )  # places without partner
-        self.elsewhere: list[
-            tuple[int, int]
-        ] = []  # pairs that may be in another module than before
-        self._pair(
-            *[
-                [
-                    (value.scope, digest)
-                    for digest, value in zip(digests.values, graph.values, strict=True)
-                ]
-                for digests, graph in ((self.ours, self.old), (self.theirs, self.new))
-            ]
-        )
+        # places without partner, of the old graph and of the new one
+        self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))
+        # pairs that may be in another module than before
+        self.elsewhere: list[tuple[int, int]] = []
+        self._pair(_scoped_digests(self.old, self.ours), _scoped_digests(self.new, self.theirs))
         if any(self.left):
             self._pair_inexactly()
-        self.places = [
-            (place, partner) for place, partner in enumerate(self.to_new) if partner is not None
-        ]
-        self.definitions = (
-            self._definitions()
-        )  # of the old side, by those of the new one that stand for them
-        self.explained: frozenset[Scope] = (
-            frozenset()
-        )  # scopes whose change that of a bucket explains
+        self.places: list[tuple[int, int]] = []
+        for place, partner in enumerate(self.to_new):
+            if partner is not None:
+                self.places.append((place, partner))
+        self.definitions = self._pair_definitions()
+        # scopes whose change is explained by that of a bucket
+        self.explained: frozenset[Scope] = frozenset()
 
     def _pair_inexactly(self) -> None:
+        """Pair by the steps 2 to 5."""
         numbers = Numbers()
-        (ours, ours_around), (theirs, theirs_around) = (
-            _rings(graph, numbers) for graph in (self.old, self.new)
-        )
-        self._pair(ours_around, theirs_around)  # the inner ring says the module, too
-        kept = [place if partner is not None else None for place, partner in enumerate(self.to_new)]
+        ours, ours_around = _rings(self.old, numbers)
+        theirs, theirs_around = _rings(self.new, numbers)
+        self._pair(ours_around, theirs_around)  # the inner ring has the module, too
+        # An operand is named by its place in the new graph, so that both sides have the same name.
+        names_of_old = self.to_new
+        names_of_new = [
+            place if partner is not None else None for place, partner in enumerate(self.to_old)
+        ]
         self._pair(
-            _with_operands(ours, self.old, kept), _with_operands(theirs, self.new, self.to_old)
+            _with_operands(ours, self.old, names_of_old),
+            _with_operands(theirs, self.new, names_of_new),
         )
         self._pair(ours, theirs)
         for by_name in (True, False):
-            self._pair(
-                *[
-                    [
-                        (value.scope, value.operator, value.name if by_name else "")
-                        for value in graph.values
-                    ]
-                    for graph in (self.old, self.new)
-                ]
-            )
+            self._pair(_own_names(self.old, by_name), _own_names(self.new, by_name))
         self.elsewhere = sorted(self._pair(self.ours.values, self.theirs.values))
 
     def _pair(self, ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> list[tuple[int, int]]:
-        """Pair what is left and has equal keys, in the order of the schedules. A value without key has no partner."""
+        """Pair values without partner that have equal keys, in the order of the schedules.
+
+        A value whose key is None is left alone. Returns the new pairs.
+        """
         waiting: dict[Hashable, list[int]] = {}
         for place in reversed(self.left[0]):
             waiting.setdefault(ours[place], []).append(place)
-        found = [
-            (same.pop(), place)
-            for place in self.left[1]
-            if theirs[place] is not None and (same := waiting.get(theirs[place]))
-        ]
-        for was, now in found:
-            self.to_new[was], self.to_old[now] = now, was
+        pairs = []
+        for now in self.left[1]:
+            candidates = waiting.get(theirs[now])
+            if theirs[now] is not None and candidates:
+                was = candidates.pop()
+                self.to_new[was], self.to_old[now] = now, was
+                pairs.append((was, now))
         for left, partners in zip(self.left, (self.to_new, self.to_old), strict=True):
             left[:] = [place for place in left if partners[place] is None]
-        return found
+        return pairs
 
-    def _definitions(self) -> dict[int, int]:
-        """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
+    def _pair_definitions(self) -> dict[int, int]:
+        """Pair definitions of one name that some value uses, then those used in the same places."""
         old, new = self.old.definitions, self.new.definitions
         named = {definition.name: place for place, definition in enumerate(new)}
-        uses = Counter(
-            {(place, named[was.name]): 0 for place, was in enumerate(old) if was.name in named}
-        )
+        uses: Counter[tuple[int, int]] = Counter()
+        for place, was in enumerate(old):
+            if was.name in named:
+                uses[place, named[was.name]] = 0  # a pair, though nothing may use it
         for place in self.old.users:
             other = self.to_new[place]
-            operands = () if other is None else self.new.values[other].operands
-            for was, now in zip(self.old.values[place].operands, operands, strict=False):
-                if isinstance(was, int) and isinstance(now, int) and was < 0 and now < 0:
-                    uses[~was, ~now] += 1
+            if other is None:
+                continue
+            operands = zip(
+                self.old.values[place].operands, self.new.values[other].operands, strict=False
+            )
+            for before, after in operands:
+                if isinstance(before, int) and isinstance(after, int) and before < 0 and after < 0:
+                    uses[~before, ~after] += 1
 
         def rank(pair: tuple[int, int]) -> tuple[bool, int]:
-            return not (old[pair[0]].name == new[pair[1]].name and uses[pair]), -uses[pair]
+            same_name = old[pair[0]].name == new[pair[1]].name
+            return not (same_name and uses[pair]), -uses[pair]
 
-        found: dict[int, int] = {}
-        for was, now in sorted(uses, key=rank):
-            if was not in found and now not in found.values() and old[was].kind == new[now].kind:
-                found[was] = now
-        return found
+        partners: dict[int, int] = {}
+        taken: set[int] = set()
+        for place, other in sorted(uses, key=rank):
+            is_free = place not in partners and other not in taken
+            if is_free and old[place].kind == new[other].kind:
+                partners[place] = other
+                taken.add(other)
+        return partners
 
     @property
     def same_dataflow(self) -> bool:
+        """Return whether both graphs compute the same, in whatever order."""
         return self.ours.whole == self.theirs.whole
 
     def changed(self) -> Iterator[tuple[int, Value, Value]]:
-        """Pairs of values that do not compute the same, apart from explained ones, with the place of the new one."""
+        """Yield pairs that do not compute the same and are not explained: new place, old, new."""
         for place, other in self.places:
             was, now = self.old.values[place], self.new.values[other]
             is_same = self.ours.values[place] == self.theirs.values[other]
@@ -132,16 +131,16 @@ class Comparison:
                 yield other, was, now
 
     def lost_and_gained(self) -> Iterator[tuple[str, Value]]:
-        """Values without a partner: those that were "lost", then those that were "gained"."""
-        for verb, graph, left in zip(
-            ("lost", "gained"), (self.old, self.new), self.left, strict=True
-        ):
-            yield from ((verb, graph.values[place]) for place in left)
+        """Yield values without partner: the "lost" ones, then the "gained" ones."""
+        for place in self.left[0]:
+            yield "lost", self.old.values[place]
+        for place in self.left[1]:
+            yield "gained", self.new.values[place]
 
     def renumbered(
         self, old: Sequence[GraphLine], new: Sequence[GraphLine]
     ) -> Iterator[tuple[int, int]]:
-        """Lines that differ and yet say the same in both graphs, with other names for values."""
+        """Yield pairs of lines that differ only in the names of values."""
         for place, other in self.places:
             was, now = self.old.values[place], self.new.values[other]
             is_same = own(was) == own(now) and self.same_operands(was.operands, now.operands)
@@ -152,10 +151,11 @@ class Comparison:
                 yield one.line, another.line
 
     def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
+        """Return whether all operands are the same on both sides."""
         return len(old) == len(new) and all(map(self.same_operand, old, new))
 
     def same_operand(self, old: Operand, new: Operand) -> bool:
-        """Whether an operand is the same value, definition or literal on both sides."""
+        """Return whether an operand is the same value, definition or literal on both sides."""
         if isinstance(old, int) and isinstance(new, int):
             if old >= 0:
                 return self.to_new[old] == new
@@ -164,33 +164,51 @@ class Comparison:
             return old.number == new.number and self.to_new[old.value] == new.value
         return old == new
 
-    def is_said(self, old: Operand, new: Operand) -> bool:
-        """Whether other sentences say why an operand is another: it was lost, gained or in a bucket that changed."""
+    def is_explained(self, old: Operand, new: Operand) -> bool:
+        """Return whether other sentences explain why an operand is another one.
+
+        They do if it was lost, gained, or in a bucket that changed.
+        """
         sides = ((old, self.old, self.to_new), (new, self.new, self.to_old))
-        return any(
-            isinstance(operand, int)
-            and operand >= 0
-            and (partners[operand] is None or graph.values[operand].scope in self.explained)
-            for operand, graph, partners in sides
-        )
+        for operand, graph, partners in sides:
+            if not isinstance(operand, int) or operand < 0:
+                continue
+            if partners[operand] is None or graph.values[operand].scope in self.explained:
+                return True
+        return False
+
+
+def _scoped_digests(graph: Dataflow, digests: Digests) -> list[Hashable]:
+    """Return the key of step 1 for each value."""
+    pairs = zip(graph.values, digests.values, strict=True)
+    return [(value.scope, digest) for value, digest in pairs]
+
+
+def _own_names(graph: Dataflow, by_name: bool) -> list[Hashable]:
+    """Return the key of step 4 for each value."""
+    keys: list[Hashable] = []
+    for value in graph.values:
+        keys.append((value.scope, value.operator, value.name if by_name else ""))
+    return keys
 
 
 def _rings(graph: Dataflow, numbers: Numbers) -> tuple[list[int], list[int]]:
-    """Of all values the number of one ring, and that of two."""
-    own: list[int] = []
-    for scope, _, operator, kind, arguments, operands, *_ in graph.values:
-        literals = tuple([operand for operand in operands if isinstance(operand, str)])
-        own.append(numbers.of((scope, operator, kind, arguments, literals)))
-    around = zip(own, graph.values, strict=True)
-    return own, [
-        numbers.of((number, *[own[source] for source in value.sources])) for number, value in around
-    ]
+    """Return the number of one ring of each value, and that of two."""
+    inner: list[int] = []
+    outer: list[int] = []
+    for value in graph.values:
+        literals = tuple([operand for operand in value.operands if isinstance(operand, str)])
+        key = (value.scope, value.operator, value.type, value.arguments, literals)
+        inner.append(numbers.of(key))
+        # Operands stand before the value, so their rings are known.
+        outer.append(numbers.of((inner[-1], *[inner[source] for source in value.sources])))
+    return inner, outer
 
 
 def _with_operands(
     rings: Sequence[int], graph: Dataflow, names: Sequence[int | None]
 ) -> list[Hashable]:
-    """Each ring with those operands that have a partner, by their ``names``; no key without any."""
+    """Return each ring with the names of its paired operands; None if no operand is paired."""
     keys: list[Hashable] = []
     for ring, value in zip(rings, graph.values, strict=True):
         operands = [names[source] for source in value.sources]
@@ -199,5 +217,5 @@ def _with_operands(
 
 
 def own(value: Value) -> tuple[object, ...]:
-    """What a value says of itself."""
+    """Return everything of a value but its name, place and operands."""
     return value.scope, value.operator, value.type, value.arguments, value.tags

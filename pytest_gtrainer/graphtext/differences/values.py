@@ -96,8 +96,8 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
         may_follow = len(was.operands) != len(now.operands) or (
             whole[0] == whole[1] and literals[0] == literals[1]
         )
-        is_said = any(comparison.is_said(operand, "") for operand in was.operands)
-        is_said = is_said or any(comparison.is_said("", operand) for operand in now.operands)
+        is_said = any(comparison.is_explained(operand, "") for operand in was.operands)
+        is_said = is_said or any(comparison.is_explained("", operand) for operand in now.operands)
         if not (may_follow and is_said):
             shown = (_shown_arguments(was), _shown_arguments(now))
             moved = sorted(shown[0].split(", ")) == sorted(shown[1].split(", "))
@@ -118,7 +118,9 @@ def _shown_arguments(value: Value) -> str:
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
     def is_told(old: Operand, new: Operand) -> bool:
         return (
-            comparison.same_operand(old, new) or comparison.is_said(old, new) or _is_definition(old)
+            comparison.same_operand(old, new)
+            or comparison.is_explained(old, new)
+            or _is_definition(old)
         )
 
     pairs = enumerate(zip(was.operands, now.operands, strict=True), start=1)
@@ -268,7 +270,8 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
         )
         pairs = list(zip(was.operands, now.operands, strict=False))
         if not is_same and (
-            len(was.operands) != len(now.operands) or not all(comparison.is_said(*p) for p in pairs)
+            len(was.operands) != len(now.operands)
+            or not all(comparison.is_explained(*p) for p in pairs)
         ):
             after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
             yield Remark(

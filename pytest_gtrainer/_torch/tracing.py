@@ -20,6 +20,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,6 +108,31 @@ def marked_backward() -> AbstractContextManager[None]:
 def current_annotation(key: str) -> Any:
     """What ``annotate`` says for ``key`` at this point of the trace, None if nothing."""
     return (fx_traceback.current_meta.get("custom") or {}).get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastAround:
+    """How many blocks of ``torch.autocast`` are open around a trace, and whether they keep casts.
+
+    ``make_fx`` turns the cache of casts off, and a block inside the trace turns it on or off again.
+    """
+
+    depth: int = field(default_factory=lambda: _autocast_depth())
+    keeps_casts: bool = field(default_factory=torch.is_autocast_cache_enabled)
+
+    def eager_keeps_casts(self) -> bool:
+        """Return whether eager code would keep a cast at this point of the trace."""
+        depth = _autocast_depth()
+        if depth == self.depth:
+            return depth > 0 and self.keeps_casts
+        return torch.is_autocast_cache_enabled()
+
+
+def _autocast_depth() -> int:
+    """Count the open blocks, also inside an operator, where autocast is off."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 @contextmanager

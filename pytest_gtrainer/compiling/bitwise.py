@@ -272,6 +272,20 @@ def _generate(
     return made
 
 
+def _check_readable(outputs: Any) -> None:
+    for leaf in pytree.tree_leaves(outputs):
+        if leaf is not None and not isinstance(leaf, _READABLE):
+            name = type(leaf).__name__
+            raise TypeError(
+                f"the function returns a {name}, in which nothing can be compared: return tensors, "
+                f"in tuples, lists and dicts, or register {name} as a pytree "
+                "(torch.utils._pytree.register_dataclass for a dataclass)"
+            )
+
+
+_READABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device)
+
+
 def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdict:
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager.
 
@@ -284,6 +298,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         BitwiseDifference: they differ; with the cause and the operators of the graph.
         NotRecorded: nothing was compiled.
         ValueError: a collective under a fake process group, which moves no data.
+        TypeError: a result is an object that is no pytree.
     """
     __tracebackhide__ = True
     leaves, spec = pytree.tree_flatten(inputs)
@@ -291,7 +306,9 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     def run(called: Callable[..., Any]) -> dict[str, Tensor]:
         given = copies(leaves, keep_grad=True)
         with random_states_kept():
-            found = named_outputs(called(*pytree.tree_unflatten(given, spec)))
+            outputs = called(*pytree.tree_unflatten(given, spec))
+            _check_readable(outputs)
+            found = named_outputs(outputs)
             random_states = random_states_afterwards(random_state())
         for n, (leaf, before) in enumerate(zip(given, copies(leaves), strict=True)):
             if isinstance(leaf, Tensor) and compare([leaf], [before]).outcome == "different":

@@ -87,6 +87,8 @@ def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
 
     Of a DTensor the global size counts: a rank may well hold an empty shard.
     """
+    if tensors and not any(tensor.numel() for tensor in tensors.values()):
+        return "every tensor is empty, so there is no element to compare"
     for phase, what in ((OUTSIDE_A_RUN, "tensor"), ("gradient", "gradient"), ("weight", "weight")):
         found = [tensor for key, tensor in tensors.items() if key.phase == phase]
         if found and not any(tensor.numel() for tensor in found):
@@ -378,6 +380,10 @@ def assert_bitwise_different(
     return verdict
 
 
+def _is_random_state(key: Key) -> bool:
+    return key.phase == "rng" or key.name.startswith("random state of ")
+
+
 def _shows_nothing(
     verdict: Verdict, actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]
 ) -> str:
@@ -387,8 +393,8 @@ def _shows_nothing(
     """
     if not verdict.differences or any(one.kind != "bits" for one in verdict.differences):
         return ""
-    computed = [one.key for one in verdict.differences if one.key.phase != "rng"]
-    if not computed and any(key.phase != "rng" for key in expected):
+    computed = [one.key for one in verdict.differences if not _is_random_state(one.key)]
+    if not computed and not all(map(_is_random_state, expected)):
         return (
             "the control run differs in random states alone: it says nothing about this check. "
             "If they are meant, compare record.select(phase='rng') alone"

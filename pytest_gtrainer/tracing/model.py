@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from pytest_gtrainer._torch.tracing import annotate, without_annotation
-from pytest_gtrainer._torch.values import buffers_of, parameters_of
+from pytest_gtrainer._torch.values import (
+    FakeTensor,
+    buffers_of,
+    is_traceable_wrapper_subclass,
+    parameters_of,
+)
 
 KEY = "module_fqn"
 LOSS_FQN = "loss"
@@ -67,15 +72,18 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def has_bytes(value: Any) -> bool:
-    """Return whether ``value`` is a plain tensor with memory that can be compared and put back."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
+    """Return whether ``value`` is a tensor with memory of its own that can be compared and put back."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return False
+    if is_traceable_wrapper_subclass(value):
         return False
     return not value.is_meta and value.layout is torch.strided
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare two plain tensors of one shape and dtype bit for bit."""
-    bytes_of = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    plain = [each.detach().as_subclass(torch.Tensor) for each in (one, other)]
+    bytes_of = [each.contiguous().reshape(-1).view(torch.uint8) for each in plain]
     return torch.equal(*bytes_of)
 
 

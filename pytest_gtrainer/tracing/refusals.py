@@ -7,7 +7,7 @@ give a wrong graph without an error, so each is refused here, by name and with t
 the ``AccumulateGrad`` node of a parameter cannot be seen."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from pytest_gtrainer._torch.autograd import (
     hooks_of,
 )
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
-from pytest_gtrainer._torch.tracing import current_annotation
+from pytest_gtrainer._torch.tracing import AutocastAround, current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
 from pytest_gtrainer._torch.wrapped_modules import (
     COMPILED,
@@ -197,15 +197,19 @@ def _refusing_calls() -> Iterator[None]:
         optimizers.remove()
 
 
-def _memory_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    return [[storage_id(part) for part in parts_of(tensor)] for tensor in tensors]
+def _memory_of(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Return storage, shape and strides of the parts of each tensor."""
+    return [
+        [(storage_id(part), part.shape, part.stride()) for part in parts_of(tensor)]
+        for tensor in tensors
+    ]
 
 
 def _refuse_changes(
     model: nn.Module,
     state: ModelState,
     tensors: Sequence[torch.Tensor],
-    memory: Sequence[list[int]],
+    memory: Sequence[list[Any]],
 ) -> None:
     """Refuse state that the step has replaced, added, frozen or hooked.
 
@@ -221,7 +225,8 @@ def _refuse_changes(
     ):
         if now != before:
             raise ValueError(
-                f"the step gives {fqn} other memory (.data =), which a graph cannot: {in_place}"
+                f"the step gives {fqn} other memory, another shape or other strides (.data =, t_(), "
+                f"resize_()), which a graph cannot: {in_place}"
             )
         if tensor.requires_grad != own.requires_grad:
             raise ValueError(
@@ -241,19 +246,26 @@ def _refuse_changes(
         )
 
 
-class _Draws(TorchDispatchMode):
-    """Refuse operators that draw random numbers behind a change of the random state by the step.
+class _Watch(TorchDispatchMode):
+    """Refuse operators that draw random numbers behind a change of the random state by the step,
+    and casts of autocast that eager code would not make.
 
     Operators draw nothing while they are traced. Here each one that would draw leaves the generator
     of the CPU at a new seed. One that finds another seed comes behind code that has set the state:
     a checkpoint that recomputes, ``torch.manual_seed``, ``fork_rng``. Such code sets the CPU's
     generator beside those of other devices.
+
+    Autocast keeps the cast of a parameter for its next use, so eager code adds the gradients of
+    both uses in the lower precision. It keeps casts of leaves only, and a trace has views.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], autocast: AutocastAround) -> None:
         super().__init__()
+        self._autocast = autocast
+        self._fqns = {id(tensor): fqn for fqn, tensor in state.items() if tensor.requires_grad}
+        self._cast: set[str] = set()
         self._seed = 2**40  # which no user takes
         torch.default_generator.manual_seed(self._seed)
 
@@ -275,7 +287,20 @@ class _Draws(TorchDispatchMode):
             self.refuse_changes(what)
             self._seed += 1
             torch.default_generator.manual_seed(self._seed)
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._fqns:
+            self._refuse_second_cast(self._fqns[id(args[0])])
         return dispatch_below(func, types, args, kwargs)
+
+    def _refuse_second_cast(self, fqn: str) -> None:
+        if not self._autocast.eager_keeps_casts():
+            return
+        if fqn in self._cast:
+            raise ValueError(
+                f"autocast casts {fqn} for each of its uses in a trace, and once in eager code, so "
+                "gradients differ: turn its cache off where eager code runs, too "
+                "(torch.autocast(..., cache_enabled=False)), or cast the parameter once yourself"
+            )
+        self._cast.add(fqn)
 
     def refuse_changes(self, what: str) -> None:
         """Refuse a random state that is not the one behind the last draw."""
@@ -289,8 +314,13 @@ class _Draws(TorchDispatchMode):
 
 
 @contextmanager
-def refusing_random_states() -> Iterator[None]:
+def refusing_random_states(
+    state: Mapping[str, torch.Tensor], autocast: AutocastAround
+) -> Iterator[None]:
     """Inside, run code of the user that may draw random numbers; put all random states back.
+
+    Refuse casts that eager code would not make, too. ``state`` has the tensors that stand for
+    parameters and buffers in the trace, by FQN; ``autocast`` is that around the trace.
 
     Raises:
         ValueError: a graph would draw other numbers than the code does.
@@ -298,7 +328,7 @@ def refusing_random_states() -> Iterator[None]:
     with without_modes():
         before, kept = random_state(), GeneratorStates.now()
     try:
-        draws = _Draws()
+        draws = _Watch(state, autocast)
         with draws:
             yield
         draws.refuse_changes("the end of the step")

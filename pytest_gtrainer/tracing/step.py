@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer._torch.tracing import (
+    AutocastAround,
     GuardOnDataDependentSymNode,
     annotate,
     is_fixed,
@@ -382,6 +383,7 @@ class Tracing:
     mode: FakeTensorMode
     reuse_gathers: bool
     gradient_placements: list[tuple[Placement, ...] | None] = field(default_factory=list)
+    autocast: AutocastAround = field(default_factory=AutocastAround)
 
     def run(
         self,
@@ -462,7 +464,7 @@ class Tracing:
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor of this mode; of a meta tensor on the given device."""
         if isinstance(tensor, FakeTensor):
-            return tensor
+            return tensor.detach()  # one that is given twice stands for two inputs
         if tensor.is_meta:
             with self.mode:
                 return torch.empty_strided(
@@ -511,7 +513,7 @@ class Tracing:
             state.exchanged(tensors),
             reusing_gathers() if self.reuse_gathers else nullcontext(),
             refusing_side_effects(self.model, state, tensors),
-            refusing_random_states(),
+            refusing_random_states(dict(zip(state.fqns, tensors, strict=True)), self.autocast),
         ):
             yield tensors
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -157,6 +158,17 @@ def test_a_compiled_function_returns_the_structure_of_eager(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: lambda x: (real(function)(x),))
     with pytest.raises(BitwiseDifference, match=r"output structure \(\(\*, \*\),\)"):
         assert_compiled_bitwise(lambda x: (x.relu(), x.exp()), torch.ones(3))
+
+
+@dataclass
+class Result:
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("pack", [Result, lambda x: {"a": x, "b": Result(x)}, lambda x: [object()]])
+def test_a_result_that_is_no_pytree_is_refused(pack):
+    with pytest.raises(TypeError, match="in which nothing can be compared: return tensors"):
+        assert_compiled_bitwise(lambda x: pack(x.relu()), torch.ones(3))
 
 
 @pytest.mark.gt_world("fake", size=2)

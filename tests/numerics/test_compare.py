@@ -141,6 +141,15 @@ class TestUnverified:
         record.add(0, 0, phase, "b", torch.ones(1))
         assert compare(record, copy.deepcopy(record)).outcome == "equal"
 
+    @pytest.mark.parametrize("phases", [["loss"], ["buffer"], ["buffer", "optimizer"]])
+    def test_a_record_without_elements(self, phases):
+        """L3: nothing was looked at."""
+        record = Record()
+        for phase in phases:
+            record.add(0, 0, phase, "x", torch.ones(0))
+        reasons = ("every tensor is empty, so there is no element to compare",)
+        assert compare(record, copy.deepcopy(record)).reasons == reasons
+
     def test_one_side_captured_nothing(self, run):
         verdict = compare(run(), Record(2))
         assert (verdict.outcome, verdict.reasons) == (

@@ -242,3 +242,15 @@ def test_on_ranks_such_a_control_counts_as_equal():
         )
         assert_bitwise_different({"w": torch.zeros(1)}, {"w": torch.ones(1)}, what="swapped")
     assert [fact["equal"] for fact in seen if fact["kind"] == "control"] == [True, False]
+
+
+def test_a_control_that_differs_in_the_random_state_of_results_alone():
+    """As ``TracedStep.results`` names it."""
+    name = "random state of torch.cpu afterwards"
+    one, other = (
+        {"loss": torch.ones(1), name: torch.tensor([state], dtype=torch.uint8)} for state in (1, 2)
+    )
+    with pytest.raises(ControlFailed, match="the control run differs in random states alone"):
+        assert_bitwise_different(one, other)
+    other["loss"] = torch.zeros(1)
+    assert_bitwise_different(one, other)

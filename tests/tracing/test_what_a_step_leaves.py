@@ -1,5 +1,6 @@
 """A replay equals eager in all that a step leaves, or it is refused."""
 
+import contextlib
 import copy
 
 import pytest
@@ -377,3 +378,113 @@ def test_sharded_models_are_themselves_at_the_replay(net, inputs, train_step, gt
     traced = trace_step(model, train_step, inputs)
     with pytest.raises(ValueError, match="fake world moves no data"):
         traced.replay(model, *inputs)
+
+
+def transposed(buffer):
+    buffer.t_()
+
+
+def resized(buffer):
+    buffer.resize_(2, 2)
+
+
+def restrided(buffer):
+    buffer.as_strided_((4, 4), (1, 4))
+
+
+def with_a_dimension_more(buffer):
+    buffer.unsqueeze_(0)
+
+
+@pytest.mark.parametrize("change", [transposed, resized, restrided, with_a_dimension_more])
+def test_a_buffer_that_gets_another_shape_or_strides_is_refused(change):
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(16.0).view(4, 4))
+
+    def step(model, x):
+        change(model.table)
+        return model(x).square().mean()
+
+    with pytest.raises(ValueError, match="the step gives table other memory, another shape or"):
+        trace_step(model, step, (X,))
+    assert model.table.shape == (4, 4)
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def test_tensors_of_a_class_of_the_user_are_compared_and_put_back():
+    model = Writing()
+    model.gain = OwnParameter(torch.ones(4))
+    x = X.clone().as_subclass(OwnTensor)
+
+    def step(model, x):
+        with torch.no_grad():
+            model.gain.mul_(2)
+        x.mul_(2)
+        return loss_of(model, x)
+
+    found = trace_step(model, step, (x,)).results(model, x)
+    assert found["gain" + AFTERWARDS].tolist() == [2.0] * 4
+    assert torch.equal(found["input 0" + AFTERWARDS].as_subclass(torch.Tensor), X * 2)
+    assert model.gain.tolist() == [1.0] * 4
+    assert torch.equal(x.as_subclass(torch.Tensor), X)
+
+
+def test_one_fake_tensor_given_twice_stands_for_two_inputs():
+    mode = torch._subclasses.FakeTensorMode()
+    fake = mode.from_tensor(X)
+    model = Writing()
+
+    def step(model, one, other):
+        return (model(one) - 2 * model(other)).sum()
+
+    traced = trace_step(model, step, (fake, fake))
+    with torch.no_grad():
+        assert_bitwise_equal(traced.replay(model, X, X * 3), step(model, X, X * 3))
+
+
+def in_bf16(cache):
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("cache", [True, False], ids=["cached", "not cached"])
+@pytest.mark.parametrize("make", [Twice, lambda: nn.Linear(4, 4)], ids=["twice", "once"])
+def test_a_weight_that_autocast_casts_twice_is_refused_unless_eager_casts_it_twice(
+    make, cache, where
+):
+    """Eager's cache adds the gradients of both uses in bf16."""
+    model = make()
+    inside = in_bf16(cache) if where == "inside" else contextlib.nullcontext()
+    around = in_bf16(cache) if where == "around" else contextlib.nullcontext()
+
+    def step(model, x):
+        with inside:
+            return model(x).float().square().mean()
+
+    with around:
+        if cache and isinstance(model, Twice):
+            words = r"autocast casts inner\.\w+ for each of its uses in a trace, and once in eager"
+            with pytest.raises(ValueError, match=words):
+                trace_step(model, step, (X,))
+            return
+        found = trace_step(model, step, (X,)).results(model, X)
+        step(model, X).backward()
+    expected = {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
+    assert_bitwise_equal({name: found[name] for name in expected}, expected)

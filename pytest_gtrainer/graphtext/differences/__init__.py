@@ -1,9 +1,10 @@
-"""What differs between two graph texts: in words first, then in bounded, folded lines. No torch here.
+"""Differences between two graph texts: sentences first, then bounded, folded lines. No torch here.
 
-Read ``comparison`` first: which value of one graph is which of the other. ``words`` puts at most a dozen sentences
-together. First comes the *verdict*: has the dataflow changed, only the schedule, or only the spelling? Then whether
-random numbers are drawn, and values changed in place, in the same order. ``buckets`` says which parameters travel in
-which collective, ``values`` all else, ``remarks`` how things are called, and ``lines`` shows the lines.
+Read ``comparison`` first: it pairs the values of the two graphs. ``words`` collects at most a dozen
+sentences. First comes the *verdict*: has the dataflow changed, only the schedule, or only the
+spelling? Then whether random numbers are drawn, and values changed in place, in the same order.
+``buckets`` compares which parameters travel in which collective, ``values`` everything else.
+``remarks`` names values and modules, and ``lines`` shows the lines.
 
 Cost: linear in the number of lines but for sorting; two graphs of 40,000 nodes take under 3 s.
 """
@@ -12,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
@@ -34,10 +36,10 @@ __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 
 
 def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
-    """How two graph texts differ, in words and then in at most ``limit`` lines; "" if they do not.
+    """Return how two graph texts differ, in words and then in at most ``limit`` lines.
 
-    Comments and the way of folding count for nothing, and of headers all but the format, the view and the groups of
-    all ranks.
+    Returns "" if they do not. Comments and the way of folding are ignored; of headers, only the
+    format, the view and the groups of all ranks count.
 
     Raises:
         TextError: one of them is not graph text.
@@ -54,7 +56,7 @@ def explain(
     notes: Iterable[str] = (),
     limit: int = LIMIT,
 ) -> list[str]:
-    """How two sequences of lines that are not equal differ: sentences, notes, an empty line, a diff."""
+    """Return how two unequal sequences of lines differ: sentences, notes, an empty line, a diff."""
     comparison = Comparison(old, new)
     return [
         *sentences(_remarks(comparison)),
@@ -64,31 +66,34 @@ def explain(
     ]
 
 
-_MOST = 5_000  # of so many differences of one sort the rest is not looked at, so that time stays bounded
+# The most differences of one sort that are looked at, so that the time of a failing test is bounded.
+_MOST = 5_000
 
 
 def words(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> list[str]:
-    """At most a dozen sentences, the weightiest first; at least one if the lines differ."""
+    """Return at most a dozen sentences, the weightiest first; at least one if the lines differ."""
     return sentences(_remarks(Comparison(old, new)))
 
 
 def _remarks(comparison: Comparison) -> Iterator[Remark]:
-    """All that there is to say. A view has no values, so it has neither a verdict nor most of the rest."""
+    """Yield all remarks. A view has no values, so it has neither a verdict nor most of the rest."""
     if not (comparison.old.values or comparison.new.values):
         yield from _changes(comparison)
         return
     yield verdict(comparison)
     yield from effect_remarks(comparison)
-    yield from (modules := list(module_remarks(comparison)))
-    whole = {remark.about for remark in modules}
-    yield from (
-        remark for remark in _changes(comparison) if not whole or unit(remark.about) not in whole
-    )
+    whole: set[str] = set()
+    for remark in module_remarks(comparison):
+        whole.add(remark.about)
+        yield remark
+    for remark in _changes(comparison):
+        # A module that is gone or new as a whole needs no sentence for each of its operators.
+        if unit(remark.about) not in whole:
+            yield remark
 
 
 def module_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Layers, and modules outside of layers, that have parameters and of which one graph has nothing: a sentence each,
-    and no other."""
+    """Yield a remark for each layer or module with parameters of which one graph has nothing."""
     old, new = comparison.old, comparison.new
     for verb, graph, partners, other in (
         ("gone", old, comparison.to_new, new),
@@ -98,24 +103,20 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for place, value in enumerate(graph.values):
             if partners[place] is not None:
-                known.add(unit(value.scope.owners[0]))  # what it did is done elsewhere
+                # Its work is done elsewhere.
+                known.add(unit(value.scope.owners[0]))
             found[unit(value.scope.owners[0])][value.scope.space] += 1
         for module, counts in found.items():
             if module not in known and counts["P"] and (counts["fwd"] or counts["bwd"]):
-                told = [
-                    ("P", "parameter", ""),
-                    ("fwd", "operator", " in fwd"),
-                    ("bwd", "operator", " in bwd"),
-                ]
-                many = [
-                    (counts[space], noun, behind) for space, noun, behind in told if counts[space]
-                ]
-                parts = ", ".join(f"{n} {noun}{'s' * (n > 1)}{behind}" for n, noun, behind in many)
-                yield Remark(Weight.WHOLE, f"{verb}: {module}, with {parts}", module)
+                parts = [counted(counts["P"], "parameter")]
+                for space in ("fwd", "bwd"):
+                    if counts[space]:
+                        parts.append(f"{counted(counts[space], 'operator')} in {space}")
+                yield Remark(Weight.WHOLE, f"{verb}: {module}, with {', '.join(parts)}", module)
 
 
 def _changes(comparison: Comparison) -> Iterator[Remark]:
-    """All but the verdict, and what belongs to it."""
+    """Yield all remarks but the verdict, effects and whole modules."""
     old, new = comparison.old, comparison.new
     is_graph = bool(old.values or new.values)
     buckets, others = [
@@ -138,7 +139,10 @@ def _changes(comparison: Comparison) -> Iterator[Remark]:
 
 
 def verdict(comparison: Comparison) -> Remark:
-    """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
+    """Return the kind of the difference.
+
+    A changed dataflow is reported at the first operator that the other graph does not compute.
+    """
     sides = ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
     ours, theirs = [
         list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides
@@ -168,7 +172,7 @@ def verdict(comparison: Comparison) -> Remark:
 
 
 def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Changes of order that may change results although the dataflow is the same."""
+    """Yield changes of order that may change results although the dataflow is the same."""
     if not comparison.same_dataflow:
         return
     before, after = comparison.ours.values, comparison.theirs.values
@@ -176,26 +180,34 @@ def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
     for ours, theirs in zip(old.draws, new.draws, strict=True):
         if before[ours] != after[theirs]:
             was, now = comparison.old.values[ours], comparison.new.values[theirs]
-            told = what if what(was) != what(now) else reference_to
-            text = f"random numbers are drawn in another order, so results differ: {told(now)} before {told(was)}"
+            name = what if what(was) != what(now) else reference_to
+            text = (
+                "random numbers are drawn in another order, so results differ: "
+                f"{name(now)} before {name(was)}"
+            )
             yield Remark(Weight.EFFECT, text, about(now))
             break
 
     def history(
         digests: Sequence[int], storage: int, changes: Sequence[tuple[int | None, list[int]]]
     ) -> str:
-        told = [
-            (None if n is None else digests[n], sorted(digests[reader] for reader in all))
-            for n, all in changes
-        ]
-        return repr((digests[storage], told))
+        # Readers between two changes may stand in any order.
+        steps = []
+        for change, readers in changes:
+            digest = None if change is None else digests[change]
+            steps.append((digest, sorted(digests[reader] for reader in readers)))
+        return repr((digests[storage], steps))
 
     left = Counter(history(after, *item) for item in new.histories.items())
     for storage, changes in old.histories.items():
-        if left[same := history(before, storage, changes)] > 0:
+        same = history(before, storage, changes)
+        if left[same] > 0:
             left[same] -= 1
             continue
         changer = next(place for place, _ in changes if place is not None)
         changed, value = comparison.old.values[storage], comparison.old.values[changer]
-        text = f"results may differ: what reads {reference_to(changed)} and {what(value)}, which changes it in place"
-        yield Remark(Weight.EFFECT, f"{text}, are in another order", about(value), "in place")
+        text = (
+            f"results may differ: what reads {reference_to(changed)} and {what(value)}, "
+            "which changes it in place, are in another order"
+        )
+        yield Remark(Weight.EFFECT, text, about(value), "in place")

@@ -1,7 +1,8 @@
-"""What has changed: values that are still there, operators lost and gained, inputs, outputs, the head, the schedule.
+"""Remarks on values that are still there, operators, inputs, outputs, the head, and the schedule.
 
-Compute that keeps its order is the ruler of moves: a launch or a wait has moved if another number of its operators
-stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
+Compute that keeps its order is the ruler of moves: a launch or a wait has moved if another number
+of its operators stands before it. Operators that only serve a collective (casts of parameters,
+packing) move with it and get no remark.
 """
 
 import bisect
@@ -32,7 +33,7 @@ _DTYPE = re.compile(r"\b[a-z]+\d\w*(?=\[)")
 
 
 def type_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Types that changed where those of the operands did not; how many follow from these."""
+    """Yield types that changed although those of the operands did not; then how many follow."""
     changed = {new: (was, now) for new, was, now in comparison.changed() if was.type != now.type}
     own = [pair for pair in changed.values() if changed.keys().isdisjoint(pair[1].sources)]
     for was, now in own:
@@ -54,59 +55,59 @@ def type_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _became(old: str, new: str) -> str:
-    """Both from where they differ, if they are long."""
-    start = (
-        max(remarks.same_start(old, new) - _LONGEST // 3, 0)
-        if max(len(old), len(new)) > _LONGEST
-        else 0
-    )
-    before, after = (
-        remarks.cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new)
-    )
+    """Return ``OLD became NEW``; long texts begin shortly before they differ."""
+    start = 0
+    if max(len(old), len(new)) > _LONGEST:
+        start = max(remarks.same_start(old, new) - _LONGEST // 3, 0)
+    prefix = "…" if start else ""
+    before = remarks.cut(prefix + old[start:], _LONGEST)
+    after = remarks.cut(prefix + new[start:], _LONGEST)
     return f"{before} became {after}"
 
 
 def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Literals that changed, and operands that are another value than before."""
+    """Yield literals that changed, and operands that are another value than before."""
     for _, was, now in comparison.changed():
-        is_same = was.arguments == now.arguments and comparison.same_operands(
-            was.operands, now.operands
-        )
-        sources = [(comparison.to_old[source], source) for source in now.sources]
-        is_told = (
-            was.type != now.type
-            and all(  # its type changed and those of its operands did not
-                old is None or comparison.old.values[old].type == comparison.new.values[new].type
-                for old, new in sources
-            )
-        )
-        if is_same or now.is_input or is_told:
+        same_text = was.arguments == now.arguments
+        same_operands = comparison.same_operands(was.operands, now.operands)
+        if (same_text and same_operands) or now.is_input:
             continue
-        literals = [
-            [operand for operand in value.operands if isinstance(operand, str)]
-            for value in (was, now)
-        ]
-        if was.arguments == now.arguments and literals[0] == literals[1]:
-            if len(was.operands) == len(now.operands):
+        if was.type != now.type and _operand_types_are_equal(comparison, now):
+            continue  # ``type_remarks`` reports it
+        literals = [operand for operand in was.operands if isinstance(operand, str)]
+        same_literals = literals == [one for one in now.operands if isinstance(one, str)]
+        same_count = len(was.operands) == len(now.operands)
+        if same_text and same_literals:
+            if same_count:
                 yield from _operand_remarks(comparison, was, now)
             continue
-        whole = [
-            _ITEMS.sub(HOLE, value.arguments) for value in (was, now)
-        ]  # whichever outputs are read
-        may_follow = len(was.operands) != len(now.operands) or (
-            whole[0] == whole[1] and literals[0] == literals[1]
-        )
-        is_said = any(comparison.is_explained(operand, "") for operand in was.operands)
-        is_said = is_said or any(comparison.is_explained("", operand) for operand in now.operands)
-        if not (may_follow and is_said):
-            shown = (_shown_arguments(was), _shown_arguments(now))
-            moved = sorted(shown[0].split(", ")) == sorted(shown[1].split(", "))
-            text = f"arguments of {what(now)}{' are in another order' if moved else ''}: {_became(*shown)}"
-            yield Remark(Weight.ARGUMENT, text, about(now), f"arguments of {now.operator}")
+        # Another number of operands, or other outputs of one, may follow from a lost operator.
+        same_holes = _ITEMS.sub(HOLE, was.arguments) == _ITEMS.sub(HOLE, now.arguments)
+        if not same_count or (same_holes and same_literals):
+            if any(comparison.is_explained(operand, "") for operand in was.operands):
+                continue
+            if any(comparison.is_explained("", operand) for operand in now.operands):
+                continue
+        before, after = _shown_arguments(was), _shown_arguments(now)
+        moved = sorted(before.split(", ")) == sorted(after.split(", "))
+        order = " are in another order" if moved else ""
+        text = f"arguments of {what(now)}{order}: {_became(before, after)}"
+        yield Remark(Weight.ARGUMENT, text, about(now), f"arguments of {now.operator}")
+
+
+def _operand_types_are_equal(comparison: Comparison, now: Value) -> bool:
+    """Return whether no operand of a new value has another type than its partner."""
+    for source in now.sources:
+        old = comparison.to_old[source]
+        if old is None:
+            continue
+        if comparison.old.values[old].type != comparison.new.values[source].type:
+            return False
+    return True
 
 
 def _shown_arguments(value: Value) -> str:
-    """The arguments with ``·`` for values and with literals in their places."""
+    """Return the arguments with ``·`` for values and with literals in their places."""
     operands = [operand if isinstance(operand, str) else "·" for operand in value.operands]
     pieces = value.arguments.replace(SYMBOL, HOLE).split(HOLE)
     operands = operands[len(operands) - len(pieces) + 1 :]
@@ -116,15 +117,13 @@ def _shown_arguments(value: Value) -> str:
 
 
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
-    def is_told(old: Operand, new: Operand) -> bool:
-        return (
-            comparison.same_operand(old, new)
-            or comparison.is_explained(old, new)
-            or _is_definition(old)
-        )
-
-    pairs = enumerate(zip(was.operands, now.operands, strict=True), start=1)
-    if not (other := [(number, old, new) for number, (old, new) in pairs if not is_told(old, new)]):
+    """Yield one remark for the operands of a value that are another value than before."""
+    other: list[tuple[int, Operand, Operand]] = []
+    for number, (old, new) in enumerate(zip(was.operands, now.operands, strict=True), start=1):
+        is_reported = comparison.same_operand(old, new) or comparison.is_explained(old, new)
+        if not is_reported and not _is_definition(old):  # ``group_remarks`` reports definitions
+            other.append((number, old, new))
+    if not other:
         return
     number, old, new = other[0]
     shown, before = _shown(comparison.new, new), _shown(comparison.old, old)
@@ -132,11 +131,9 @@ def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator
     if len(other) > 1 and moved == Counter(new for _, _, new in other):
         text = f"operands of {what(now)} are in another order: {shown} where {before} was"
     else:
-        more = (
-            f" (and {len(other) - 1} more operand{'s' if len(other) > 2 else ''})"
-            if len(other) > 1
-            else ""
-        )
+        more = ""
+        if len(other) > 1:
+            more = f" (and {counted(len(other) - 1, 'more operand')})"
         text = f"{what(now)} reads {shown} instead of {before} as operand {number}{more}"
     yield Remark(Weight.OPERAND, text, about(now), "operands")
 
@@ -146,21 +143,18 @@ def _is_definition(operand: Operand) -> bool:
 
 
 def _shown(graph: Dataflow, operand: Operand) -> str:
-    if isinstance(operand, int):
-        return (
-            reference_to(graph.values[operand])
-            if operand >= 0
-            else graph.definitions[~operand].name
-        )
-    return (
-        operand
-        if isinstance(operand, str)
-        else f"size {operand.number} of {_shown(graph, operand.value)}"
-    )
+    """Return an operand as a reader of a sentence needs it."""
+    if isinstance(operand, str):
+        return operand
+    if not isinstance(operand, int):
+        return f"size {operand.number} of {_shown(graph, operand.value)}"
+    if operand < 0:
+        return graph.definitions[~operand].name
+    return reference_to(graph.values[operand])
 
 
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Collectives that go over another process group."""
+    """Yield collectives that go over another process group."""
     for place in comparison.old.users:
         if (other := comparison.to_new[place]) is None:
             continue
@@ -178,7 +172,7 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Values that belong to another module, bucket or direction; then recompute policies and other tags."""
+    """Yield values in another module, bucket or direction; then changed tags."""
     for old, new in comparison.elsewhere:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.scope != now.scope and not {was.scope, now.scope} & comparison.explained:
@@ -192,25 +186,25 @@ def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """What values were lost and gained, by module; collectives of changed buckets are told there."""
+    """Yield lost and gained operators by module, but not collectives of changed buckets."""
     by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for verb, value in comparison.lost_and_gained():
-        is_told = value.scope in comparison.explained and (
-            value.scope.is_bucket or communicates(value)
-        )
-        if not value.is_input and not is_told:
+        is_explained = value.scope in comparison.explained
+        if is_explained and (value.scope.is_bucket or communicates(value)):
+            continue
+        if not value.is_input:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = (
-            (verb, [f"{n} {name}" if n > 1 else name for name, n in of.items()])
-            for verb, of in changes.items()
-        )
-        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told)
+        parts = []
+        for verb, counts in changes.items():
+            names = [f"{count} {name}" if count > 1 else name for name, count in counts.items()]
+            parts.append(f"{verb} {remarks.listed(names, 4)}")
+        gist = ", ".join(parts)
         yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """How many of each collective there are, where that has changed."""
+    """Yield changed numbers of a kind of collective."""
     sides = (comparison.old, comparison.new)
     old, new = (
         Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides
@@ -224,7 +218,7 @@ _KINDS = {"group": "process group", "size": "symbol", "module": "called"}
 
 
 def definition_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """What a graph says at its head."""
+    """Yield changes of definitions in the head."""
     old, new = comparison.old.definitions, comparison.new.definitions
     kept = comparison.definitions
     for place, was in enumerate(old):
@@ -232,17 +226,14 @@ def definition_remarks(comparison: Comparison) -> Iterator[Remark]:
             kind = _KINDS.get(was.kind, was.kind)
             yield Remark(Weight.GROUP, f"{kind} {now.name}: {was.content} became {now.content}")
     for verb, definitions, known in (("lost", old, kept), ("gained", new, set(kept.values()))):
-        for name, kind, content in (
-            told for place, told in enumerate(definitions) if place not in known
-        ):
-            yield Remark(
-                Weight.GROUP,
-                f"{verb} {_KINDS.get(kind, kind)} {' = '.join(filter(None, (name, content)))}",
-            )
+        for place, (name, kind, content) in enumerate(definitions):
+            if place not in known:
+                text = f"{name} = {content}" if name and content else name or content
+                yield Remark(Weight.GROUP, f"{verb} {_KINDS.get(kind, kind)} {text}")
 
 
 def input_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """What a graph takes."""
+    """Yield changes of the inputs."""
     for verb, value in comparison.lost_and_gained():
         if value.is_input:
             yield Remark(
@@ -257,7 +248,7 @@ def input_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def output_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """What a graph returns."""
+    """Yield changes of the outputs."""
     old, new = _results_by_name(comparison.old), _results_by_name(comparison.new)
     for name in dict.fromkeys([*old, *new]):
         was, now = old.get(name), new.get(name)
@@ -301,7 +292,7 @@ _MOST_OF_LAYER = 2 / 3  # the part of a layer's compute that is called most of i
 
 
 def move_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Collectives moved against compute and against each other, then compute; if it is none of these, all else."""
+    """Yield moves of collectives, then of compute; if there are none, of anything else."""
     values = comparison.old.values
     pairs = [pair for pair in comparison.places if values[pair[0]].operator]
     kept = set(rising([new for _, new in pairs]))
@@ -310,13 +301,13 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
     serving = _serving(comparison.old)
     compute = [pair for pair in pairs if not serving[pair[0]]]
     ruler = _Ruler(comparison.old, compute)
-    told = list(_event_moves(comparison, ruler))
+    moves = list(_event_moves(comparison, ruler))
     for place, now in compute:  # what is the same but for what it reads
         if ruler.has_passed(place, now) and own(values[place]) == own(comparison.new.values[now]):
             text = ruler.way(place, now, what(values[place]))
-            told.append(Remark(Weight.REST, text, about(values[place]), "compute"))
-    yield from told
-    if not told:  # casts, packing and unpacking that moved on their own
+            moves.append(Remark(Weight.REST, text, about(values[place]), "compute"))
+    yield from moves
+    if not moves:  # casts, packing and unpacking that moved on their own
         moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
         more = f" (and {counted(len(moved) - 1, 'more operator')})" if len(moved) > 1 else ""
         first = values[moved[0]]
@@ -324,7 +315,7 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _serving(graph: Dataflow) -> list[bool]:
-    """Whether a value is a collective, is in a bucket, or is made of parameters only."""
+    """Return for each value whether it is a collective, in a bucket, or made of parameters only."""
     communicated = [communicates(value) or value.scope.is_bucket for value in graph.values]
     serving: list[bool] = []
     for value, is_communicated in zip(graph.values, communicated, strict=True):
@@ -337,7 +328,7 @@ def _serving(graph: Dataflow) -> list[bool]:
 
 
 class _Ruler:
-    """Compute in the order that both sides have: its places, their layers, and the bounds of each one's layer."""
+    """Compute that has one order on both sides: its places, layers, and the bounds of each layer."""
 
     def __init__(self, graph: Dataflow, compute: _Places) -> None:
         kept = [compute[place] for place in rising([new for _, new in compute])]
@@ -353,7 +344,7 @@ class _Ruler:
         return bisect.bisect(self.old, place) != bisect.bisect(self.new, now)
 
     def way(self, place: int, now: int, subject: str) -> str:
-        """That something moved from ``place`` to ``now``: past that neighbouring layer of which it passed more."""
+        """Return that ``subject`` moved past the neighbouring layer of which it passed more."""
         was, stands = bisect.bisect(self.old, place), bisect.bisect(self.new, now)
         start, end = sorted((was, stands))
         side, mark = ("behind", end - 1) if stands > was else ("before", start)
@@ -379,7 +370,7 @@ class _Ruler:
 
 
 def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
-    """Launches and waits that passed compute, then those that only passed one another."""
+    """Yield launches and waits that passed compute, then those that only passed one another."""
     values, events = comparison.old.values, remarks.events_of(comparison.old)
     still: dict[str, list[tuple[int, int]]] = {"launch": [], "wait": []}
     for place, event in events.items():
@@ -412,7 +403,7 @@ def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
 
 
 def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
-    """The events that another number of ``held`` ones stands before: which, on what side, of which one."""
+    """Yield each event that passed ``held`` ones, the side, and the last one that it passed."""
     old, new = [place for place, _ in held], [now for _, now in held]
     for place, now in events:
         was, stands = bisect.bisect(old, place), bisect.bisect(new, now)
@@ -434,4 +425,4 @@ FINDERS = (
     annotation_remarks,
     move_remarks,
 )
-"""What finds the differences of this module, in the order in which they are told."""
+"""The finders of this module, in the order of their remarks."""

@@ -162,9 +162,11 @@ class SimulatedGraphRun:
                     for traced in [last, *(each for ranks in along.values() for each in ranks)]:
                         check_same_on_all(
                             first,
-                            self._literals.with_firsts(gm, traced, self._coordinate(traced.rank)),
+                            self._literals.with_numbers_of_first(
+                                gm, traced, self._coordinate(traced.rank)
+                            ),
                         )
-        graph = self._rank_graph(self._literals.lifted(gm))
+        graph = self._rank_graph(self._literals.lift(gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
         self._starts = run_threads(world.size, self._start, net=self._net)
@@ -217,7 +219,7 @@ class SimulatedGraphRun:
         other = copy.copy(self)
         other._run = self._run.rewritten(**options)
         other._interpreter = Interpreter(
-            self._rank_graph(self._literals.lifted(other._run.traced.gm)), self._net
+            self._rank_graph(self._literals.lift(other._run.traced.gm)), self._net
         )
         return other
 

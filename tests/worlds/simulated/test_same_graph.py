@@ -181,9 +181,9 @@ def test_a_number_of_each_rank_is_that_of_its_place():
     first, second, last = plus(0, 0), plus(4, 1), plus(0, 2)
     literals = RankLiterals.of({0: [first.gm, second.gm, last.gm]})
     assert [literals.of_rank((rank,)) for rank in range(3)] == [[0], [4], [0]], "numbers by rank"
-    check_same_on_all(first, literals.with_firsts(first.gm, second, (1,)))
+    check_same_on_all(first, literals.with_numbers_of_first(first.gm, second, (1,)))
     with pytest.raises(DependsOnRank, match=r"rank 0 has .*, 0.* rank 1 has .*, 8"):
-        check_same_on_all(first, literals.with_firsts(first.gm, plus(8, 1), (1,)))
+        check_same_on_all(first, literals.with_numbers_of_first(first.gm, plus(8, 1), (1,)))
 
 
 @pytest.mark.parametrize("shift", [0, 2])

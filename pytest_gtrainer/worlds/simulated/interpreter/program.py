@@ -1,16 +1,18 @@
-"""Programs: a graph compiled once to segments of plain nodes and single steps, and run on all ranks.
+"""Programs: a graph compiled once to segments of plain nodes and single steps, run on all ranks.
 
-A *segment* is a run of plain operators between two steps, replayed rank by rank as one generated function: what a rank
-needs only inside is gone before the next allocates. Its nodes are sorted into *blocks* by kind: what all ranks share
-runs once, what a group shares once a group.
+A *segment* is a run of plain operators between two steps. It is replayed rank by rank as one
+generated function, so what a rank needs only inside is freed before the next rank allocates. Its
+nodes are sorted into *blocks* by kind: a block that all ranks share runs once, one that a group
+shares once a group.
 
-Invariant: nothing in a block draws random numbers, writes to its operands or communicates: the order of ranks is free.
+Invariant: no node of a block draws random numbers, writes to its operands or communicates, so the
+order of ranks is free.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -19,10 +21,17 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.nodes import graphs_called, is_collective, written_operands
-from pytest_gtrainer.graph.same_on_ranks import Partition, described, input_name, nodes_within
+from pytest_gtrainer.graph.same_on_ranks import described, input_name, nodes_within
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    RankGraph,
+    check_callable,
+    draws,
+    group_name,
+    is_identity,
+    value_node,
+)
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
 from pytest_gtrainer.worlds.simulated.interpreter.values import (
     Kind,
@@ -50,93 +59,92 @@ class OperatorBlock:
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
         for ranks in self.kind.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
-            for result, of_ranks in zip(own, results, strict=True):
-                for rank in ranks:
+            for rank in ranks:
+                for of_ranks, result in zip(results, own, strict=True):
                     of_ranks[rank] = result
-            for value in dying:
-                for rank in ranks:
+                # Freed here: the next rank's results may take the memory.
+                for value in dying:
                     value[rank] = None
-        for node, result in zip(self.outputs, results, strict=True):
-            frame.values[node] = (
-                result[0] if self.kind is frame.kinds.uniform else PerRank(result, self.kind)
-            )
+        for node, of_ranks in zip(self.outputs, results, strict=True):
+            is_uniform = self.kind is frame.kinds.uniform
+            frame.values[node] = of_ranks[0] if is_uniform else PerRank(of_ranks, self.kind)
 
     def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
             return self.graph.forward(*own)
         except Exception as error:
-            single = fx.Interpreter(
-                self.graph, garbage_collect_values=False
-            )  # nothing here has effects
+            # Nothing here has effects, so it can run again, node by node, up to the one that fails.
+            single = fx.Interpreter(self.graph, garbage_collect_values=False)
             with suppress(Exception):
                 single.run(*own)
-            *_, failed = list(self.graph.graph.nodes)[: len(single.env) + 1]
+            failed = list(self.graph.graph.nodes)[: len(single.env) + 1][-1]
             error.add_note(f"in {described(failed)}, for rank {rank}")
             raise
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Nodes before these that they use, each once."""
-    own = set(nodes)
-    used = (rank_graph.source_of(given) for node in nodes for given in node.all_input_nodes)
-    return list(dict.fromkeys(given for given in used if given not in own))
+    """Return the other nodes whose values these use, each once."""
+    operands = chain.from_iterable(node.all_input_nodes for node in nodes)
+    used, own = dict.fromkeys(map(value_node, operands)), set(nodes)
+    return [node for node in used if node not in own]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of plain nodes in a graph."""
+    """A run of plain nodes in a graph.
+
+    Attributes:
+        inputs: nodes before it that it uses.
+        needed: nodes of it that are used behind it.
+        plans: its blocks, by the kinds of its inputs.
+    """
 
     nodes: Sequence[fx.Node]
-    inputs: Sequence[fx.Node]  # nodes before it that it uses
-    needed: frozenset[fx.Node]  # nodes of it that are used behind it
-    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(
-        default_factory=dict
-    )  # by the kinds of its inputs
+    inputs: Sequence[fx.Node]
+    needed: frozenset[fx.Node]
+    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
         kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
         if kinds not in self.plans:
-            self.plans[kinds] = self._blocks(
-                dict(zip(self.inputs, kinds, strict=True)), frame.kinds, dying
-            )
+            kind_of = dict(zip(self.inputs, kinds, strict=True))
+            self.plans[kinds] = self._make_blocks(kind_of, frame.kinds, dying)
         for block in self.plans[kinds]:
             block.run(frame)
 
-    def _blocks(
+    def _make_blocks(
         self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]
     ) -> list[OperatorBlock]:
-        """Coarser kinds first: they use nothing of finer ones. Made from the last to the first."""
+        """Return a block for each kind. Coarser kinds run first: they use nothing of finer ones."""
         by_kind: dict[Kind, list[fx.Node]] = {}
         for node in self.nodes:
-            kind_of[node] = kinds.common(
-                kind_of[rank_graph.source_of(given)] for given in node.all_input_nodes
-            )
+            operands = map(value_node, node.all_input_nodes)
+            kind_of[node] = kinds.common(kind_of[operand] for operand in operands)
             by_kind.setdefault(kind_of[node], []).append(node)
+        # From the last block to the first: the outputs of one are what later ones use.
         blocks: list[OperatorBlock] = []
-        used_later: set[fx.Node] = set()
-        for kind, nodes in sorted(
-            by_kind.items(), key=lambda part: len(part[0].classes), reverse=True
-        ):
+        used_later, ending = set(self.needed), set(dying)
+        copies: dict[fx.Node, fx.Node] = {}
+        for kind in sorted(by_kind, key=lambda kind: len(kind.classes), reverse=True):
+            nodes = by_kind[kind]
             inputs = inputs_of(nodes)
-            outputs = [node for node in nodes if node in self.needed or node in used_later]
+            outputs = [node for node in nodes if node in used_later]
             graph = fx.Graph()
-            copies = {node: graph.placeholder(node.name) for node in inputs}
+            copies.update({node: graph.placeholder(node.name) for node in inputs})
             for node in nodes:
-                copies[node] = graph.node_copy(
-                    node,
-                    lambda given, copies=copies: copies[rank_graph.source_of(given)],
-                )
+                copies[node] = graph.node_copy(node, lambda given: copies[value_node(given)])
             graph.output(tuple(copies[node] for node in outputs))
             module = fx.GraphModule(torch.nn.Module(), graph)
-            ending = frozenset(node for node in inputs if node in dying and node not in used_later)
-            blocks.append(OperatorBlock(kind, module, inputs, outputs, ending))
+            last_used = ending.intersection(inputs)
+            blocks.append(OperatorBlock(kind, module, inputs, outputs, frozenset(last_used)))
             used_later.update(inputs)
+            ending -= last_used
         return blocks[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The parts of a graph, in its order, each with the nodes whose values nobody needs after it."""
+    """The parts of a graph, in its order, each with the nodes whose values die behind it."""
 
     kinds: Kinds
     placeholders: Sequence[fx.Node]
@@ -145,57 +153,55 @@ class RankProgram:
     output: Any
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
-        """What the graph returns for these inputs, both uniform or per rank, in the structure of its output."""
+        """Return the output for these inputs, in its structure; both are uniform or per rank."""
         names = [input_name(node) for node in self.placeholders]
         self._check_inputs(names, inputs)
-        own = [
-            self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs
-        ]  # may be emptied
-        values = {**self.constants, **dict(zip(self.placeholders, own, strict=True))}
+        values = dict(self.constants)
+        for node, value in zip(self.placeholders, inputs, strict=True):
+            # A list of its own: blocks empty the lists of values that die.
+            values[node] = self.kinds.value(list(value)) if type(value) is PerRank else value
         frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
             part.run(frame, dying)
             for node in dying:
                 values.pop(node, None)
-        return fx.node.map_arg(self.output, lambda node: values[rank_graph.source_of(node)])
+        return fx.node.map_arg(self.output, lambda node: values[value_node(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
-        """Refuse inputs of other shapes or dtypes than those that the graph was traced with, which it has baked in."""
+        """Refuse inputs of other shapes or dtypes than the traced ones, which the graph bakes in."""
         size = self.kinds.size
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")
         for node, name, value in zip(self.placeholders, names, inputs, strict=True):
+            of_ranks = value if type(value) is PerRank else [value]
             if type(value) is PerRank and len(value) != size:
                 raise ValueError(f"{name} is given for {len(value)} ranks, the world has {size}")
             traced = node.meta.get("val")
-            if not isinstance(traced, Tensor) or not all(
-                isinstance(extent, int) for extent in traced.shape
-            ):
+            if not isinstance(traced, Tensor) or not all(type(n) is int for n in traced.shape):
                 continue
-            for rank in range(size) if type(value) is PerRank else (0,):
-                given = at(value, rank)
-                if (
-                    not isinstance(given, Tensor)
-                    or given.shape != traced.shape
-                    or given.dtype != traced.dtype
-                ):
-                    found = (
-                        f"{given.dtype}{list(given.shape)}"
-                        if isinstance(given, Tensor)
-                        else type(given).__name__
-                    )
-                    raise DependsOnRank(
-                        f"{name} of rank {rank} is {found}, the graph was traced with {traced.dtype}"
-                        f"{list(traced.shape)}: one graph serves ranks with equal shapes only, so choose sizes that "
-                        "the ranks divide"
-                    )
+            for rank, own in enumerate(of_ranks):
+                found = type(own).__name__
+                if isinstance(own, Tensor):
+                    if own.shape == traced.shape and own.dtype == traced.dtype:
+                        continue
+                    found = f"{own.dtype}{list(own.shape)}"
+                raise DependsOnRank(
+                    f"{name} of rank {rank} is {found}, the graph was traced with {traced.dtype}"
+                    f"{list(traced.shape)}: one graph serves ranks with equal shapes only, "
+                    "so choose sizes that the ranks divide"
+                )
 
 
 class Interpreter:
-    """A graph for all ranks of a world, see ``check_same_on_all``; NoModel names an operator that it lacks."""
+    """A graph for all ranks of a world, see ``check_same_on_all``.
+
+    Raises:
+        NoModel: the graph has an operator that a simulated world does not model.
+        ValueError: the net is of another size.
+    """
 
     def __init__(
-        self, graph: rank_graph.RankGraph, net: Net, *, random: RankRandomStates | None = None
+        self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None
     ) -> None:
         if net.size != graph.size:
             raise ValueError(
@@ -204,16 +210,20 @@ class Interpreter:
         self.random = random or RankRandomStates()
         self._graph, self._net = graph, net
         self._kinds = Kinds(graph.size)
-        self._nets = {
-            part: [net.for_group(ranks) for ranks in part]
-            for part in set(graph.partitions.values())
-        }
+        self._nets: dict[Any, list[Net]] = {}
+        for partition in graph.partitions.values():
+            self._nets[partition] = [net.for_group(ranks) for ranks in partition]
         self._program = self._compile(graph.gm)
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Outputs as the graph returns them, uniform or ``PerRank`` as inputs are. Buffers are written to.
-        CollectiveMismatch if ranks differ in sizes or splits, DependsOnRank if an input is not what was traced."""
-        # on one thread, as ranks: some kernels' bits depend on the number
+        """Return the outputs of the graph, uniform or ``PerRank`` as inputs are.
+
+        Buffers are written to.
+
+        Raises:
+            CollectiveMismatch: ranks differ in sizes or splits.
+            DependsOnRank: an input is not what was traced.
+        """
         facts.notify(
             "replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random
         )
@@ -221,65 +231,58 @@ class Interpreter:
             return self._program.run(inputs, self.random)
 
     def _compile(self, gm: fx.GraphModule) -> RankProgram:
-        output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
-        constants = {
-            node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")
-        }
-        computed = [
-            node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")
-        ]
-        nodes = [
-            node for node in computed if not rank_graph.passes_through(node)
-        ]  # a wait has the awaited value
-        special = {node: self._step(node, gm) for node in nodes}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        output = gm.graph.output_node()
+        constants = {}
+        special: dict[fx.Node, Step | None] = {}
         pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
-        for plain, run in groupby(nodes, key=lambda node: special[node] is None):
-            piece = list(run)
-            pieces += [piece] if plain else [[node] for node in piece]
-        # the pieces that use each value; the output counts as one more
-        users: dict[fx.Node, set[int]] = {
-            node: set() for node in [*placeholders, *constants, *nodes]
-        }
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                constants[node] = attrgetter(str(node.target))(gm)
+            # A wait has the value of the node that it waits for.
+            if node.op in ("placeholder", "get_attr", "output") or is_identity(node):
+                continue
+            special[node] = self._make_step(node, gm)
+            if special[node] or not pieces or special[pieces[-1][0]]:
+                pieces.append([])
+            pieces[-1].append(node)
+
+        last_use: dict[fx.Node, int] = {}
         for index, piece in enumerate([*pieces, [output]]):
-            for given in chain.from_iterable(node.all_input_nodes for node in piece):
-                users[rank_graph.source_of(given)].add(index)
+            last_use.update(dict.fromkeys(inputs_of(piece), index))
         parts: list[tuple[Step | Segment, frozenset[fx.Node]]] = []
         for index, piece in enumerate(pieces):
             inputs = inputs_of(piece)
-            dying = frozenset(
-                node for node in [*inputs, *piece] if max(users[node], default=index) <= index
-            )
-            parts.append(
-                (special[piece[0]] or Segment(piece, inputs, frozenset(piece) - dying), dying)
-            )
+            live = [node for node in [*inputs, *piece] if last_use.get(node, index) > index]
+            dying = frozenset([*inputs, *piece]).difference(live)
+            part = special[piece[0]] or Segment(piece, inputs, frozenset(piece).intersection(live))
+            parts.append((part, dying))
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
-    def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
-        """None for a plain node."""
-        rank_graph.check_callable(node, gm)
+    def _make_step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
+        """Return the step of a node, None for a plain one."""
+        check_callable(node, gm)
         if is_collective(node):
-            carried_out = steps.collective_of(node)  # first: it refuses what we do not know
-            partition = self._partition(node)
-            return steps.CollectiveStep(node, partition, self._nets[partition], carried_out)
+            # First, as it refuses operators that it does not know.
+            collective = steps.collective_of(node)
+            partition = self._graph.partitions[group_name(node)]
+            return steps.CollectiveStep(node, partition, self._nets[partition], collective)
         graphs = graphs_called(gm, node)
         inside = chain.from_iterable(map(nodes_within, graphs))
         if node.op == "call_module" or any(map(is_collective, inside)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
-                wrong = f"{node.target} ({node.name}) calls a graph with a collective"
                 raise NoModel(
-                    f"{wrong}, which has a model only in cond, invoke_subgraph and called modules: inline it"
+                    f"{node.target} ({node.name}) calls a graph with a collective, which has a "
+                    "model only in cond, invoke_subgraph and called modules: inline it"
                 )
             return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
-        written, random = written_operands(node), rank_graph.draws(node, gm)
+        written, random = written_operands(node), draws(node, gm)
         return steps.EffectStep(node, written, random) if written or random else None
-
-    def _partition(self, node: fx.Node) -> Partition:
-        return self._graph.partitions[rank_graph.group_name(node)]
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As ranks compute: on one thread."""
+    """Compute on one thread, as ranks do: the bits of some kernels depend on the number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

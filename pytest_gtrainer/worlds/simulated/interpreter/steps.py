@@ -1,73 +1,85 @@
-"""Steps: what is done for a node of the graph that is more than a plain operator, for all ranks."""
+"""Steps: nodes of the graph that are more than a plain operator, carried out for all ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from pytest_gtrainer._torch.values import schema
-from pytest_gtrainer.graph.nodes import short_name, written_operands
+from pytest_gtrainer.graph.nodes import parameter, short_name, written_operands
 from pytest_gtrainer.graph.same_on_ranks import Partition, described, value_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
-from pytest_gtrainer.worlds.simulated.interpreter.graph import source_of
+from pytest_gtrainer.worlds.simulated.interpreter.graph import value_node
+from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank
 from pytest_gtrainer.worlds.simulated.net import Net
 
 COND = torch.ops.higher_order.cond
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-_FORMS: dict[Collective, str] = {
-    collectives.all_gather: "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
-    collectives.reduce_scatter: "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
-    collectives.all_reduce: "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
-    collectives.all_to_all: "all_to_all_single",
-    collectives.broadcast: "broadcast broadcast_",
-    collectives.exchange_dims: "shard_dim_alltoall",
+_COLLECTIVES: dict[str, Collective] = {
+    "all_gather_into_tensor": collectives.all_gather,
+    "all_gather_into_tensor_coalesced": collectives.all_gather,
+    "all_gather_into_tensor_out": collectives.all_gather,
+    "all_reduce": collectives.all_reduce,
+    "all_reduce_": collectives.all_reduce,
+    "all_reduce_coalesced": collectives.all_reduce,
+    "all_reduce_coalesced_": collectives.all_reduce,
+    "all_to_all_single": collectives.all_to_all,
+    "broadcast": collectives.broadcast,
+    "broadcast_": collectives.broadcast,
+    "reduce_scatter_tensor": collectives.reduce_scatter,
+    "reduce_scatter_tensor_coalesced": collectives.reduce_scatter,
+    "reduce_scatter_tensor_out": collectives.reduce_scatter,
+    "shard_dim_alltoall": collectives.exchange_dims,
 }
-_COLLECTIVES = {name: collective for collective, names in _FORMS.items() for name in names.split()}
 
 
 @dataclass(slots=True)
 class Frame:
-    """A run of a graph on named ``inputs``: the ``values`` that are still needed, and what all steps use."""
+    """A run of a graph: the ``values`` that are still needed, its named ``inputs``, and states."""
 
     kinds: on_ranks.Kinds
     random: on_ranks.RankRandomStates
     values: on_ranks.Values
     inputs: Sequence[tuple[str, Any]]
 
-    def of(self, nodes: Sequence[fx.Node]) -> list[Any]:
-        return [self.values[source_of(node)] for node in nodes]
+    def of(self, nodes: Iterable[fx.Node]) -> list[Any]:
+        return [self.values[value_node(node)] for node in nodes]
 
     def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
         values = self.of(nodes)
         return [[on_ranks.at(value, rank) for value in values] for rank in range(self.kinds.size)]
 
-    def own_memory(self, written: Sequence[fx.Node]) -> None:
-        """Give ranks memory of their own for what they write to (S7); DependsOnRank if it is an input's."""
-        storages = on_ranks.make_private(
-            self.values, list(map(source_of, written)), self.kinds.size
-        )
+    def make_private(self, written: Sequence[fx.Node]) -> None:
+        """Give ranks memory of their own for the values that they write to.
+
+        Raises:
+            DependsOnRank: an input has this memory; the caller would not see what ranks write.
+        """
+        nodes = map(value_node, written)
+        storages = on_ranks.make_private(self.values, list(nodes), self.kinds.size)
         for name, value in self.inputs:
-            if on_ranks.reaches(value, storages):
-                way_out = "give every rank its own"
+            if not storages.isdisjoint(on_ranks.storages_of(value)):
                 raise DependsOnRank(
-                    f"{name} is one tensor for several ranks, and each writes to it: {way_out}"
+                    f"{name} is one tensor for several ranks, and each writes to it: "
+                    "give every rank its own"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class Step(ABC):
-    """One node; nobody needs the values of ``dying`` after it."""
+    """One node of the graph."""
 
     node: fx.Node
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
+        """Compute the node. Nobody needs the values of ``dying`` afterwards."""
         try:
             frame.values[self.node] = self.value(frame, dying)
         except Exception as error:
@@ -78,7 +90,7 @@ class Step(ABC):
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any: ...
 
     def arguments(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords, with the values of ``node.all_input_nodes`` filled in."""
+        """Return arguments and keywords; ``own`` are the values of ``node.all_input_nodes``."""
         known = dict(zip(self.node.all_input_nodes, own, strict=True))
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), known.__getitem__)
         return args, kwargs
@@ -86,20 +98,20 @@ class Step(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EffectStep(Step):
-    """An operator that writes to the values of ``written`` or draws random numbers: on every rank by itself."""
+    """An operator that writes to ``written`` or draws random numbers: on every rank by itself."""
 
     written: Sequence[fx.Node]
     random: bool
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         operands = frame.of(self.node.all_input_nodes)
-        uniform = not any(type(value) is on_ranks.PerRank for value in operands)
+        uniform = not any(type(value) is PerRank for value in operands)
         if uniform and (not self.random or frame.random.uniform):
             return self._call(frame, None, operands)
         if self.written:
-            frame.own_memory(self.written)
-        every = enumerate(frame.of_ranks(self.node.all_input_nodes))
-        return frame.kinds.value([self._call(frame, rank, own) for rank, own in every])
+            frame.make_private(self.written)
+        own = frame.of_ranks(self.node.all_input_nodes)
+        return frame.kinds.value([self._call(frame, rank, o) for rank, o in enumerate(own)])
 
     def _call(self, frame: Frame, rank: int | None, own: Sequence[Any]) -> Any:
         args, kwargs = self.arguments(own)
@@ -117,71 +129,79 @@ class CollectiveStep(Step):
     collective: Collective
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        calls, targets = self._calls(frame), written_operands(self.node)
+        calls = self._calls(frame)
+        targets = written_operands(self.node)
         if not targets:
-            for node in dying.intersection(map(source_of, self.node.all_input_nodes)):
+            # A reduction needs the memory of its operands; the calls hold the last references.
+            for node in dying.intersection(map(value_node, self.node.all_input_nodes)):
                 value = frame.values[node]
-                if type(value) is on_ranks.PerRank:
-                    value[:] = [None] * len(
-                        value
-                    )  # a reduction needs the memory of operands that die
+                if type(value) is PerRank:
+                    value[:] = [None] * len(value)
+
+        takes_list = parameter(self.node.target, "inputs")
         results: list[Any] = [None] * frame.kinds.size
         for ranks, net in zip(self.partition, self.nets, strict=True):
-            is_list = "inputs" in calls[ranks[0]]
             given = _contributions([calls[rank] for rank in ranks], ranks)
             for rank, result in zip(ranks, self.collective(net, given), strict=True):
-                results[rank] = result if is_list else result[0]
-        if not targets:
+                results[rank] = result if takes_list else result[0]
+
+        # If nobody sees the memory that is written to, the result may lie elsewhere. Then the ranks
+        # of a group go on with one tensor.
+        if not targets or not self._is_seen(targets, frame, dying):
             return frame.kinds.value(results)
-        storages = {
-            storage for value in frame.of(targets) for storage in on_ranks.storages_of(value)
-        }
-        live = [value for node, value in frame.values.items() if node not in dying]
-        if not any(
-            on_ranks.reaches(value, storages)
-            for value in [*live, *(value for _, value in frame.inputs)]
-        ):
-            return frame.kinds.value(
-                results
-            )  # nobody sees the memory that is written to: it may lie elsewhere
-        frame.own_memory(targets)
-        (name,) = (
-            argument.name for argument in schema(self.node.target).arguments if argument.is_write
-        )
-        pairs = zip((call[name] for call in self._calls(frame)), results, strict=True)
-        written = [
-            own.copy_(new) if isinstance(own, Tensor) else list(map(Tensor.copy_, own, new))
-            for own, new in pairs
-        ]
+        frame.make_private(targets)
+        (name,) = (each.name for each in schema(self.node.target).arguments if each.is_write)
+        written = [call[name] for call in self._calls(frame)]
+        pairs = zip(on_ranks.tensors_in(written), on_ranks.tensors_in(results), strict=True)
+        for own, new in pairs:
+            own.copy_(new)
         return frame.kinds.value(written)
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
+        """Return the arguments of each rank, by name."""
         names = [argument.name for argument in schema(self.node.target).arguments]
         calls = map(self.arguments, frame.of_ranks(self.node.all_input_nodes))
         return [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in calls]
 
+    def _is_seen(self, written: list[fx.Node], frame: Frame, dying: frozenset[fx.Node]) -> bool:
+        """Return whether a live value, or an input, shows the memory of ``written``."""
+        live = [value for node, value in frame.values.items() if node not in dying]
+        live += [value for _, value in frame.inputs]
+        storages = on_ranks.storages_of(frame.of(written))
+        return not storages.isdisjoint(on_ranks.storages_of(live))
+
 
 def collective_of(node: fx.Node) -> Collective:
-    """What carries the collective out; NoModel names the operator if nothing does."""
-    known = _COLLECTIVES if str(node.target).startswith(("_c10d_functional", "_dtensor")) else {}
-    if short_name(node) not in known:
-        names = ", ".join(sorted(_COLLECTIVES))
+    """Return the function that carries the collective out.
+
+    Raises:
+        NoModel: there is none; the message names the operator.
+    """
+    is_functional = str(node.target).startswith(("_c10d_functional", "_dtensor"))
+    if not is_functional or short_name(node) not in _COLLECTIVES:
         raise NoModel(
-            f"{node.target} ({node.name}) has no model in a simulated world, which has {names}"
+            f"{node.target} ({node.name}) has no model in a simulated world, which has "
+            f"{', '.join(sorted(_COLLECTIVES))}"
         )
-    return known[short_name(node)]
+    return _COLLECTIVES[short_name(node)]
 
 
 def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
-    """What these ranks, a group, give, taken out of their arguments; they must agree."""
+    """Take the tensors of the ranks of a group out of their arguments.
+
+    Raises:
+        CollectiveMismatch: the ranks do not agree.
+    """
     members = calls[0].get("group_size", len(ranks))
     if members != len(ranks):
         raise CollectiveMismatch(
             f"the graph was traced for a group of {members}, it has {len(ranks)}"
         )
-    given = [
-        Contribution(
+    given = []
+    for rank, call in zip(ranks, calls, strict=True):
+        contribution = Contribution(
             rank=rank,
+            # Out of the call, so that the collective can free each tensor after its last use.
             inputs=list(call.pop("inputs")) if "inputs" in call else [call.pop("input")],
             op=str(call.get("reduce_op")).lower(),
             root=call.get("src", 0),
@@ -189,8 +209,7 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
             receives=list(map(int, call.get("output_split_sizes", ()))),
             dims=(call.get("gather_dim", 0), call.get("shard_dim", 0)),
         )
-        for rank, call in zip(ranks, calls, strict=True)
-    ]
+        given.append(contribution)
     counts = sorted({len(own.inputs) for own in given})
     if len(counts) > 1:
         raise CollectiveMismatch(
@@ -200,21 +219,26 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0
         if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
-            wrong = (
-                f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}"
+            raise CollectiveMismatch(
+                f"rank {own.rank} splits {rows} rows into {own.sends} and receives "
+                f"{own.receives}, in a group of {members} ranks"
             )
-            raise CollectiveMismatch(f"{wrong}, in a group of {members} ranks")
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
+            # The numbers of rows that ranks exchange may differ, everything else must not.
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(
-                    f"rank {ranks[0]} gives {value_text(first)}, rank {own.rank} gives {value_text(tensor)}"
+                    f"rank {ranks[0]} gives {value_text(first)}, "
+                    f"rank {own.rank} gives {value_text(tensor)}"
                 )
     return given
 
 
 @dataclass(frozen=True, slots=True)
 class NestedStep(Step):
-    """A graph that communicates, or is a module; ``runs`` carry out the graphs that the node calls, by identity."""
+    """A called module, or a graph with a collective in it that an operator calls.
+
+    ``runs`` carry out the graphs that the node calls, by the identity of their modules.
+    """
 
     runs: dict[int, Callable[[Sequence[Any], on_ranks.RankRandomStates], Any]]
 
@@ -222,13 +246,11 @@ class NestedStep(Step):
         args, _ = self.arguments(frame.of(self.node.all_input_nodes))
         if self.node.target is COND:
             predicate, if_true, if_false, given = args
-            ways = {
-                bool(own)
-                for own in (predicate if type(predicate) is on_ranks.PerRank else [predicate])
-            }
+            ways = set(map(bool, predicate if type(predicate) is PerRank else [predicate]))
             if len(ways) > 1:
                 raise CollectiveMismatch(
-                    "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"
+                    "the ranks disagree on the predicate of a cond with a collective in it: "
+                    "some would wait forever"
                 )
             run = self.runs[id(if_true if ways.pop() else if_false)]
         elif self.node.target is INVOKE_SUBGRAPH:
@@ -236,5 +258,12 @@ class NestedStep(Step):
         else:
             (run,), given = self.runs.values(), args
         output = run(list(given), frame.random)
-        own = [on_ranks.of_rank(output, rank) for rank in range(frame.kinds.size)]
-        return frame.kinds.value(on_ranks.interned(own))
+
+        # Ranks share a value by its identity, so tuples of the same objects become one tuple.
+        same: dict[Any, Any] = {}
+        results = []
+        for rank in range(frame.kinds.size):
+            own = on_ranks.of_rank(output, rank)
+            key = tuple(map(id, own)) if isinstance(own, tuple) else id(own)
+            results.append(same.setdefault(key, own))
+        return frame.kinds.value(results)

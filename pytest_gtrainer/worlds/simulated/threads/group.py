@@ -1,10 +1,12 @@
-"""The process group of a rank on a thread, and the meetings where its collectives are carried out.
+"""The process group of a rank on a thread, and the meetings in which its collectives happen.
 
-The n-th call that a rank makes on a group belongs to the n-th *meeting* of that group. The last member to
-arrive checks that the calls of all agree (S5), and carries the collective out for all of them at once. A collective
-returns a work at once; waiting for the work gives the turn to other ranks until the last member has arrived.
+The n-th call that a rank makes on a group belongs to the n-th *meeting* of that group. The last
+member to arrive checks that all calls agree, and carries the collective out for all members at
+once. A collective returns a work immediately; waiting for the work gives the turn to other ranks
+until the last member has arrived.
 
-A sender never waits: its tensor is copied. Messages with the same tag arrive in the order in which they were sent.
+A sender never waits: its tensor is copied. Messages with the same tag arrive in the order in which
+they were sent.
 """
 
 from __future__ import annotations
@@ -35,19 +37,13 @@ from pytest_gtrainer.worlds.simulated.collectives import Collective, Contributio
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
-_UNMODELLED = (
-    "_start_coalescing",
-    "allgather_coalesced",
-    "merge_remote_group",
-    "monitored_barrier",
-    "recv_anysource",
-    "split_group",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One rank's call; ``text`` begins with the collective's name and holds all in which the members must agree."""
+    """One rank's call of a collective.
+
+    ``text`` begins with the collective's name, and has all in which the members must agree.
+    """
 
     text: str
     collective: Collective
@@ -60,7 +56,8 @@ class Meeting(Awaited):
 
     def __init__(self, place: MeetingPlace, number: int) -> None:
         super().__init__()
-        self.place, self.where = place, f"collective {number} of {place.text}"
+        self.place = place
+        self.where = f"collective {number} of {place.text}"
         self.calls: dict[int, Issued] = {}  # by rank in the world
 
     @property
@@ -69,28 +66,32 @@ class Meeting(Awaited):
 
     def __str__(self) -> str:
         call = next(iter(self.calls.values()))
-        missing = [rank for rank in self.place.ranks if rank not in self.calls]
-        return f"waiting in {call.text} ({self.where}) for {ranks_text(missing)}"
+        missing = ranks_text(rank for rank in self.place.ranks if rank not in self.calls)
+        return f"waiting in {call.text} ({self.where}) for {missing}"
 
     def hold(self) -> None:
-        """Carry the collective out, of which every member's call is here; CollectiveMismatch if they do not agree."""
-        said = ranks_by((rank, self.calls[rank].text) for rank in sorted(self.calls))
-        if len(said) > 1:
-            whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in said.items())
+        """Carry the collective out, once every member has called it.
+
+        Raises:
+            CollectiveMismatch: the calls do not agree.
+        """
+        issued = ranks_by((rank, self.calls[rank].text) for rank in sorted(self.calls))
+        if len(issued) > 1:
+            whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in issued.items())
             raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
         calls = [self.calls[rank] for rank in self.place.ranks]
         for call in calls:
-            exact = call.given.sends  # else shapes do not matter, sizes do
-            call.given.inputs = [
-                t.detach() if exact else t.detach().reshape(-1) for t in call.given.inputs
-            ]
+            tensors = [tensor.detach() for tensor in call.given.inputs]
+            # Where nothing is exchanged shapes do not matter, sizes do.
+            if not call.given.sends:
+                tensors = [tensor.reshape(-1) for tensor in tensors]
+            call.given.inputs = tensors
         try:
             results = calls[0].collective(self.place.net, [call.given for call in calls])
         except CollectiveMismatch as error:
             name = calls[0].text.partition(" ")[0]
-            raise CollectiveMismatch(
-                f"the ranks disagree in {self.where}, {name}: {error}"
-            ) from None
+            message = f"the ranks disagree in {self.where}, {name}: {error}"
+            raise CollectiveMismatch(message) from None
         for call, values in zip(calls, results, strict=True):
             for output, value in zip(call.outputs, values, strict=True):
                 _fill(output, value)
@@ -98,12 +99,13 @@ class Meeting(Awaited):
 
 
 def _fill(output: Tensor, values: Tensor) -> None:
-    """Write ``values``, of as many elements and the same dtype, to ``output``."""
+    """Write ``values`` to ``output``, which must have as many elements and the same dtype."""
     if texts([output]) != texts([values]):
         raise ValueError(
-            f"a collective gives {texts([values])}, but its output is {texts([output])}: make them equal"
+            f"a collective gives {texts([values])}, but its output is {texts([output])}: "
+            "make them equal"
         )
-    # .data: autograd does not see that a collective writes, as it does not with other backends
+    # .data: autograd does not see that a collective writes, as it does not with other backends.
     output.data.copy_(values.detach().reshape(output.shape))
 
 
@@ -124,13 +126,17 @@ class Message(Awaited):
         source, destination, _ = self.route
         if texts([sent]) != texts([self.tensor]):
             raise CollectiveMismatch(
-                f"rank {source} sends {texts([sent])} to rank {destination}, which receives {texts([self.tensor])}"
+                f"rank {source} sends {texts([sent])} to rank {destination}, "
+                f"which receives {texts([self.tensor])}"
             )
         _fill(self.tensor, sent)
 
 
 class MeetingPlace:
-    """Where the members of one group meet, and where messages wait; ``text`` tells it from other groups."""
+    """The state that the members of one group share: open meetings and messages on their way.
+
+    ``text`` names the group in messages.
+    """
 
     def __init__(self, ranks: tuple[int, ...], net: Net, text: str) -> None:
         self.ranks, self.net, self.text = ranks, net, text
@@ -140,6 +146,7 @@ class MeetingPlace:
         self._open: dict[int, Meeting] = {}
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
+        """Add the call of a rank to its next meeting."""
         number = self.arrivals[rank]
         self.arrivals[rank] += 1
         meeting = self._open.setdefault(number, Meeting(self, number))
@@ -150,25 +157,22 @@ class MeetingPlace:
 
 
 class SharedGroups:
-    """What the groups of all ranks share: the team, the net, and a place for every group."""
+    """The state that the groups of all ranks share: the team, the net, and a place for each group."""
 
     def __init__(self, team: ThreadTeam, net: Net) -> None:
         self.team, self._net = team, net
         self._places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
 
     def place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
-        """Where the group of this name and these global ranks meets."""
-        key = name, ranks
-        if key not in self._places:
-            same = sum(members == ranks for _, members in self._places)
-            text = f"the group of {ranks_text(ranks)}" + (
-                f" (group {same + 1} of these)" if same else ""
-            )
-            whole = ranks == tuple(range(self.team.size))
-            self._places[key] = MeetingPlace(
-                ranks, self._net if whole else self._net.for_group(ranks), text
-            )
-        return self._places[key]
+        """Return the meeting place of the group of this name and these global ranks."""
+        if (name, ranks) not in self._places:
+            text = f"the group of {ranks_text(ranks)}"
+            if same := sum(members == ranks for _, members in self._places):
+                text += f" (group {same + 1} of these)"
+            is_world = ranks == tuple(range(self.team.size))
+            net = self._net if is_world else self._net.for_group(ranks)
+            self._places[name, ranks] = MeetingPlace(ranks, net, text)
+        return self._places[name, ranks]
 
 
 class _Work(Work):
@@ -183,10 +187,9 @@ class _Work(Work):
         return True
 
     def is_completed(self) -> bool:
+        # A rank that asks again and again must not keep the turn.
         if not self._event.happened:
-            self._team.give_way(
-                self._rank
-            )  # a rank that asks again and again must not keep the turn
+            self._team.give_way(self._rank)
         return self._event.happened
 
     def is_success(self) -> bool:
@@ -196,7 +199,7 @@ class _Work(Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # C++ would wait for the future with the turn in hand, so it is handed out completed
+        # C++ would wait for the future while this rank has the turn, so the future is completed.
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._outputs)
@@ -208,13 +211,13 @@ class ThreadGroup(dist.ProcessGroup):
 
     def __init__(self, shared: SharedGroups, rank: int, name: str, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(rank), len(ranks))
-        self._shared, self._team, self._global_rank, self._name = shared, shared.team, rank, name
-        self._members = tuple(ranks)
+        self._shared, self._team = shared, shared.team
+        self._global_rank, self._name, self._members = rank, name, tuple(ranks)
         self._place = shared.place(name, self._members)
 
     @property
     def issued(self) -> int:
-        """Collectives that this rank has come to in the group; messages are none."""
+        """Number of collectives that this rank has issued in the group, messages not counted."""
         return self._place.arrivals[self._global_rank]
 
     def _issue(
@@ -225,7 +228,7 @@ class ThreadGroup(dist.ProcessGroup):
         outputs: list[Tensor],
         **details: Any,
     ) -> _Work:
-        """Come to a collective; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
+        """Arrive at a meeting; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
         self._check(text, outputs)
         given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
         meeting = self._place.arrive(self._global_rank, Issued(text, collective, given, outputs))
@@ -236,22 +239,22 @@ class ThreadGroup(dist.ProcessGroup):
         return _Work(self._team, self._global_rank, meeting, outputs)
 
     def _check(self, text: str, tensors: list[Tensor]) -> None:
-        """What has to hold for every call, whose name ``text`` begins with."""
+        """Check what every call needs; ``text`` begins with its name."""
         self._team.check(self._global_rank)
         name = text.partition(" ")[0]
-        # others would meet tensors without data, and run with torch's switches moved
+        # Other ranks would get tensors without data, and run while torch's switches are moved.
         if active_fake_mode() is not None:
             raise NoModel(
                 f"{name} while fake tensors stand for real ones: call it where the ranks have data"
             )
-        if elsewhere := {tensor.device.type for tensor in tensors} - {"cpu"}:
+        if elsewhere := sorted({tensor.device.type for tensor in tensors} - {"cpu"}):
             raise NoModel(
-                f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU"
+                f"{name} of tensors on {', '.join(elsewhere)}: a simulated world computes on the CPU"
             )
 
     @contextmanager
     def _failing_all(self) -> Iterator[None]:
-        """Inside, without autograd, an error is the team's, even if the rank's own code catches it."""
+        """Make an error inside the team's, even if the rank's own code catches it."""
         try:
             with torch.no_grad():
                 yield
@@ -275,7 +278,7 @@ class ThreadGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
         how, details = _reduction(opts)
-        self._check_parts("reduce_scatter", inputs, outputs)
+        self._check_parts("reduce_scatter", ("input", inputs), ("output", outputs))
         text = f"reduce_scatter ({how}) of {texts(inputs)}"
         return self._issue(collectives.reduce_scatter, text, inputs, outputs, **details)
 
@@ -291,30 +294,29 @@ class ThreadGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
-        self._check_parts("all_gather", outputs, inputs)
-        return self._issue(
-            collectives.all_gather, f"all_gather of {texts(inputs)}", inputs, outputs
-        )
+        self._check_parts("all_gather", ("output", outputs), ("input", inputs))
+        text = f"all_gather of {texts(inputs)}"
+        return self._issue(collectives.all_gather, text, inputs, outputs)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> _Work:
-        given = [inputs[0]] * len(self._members)
-        return self._exchange(
-            f"all_gather into a list of {dtype_text(inputs[0])}", outputs[0], given
-        )
+        # As an exchange of lists: here the members may have tensors of different sizes.
+        text = f"all_gather into a list of {dtype_text(inputs[0])}"
+        return self._exchange(text, outputs[0], [inputs[0]] * len(self._members))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
         return self._exchange(f"all_to_all of a list of {dtype_text(inputs[0])}", outputs, inputs)
 
     def _exchange(self, text: str, outputs: list[Tensor], inputs: list[Tensor]) -> _Work:
-        """A tensor to every member, and one from each."""
-        for tensors in (outputs, inputs):
-            self._check_count(text, tensors)
-        sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
-        return self._issue(
-            collectives.exchange_lists, text, inputs, outputs, sends=sends, receives=receives
-        )
+        """Send a tensor to every member, and receive one from each."""
+        self._check_count(text, outputs)
+        self._check_count(text, inputs)
+        sizes = {
+            "sends": [tensor.numel() for tensor in inputs],
+            "receives": [tensor.numel() for tensor in outputs],
+        }
+        return self._issue(collectives.exchange_lists, text, inputs, outputs, **sizes)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         root = opts.rootRank
@@ -341,23 +343,24 @@ class ThreadGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> _Work:
-        members, splits = len(self._members), []
-        for what, tensor, asked in (
-            ("input", given, input_splits),
-            ("output", output, output_splits),
-        ):
-            rows = tensor.shape[0] if tensor.dim() else 0
-            own = list(asked) or [rows // members] * members
-            if len(own) != members or sum(own) != rows:
-                raise ValueError(
-                    f"all_to_all: the {what} has {rows} rows, but its splits {own} have {len(own)} entries "
-                    f"for {members} ranks that sum to {sum(own)}"
-                )
-            splits.append(own)
+        splits = {
+            "sends": self._splits("input", given, input_splits),
+            "receives": self._splits("output", output, output_splits),
+        }
         text = f"all_to_all of rows of {dtype_text(given)}[{prod(given.shape[1:])}]"
-        return self._issue(
-            collectives.all_to_all, text, [given], [output], sends=splits[0], receives=splits[1]
-        )
+        return self._issue(collectives.all_to_all, text, [given], [output], **splits)
+
+    def _splits(self, what: str, tensor: Tensor, given: list[int]) -> list[int]:
+        """Return the rows for each member; by default as many for each."""
+        members = len(self._members)
+        rows = tensor.shape[0] if tensor.dim() else 0
+        splits = list(given) or [rows // members] * members
+        if len(splits) != members or sum(splits) != rows:
+            raise ValueError(
+                f"all_to_all: the {what} has {rows} rows, but its splits {splits} have "
+                f"{len(splits)} entries for {members} ranks that sum to {sum(splits)}"
+            )
+        return splits
 
     def barrier(self, opts: Any = None) -> _Work:
         return self._issue(collectives.barrier, "barrier", [], [])
@@ -398,42 +401,42 @@ class ThreadGroup(dist.ProcessGroup):
             f"{name} has no model in a simulated world; its groups do the usual collectives"
         )
 
-    def _check_parts(self, name: str, wholes: list[Tensor], parts: list[Tensor]) -> None:
-        """The tensors that are gathered, or to be scattered, hold a part for each member."""
-        members, names = (
-            len(self._members),
-            ("output", "input") if name == "all_gather" else ("input", "output"),
-        )
-        for whole, part in zip(wholes, parts, strict=True):
+    def _check_parts(
+        self, name: str, wholes: tuple[str, list[Tensor]], parts: tuple[str, list[Tensor]]
+    ) -> None:
+        """Check that each whole tensor has a part for each member; both come with their names."""
+        members = len(self._members)
+        for whole, part in zip(wholes[1], parts[1], strict=True):
             if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
-                told = f"the {names[0]} {texts([whole])} must be {members} times the {names[1]} {texts([part])}"
-                raise ValueError(f"{name}: {told}")
+                raise ValueError(
+                    f"{name}: the {wholes[0]} {texts([whole])} must be {members} times "
+                    f"the {parts[0]} {texts([part])}"
+                )
 
     def _check_count(self, text: str, tensors: Sequence[Tensor], only: int | None = None) -> None:
+        """Check that a list, ``only`` that of one member, has a tensor for each member."""
         if only in (None, self.rank()) and len(tensors) != len(self._members):
-            name = text.partition(" ")[0]
             raise ValueError(
-                f"{name}: a list of {counted(len(tensors), 'tensor')} for {len(self._members)} ranks"
+                f"{text.partition(' ')[0]}: a list of {counted(len(tensors), 'tensor')} "
+                f"for {len(self._members)} ranks"
             )
 
     def new_group(
         self,
         ranks: list[int],
         timeout: Any = None,
-        backend: Any = None,  # torch 2.14 passes it, too
+        backend: Any = None,  # passed since torch 2.14
         pg_options: Any = None,
         group_name: str = "",
         group_desc: str = "",
     ) -> ThreadGroup | None:
-        """The subgroup of these global ranks; None for a rank that is not in it."""
-        return (
-            ThreadGroup(self._shared, self._global_rank, group_name, ranks)
-            if self._global_rank in ranks
-            else None
-        )
+        """Return the subgroup of these global ranks; None for a rank that is not in it."""
+        if self._global_rank not in ranks:
+            return None
+        return ThreadGroup(self._shared, self._global_rank, group_name, ranks)
 
     def _get_backend(self, device: torch.device) -> ThreadGroup:
-        """What moves tensors of a device: the group itself, which coalesces nothing. Asked since torch 2.14."""
+        """Return the backend of a device: the group itself. Since torch 2.14 this is called."""
         return self
 
     def size(self) -> int:
@@ -451,17 +454,26 @@ class ThreadGroup(dist.ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """Nothing is held that could be shut down."""
+        """Do nothing: there is nothing to shut down."""
 
     def __repr__(self) -> str:
         return f"ThreadGroup(rank {self._global_rank} of {list(self._members)})"
 
 
 def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:
-    """A reduce op in words, and as a ``Contribution`` has it."""
+    """Return a reduce op in words, and as fields of a ``Contribution``."""
     op, factor = ("sum", None) if opts is None else reduction_of(opts.reduceOp)
-    return op if factor is None else f"{op} {factor:g}", {"op": op, "factor": factor}
+    words = op if factor is None else f"{op} {factor:g}"
+    return words, {"op": op, "factor": factor}
 
 
-for _name in _UNMODELLED:
+# Without these methods a call would reach the ones of the base class, in C++.
+for _name in (
+    "_start_coalescing",
+    "allgather_coalesced",
+    "merge_remote_group",
+    "monitored_barrier",
+    "recv_anysource",
+    "split_group",
+):
     setattr(ThreadGroup, _name, partialmethod(ThreadGroup._refuse, _name.lstrip("_")))

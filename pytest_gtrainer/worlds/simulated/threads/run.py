@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,12 +30,12 @@ from pytest_gtrainer.worlds.simulated.threads.team import (
 LIMIT = 300.0
 _GRACE = 2.0
 _NAMES_A_RUN = 1_000_000
-_M_MMAP_THRESHOLD = -3
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _runs = itertools.count(1)
 
 
 class NoStore(dist.Store):
-    """The store of ranks on threads: there is none, as a rank that waits for a key would keep the turn."""
+    """The store of ranks on threads: none, as a rank that waits for a key would keep the turn."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotOnThreads(
@@ -49,10 +48,18 @@ class NoStore(dist.Store):
 def run_threads(
     size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks. Every rank
-    finds ``torch.distributed`` initialised, and adds in the order of ``net``. The first error of any rank is raised
-    here with a note that names the rank: Standstill if every rank waits for another, TimeLimit if one ran for
-    ``timeout`` seconds without coming to a collective or to its end."""
+    """Call ``function(rank, *args)`` on ``size`` ranks of this process.
+
+    Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``.
+
+    Returns:
+        The results, in the order of ranks.
+
+    Raises:
+        Standstill: every rank waits for another.
+        TimeLimit: a rank ran for ``timeout`` seconds without a collective and without ending.
+        Exception: the first error of any rank, with a note that names the rank.
+    """
     if size < 1:
         raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
     if net.size != size:
@@ -63,22 +70,31 @@ def run_threads(
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
-        for context in (restored(), state_kept(), warnings.catch_warnings()):
+        for context in (
+            restored(),
+            state_kept(),
+            warnings.catch_warnings(),
+            torch_threads.tracing_hooks(crew.refuse_tracing),
+            torch_threads.isolated_threads(_refuse),
+        ):
             stack.enter_context(context)
-        stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
-        stack.enter_context(torch_threads.isolated_threads(_refuse))
-        if size >= 64:  # from then on memory matters more than a few percent of time
+        # From 64 ranks on memory matters more than a few percent of time.
+        if size >= 64:
             stack.enter_context(freed_at_once())
         stack.callback(forget_meshes)
-        torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
+        # A thread that enters a parallel region starts a pool of its own.
+        torch.set_num_threads(1)
         with long_work(f"simulating {size} ranks"):
             return crew.run(timeout)
 
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Inside, glibc hands blocks of 128 KiB and more back as they are freed (mallopt(3)), which hundreds of ranks need.
-    By itself it raises this bound to 32 MiB, and holes between tensors take as much as these."""
+    """Make glibc return blocks of 128 KiB and more as they are freed (mallopt(3)) inside.
+
+    By itself glibc raises this bound to 32 MiB, and holes between the tensors of hundreds of ranks
+    take as much memory as the tensors.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # macOS has none
     mallopt(_M_MMAP_THRESHOLD, 128 << 10)
     try:
@@ -92,6 +108,8 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Crew:
+    """The threads of one run, and what they return."""
+
     def __init__(
         self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net
     ) -> None:
@@ -99,26 +117,30 @@ class _Crew:
         self._groups = SharedGroups(self._team, net)
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
-        self._first_group = (
-            next(_runs) * _NAMES_A_RUN
-        )  # no name of a group means anything elsewhere
-        thread = partial(threading.Thread, target=self._be_rank, daemon=True)
-        self._threads = [thread(args=(rank,), name=f"rank {rank}") for rank in range(size)]
+        # No name of a group means anything in another run.
+        self._first_group = next(_runs) * _NAMES_A_RUN
+        self._threads = [
+            threading.Thread(target=self._be_rank, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(size)
+        ]
 
     def refuse_tracing(self, what: str) -> None:
-        """Nothing is traced or compiled on a rank (W2): torch's tracers keep process-wide state, of one at a time."""
+        """Refuse to trace or compile on a rank: torch's tracers keep state for the process."""
         if threading.get_ident() in self._team.threads.values():
-            wrong = f"{what} inside run_threads: ranks on threads run eager code only"
-            raise NotOnThreads(f"{wrong}; trace in the test itself and replay with train_graph")
+            raise NotOnThreads(
+                f"{what} inside run_threads: ranks on threads run eager code only; "
+                "trace in the test itself and replay with train_graph"
+            )
 
     def run(self, timeout: float) -> list[Any]:
         team = self._team
         try:
             self._start()
             while not team.all_ended.wait(team.last_turn + timeout - time.monotonic()):
+                # Meanwhile the turn may have gone to another rank, which has its own time.
                 if time.monotonic() > team.last_turn + timeout:
-                    what = f"a rank ran for {timeout:g} seconds without coming to a collective: {team.situation()}"
-                    team.fail(None, TimeLimit(what))
+                    what = f"a rank ran for {timeout:g} seconds without coming to a collective"
+                    team.fail(None, TimeLimit(f"{what}: {team.situation()}"))
                     break
         except BaseException as error:  # an interrupt of the thread that waits
             team.fail(None, error)
@@ -147,10 +169,12 @@ class _Crew:
         self._team.hand_on()
 
     def _be_rank(self, rank: int) -> None:
+        """Run the function as ``rank``; the target of a thread."""
         team = self._team
         try:
             team.join(rank)
             torch_threads.become_rank(self._first_group)
+            # A backward stays on the thread that calls it: a worker of autograd is no rank.
             with torch.autograd.set_multithreading_enabled(False):
                 group = ThreadGroup(self._groups, rank, str(self._first_group), range(team.size))
                 torch_threads.register_default_group(group, NoStore())
@@ -170,15 +194,18 @@ class _Crew:
                 team.end(rank)
 
     def _end(self) -> list[int]:
-        """Get every thread to its end, by an interrupt if it keeps the turn: those that are stuck in a call of C."""
+        """End every thread; return the ranks that are stuck in a call of C.
+
+        A rank that keeps the turn is interrupted after a quarter of the grace period.
+        """
         team, stuck = self._team, []
         while (rank := team.running) is not None:
-            begin, interrupted = time.monotonic(), False
+            begin = time.monotonic()
+            interrupted = False
             while team.running == rank and time.monotonic() < begin + _GRACE:
                 time.sleep(0.005)
-                interrupted = interrupted or (
-                    time.monotonic() > begin + _GRACE / 4 and team.interrupt(rank)
-                )
+                if not interrupted and time.monotonic() > begin + _GRACE / 4:
+                    interrupted = team.interrupt(rank)
             if team.running == rank:
                 stuck.append(rank)
                 team.abandon(rank)

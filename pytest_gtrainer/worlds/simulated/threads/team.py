@@ -1,11 +1,13 @@
-"""The team: threads as ranks, of which exactly one runs at a time, each with its own process state.
+"""The team: threads as ranks, of which exactly one runs at a time, each with its own state.
 
-A rank runs until it has to *wait* for another's part of a collective. Then it hands the *turn* to the next rank that
-can run, in the order in which ranks became able to. So every run is the same, no two ranks are in torch at once, and
-ranks that wait for each other in a circle are noticed at once: nobody is left who could run.
+A rank runs until it has to *wait* for another's part of a collective. Then it hands the *turn* to
+the next rank that can run, in the order in which ranks became able to. So every run is the same, no
+two ranks are in torch at once, and ranks that wait for each other in a circle are noticed at once:
+no rank is left that could run.
 
-Swapped with the turn: random numbers, the default dtype, RANK in the environment. Shared: torch's other switches
-(deterministic algorithms, backend flags), the working directory, modules and their globals.
+Swapped with the turn: random numbers, the default dtype, RANK in the environment. Shared: torch's
+other switches (deterministic algorithms, backend flags), the working directory, modules and their
+globals.
 """
 
 import ctypes
@@ -29,7 +31,6 @@ from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MOST_STACKS = 6
 _MOST_FRAMES = 12
 
@@ -51,7 +52,10 @@ class Released(BaseException):
 
 
 class Awaited:
-    """Something ranks wait for; it happens once. Its ``str`` says what they are doing, "waiting in all_reduce"."""
+    """An event that ranks wait for; it happens once.
+
+    Its ``str`` says what they are doing: "waiting in all_reduce".
+    """
 
     def __init__(self) -> None:
         self.happened = False
@@ -67,9 +71,8 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
-        return cls(
-            GeneratorStates.now(cuda=False), torch.get_default_dtype()
-        )  # a simulated world is on the CPU
+        # Without CUDA's: a simulated world is on the CPU.
+        return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())
 
     def put_back(self) -> None:
         self.generators.put_back()
@@ -78,7 +81,7 @@ class ProcessState:
 
 @contextmanager
 def state_kept() -> Iterator[None]:
-    """Put the caller's random numbers back at the end."""
+    """Put the caller's random numbers and default dtype back at the end."""
     state = ProcessState.now()
     try:
         yield
@@ -87,14 +90,23 @@ def state_kept() -> Iterator[None]:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether a thread is in a line of ours, or in a semaphore that one takes."""
+    """Return whether a thread is in a line of this folder, or in a semaphore that one takes."""
     while frame.f_code.co_filename == threading.__file__ and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(_HERE)
 
 
 class ThreadTeam:
-    """The turns of ``size`` ranks; every rank's thread has to ``join``, before or after the first ``hand_on``."""
+    """The turns of ``size`` ranks.
+
+    Every rank's thread has to ``join``, before or after the first ``hand_on``.
+
+    Attributes:
+        waiting: ranks that wait, and the event they wait for.
+        ended: ranks that run no more; the ``abandoned`` among them may still have a thread.
+        threads: by rank, the identifier of its thread.
+        running: the rank that has the turn, since ``last_turn``.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -102,20 +114,19 @@ class ThreadTeam:
         self.waiting: dict[int, Awaited] = {}
         self.ended: set[int] = set()
         self.abandoned: set[int] = set()
-        self.threads: dict[int, int] = {}  # rank to identifier of its thread
+        self.threads: dict[int, int] = {}
         self.failed = False
-        self.running: int | None = None  # the rank that has the turn, since ``last_turn``
+        self.running: int | None = None
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        self._states = [
-            ProcessState.now()
-        ] * size  # of every rank that has not the turn; all start with the caller's
+        # Of every rank that has not the turn; all start with the caller's.
+        self._states = [ProcessState.now()] * size
         self._lock = threading.RLock()
         self._ready = deque(range(size))
         self._turns = [threading.Semaphore(0) for _ in range(size)]
 
     def join(self, rank: int) -> None:
-        """The calling thread is ``rank`` from now on; returns at its first turn."""
+        """Make the calling thread ``rank``; return at its first turn."""
         with self._lock:
             self.threads[rank] = threading.get_ident()
             if rank in self.ended:
@@ -123,7 +134,11 @@ class ThreadTeam:
         self._await_turn(rank)
 
     def wait(self, rank: int, event: Awaited) -> None:
-        """Return when ``event`` has happened, and it is the rank's turn; Released if the team has failed."""
+        """Return when ``event`` has happened, and it is the rank's turn.
+
+        Raises:
+            Released: the team has failed.
+        """
         with self._lock:
             self.check(rank)
             if event.happened:
@@ -144,7 +159,7 @@ class ThreadTeam:
         self._await_turn(rank)
 
     def announce(self, event: Awaited) -> None:
-        """The event has happened: those that wait for it can run."""
+        """Note that the event has happened: the ranks that wait for it can run."""
         with self._lock:
             event.happened = True
             for rank in event.waiting:
@@ -153,9 +168,10 @@ class ThreadTeam:
             event.waiting.clear()
 
     def end(self, rank: int) -> None:
-        """The rank's thread has nothing more to do."""
+        """Note that the rank's thread has nothing more to do."""
         with self._lock:
-            if rank == self.running:  # not one that was abandoned, nor one that comes a second time
+            # Not the turn of a rank that was abandoned, or that comes here a second time.
+            if rank == self.running:
                 self.ended.add(rank)
                 self.hand_on()
 
@@ -170,22 +186,25 @@ class ThreadTeam:
             self.waiting.clear()
 
     def take_error(self) -> tuple[int | None, BaseException] | None:
-        """The first error and the rank that raised it."""
-        # not kept: its traceback holds tensors, whose hooks hold the groups of FSDP, which hold the team; a circle
-        # through C++, which the garbage collector does not see
+        """Return the first error and the rank that raised it."""
+        # Not kept: its traceback holds tensors, whose hooks hold the groups of FSDP, which hold the
+        # team. This circle goes through C++, where the garbage collector does not see it.
         error, self._error = self._error, None
         return error
 
     def interrupt(self, rank: int) -> bool:
-        """Make the rank's thread raise Released at its next line of Python, if that is one of its own code."""
+        """Make the rank's thread raise Released at its next line of Python.
+
+        Returns:
+            False if it is in a line of ours, which would leave a lock or a queue half done.
+        """
         with self._lock:
             frame = sys._current_frames().get(self.threads.get(rank, 0))
             if rank != self.running or frame is None or is_ours(frame):
                 return False
             identifier = ctypes.c_ulong(self.threads[rank])
-            return bool(
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Released))
-            )
+            released = ctypes.py_object(Released)
+            return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, released))
 
     def abandon(self, rank: int) -> None:
         """Count a rank as ended that has no thread, or does not come back with the turn."""
@@ -202,23 +221,27 @@ class ThreadTeam:
         self.running = None
         if not self._ready and self.waiting:
             self.fail(None, Standstill(f"no rank can go on: {self.situation()}"))
-        self.running = self._ready.popleft() if self._ready else None
         self.last_turn = time.monotonic()
-        if self.running is None:
-            self.all_ended.set()
-        else:
+        if self._ready:
+            self.running = self._ready.popleft()
             self._turns[self.running].release()
+        else:
+            self.all_ended.set()
 
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
         self._states[rank].put_back()
-        os.environ.update(
-            zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True)
-        )
+        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
+        os.environ.update(WORLD_SIZE=f"{self.size}", LOCAL_WORLD_SIZE=f"{self.size}")
         self.check(rank)
 
     def check(self, rank: int) -> None:
-        """Raise Released if the team has failed, NotOnThreads if the calling thread is not the rank's."""
+        """Check that the calling thread is the rank's, and may run.
+
+        Raises:
+            NotOnThreads: it is another thread.
+            Released: the team has failed.
+        """
         if threading.get_ident() != self.threads[rank]:
             raise NotOnThreads(
                 f"a thread that rank {rank} started called a collective: let the rank itself call it"
@@ -227,28 +250,22 @@ class ThreadTeam:
             raise Released
 
     def situation(self) -> str:
-        """What each rank does, and the stacks."""
+        """Describe what each rank does, with the stacks."""
         frames = self._frames()
         doing = dict.fromkeys(range(self.size), "waiting for its turn")
-        doing |= {
-            rank: f"{event}{_whereabouts(frames.get(rank))}" for rank, event in self.waiting.items()
-        }
+        for rank, event in self.waiting.items():
+            doing[rank] = f"{event}{_whereabouts(frames.get(rank))}"
         if self.running is not None:
             doing[self.running] = f"running{_whereabouts(frames.get(self.running))}"
         doing |= dict.fromkeys(self.ended, "ended")
-        told = "; ".join(
-            f"{ranks_text(ranks)}: {text}"
-            for text, ranks in ranks_by(sorted(doing.items())).items()
-        )
-        return f"{told}\n\n{self.stacks()}"
+        by_text = ranks_by(sorted(doing.items()))
+        parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items()]
+        return "; ".join(parts) + f"\n\n{self.stacks()}"
 
     def stacks(self) -> str:
-        """The Python stacks of all ranks that have not ended, equal ones once, outermost call first."""
-        stacks = ranks_by(
-            (rank, _stack(frame))
-            for rank, frame in self._frames().items()
-            if rank not in self.ended
-        )
+        """Return the Python stacks of the ranks that have not ended, equal ones once."""
+        frames = self._frames().items()
+        stacks = ranks_by((rank, _stack(frame)) for rank, frame in frames if rank not in self.ended)
         parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
         if len(parts) > _MOST_STACKS:
             parts[_MOST_STACKS:] = [f"... and {len(parts) - _MOST_STACKS} more"]
@@ -256,28 +273,28 @@ class ThreadTeam:
 
     def _frames(self) -> dict[int, FrameType]:
         current = sys._current_frames()
-        return {
-            rank: current[thread]
-            for rank, thread in sorted(self.threads.items())
-            if thread in current
-        }
+        threads = sorted(self.threads.items())
+        return {rank: current[thread] for rank, thread in threads if thread in current}
 
 
 def _stack(frame: FrameType) -> str:
-    """The frames of the function that the rank runs; of torch's the innermost, which is the collective."""
-    entries = dropwhile(
-        lambda entry: entry.filename.startswith((_HERE, threading.__file__)),
-        traceback.extract_stack(frame),
-    )
-    inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), entries))
+    """Return the frames of the function that the rank runs, outermost call first.
+
+    Of torch's only the innermost is shown, which is the collective.
+    """
+    outer = (_HERE, threading.__file__)
+    entries = traceback.extract_stack(frame)
+    called = dropwhile(lambda entry: entry.filename.startswith(outer), entries)
+    inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), called))
     shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)] + inner[-1:]
     return "".join(traceback.format_list(shown[-_MOST_FRAMES:]))
 
 
 def _whereabouts(frame: FrameType | None) -> str:
-    """The innermost line that belongs neither to torch nor to us, to be added to a sentence."""
+    """Return the innermost line of the rank's own code, to be added to a sentence."""
     for each, line in traceback.walk_stack(frame) if frame is not None else ():
         name = each.f_code.co_filename
+        # "<": frozen modules and generated code.
         if not name.startswith((_TORCH, "<", _HERE, threading.__file__)):
             return f", at {Path(name).name}:{line} in {each.f_code.co_name}"
     return ""

@@ -1,8 +1,9 @@
 """Worlds of one process, on torch's fake process group of any size, and the mesh of any world.
 
-The *fake* world is for structure: its all-gather repeats the local value and its reduce-scatter ignores its op. The
-*simulated* world of a test has the structure of a fake one, and a net model for values. The body of the test runs once,
-as rank 0; values come through ``train_eager(world=...)`` and ``train_graph(world=...)``.
+The *fake* world is for structure: its all-gather repeats the local value and its reduce-scatter
+ignores its op. The *simulated* world of a test has the structure of a fake one, and a net model for
+values. The body of the test runs once, as rank 0; values come through ``train_eager(world=...)`` and
+``train_graph(world=...)``.
 """
 
 import os
@@ -23,10 +24,16 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 @contextmanager
 def fake_world(spec: WorldSpec) -> Iterator[World]:
-    """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards. RuntimeError if one is there."""
+    """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards.
+
+    Raises:
+        RuntimeError: the process has a process group.
+    """
     if dist.is_initialized():
-        wrong = "a process group is already up in this process, so a fake world cannot start"
-        raise RuntimeError(f"{wrong}: destroy it first (an earlier test left it?)")
+        raise RuntimeError(
+            "a process group is already up in this process, so a fake world cannot start: "
+            "destroy it first (an earlier test left it?)"
+        )
     with _default_group("fake", FakeStore(), spec.rank, spec.size):
         yield World(
             "fake",
@@ -41,9 +48,10 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
 
 @contextmanager
 def world_of_one(backend: str) -> Iterator[None]:
-    """A real world of one rank in this process, which has the variables and the one thread of a rank meanwhile."""
+    """Make this process a real world of one rank, with the variables and the one thread of a rank."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    if backend == "nccl":  # deterministic cuBLAS needs it before CUDA starts
+    if backend == "nccl":
+        # Deterministic cuBLAS needs it before CUDA starts.
         own["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with ExitStack() as stack:
         for name, value in own.items():
@@ -61,7 +69,8 @@ def _default_group(backend: str, store: dist.Store, rank: int, size: int) -> Ite
         yield
     finally:
         ended = live_groups()
-        if dist.is_initialized():  # else a test has done it
+        # A test may have destroyed its groups itself.
+        if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
         forget_groups(ended)
@@ -69,22 +78,22 @@ def _default_group(backend: str, store: dist.Store, rank: int, size: int) -> Ite
 
 @contextmanager
 def simulated_world(spec: WorldSpec) -> Iterator[World]:
-    """A world of ``spec.size`` ranks on ``spec.nodes`` nodes, with the default rings between them."""
+    """Make a world of ``spec.size`` ranks on ``spec.nodes`` nodes, with the default rings."""
     with fake_world(spec) as world:
-        yield replace(
-            world,
-            kind="simulated",
-            backend="simulated",
-            net=NetModel.of_world(spec.size, spec.nodes),
-        )
+        net = NetModel.of_world(spec.size, spec.nodes)
+        yield replace(world, kind="simulated", backend="simulated", net=net)
 
 
 def net_of(world: World) -> Net:
-    """The net of a simulated world; ValueError if it is another world."""
+    """Return the net of a simulated world.
+
+    Raises:
+        ValueError: it is a world of another kind, or the net has another size.
+    """
     if world.kind != "simulated" or world.net is None:
-        wrong = f"a world of kind {world.kind!r} has no net model"
         raise ValueError(
-            f'{wrong}: mark the test gt_world("simulated", size={world.size}, nodes=2)'
+            f"a world of kind {world.kind!r} has no net model: "
+            f'mark the test gt_world("simulated", size={world.size}, nodes=2)'
         )
     net: Net = world.net  # type: ignore[assignment]
     if net.size != world.size:
@@ -95,11 +104,15 @@ def net_of(world: World) -> Net:
 
 
 def make_mesh(world: World) -> DeviceMesh:
-    """A DeviceMesh over all ranks, with the marker's names; RuntimeError if no process group is up."""
+    """Return a DeviceMesh over all ranks, with the marker's names.
+
+    Raises:
+        RuntimeError: the process has no process group.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
-            "no process group in this process: build the mesh inside the function given to gt_ranks.run"
+            "no process group in this process: "
+            "build the mesh inside the function given to gt_ranks.run"
         )
-    return init_device_mesh(
-        world.device, tuple(world.mesh.values()), mesh_dim_names=tuple(world.mesh)
-    )
+    extents = tuple(world.mesh.values())
+    return init_device_mesh(world.device, extents, mesh_dim_names=tuple(world.mesh))

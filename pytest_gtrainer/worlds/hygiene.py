@@ -1,8 +1,9 @@
-"""What a test may change in its process and must not hand to the next; and torch's loggers, kept apart from pytest's.
+"""State of the process that a test may change, and must not hand to the next test.
 
-``torch.__trace`` does not propagate and is at DEBUG; torch writes to it only where it has handlers. pytest 9.1 and
-later attach theirs to every logger that does not propagate, so each captured test would pay for the structured trace
-(a third of a trace's time) and print hundreds of empty lines when it fails.
+Also keeps torch's structured trace apart from pytest's captured logs: ``torch.__trace`` does not
+propagate and is at DEBUG, and torch writes to it only if it has handlers. pytest 9.1 and later
+attach theirs to every logger that does not propagate. So each captured test would pay for the
+structured trace (a third of a trace's time) and print hundreds of empty lines when it fails.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ SEED = 1234  # of every test on every rank, in every run
 
 Changes = dict[str, tuple[Any, Any]]
 
-# Of memory, of the size of a file, of open files.
+# Limits of memory, of the size of a file, of open files.
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-# Those that tests handle: to ask for each of the 64 takes half a millisecond.
+# The signals that tests handle: to ask for each of the 64 takes half a millisecond.
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -33,21 +34,18 @@ _SIGNALS = (
 )
 _DECIDE_BITS = ("deterministic algorithms", "matmul precision")
 
+# State that is not put back: the other switches of ``numerics.knobs``, which the guard against leaks
+# names; imported and patched modules; threads and files that are still open; the locale.
 STAYS = ("the other switches", "modules", "threads", "open files", "the locale")
-"""What is not put back: the switches of ``numerics.knobs``, which the guard against leaks names, but for those that
-are; imported and patched modules; threads and files that are still open; the locale."""
 
 
 def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """What is put back after the body of a test on a rank, in words: how to read it, and how to write it."""
-    import torch  # here: a process that keeps its log quiet may have no use for torch
+    """Return the state that is put back after a test on a rank: by name, how to read and write it."""
+    # Imported here: a process that keeps its log quiet may have no use for torch.
+    import torch
 
     from pytest_gtrainer._torch.modes import MODES
 
-    modes = (
-        torch.are_deterministic_algorithms_enabled,
-        torch.is_deterministic_algorithms_warn_only_enabled,
-    )
     return {
         **MODES,
         "resource limits": (
@@ -72,8 +70,12 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
             lambda value: torch.autograd.set_detect_anomaly(*value),
         ),
         "matmul precision": (_matmul_precision, _set_matmul_precision),
-        "deterministic algorithms": (  # writing them imports half of inductor
-            lambda: tuple(read() for read in modes),
+        # Written only if changed: use_deterministic_algorithms imports half of Inductor.
+        "deterministic algorithms": (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }
@@ -81,7 +83,11 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 
 @contextmanager
 def restored() -> Iterator[Changes]:
-    """Put back what a test changed in the process; gives those changes that decide bits, before and after."""
+    """Put back the state that a test changed in the process.
+
+    Yields:
+        The changes that decide bits, filled at the end: by name, the value before and after.
+    """
     switches = kept()
     before: dict[str, Any] = {name: read() for name, (read, _) in switches.items()}
     changes: Changes = {}
@@ -98,14 +104,12 @@ def restored() -> Iterator[Changes]:
 def _matmul_precision() -> tuple[str | None, str, str]:
     import torch
 
-    on_cuda, on_cpu = (
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,
-    )
-    try:
-        return torch.get_float32_matmul_precision(), on_cuda, on_cpu
-    except RuntimeError:  # the two ways to set it were mixed
-        return None, on_cuda, on_cpu
+    precision = None
+    # It raises if the two ways to set the precision were mixed.
+    with contextlib.suppress(RuntimeError):
+        precision = torch.get_float32_matmul_precision()
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return precision, backends[0].fp32_precision, backends[1].fp32_precision
 
 
 def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
@@ -113,14 +117,14 @@ def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
 
     if value[0] is not None:
         torch.set_float32_matmul_precision(value[0])
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = value[
-        1:
-    ]
+    torch.backends.cuda.matmul.fp32_precision = value[1]
+    torch.backends.mkldnn.matmul.fp32_precision = value[2]
 
 
 def _set_limits(limits: dict[int, tuple[int, int]]) -> None:
     for which, limit in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # a hard limit that was lowered stays
+        # A hard limit that was lowered cannot be raised again.
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(which, limit)
 
 
@@ -131,41 +135,45 @@ def _set_environ(environ: dict[bytes, bytes]) -> None:
 
 
 def _cwd() -> str:
-    with contextlib.suppress(OSError):  # it has been removed
+    # A test may have removed its working directory.
+    with contextlib.suppress(OSError):
         return os.getcwd()
     return ""
 
 
 def _umask() -> int:
-    """It can only be read by setting it."""
-    os.umask(found := os.umask(0o77))
+    # It can only be read by setting it.
+    found = os.umask(0o77)
+    os.umask(found)
     return found
 
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
     for signum, handler in handlers.items():
+        # None is a handler that was not set from Python.
         if handler is not None and signal.getsignal(signum) != handler:
             signal.signal(signum, handler)
 
 
 def _set_collector(state: tuple[bool, tuple[int, int, int]]) -> None:
-    gc.set_threshold(*state[1])
-    (gc.enable if state[0] else gc.disable)()
+    is_enabled, threshold = state
+    gc.set_threshold(*threshold)
+    if is_enabled:
+        gc.enable()
+    else:
+        gc.disable()
 
 
 def _environ() -> dict[bytes, bytes]:
-    """The environment but for what pytest says of its present test."""
+    """Return the environment without the variable in which pytest names the present test."""
     return {name: value for name, value in os.environb.items() if name != b"PYTEST_CURRENT_TEST"}
 
 
-_TRACE = "torch.__trace"
-
-
 def keep_trace_log_quiet() -> None:
-    """Let neither pytest nor torch's lazy handler hear ``torch.__trace``, unless TORCH_TRACE or a handler asks."""
+    """Remove the handlers of pytest and torch from ``torch.__trace``, unless TORCH_TRACE is set."""
     if "TORCH_TRACE" in os.environ:
         return
-    trace_log = logging.getLogger(_TRACE)
+    trace_log = logging.getLogger("torch.__trace")
     trace_log.propagate = True
     for handler in trace_log.handlers[:]:
         if type(handler).__module__ in ("_pytest.logging", "torch._logging._internal"):

@@ -1,6 +1,7 @@
-"""Run any graph, or any eager function, on all ranks of a simulated world: for code that no ``TrainConfig`` describes.
+"""Run any graph, or any eager function, on all ranks of a simulated world.
 
-Both give what every rank returns, by name, and add in the order of one net:
+They serve code that no ``TrainConfig`` describes. Both return the results of every rank, by name,
+and add in the order of one net:
 
     actual = simulate_graph(gm, inputs_of_rank, gt_world)
     assert_bitwise_equal(actual, simulate_eager(function, inputs_of_rank, gt_world))
@@ -28,11 +29,11 @@ from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
 from pytest_gtrainer.worlds.spec import World
 
+# The world of a ``gt_world("simulated")`` test, a net, or a number of ranks on one node.
 AnyWorld: TypeAlias = World | Net | int
-"""The world of a ``gt_world("simulated")`` test, a net, or a number of ranks on one node."""
+# The inputs of each rank, in order or by name: a function of the rank, or one entry a rank.
 Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]
 InputsOfRank: TypeAlias = Callable[[int], Inputs] | Sequence[Inputs]
-"""The inputs of each rank, in order or by name: a function of the rank, or one entry a rank."""
 Groups: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
@@ -49,11 +50,14 @@ def simulate_graph(
 
     Args:
         gm: a graph of any tracer that calls operators. It may write to its input tensors.
-        inputs_of_rank: inputs by rank: a function, a sequence or a mapping by FQN (or by the name of the placeholder).
-        names: what the inputs are, as in ``graphtext.render``.
-        groups: ranks of process groups that this process does not have, ``{"fsdp": [[0, 1], [2, 3]]}``. Other names
-            are those of this process; without a process group "0" is the group of all ranks.
-        outputs: names of the results; by default those that the graph tells, else "output_0", "output_1", ...
+        inputs_of_rank: inputs by rank: a function, or one entry a rank. An entry is a sequence, or
+            a mapping by FQN or name of the placeholder.
+        names: names of the inputs, as in ``graphtext.render``.
+        groups: ranks of process groups that this process does not have:
+            ``{"fsdp": [[0, 1], [2, 3]]}``. Other names are those of this process; without a process
+            group "0" is the group of all ranks.
+        outputs: names of the results; by default the graph's ``gt_outputs``, else "output_0",
+            "output_1", ...
 
     Returns:
         By rank, the tensors that the graph returns, by name; numbers as tensors, None as it is.
@@ -65,30 +69,33 @@ def simulate_graph(
         ValueError: inputs, outputs or groups that do not fit.
     """
     net, gm = _net_of(world), adopted(gm, names)
-    if not (collectives := [node for node in nodes_within(gm) if launches(node.target)]):
+    collectives = [node for node in nodes_within(gm) if launches(node.target)]
+    if not collectives:
         raise VacuousCheck(
             "the graph has no collective, so no net changes a bit of it: run it by itself"
         )
-    mesh = torch.arange(net.size).view(
-        *(world.mesh.values() if isinstance(world, World) else (net.size,))
-    )
-    here = dist.is_initialized() and dist.get_world_size() == net.size
-    known = _groups_of(collectives, net.size, groups or {}, here)
-    graph = RankGraph(gm, dist.get_rank() if here else 0, net.size, known, (mesh,)).with_graph(gm)
-    given = [
-        _in_order(gm, inputs, rank)
-        for rank, inputs in enumerate(_of_ranks(inputs_of_rank, net.size))
-    ]
-    values = [
-        own[0] if all(one is own[0] for one in own) else PerRank(own)
-        for own in zip(*given, strict=True)
-    ]
+    extents = world.mesh.values() if isinstance(world, World) else (net.size,)
+    mesh = torch.arange(net.size).view(*extents)
+    # A world of another size may be up: its groups are not those of the simulated ranks.
+    is_here = dist.is_initialized() and dist.get_world_size() == net.size
+    known = _groups_of(collectives, net.size, groups or {}, is_here)
+    rank = dist.get_rank() if is_here else 0
+    graph = RankGraph(gm, rank, net.size, known, (mesh,)).with_graph(gm)
+
+    given = []
+    for rank, inputs in enumerate(_inputs_of_ranks(inputs_of_rank, net.size)):
+        given.append(_in_order(gm, inputs, rank))
+    values = []
+    for own in zip(*given, strict=True):
+        is_uniform = all(value is own[0] for value in own)
+        values.append(own[0] if is_uniform else PerRank(own))
     result = Interpreter(graph, net).run(values)
-    told = outputs or gm.graph.output_node().meta.get("gt_outputs")
-    return [
-        _named(pytree.tree_map(functools.partial(of_rank, rank=rank), result), told)
-        for rank in range(net.size)
-    ]
+
+    results = []
+    for rank in range(net.size):
+        own = pytree.tree_map(functools.partial(of_rank, rank=rank), result)
+        results.append(_named(own, outputs or gm.graph.output_node().meta.get("gt_outputs")))
+    return results
 
 
 def simulate_eager(
@@ -101,8 +108,12 @@ def simulate_eager(
 ) -> list[dict[str, Any]]:
     """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
 
-    Arguments (``inputs_of_rank``, ``world``, ``outputs``) and results are those of ``simulate_graph``. Inputs by name
-    are keywords; a mapping names its results. ``timeout``: seconds that a rank may run up to its next collective.
+    Args:
+        inputs_of_rank, world, outputs: as for ``simulate_graph``. Inputs by name are keywords.
+        timeout: seconds that a rank may run up to its next collective.
+
+    Returns:
+        As ``simulate_graph``; a mapping that the function returns names its results.
 
     Raises:
         VacuousCheck: the world has one rank, or no rank came to a collective.
@@ -111,19 +122,19 @@ def simulate_eager(
         ValueError: inputs or outputs that do not fit.
     """
     net = _net_of(world)
-    inputs = _of_ranks(inputs_of_rank, net.size)
+    inputs = _inputs_of_ranks(inputs_of_rank, net.size)
 
     def call(rank: int) -> tuple[dict[str, Any], int]:
         own = inputs[rank]
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        return _named(result, outputs), sum(
-            g.issued for g in live_groups() if isinstance(g, ThreadGroup)
-        )
+        issued = sum(group.issued for group in live_groups() if isinstance(group, ThreadGroup))
+        return _named(result, outputs), issued
 
     results, issued = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
     if not any(issued):
         raise VacuousCheck(
-            "no rank came to a collective, so no net changes a bit: the function calls no collective"
+            "no rank came to a collective, so no net changes a bit: "
+            "the function calls no collective"
         )
     return list(results)
 
@@ -131,13 +142,9 @@ def simulate_eager(
 def _net_of(world: AnyWorld) -> Net:
     if not isinstance(world, World | Net) and (type(world) is not int or world < 1):
         raise ValueError(f"world is a simulated World, a Net, or a number of ranks; not {world!r}")
-    net = (
-        net_of(world)
-        if isinstance(world, World)
-        else NetModel.of_world(world)
-        if isinstance(world, int)
-        else world
-    )
+    net = NetModel.of_world(world) if isinstance(world, int) else world
+    if isinstance(net, World):
+        net = net_of(net)
     if net.size == 1:
         raise VacuousCheck(
             "in a world of one rank nothing is added to anything: take two ranks or more"
@@ -145,40 +152,38 @@ def _net_of(world: AnyWorld) -> Net:
     return net
 
 
-def _of_ranks(inputs_of_rank: InputsOfRank, size: int) -> list[Inputs]:
-    if not callable(inputs_of_rank) and len(inputs_of_rank) != size:
+def _inputs_of_ranks(inputs_of_rank: InputsOfRank, size: int) -> Sequence[Inputs]:
+    if callable(inputs_of_rank):
+        inputs_of_rank = list(map(inputs_of_rank, range(size)))
+    if len(inputs_of_rank) != size:
         raise ValueError(
             f"inputs_of_rank has inputs for {len(inputs_of_rank)} ranks, the world has {size}"
         )
-    told = [
-        inputs_of_rank(rank) if callable(inputs_of_rank) else inputs_of_rank[rank]
-        for rank in range(size)
-    ]
-    for rank, inputs in enumerate(told):
+    for rank, inputs in enumerate(inputs_of_rank):
         if not isinstance(inputs, list | tuple | Mapping):
-            kind = type(inputs).__name__
             raise ValueError(
-                f"the inputs of rank {rank} are a {kind}: give a tuple, (tensor,) for one, or a mapping"
+                f"the inputs of rank {rank} are a {type(inputs).__name__}: "
+                "give a tuple, (tensor,) for one, or a mapping"
             )
-    return told
+    return inputs_of_rank
 
 
 def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
     if not isinstance(inputs, Mapping):
         return inputs
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    names: list[str] = [
-        node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders
-    ]
+    names: list[str] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        names.append(node.meta.get("gt_input", {}).get("fqn", str(node.target)))
     if wrong := ", ".join(sorted({*names} ^ {*inputs})):
         raise ValueError(
-            f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, differ in {wrong}"
+            f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, "
+            f"differ in {wrong}"
         )
     return [inputs[name] for name in names]
 
 
 def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """Results by name; those of a mapping by its keys, joined by dots."""
+    """Return results by name; those of a mapping by its keys, joined by dots."""
     paths, _ = pytree.tree_flatten_with_path(result)
     if names is None and isinstance(result, Mapping):
         names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
@@ -187,28 +192,36 @@ def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
         raise ValueError(
             f"{len(names)} names of outputs for {len(paths)} results: {', '.join(names)}"
         )
-    leaves = [torch.tensor(leaf) if isinstance(leaf, int | float) else leaf for _, leaf in paths]
-    detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return dict(zip(names, detached, strict=True))
+    named = {}
+    for name, (_, leaf) in zip(names, paths, strict=True):
+        if isinstance(leaf, int | float):
+            leaf = torch.tensor(leaf)
+        named[name] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    return named
 
 
 def _groups_of(
-    collectives: Sequence[fx.Node], size: int, given: Groups, here: bool
+    collectives: Sequence[fx.Node], size: int, given: Groups, is_here: bool
 ) -> dict[str, Partition]:
-    """Groups on all ranks that this process does not know; it knows some if its world is ``here``."""
+    """Return the groups that this process lacks, each with the ranks of all groups in its place.
+
+    ``is_here``: this process has the groups of its own world.
+    """
     for name, partition in given.items():
         if sorted(rank for ranks in partition for rank in ranks) != list(range(size)):
             raise ValueError(
-                f"groups[{name!r}] is {partition}: every rank of 0..{size - 1} belongs to one group of it"
+                f"groups[{name!r}] is {partition}: "
+                f"every rank of 0..{size - 1} belongs to one group of it"
             )
-    live = set(names_of_live_groups().values()) if here else set()
-    known = {"0": [range(size)], **given} if not here else given
+    live, known = set(), {"0": [range(size)], **given}
+    if is_here:
+        live, known = set(names_of_live_groups().values()), dict(given)
     for node in collectives:
         group = group_of(node)
         if group is not None and group not in known and group not in live:
             raise ValueError(
-                f"{node.name} ({node.target}) communicates in process group {group!r}, which this simulated world "
-                f"lacks; it has {', '.join(map(repr, sorted({*known, *live})))}: tell the ranks, "
-                f"groups={{{group!r}: [[0, 1], ...]}}"
+                f"{node.name} ({node.target}) communicates in process group {group!r}, which this "
+                f"simulated world lacks; it has {', '.join(map(repr, sorted({*known, *live})))}: "
+                f"list the ranks, groups={{{group!r}: [[0, 1], ...]}}"
             )
     return {name: tuple(map(tuple, partition)) for name, partition in known.items()}

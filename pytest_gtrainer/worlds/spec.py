@@ -1,4 +1,4 @@
-"""What the ``gt_world`` marker of a test asks for, and the world that the test gets; read and checked without torch.
+"""The ``gt_world`` marker of a test, checked, and the world that the test gets; without torch.
 
 A *spec* is the marker's content, complete and valid: kind, size, mesh, nodes, rank.
 """
@@ -21,9 +21,14 @@ class SpecError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """A checked ``gt_world`` marker. ``mesh`` maps dimension names to extents whose product is ``size``, outermost
-    first. ``rank`` is the rank that a fake world plays; ``device`` the one that ranks, or the tensors of a fake world,
-    must be on, None for any; ``timeout`` is in seconds, None for the default."""
+    """A checked ``gt_world`` marker.
+
+    Attributes:
+        mesh: dimension names and extents, outermost first; the product of the extents is ``size``.
+        rank: the rank that a fake world plays.
+        device: the device that ranks, or the tensors of a fake world, must be on; None for any.
+        timeout: seconds; None for the default.
+    """
 
     kind: str
     size: int
@@ -36,7 +41,7 @@ class WorldSpec:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where a test runs, as the ``gt_world`` fixture hands it out.
+    """The world in which a test runs; the ``gt_world`` fixture returns it.
 
     Attributes:
         kind: "fake", "simulated", "ranks", or one that a hook gives.
@@ -60,7 +65,13 @@ class World:
 
 
 def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any) -> WorldSpec:
-    """Check the marker's arguments and fill in what follows from them; ``kinds`` are the worlds that there are.
+    """Check the marker's arguments, and fill in what follows from them.
+
+    Args:
+        kinds: the kinds of worlds that there are.
+
+    Raises:
+        SpecError: in one sentence, for the author of the marker.
 
     >>> make_spec("fake", mesh={"fsdp": 4, "ep": 2}).size
     8
@@ -74,6 +85,7 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
     size, mesh = _size_and_mesh(fields.get("size"), fields.get("mesh"))
     nodes, rank = fields.get("nodes", 1), fields.get("rank", 0)
     device, timeout = fields.get("device"), fields.get("timeout")
+
     _check_count("nodes", nodes)
     if size % nodes:
         raise SpecError(
@@ -85,38 +97,41 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
         raise SpecError(f"gt_world's device is one of {', '.join(DEVICES)}; not {device!r}")
     if kind == "simulated" and device == "cuda":
         raise SpecError(
-            'gt_world("simulated", device="cuda"): a simulated world adds on the CPU; leave device out'
+            'gt_world("simulated", device="cuda"): '
+            "a simulated world adds on the CPU; leave device out"
         )
     if timeout is not None:
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or not 0 < timeout < math.inf
-        ):
+        # True is an int.
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout < math.inf:
             raise SpecError(f"gt_world's timeout is a number of seconds above 0; not {timeout!r}")
         timeout = float(timeout)
     return WorldSpec(kind, size, MappingProxyType(mesh), nodes, rank, device, timeout)
 
 
 def _size_and_mesh(size: Any, mesh: Any) -> tuple[int, dict[str, int]]:
-    """Each follows from the other where one is missing; without both it is 8 ranks."""
-    if mesh is not None and (
-        not isinstance(mesh, Mapping) or not mesh or not all(isinstance(n, str) for n in mesh)
-    ):
+    """Return size and mesh. One follows from the other; without both the world has 8 ranks."""
+    if mesh is None:
+        size = 8 if size is None else size
+        _check_count("size", size)
+        return size, {"fsdp": size}
+    is_named = isinstance(mesh, Mapping) and all(isinstance(name, str) for name in mesh)
+    if not is_named or not mesh:
         raise SpecError(
             f'gt_world\'s mesh maps dimension names to extents, as {{"fsdp": 8}}; not {mesh!r}'
         )
-    for name, extent in (mesh or {}).items():
+    for name, extent in mesh.items():
         _check_count(f"mesh dimension {name!r}", extent)
-    if size is None:
-        size = math.prod(mesh.values()) if mesh else 8
-    _check_count("size", size)
-    mesh = {"fsdp": size} if mesh is None else dict(mesh)
-    if math.prod(mesh.values()) != size:
-        product = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
-        wrong = f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}"
-        raise SpecError(f"{wrong}: make them equal, or leave one of them out")
-    return size, mesh
+    ranks = math.prod(mesh.values())
+    if size is not None:
+        _check_count("size", size)
+        if ranks != size:
+            product = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
+            raise SpecError(
+                f"gt_world's mesh {product} multiplies to {ranks}, but its size is {size}: "
+                "make them equal, or leave one of them out"
+            )
+    return ranks, dict(mesh)
 
 
 def _check_count(what: str, value: Any) -> None:

@@ -1,13 +1,16 @@
-"""The simulated world: all ranks in one process, true values, sums in the order of multi-node rings and trees.
+"""The simulated world: all ranks in one process, with true values.
 
-In: a graph that one rank traced, or a function of eager code; and a net, which says in which order ranks add.
-Out: what every rank would hold, bit for bit. Read ``net`` first, then the files in the order of the data:
+Sums are in the order of multi-node rings and trees. The input is a graph that one rank traced, or a
+function of eager code, and a net, which says in which order ranks add. The output is what every
+rank would hold, bit for bit. Read ``net`` first, then the files in the order of the data:
 
-- ``rings``, ``trees``, ``logs``, ``net``: who adds when, and the sum itself for all ranks at once;
-- ``collectives``: every collective over what the ranks of a group give, for both rooms below;
-- ``threads``: eager code, unmodified, on threads as ranks; ``interpreter``: one traced graph, replayed for all ranks.
+- ``rings``, ``trees``, ``logs``, ``net``: the order of a sum, and the sum for all ranks at once;
+- ``collectives``: every collective among the ranks of a group, for both folders below;
+- ``threads``: eager code, unmodified, on threads as ranks;
+- ``interpreter``: one traced graph, replayed for all ranks.
 
-What a simulated world refuses is an error of this module; each message is one sentence for the author of the test.
+A simulated world refuses with the errors of this module. Each message is one sentence for the
+author of the test.
 """
 
 

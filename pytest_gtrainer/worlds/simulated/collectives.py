@@ -1,7 +1,8 @@
-"""Collectives over what the ranks of a group give, each as few operations on the tensors of all of them.
+"""Collectives among the ranks of a group, each as few operations on the tensors of all of them.
 
-From the *contributions* of all members, by rank in the group, to a list of tensors for each; where all get the same,
-one tensor serves all. Sums are the net's. Callers have checked that the members agree.
+A collective takes the *contributions* of all members, by rank in the group, and returns a list of
+tensors for each member. Where all get the same, one tensor serves all. The net adds. Callers have
+checked that the members agree.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,29 +13,36 @@ from math import prod
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.same_on_ranks import dtype_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 
-PART_BYTES = 1 << 26  # of all members' inputs that are copied at a time to be reduced
+# Bytes of the inputs of all members that are copied at a time to be reduced.
+PART_BYTES = 1 << 26
 
 
 @dataclass(slots=True, kw_only=True)
 class Contribution:
-    """What one rank of the world gives to a collective, which takes the inputs out, so that their memory can go."""
+    """The part of one rank of the world in a collective.
+
+    Attributes:
+        inputs: one tensor for each of several collectives in one, or for each member where lists
+            are exchanged. The collective takes them out, so that their memory can go.
+        factor: multiplies every input of a "premul_sum" first, in its dtype.
+        root: the member that gives or gets, by its rank in the group.
+        sends, receives: rows, or elements of a list's tensors, to and from each member.
+        dims: the dimension that is gathered, and the one that is sharded.
+    """
 
     rank: int
-    inputs: list[
-        Tensor
-    ]  # one for each of several collectives in one, or for each member where lists are exchanged
+    inputs: list[Tensor]
     op: str = "sum"
-    factor: float | None = None  # multiplies every input of a "premul_sum" first, in its dtype
-    root: int = 0  # the member that gives or gets, by its rank in the group
-    sends: Sequence[int] = field(
-        default_factory=list
-    )  # rows, or elements of a list's tensors, to each member
-    receives: Sequence[int] = field(default_factory=list)  # and from each
-    dims: tuple[int, int] = (0, 0)  # the one that is gathered, and the one that is sharded
+    factor: float | None = None
+    root: int = 0
+    sends: Sequence[int] = field(default_factory=list)
+    receives: Sequence[int] = field(default_factory=list)
+    dims: tuple[int, int] = (0, 0)
 
 
 Contributions = Sequence[Contribution]
@@ -42,36 +50,41 @@ Collective = Callable[[Net, Contributions], list[list[Tensor]]]
 
 
 def _each(given: Contributions) -> Iterator[list[Tensor]]:
-    """Every member's first tensor, then every member's second, ...; of one shape and dtype, and taken out."""
+    """Take out and yield the first tensors of all members, then their second ones, and so on.
+
+    The tensors of one list have one shape and dtype.
+    """
     while given[0].inputs:
         yield [own.inputs.pop(0) for own in given]
 
 
 def barrier(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Nothing moves."""
+    """Move nothing."""
     return [[] for _ in given]
 
 
 def all_gather(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Everybody's tensors one after the other, along the first dimension."""
+    """Concatenate the tensors of all members along the first dimension."""
     return [[torch.cat(inputs) for inputs in _each(given)]] * len(given)
 
 
 def all_reduce(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Every tensor is reduced by itself, as NCCL does with coalesced ones (gloo joins those to one)."""
+    """Reduce every tensor by itself.
+
+    NCCL does this with coalesced tensors, too; gloo joins those to one.
+    """
     results = []
     for inputs in _each(given):
         shape = inputs[0].shape
-        results.append(
-            _reduced(stacked(inputs), given[0], net.all_reduce).view(shape)
-            if prod(shape)
-            else inputs[0]
-        )
+        if shape.numel():
+            results.append(_reduce(stack(inputs), given[0], net.all_reduce).view(shape))
+        else:
+            results.append(inputs[0])
     return [results] * len(given)
 
 
 def reduce_scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Every member's part, along the first dimension, of the reduced tensors."""
+    """Give every member its part, along the first dimension, of the reduced tensors."""
     results: list[list[Tensor]] = [[] for _ in given]
     for inputs in _each(given):
         rows, *rest = inputs[0].shape
@@ -83,52 +96,54 @@ def reduce_scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 
 def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tensor]:
-    """Some destinations at a time, unless all give one tensor: a copy of all would double the memory."""
+    """Yield the shard of each member of a tensor that is reduced."""
     members = len(inputs)
     if not inputs[0].numel():
         yield from inputs
     elif all(tensor is inputs[0] for tensor in inputs) or not net.by_destination:
-        yield from _reduced(stacked(inputs), how, net.reduce_scatter)
+        yield from _reduce(stack(inputs), how, net.reduce_scatter)
     else:
+        # Some destinations at a time: a copy of all inputs would double the memory.
         by_destination = [tensor.reshape(members, -1) for tensor in inputs]
-        for some in torch.arange(members).split(max(1, PART_BYTES // inputs[0].nbytes)):
-            wanted = range(int(some[0]), int(some[-1]) + 1)
-            copied = stacked([shards[wanted.start : wanted.stop] for shards in by_destination])
-            yield from _reduced(copied, how, partial(net.reduce_scatter, destinations=wanted))
+        step = max(1, PART_BYTES // inputs[0].nbytes)
+        for start in range(0, members, step):
+            wanted = range(start, min(start + step, members))
+            rows = stack([shards[wanted.start : wanted.stop] for shards in by_destination])
+            yield from _reduce(rows, how, partial(net.reduce_scatter, destinations=wanted))
 
 
-def _reduced(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Tensor]) -> Tensor:
-    if how.op != "premul_sum":
-        return by_net(rows, how.op)
-    return by_net(rows * torch.tensor(how.factor, dtype=torch.float32).to(rows.dtype), how.op)
+def _reduce(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Tensor]) -> Tensor:
+    if how.op == "premul_sum":
+        # The factor is rounded to the dtype that is sent.
+        rows = rows * torch.tensor(how.factor, dtype=torch.float32).to(rows.dtype)
+    return by_net(rows, how.op)
 
 
 def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """What the root has."""
+    """Give every member a copy of the root's tensors."""
     return [[tensor.clone() for tensor in given[given[0].root].inputs]] * len(given)
 
 
 def gather(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Every member's tensor to the root."""
-    return [
-        [own.inputs[0] for own in given] if member == given[0].root else []
-        for member in range(len(given))
-    ]
+    """Give the root the tensors of all members."""
+    results: list[list[Tensor]] = [[] for _ in given]
+    results[given[0].root] = [own.inputs[0] for own in given]
+    return results
 
 
 def scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """A tensor for each member from the root."""
+    """Give each member its tensor of the root's."""
     return [[tensor] for tensor in given[given[0].root].inputs]
 
 
 def exchange_lists(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Tensor j of member i to member j, of any size."""
+    """Give tensor j of member i to member j; tensors may have any size."""
     _check_sizes(given, "element")
     return [[own.inputs[member] for own in given] for member in range(len(given))]
 
 
 def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Rows to the members they are for: ``sends[j]`` rows of a member's tensor go to member j."""
+    """Give ``sends[j]`` rows of each member's tensor to member j."""
     _check_sizes(given, "row")
     counts = torch.tensor([list(own.sends) for own in given])
     width = prod(given[0].inputs[0].shape[1:])
@@ -141,9 +156,14 @@ def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 
 def _by_destination(counts: Tensor) -> Tensor:
-    """For rows of all senders, sorted by sender and destination: the order by destination and sender.
+    """Return the order of rows by destination and sender, of rows sorted by sender and destination.
 
-    >>> _by_destination(torch.tensor([[1, 2], [2, 0]])).tolist()  # sender 0 has a bc, sender 1 has de
+    Args:
+        counts: ``[sender, destination]``, the number of rows.
+
+    Sender 0 has the rows a and bc, sender 1 has de:
+
+    >>> _by_destination(torch.tensor([[1, 2], [2, 0]])).tolist()
     [0, 3, 4, 1, 2]
     """
     ends = counts.flatten().cumsum(0).view_as(counts)
@@ -154,36 +174,40 @@ def _by_destination(counts: Tensor) -> Tensor:
 
 
 def exchange_dims(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """From shards along one dimension to shards along another."""
+    """Turn shards along one dimension into shards along another."""
     gathered, sharded = given[0].dims
     whole = torch.cat([own.inputs[0] for own in given], gathered)
     return [[shard.contiguous()] for shard in whole.chunk(len(given), sharded)]
 
 
 def _check_sizes(given: Contributions, unit: str) -> None:
-    """What each member sends to another is what that one expects."""
-    for place, source in enumerate(given):
+    """Check that each member expects what another sends to it."""
+    for member, source in enumerate(given):
         for target, size in zip(given, source.sends, strict=True):
-            if target.receives[place] != size:
-                wrong = f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}"
-                raise CollectiveMismatch(f"{wrong}, which expects {target.receives[place]} from it")
+            expected = target.receives[member]
+            if expected != size:
+                raise CollectiveMismatch(
+                    f"rank {source.rank} sends {counted(size, unit)} to rank {target.rank}, "
+                    f"which expects {expected} from it"
+                )
 
 
-def stacked(inputs: list[Tensor]) -> Tensor:
-    """``[members, elements]``; empties ``inputs`` on the way, or there would be two copies of everything."""
+def stack(inputs: list[Tensor]) -> Tensor:
+    """Return ``[members, elements]``, and empty ``inputs``."""
     first = inputs[0]
     if all(tensor is first for tensor in inputs):
         rows = first.reshape(1, -1).expand(len(inputs), -1)
     else:
         rows = first.new_empty(len(inputs), first.numel())
         for row in rows:
+            # Each input is freed as soon as it is copied: all at once would take twice the memory.
             row.copy_(inputs.pop(0).reshape(-1))
     inputs.clear()
     return rows
 
 
 def texts(tensors: Sequence[Tensor]) -> str:
-    """Dtypes and sizes.
+    """Write dtypes and sizes for a message.
 
     >>> texts([torch.zeros(2, 3), torch.zeros(0, dtype=torch.int8)])
     'float32[6], int8[0]'

@@ -120,8 +120,8 @@ def test_a_cut_ring_that_other_lines_do_not_tell_is_refused():
     )
     other = log.replace(": 0[3] -> 7[4]", ": 0[3] -> 14[4]")
     for text, sentence in [
-        (log.splitlines()[0], f"{ring}no other line tells where rank 0 sends: {way_out}"),
-        (without_rank_5, f"{ring}no other line tells where rank 5 sends: {way_out}"),
+        (log.splitlines()[0], f"{ring}no other line says where rank 0 sends: {way_out}"),
+        (without_rank_5, f"{ring}no other line says where rank 5 sends: {way_out}"),
         (trees_first, f"{ring}of rank 0 the log has connections to ranks 3, 7: {way_out}"),
         (other, f"{ring}the connections of other lines are not those of this ring: {way_out}"),
     ]:

@@ -1,8 +1,9 @@
 """The graph interpreter: one traced graph, replayed for all ranks in one process.
 
-Collectives are carried out by a net model among the ranks of their groups; every other operator is the plain one, so
-bits are those of a replay on real ranks. In: a ``RankGraph`` (``graph``), its inputs for all ranks (``values``), a net.
-``program`` compiles it to blocks of plain operators and ``steps`` for all others, and runs it.
+A net model carries out collectives among the ranks of their groups. Every other operator is the
+plain one, so bits are those of a replay on real ranks. The interpreter takes a ``RankGraph``
+(``graph``), its inputs for all ranks (``values``), and a net. ``program`` compiles the graph to
+blocks of plain operators and ``steps`` for all others, and runs it.
 """
 
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (

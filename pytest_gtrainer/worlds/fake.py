@@ -2,8 +2,8 @@
 
 The *fake* world is for structure: its all-gather repeats the local value and its reduce-scatter
 ignores its op. The *simulated* world of a test has the structure of a fake one, and a net model for
-values. The body of the test runs once, as rank 0; values come through ``train_eager(world=...)`` and
-``train_graph(world=...)``.
+values. The body of the test runs once, as rank 0; values come through ``train_eager(world=...)``
+and ``train_graph(world=...)``.
 """
 
 import os
@@ -48,7 +48,7 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
 
 @contextmanager
 def world_of_one(backend: str) -> Iterator[None]:
-    """Make this process a real world of one rank, with the variables and the one thread of a rank."""
+    """Make this process a real world of one rank, with a rank's variables and one thread."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     if backend == "nccl":
         # Deterministic cuBLAS needs it before CUDA starts.

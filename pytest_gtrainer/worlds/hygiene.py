@@ -34,13 +34,13 @@ _SIGNALS = (
 )
 _DECIDE_BITS = ("deterministic algorithms", "matmul precision")
 
-# State that is not put back: the other switches of ``numerics.knobs``, which the guard against leaks
-# names; imported and patched modules; threads and files that are still open; the locale.
+# State that is not put back: the other switches of ``numerics.knobs``, which the guard against
+# leaks names; imported and patched modules; threads and files that are still open; the locale.
 STAYS = ("the other switches", "modules", "threads", "open files", "the locale")
 
 
 def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return the state that is put back after a test on a rank: by name, how to read and write it."""
+    """Return by name how to read and write the state that is put back after a test on a rank."""
     # Imported here: a process that keeps its log quiet may have no use for torch.
     import torch
 
@@ -108,8 +108,8 @@ def _matmul_precision() -> tuple[str | None, str, str]:
     # It raises if the two ways to set the precision were mixed.
     with contextlib.suppress(RuntimeError):
         precision = torch.get_float32_matmul_precision()
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    return precision, backends[0].fp32_precision, backends[1].fp32_precision
+    on_cuda, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return precision, on_cuda.fp32_precision, on_cpu.fp32_precision
 
 
 def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
@@ -117,8 +117,9 @@ def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
 
     if value[0] is not None:
         torch.set_float32_matmul_precision(value[0])
-    torch.backends.cuda.matmul.fp32_precision = value[1]
-    torch.backends.mkldnn.matmul.fp32_precision = value[2]
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    for backend, precision in zip(backends, value[1:], strict=True):
+        backend.fp32_precision = precision
 
 
 def _set_limits(limits: dict[int, tuple[int, int]]) -> None:
@@ -156,12 +157,9 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
 
 
 def _set_collector(state: tuple[bool, tuple[int, int, int]]) -> None:
-    is_enabled, threshold = state
-    gc.set_threshold(*threshold)
-    if is_enabled:
-        gc.enable()
-    else:
-        gc.disable()
+    switch = gc.enable if state[0] else gc.disable
+    switch()
+    gc.set_threshold(*state[1])
 
 
 def _environ() -> dict[bytes, bytes]:

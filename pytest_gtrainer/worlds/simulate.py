@@ -46,7 +46,9 @@ def simulate_graph(
     groups: Groups | None = None,
     outputs: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run one graph on all simulated ranks, with its functional collectives; it must not depend on the rank.
+    """Run one graph on all simulated ranks, with its functional collectives.
+
+    The graph must not depend on the rank.
 
     Args:
         gm: a graph of any tracer that calls operators. It may write to its input tensors.
@@ -82,9 +84,8 @@ def simulate_graph(
     rank = dist.get_rank() if is_here else 0
     graph = RankGraph(gm, rank, net.size, known, (mesh,)).with_graph(gm)
 
-    given = []
-    for rank, inputs in enumerate(_inputs_of_ranks(inputs_of_rank, net.size)):
-        given.append(_in_order(gm, inputs, rank))
+    inputs = _inputs_of_ranks(inputs_of_rank, net.size)
+    given = [_in_order(gm, own, rank) for rank, own in enumerate(inputs)]
     values = []
     for own in zip(*given, strict=True):
         is_uniform = all(value is own[0] for value in own)
@@ -106,7 +107,9 @@ def simulate_eager(
     outputs: Sequence[str] | None = None,
     timeout: float = LIMIT,
 ) -> list[dict[str, Any]]:
-    """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
+    """Call ``function(*inputs)`` on all ranks.
+
+    Each rank is a thread with a ``torch.distributed`` of its own.
 
     Args:
         inputs_of_rank, world, outputs: as for ``simulate_graph``. Inputs by name are keywords.
@@ -171,9 +174,8 @@ def _inputs_of_ranks(inputs_of_rank: InputsOfRank, size: int) -> Sequence[Inputs
 def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
     if not isinstance(inputs, Mapping):
         return inputs
-    names: list[str] = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        names.append(node.meta.get("gt_input", {}).get("fqn", str(node.target)))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    names = [node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders]
     if wrong := ", ".join(sorted({*names} ^ {*inputs})):
         raise ValueError(
             f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, "
@@ -192,11 +194,10 @@ def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
         raise ValueError(
             f"{len(names)} names of outputs for {len(paths)} results: {', '.join(names)}"
         )
-    named = {}
-    for name, (_, leaf) in zip(names, paths, strict=True):
-        if isinstance(leaf, int | float):
-            leaf = torch.tensor(leaf)
-        named[name] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    named = dict(zip(names, (leaf for _, leaf in paths), strict=True))
+    for name, leaf in named.items():
+        if isinstance(leaf, int | float | torch.Tensor):
+            named[name] = torch.as_tensor(leaf).detach()
     return named
 
 

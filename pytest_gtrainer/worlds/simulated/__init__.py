@@ -27,6 +27,9 @@ class DependsOnRank(ValueError):
 
 
 class VacuousCheck(Exception):
-    """The check cannot fail: its control, packed otherwise, gives the same bits, or nobody communicates."""
+    """The check cannot fail.
+
+    Its control, packed otherwise, gives the same bits, or nobody communicates.
+    """
 
     __module__ = "pytest_gtrainer"

@@ -100,7 +100,7 @@ def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tenso
     members = len(inputs)
     if not inputs[0].numel():
         yield from inputs
-    elif all(tensor is inputs[0] for tensor in inputs) or not net.by_destination:
+    elif _are_one(inputs) or not net.by_destination:
         yield from _reduce(stack(inputs), how, net.reduce_scatter)
     else:
         # Some destinations at a time: a copy of all inputs would double the memory.
@@ -121,13 +121,13 @@ def _reduce(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Ten
 
 def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Give every member a copy of the root's tensors."""
-    return [[tensor.clone() for tensor in given[given[0].root].inputs]] * len(given)
+    return [list(map(torch.clone, given[given[0].root].inputs))] * len(given)
 
 
 def gather(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Give the root the tensors of all members."""
     results: list[list[Tensor]] = [[] for _ in given]
-    results[given[0].root] = [own.inputs[0] for own in given]
+    results[given[0].root] = next(_each(given))
     return results
 
 
@@ -146,13 +146,13 @@ def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Give ``sends[j]`` rows of each member's tensor to member j."""
     _check_sizes(given, "row")
     counts = torch.tensor([list(own.sends) for own in given])
-    width = prod(given[0].inputs[0].shape[1:])
-    rows = torch.cat([own.inputs[0].reshape(own.inputs[0].shape[0], width) for own in given])
+    inputs = next(_each(given))
+    # Members need to agree in the width of a row only, not in its shape.
+    width = prod(inputs[0].shape[1:])
+    rows = torch.cat([tensor.reshape(len(tensor), width) for tensor in inputs])
     arrived = rows.index_select(0, _by_destination(counts)).split(counts.sum(0).tolist())
-    return [
-        [part.view(len(part), *own.inputs[0].shape[1:])]
-        for part, own in zip(arrived, given, strict=True)
-    ]
+    pairs = zip(arrived, inputs, strict=True)
+    return [[part.view(len(part), *tensor.shape[1:])] for part, tensor in pairs]
 
 
 def _by_destination(counts: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _by_destination(counts: Tensor) -> Tensor:
 def exchange_dims(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Turn shards along one dimension into shards along another."""
     gathered, sharded = given[0].dims
-    whole = torch.cat([own.inputs[0] for own in given], gathered)
+    whole = torch.cat(next(_each(given)), gathered)
     return [[shard.contiguous()] for shard in whole.chunk(len(given), sharded)]
 
 
@@ -184,18 +184,21 @@ def _check_sizes(given: Contributions, unit: str) -> None:
     """Check that each member expects what another sends to it."""
     for member, source in enumerate(given):
         for target, size in zip(given, source.sends, strict=True):
-            expected = target.receives[member]
-            if expected != size:
+            if target.receives[member] != size:
                 raise CollectiveMismatch(
                     f"rank {source.rank} sends {counted(size, unit)} to rank {target.rank}, "
-                    f"which expects {expected} from it"
+                    f"which expects {target.receives[member]} from it"
                 )
+
+
+def _are_one(inputs: list[Tensor]) -> bool:
+    return len(set(map(id, inputs))) == 1
 
 
 def stack(inputs: list[Tensor]) -> Tensor:
     """Return ``[members, elements]``, and empty ``inputs``."""
     first = inputs[0]
-    if all(tensor is first for tensor in inputs):
+    if _are_one(inputs):
         rows = first.reshape(1, -1).expand(len(inputs), -1)
     else:
         rows = first.new_empty(len(inputs), first.numel())

@@ -48,7 +48,8 @@ def rings_from_log(text: str) -> Rings:
     largest = {rings for rings in found if len(rings[0]) == size}
     if len(largest) > 1:
         raise ValueError(
-            f"{len(largest)} communicators of {size} ranks with different rings: keep the lines of one"
+            f"{len(largest)} communicators of {size} ranks with different rings: "
+            "keep the lines of one"
         )
     (rings,) = largest
     check_rings(rings, size)

@@ -52,7 +52,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How one element is summed: its channel, and the order of the ranks that add.
+    """The channel of one element, and the order of the ranks that add it.
 
     A tuple among the ranks is a sum that arrives as one value.
 
@@ -379,12 +379,11 @@ class NetModel(Net):
                 f"{collective} takes one row for each of {self.size} ranks; "
                 f"not shape {tuple(inputs.shape)}"
             )
-        elements = inputs.shape[1]
-        if elements % payloads:
+        if inputs.shape[1] % payloads:
             raise ValueError(
-                f"{collective} of {elements} elements over {payloads} ranks: pad them first"
+                f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first"
             )
-        return elements // payloads
+        return inputs.shape[1] // payloads
 
     def _ring_sum(
         self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1

@@ -85,7 +85,7 @@ def restrict_ring(ring: Ring, members: Sequence[int]) -> Ring:
     >>> restrict_ring((0, 3, 2, 1), (1, 3)), restrict_ring((1, 0, 3, 2), range(4))
     ((0, 1), (0, 3, 2, 1))
     """
-    rank_in_group = {rank: index for index, rank in enumerate(members)}
+    rank_in_group = dict(zip(members, range(len(members)), strict=True))
     own = tuple(rank_in_group[rank] for rank in ring if rank in rank_in_group)
     start = own.index(0)
     return own[start:] + own[:start]

@@ -65,9 +65,8 @@ def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, 
     >>> binary_children(4, second=False)
     (0, {0: {0: 2}, 1: {}, 2: {1: 1, 0: 3}, 3: {}})
     """
-    children: dict[int, dict[int, int]] = {0: {}}
-    if nodes > 1:
-        children[0] = {0: 1 << (nodes - 1).bit_length() >> 1}
+    # The root of the first tree has one child, the largest power of two below the number of nodes.
+    children = {0: {0: 1 << (nodes - 1).bit_length() >> 1} if nodes > 1 else {}}
     for node in range(1, nodes):
         step = (node & -node) // 2
         children[node] = {1: node - step} if step else {}

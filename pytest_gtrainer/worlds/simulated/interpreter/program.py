@@ -154,7 +154,7 @@ class RankProgram:
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
         """Return the output for these inputs, in its structure; both are uniform or per rank."""
-        names = [input_name(node) for node in self.placeholders]
+        names = list(map(input_name, self.placeholders))
         self._check_inputs(names, inputs)
         values = dict(self.constants)
         for node, value in zip(self.placeholders, inputs, strict=True):
@@ -168,7 +168,7 @@ class RankProgram:
         return fx.node.map_arg(self.output, lambda node: values[value_node(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
-        """Refuse inputs of other shapes or dtypes than the traced ones, which the graph bakes in."""
+        """Refuse other shapes and dtypes than the traced ones, which the graph bakes in."""
         size = self.kinds.size
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")
@@ -212,7 +212,7 @@ class Interpreter:
         self._kinds = Kinds(graph.size)
         self._nets: dict[Any, list[Net]] = {}
         for partition in graph.partitions.values():
-            self._nets[partition] = [net.for_group(ranks) for ranks in partition]
+            self._nets[partition] = list(map(net.for_group, partition))
         self._program = self._compile(graph.gm)
 
     def run(self, inputs: Sequence[Any]) -> Any:

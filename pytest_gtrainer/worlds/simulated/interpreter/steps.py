@@ -105,8 +105,8 @@ class EffectStep(Step):
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         operands = frame.of(self.node.all_input_nodes)
-        uniform = not any(type(value) is PerRank for value in operands)
-        if uniform and (not self.random or frame.random.uniform):
+        is_uniform = PerRank not in map(type, operands)
+        if is_uniform and (not self.random or frame.random.uniform):
             return self._call(frame, None, operands)
         if self.written:
             frame.make_private(self.written)
@@ -197,9 +197,8 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
         raise CollectiveMismatch(
             f"the graph was traced for a group of {members}, it has {len(ranks)}"
         )
-    given = []
-    for rank, call in zip(ranks, calls, strict=True):
-        contribution = Contribution(
+    given = [
+        Contribution(
             rank=rank,
             # Out of the call, so that the collective can free each tensor after its last use.
             inputs=list(call.pop("inputs")) if "inputs" in call else [call.pop("input")],
@@ -209,7 +208,8 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
             receives=list(map(int, call.get("output_split_sizes", ()))),
             dims=(call.get("gather_dim", 0), call.get("shard_dim", 0)),
         )
-        given.append(contribution)
+        for rank, call in zip(ranks, calls, strict=True)
+    ]
     counts = sorted({len(own.inputs) for own in given})
     if len(counts) > 1:
         raise CollectiveMismatch(

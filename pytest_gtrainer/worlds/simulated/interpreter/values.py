@@ -133,7 +133,7 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
 
 def _are_apart(values: list[Any], storages: set[int]) -> bool:
     """Return True if no value is uniform, and no two ranks reach the same byte of ``storages``."""
-    if any(type(value) is not PerRank for value in values):
+    if not set(map(type, values)) <= {PerRank}:
         return False
     spans = set()
     for value in values:

@@ -81,7 +81,7 @@ class Meeting(Awaited):
             raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
         calls = [self.calls[rank] for rank in self.place.ranks]
         for call in calls:
-            tensors = [tensor.detach() for tensor in call.given.inputs]
+            tensors = list(map(Tensor.detach, call.given.inputs))
             # Where nothing is exchanged shapes do not matter, sizes do.
             if not call.given.sends:
                 tensors = [tensor.reshape(-1) for tensor in tensors]
@@ -157,7 +157,7 @@ class MeetingPlace:
 
 
 class SharedGroups:
-    """The state that the groups of all ranks share: the team, the net, and a place for each group."""
+    """The state that the groups of all ranks share: team, net, and a place for each group."""
 
     def __init__(self, team: ThreadTeam, net: Net) -> None:
         self.team, self._net = team, net
@@ -249,7 +249,8 @@ class ThreadGroup(dist.ProcessGroup):
             )
         if elsewhere := sorted({tensor.device.type for tensor in tensors} - {"cpu"}):
             raise NoModel(
-                f"{name} of tensors on {', '.join(elsewhere)}: a simulated world computes on the CPU"
+                f"{name} of tensors on {', '.join(elsewhere)}: "
+                "a simulated world computes on the CPU"
             )
 
     @contextmanager
@@ -313,8 +314,8 @@ class ThreadGroup(dist.ProcessGroup):
         self._check_count(text, outputs)
         self._check_count(text, inputs)
         sizes = {
-            "sends": [tensor.numel() for tensor in inputs],
-            "receives": [tensor.numel() for tensor in outputs],
+            "sends": list(map(Tensor.numel, inputs)),
+            "receives": list(map(Tensor.numel, outputs)),
         }
         return self._issue(collectives.exchange_lists, text, inputs, outputs, **sizes)
 

@@ -119,7 +119,7 @@ class ThreadTeam:
         self.running: int | None = None
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        # Of every rank that has not the turn; all start with the caller's.
+        # Of every rank without the turn. All start with the state of the caller.
         self._states = [ProcessState.now()] * size
         self._lock = threading.RLock()
         self._ready = deque(range(size))
@@ -203,8 +203,8 @@ class ThreadTeam:
             if rank != self.running or frame is None or is_ours(frame):
                 return False
             identifier = ctypes.c_ulong(self.threads[rank])
-            released = ctypes.py_object(Released)
-            return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, released))
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            return bool(raise_in(identifier, ctypes.py_object(Released)))
 
     def abandon(self, rank: int) -> None:
         """Count a rank as ended that has no thread, or does not come back with the turn."""
@@ -244,7 +244,8 @@ class ThreadTeam:
         """
         if threading.get_ident() != self.threads[rank]:
             raise NotOnThreads(
-                f"a thread that rank {rank} started called a collective: let the rank itself call it"
+                f"a thread that rank {rank} started called a collective: "
+                "let the rank itself call it"
             )
         if self.failed:
             raise Released
@@ -267,14 +268,14 @@ class ThreadTeam:
         frames = self._frames().items()
         stacks = ranks_by((rank, _stack(frame)) for rank, frame in frames if rank not in self.ended)
         parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
+        # Hundreds of ranks may wait in as many places.
         if len(parts) > _MOST_STACKS:
             parts[_MOST_STACKS:] = [f"... and {len(parts) - _MOST_STACKS} more"]
         return "\n".join(parts)
 
     def _frames(self) -> dict[int, FrameType]:
         current = sys._current_frames()
-        threads = sorted(self.threads.items())
-        return {rank: current[thread] for rank, thread in threads if thread in current}
+        return {r: current[id_] for r, id_ in sorted(self.threads.items()) if id_ in current}
 
 
 def _stack(frame: FrameType) -> str:

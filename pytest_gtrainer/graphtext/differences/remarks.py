@@ -1,8 +1,9 @@
-"""Sentences about a difference: how things are called in one, and one sentence for all layers that it holds of.
+"""Sentences about a difference: names of values, and one sentence for all layers where it holds.
 
-A *remark* is *about* a module, here ``layers.4``: ``wait of AG layers.4 moved behind the compute of layers.3``. Those
-that say the same of their layers become one: ``wait of AG layers[1..31] moved behind the compute of layers[i-1]``.
-What belongs to the backward ends in ``/bwd``. A collective is called by its kind and its bucket or module.
+A *remark* is *about* a module, here ``layers.4``: ``wait of AG layers.4 moved behind the compute of
+layers.3``. Remarks that say the same of their layers become one: ``wait of AG layers[1..31] moved
+behind the compute of layers[i-1]``. The name of a value of the backward ends in ``/bwd``. A
+collective is named by its kind and its bucket or module.
 """
 
 import itertools
@@ -18,14 +19,14 @@ from pytest_gtrainer.graphtext.sections import NEAR, Scope, split_layer
 
 WIDTH = 160
 _MOST_RANGES = 6
-_ALIKE = 3  # of more remarks with one gist than this, the first stands for all
+_ALIKE = 3  # if more remarks than this have one gist, the first stands for all
 
 Weight = IntEnum(
     "Weight",
     "VERDICT WHOLE EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",
     start=0,
 )
-"""What is said first."""
+"""The order of sentences: the weightiest comes first."""
 
 
 class Remark(NamedTuple):
@@ -34,11 +35,14 @@ class Remark(NamedTuple):
     weight: Weight
     text: str
     about: str = ""  # the module whose layer the sentence is relative to
-    gist: str = ""  # what it has in common with others that need not all be told
+    gist: str = ""  # equal for remarks of which one is enough
 
 
 def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
-    """At most ``limit`` sentences, the weightiest first; of many remarks with one gist that of most layers."""
+    """Return at most ``limit`` sentences, the weightiest first.
+
+    Of many remarks with one gist, the remark on most layers stands for all.
+    """
     numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
     for remark in remarks:
         layer, _ = split_layer(remark.about)
@@ -76,20 +80,20 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
 
 
 def cut(line: str, width: int = WIDTH) -> str:
-    """A line that fits a terminal."""
+    """Cut a line to a width that fits a terminal."""
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def same_start(old: Sequence[str], new: Sequence[str]) -> int:
-    """How many characters two lines begin with alike."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-        min(len(old), len(new)),
-    )
+    """Return the length of the common prefix of two sequences of strings, or of two strings."""
+    for place, (before, after) in enumerate(zip(old, new, strict=False)):
+        if before != after:
+            return place
+    return min(len(old), len(new))
 
 
 def _relative(text: str, container: str, number: int) -> str:
-    """Layers near ``number`` by their distance, ``layers.<+1>``."""
+    """Replace layers near ``number`` by their distance, ``layers.<+1>``."""
 
     def distance(found: re.Match[str]) -> str:
         away = int(found[1]) - number
@@ -99,7 +103,7 @@ def _relative(text: str, container: str, number: int) -> str:
 
 
 def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
-    """A remark with its layers: one by its name, several as ranges."""
+    """Return a remark with its layers: one by its name, several as ranges."""
     several = sorted(set(numbers))
     spans = ranges(several)
     if len(spans) > _MOST_RANGES:
@@ -115,7 +119,7 @@ def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
 
 
 def ranges(numbers: Sequence[int]) -> list[str]:
-    """Rising numbers with runs of three and more drawn together."""
+    """Spell rising numbers, runs of three and more as ``1..31``."""
     spelled: list[str] = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -124,7 +128,7 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names."""
+    """Return the first names, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -146,62 +150,69 @@ _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 
 
 def module_of(scope: Scope) -> str:
-    """The module or bucket in short."""
+    """Return the module of a scope; of a bucket its modules in short."""
     modules = scope.owners
     return f"{modules[0]}+{len(modules) - 1} more" if len(modules) > 2 else "+".join(modules)
 
 
 def where(scope: Scope) -> str:
-    """The module with its direction."""
+    """Return the module with its direction: ``fwd layers.3.wo``."""
     return f"{scope.space} {'bucket ' if scope.is_bucket else ''}{module_of(scope) or '_'}"
 
 
 def what(value: Value) -> str:
-    """``aten.mm in fwd layers.3.wo``, ``parameter layers.3.wo.weight``."""
+    """Return ``aten.mm in fwd layers.3.wo`` or ``parameter layers.3.wo.weight``."""
     if value.is_input:
         return f"{_INPUTS[value.scope.space]} {value.scope.owners[0]}"
     return f"{value.operator} in {where(value.scope)}"
 
 
 def reference_to(value: Value) -> str:
-    """A value as an operand: ``layers.3.wo.mm``, ``bucket norm.view/bwd``."""
+    """Return a value as an operand: ``layers.3.wo.mm``, ``bucket norm.view/bwd``."""
     if value.is_input:
         return value.scope.owners[0]
     module = module_of(value.scope)
     path = f"{module}.{value.name}" if module else value.name
-    return (
-        ("bucket " if value.scope.is_bucket else "")
-        + path
-        + ("/bwd" if value.scope.space == "bwd" else "")
-    )
+    bucket = "bucket " if value.scope.is_bucket else ""
+    return f"{bucket}{path}{_direction(value.scope)}"
+
+
+def _direction(scope: Scope) -> str:
+    """Return ``/bwd`` in the backward, else nothing."""
+    return "/bwd" if scope.space == "bwd" else ""
 
 
 def about(value: Value) -> str:
-    """The module whose layer a remark on the value is relative to."""
+    """Return the module whose layer a remark on the value is relative to."""
     return value.scope.owners[0]
 
 
 def unit(path: str) -> str:
-    """What computes as a whole: a layer, or a module outside of layers."""
+    """Return the layer of a path, or its first module outside of layers."""
     layer, rest = split_layer(path)
     return f"{layer.container}.{layer.number}" if layer else rest.partition(".")[0]
 
 
 def unit_of(scope: Scope) -> str:
-    return unit(scope.owners[0]) + ("/bwd" if scope.space == "bwd" else "")
+    """Return the unit of a scope with its direction."""
+    return unit(scope.owners[0]) + _direction(scope)
 
 
 def communicates(value: Value) -> bool:
-    """Whether it launches a collective or waits for one."""
+    """Return whether a value launches a collective or waits for one."""
     return value.operator.startswith(_NAMESPACE)
 
 
 def kind_of(value: Value) -> str | None:
-    """The abbreviation of the collective that a value launches; None if it launches none."""
+    """Return the abbreviation of the collective that a value launches; None if it launches none."""
     name = bare_name(value.operator)
     if not communicates(value) or name.startswith("wait_tensor"):
         return None
-    return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)
+    for prefix, short in KINDS.items():
+        # Operators have suffixes, ``all_gather_into_tensor_coalesced``.
+        if name.startswith(prefix):
+            return short
+    return name
 
 
 class CollectiveEvent(NamedTuple):
@@ -215,15 +226,13 @@ class CollectiveEvent(NamedTuple):
 
 
 def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
-    """All launches and waits, by the places of the values; collectives of one name are counted."""
+    """Return launches and waits by the places of values; equal names get numbers, ``AG norm#2``."""
     names: dict[int, str] = {}
     events: dict[int, CollectiveEvent] = {}
     seen: Counter[str] = Counter()
     for place, value in enumerate(graph.values):
         if (kind := kind_of(value)) is not None:
-            label = f"{kind} {module_of(value.scope)}".rstrip() + (
-                "/bwd" if value.scope.space == "bwd" else ""
-            )
+            label = f"{kind} {module_of(value.scope)}".rstrip() + _direction(value.scope)
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
             events[place] = CollectiveEvent("launch", names[place])

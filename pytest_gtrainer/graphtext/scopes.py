@@ -73,7 +73,7 @@ def is_item(node: fx.Node) -> bool:
 
     A node with marks of its own has a line of its own.
     """
-    if node.target is not operator.getitem or node.op != "call_function":
+    if node.target is not operator.getitem or node.op != "call_function" or len(node.args) != 2:
         return False
     source, place = node.args
     return (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from torch import fx
 
+from pytest_gtrainer import graphtext
 from pytest_gtrainer.graphtext import unfold
 from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow, statement
 from pytest_gtrainer.graphtext.differences.remarks import where
@@ -440,3 +444,13 @@ def test_a_view_of_a_view_of_what_was_changed_in_place_shares_its_storage_too():
     assert effects(graph).histories == {0: [(2, []), (6, [5])]}, (
         "all by the input at which they look"
     )
+
+
+def test_a_getitem_of_other_arguments_is_shown_as_it_is():
+    """No such graph runs, but a text of it says so."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    split = graph.call_function(torch.ops.aten.split.Tensor, (x, 1))
+    graph.output(graph.call_function(operator.getitem, (split, 0, 1)))
+    text = graphtext.render(fx.GraphModule({}, graph))
+    assert "operator.getitem(split, 0, 1)" in text

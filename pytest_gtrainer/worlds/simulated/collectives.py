@@ -121,6 +121,7 @@ def _reduce(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Ten
 
 def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:
     """Give every member a copy of the root's tensors."""
+    # A copy, as the result must not share memory with the root's input.
     return [list(map(torch.clone, given[given[0].root].inputs))] * len(given)
 
 

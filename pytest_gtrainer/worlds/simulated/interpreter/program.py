@@ -121,6 +121,7 @@ class Segment:
             operands = map(value_node, node.all_input_nodes)
             kind_of[node] = kinds.common(kind_of[operand] for operand in operands)
             by_kind.setdefault(kind_of[node], []).append(node)
+
         # From the last block to the first: the outputs of one are what later ones use.
         blocks: list[OperatorBlock] = []
         used_later, ending = set(self.needed), set(dying)
@@ -129,11 +130,13 @@ class Segment:
             nodes = by_kind[kind]
             inputs = inputs_of(nodes)
             outputs = [node for node in nodes if node in used_later]
+
             graph = fx.Graph()
             copies.update({node: graph.placeholder(node.name) for node in inputs})
             for node in nodes:
                 copies[node] = graph.node_copy(node, lambda given: copies[value_node(given)])
             graph.output(tuple(copies[node] for node in outputs))
+
             module = fx.GraphModule(torch.nn.Module(), graph)
             last_used = ending.intersection(inputs)
             blocks.append(OperatorBlock(kind, module, inputs, outputs, frozenset(last_used)))
@@ -160,6 +163,7 @@ class RankProgram:
         for node, value in zip(self.placeholders, inputs, strict=True):
             # A list of its own: blocks empty the lists of values that die.
             values[node] = self.kinds.value(list(value)) if type(value) is PerRank else value
+
         frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
             part.run(frame, dying)
@@ -208,8 +212,7 @@ class Interpreter:
                 f"the net connects {net.size} ranks, the graph was traced for {graph.size}"
             )
         self.random = random or RankRandomStates()
-        self._graph, self._net = graph, net
-        self._kinds = Kinds(graph.size)
+        self._graph, self._net, self._kinds = graph, net, Kinds(graph.size)
         self._nets: dict[Any, list[Net]] = {}
         for partition in graph.partitions.values():
             self._nets[partition] = list(map(net.for_group, partition))
@@ -247,6 +250,7 @@ class Interpreter:
                 pieces.append([])
             pieces[-1].append(node)
 
+        # The output counts as one more piece: its operands are kept to the end.
         last_use: dict[fx.Node, int] = {}
         for index, piece in enumerate([*pieces, [output]]):
             last_use.update(dict.fromkeys(inputs_of(piece), index))

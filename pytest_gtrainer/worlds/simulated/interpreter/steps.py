@@ -106,6 +106,7 @@ class EffectStep(Step):
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         operands = frame.of(self.node.all_input_nodes)
         is_uniform = PerRank not in map(type, operands)
+        # Ranks that draw from one state draw alike, so one call serves all.
         if is_uniform and (not self.random or frame.random.uniform):
             return self._call(frame, None, operands)
         if self.written:
@@ -210,11 +211,13 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
         )
         for rank, call in zip(ranks, calls, strict=True)
     ]
+
     counts = sorted({len(own.inputs) for own in given})
     if len(counts) > 1:
         raise CollectiveMismatch(
             f"the ranks give lists of {' and '.join(map(str, counts))} tensors"
         )
+
     by_rows = "input_split_sizes" in calls[0]
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0

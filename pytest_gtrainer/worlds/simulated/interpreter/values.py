@@ -66,6 +66,7 @@ class Kinds:
         if type(value) is not PerRank:
             return self.uniform
         if value.kind is None:
+            # By identity, as 0.0 and -0.0 are equal, and so are 1 and True, but not their results.
             value.kind = self.by_key([own if type(own) is int else id(own) for own in value])
         return value.kind
 
@@ -124,6 +125,7 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
     shared = [node for node, value in values.items() if not storages.isdisjoint(storages_of(value))]
     if _are_apart([values[node] for node in shared], storages):
         return set()
+
     copies = []
     for rank in range(size):
         copies.append(_over_clones([at(values[node], rank) for node in shared], storages))
@@ -139,6 +141,7 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
     for value in values:
         for rank, own in enumerate(value):
             spans |= {(*_span(tensor), rank) for tensor in tensors_in(own)}
+
     # By storage, the end of the spans so far that reach furthest, and the rank that it belongs to.
     furthest: dict[int, tuple[int, int]] = {}
     for storage, start, stop, rank in sorted(spans):

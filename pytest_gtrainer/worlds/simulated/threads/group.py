@@ -79,6 +79,7 @@ class Meeting(Awaited):
         if len(issued) > 1:
             whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in issued.items())
             raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
+
         calls = [self.calls[rank] for rank in self.place.ranks]
         for call in calls:
             tensors = list(map(Tensor.detach, call.given.inputs))
@@ -86,12 +87,14 @@ class Meeting(Awaited):
             if not call.given.sends:
                 tensors = [tensor.reshape(-1) for tensor in tensors]
             call.given.inputs = tensors
+
         try:
             results = calls[0].collective(self.place.net, [call.given for call in calls])
         except CollectiveMismatch as error:
             name = calls[0].text.partition(" ")[0]
             message = f"the ranks disagree in {self.where}, {name}: {error}"
             raise CollectiveMismatch(message) from None
+
         for call, values in zip(calls, results, strict=True):
             for output, value in zip(call.outputs, values, strict=True):
                 _fill(output, value)
@@ -375,6 +378,7 @@ class ThreadGroup(dist.ProcessGroup):
                 message.receive(tensors[0])
             self._team.announce(message)
         else:
+            # A copy: the sender may go on to write to its tensor.
             self._place.sent[route].append(tensors[0].detach().clone())
         done = Awaited()
         done.happened = True
@@ -456,9 +460,6 @@ class ThreadGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Do nothing: there is nothing to shut down."""
-
-    def __repr__(self) -> str:
-        return f"ThreadGroup(rank {self._global_rank} of {list(self._members)})"
 
 
 def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:

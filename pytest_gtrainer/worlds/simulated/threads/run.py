@@ -68,6 +68,7 @@ def run_threads(
         )
     if not timeout > 0:
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
+
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
         for context in (
@@ -144,6 +145,7 @@ class _Crew:
                     break
         except BaseException as error:  # an interrupt of the thread that waits
             team.fail(None, error)
+
         stuck = self._end()
         if (failure := team.take_error()) is None:
             return self._results
@@ -152,6 +154,7 @@ class _Crew:
             raised.add_note(f"raised on rank {rank} of {team.size} ranks on threads")
         if stuck:
             raised.add_note(f"{ranks_text(stuck)}: still in a call that cannot be interrupted")
+
         try:
             raise raised
         finally:
@@ -164,6 +167,7 @@ class _Crew:
         except BaseException as error:  # the system gives no more threads
             self._team.fail(None, error)
             for rank, thread in enumerate(self._threads):
+                # A thread that has not started takes no turn.
                 if thread.ident is None:
                     self._team.abandon(rank)
         self._team.hand_on()
@@ -181,6 +185,8 @@ class _Crew:
                 try:
                     self._results[rank] = self._function(rank, *self._args)
                 finally:
+                    # An abandoned rank may come here after the run, when the registry is no longer
+                    # that of its thread but that of the process.
                     if rank not in team.abandoned:
                         torch_threads.drop_groups()
         except Released:
@@ -209,6 +215,7 @@ class _Crew:
             if team.running == rank:
                 stuck.append(rank)
                 team.abandon(rank)
+
         for rank, thread in enumerate(self._threads):
             if rank not in team.abandoned:
                 thread.join(_GRACE)

@@ -180,6 +180,7 @@ class ThreadTeam:
         with self._lock:
             if not self.failed:
                 self.failed, self._error = True, (rank, error)
+            # They get a turn once more, in which ``check`` raises Released.
             self._ready.extend(sorted(self.waiting))
             for event in self.waiting.values():
                 event.waiting.clear()
@@ -213,6 +214,7 @@ class ThreadTeam:
             self.ended.add(rank)
             if rank == self.running:
                 self.hand_on()
+            # Or a turn would go to a thread that does not exist.
             elif rank in self._ready:
                 self._ready.remove(rank)
 
@@ -221,6 +223,7 @@ class ThreadTeam:
         self.running = None
         if not self._ready and self.waiting:
             self.fail(None, Standstill(f"no rank can go on: {self.situation()}"))
+
         self.last_turn = time.monotonic()
         if self._ready:
             self.running = self._ready.popleft()
@@ -259,6 +262,7 @@ class ThreadTeam:
         if self.running is not None:
             doing[self.running] = f"running{_whereabouts(frames.get(self.running))}"
         doing |= dict.fromkeys(self.ended, "ended")
+
         by_text = ranks_by(sorted(doing.items()))
         parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items()]
         return "; ".join(parts) + f"\n\n{self.stacks()}"
@@ -287,6 +291,7 @@ def _stack(frame: FrameType) -> str:
     entries = traceback.extract_stack(frame)
     called = dropwhile(lambda entry: entry.filename.startswith(outer), entries)
     inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), called))
+
     shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)] + inner[-1:]
     return "".join(traceback.format_list(shown[-_MOST_FRAMES:]))
 

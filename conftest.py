@@ -7,7 +7,8 @@ import pytest
 
 from pytest_gtrainer.devices import visible_gpus
 
-# Generated tests have no limit of time: a loaded machine is no fault of theirs. CI draws the same examples each time.
+# Generated tests have no limit of time: a loaded machine is no fault of theirs. CI draws the same
+# examples each time.
 with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
     from hypothesis import HealthCheck, settings
 
@@ -18,17 +19,20 @@ with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
     settings.register_profile("calm", derandomize=bool(os.environ["GT_SAME_EXAMPLES"]), **_calm)
     settings.load_profile("calm")
 
-# Read when torch loads. Models of tests are tiny: a pool of threads waits for itself, up to a hundred times as long as
-# one thread computes where other processes are at work.
+# Read when torch loads. Models of tests are tiny: a pool of threads waits for itself, up to a
+# hundred times as long as one thread computes where other processes are at work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Inductor starts CUDA, and tests of the GPU do, in a process whose later tests may want to be deterministic.
+# Inductor starts CUDA, and tests of the GPU do, in a process whose later tests may want to be
+# deterministic.
 if visible_gpus():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """``--gt-device=cpu`` goes for the runs that tests start, too: one GPU in sight is too few for their ranks."""
+    """``--gt-device=cpu`` goes for the runs that tests start, too: one GPU in sight is too few for
+    their ranks.
+    """
     if config.getoption("gt_device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -39,18 +43,24 @@ collect_ignore = ["fixtures/suites"]  # runs of their own, which tests start
 
 @pytest.fixture
 def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Its processes do without hypothesis, which would be imported to say a word at the end of each run."""
+    """Its processes do without hypothesis, which would be imported to say a word at the end of each
+    run.
+    """
     pytester.plugins.append("no:hypothesispytest")
     return pytester
 
 
 def pytest_sessionstart() -> None:
-    """Runs that tests start are a developer's: where CI is set, an update of goldens would be refused."""
+    """Runs that tests start are a developer's: where CI is set, an update of goldens would be
+    refused.
+    """
     os.environ.pop("CI", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Remove ``second_tier("case", ...)`` from the cases whose ids do not begin with one of its arguments."""
+    """Remove ``second_tier("case", ...)`` from the cases whose ids do not begin with one of its
+    arguments.
+    """
     for item in items:
         case = item.name.partition("[")[2]
         for mark in list(item.iter_markers("second_tier")):

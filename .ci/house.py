@@ -1,10 +1,12 @@
-"""Count how the code reads: statements, density, comprehensions, comments and the words of our old dialect.
+"""Count how the code reads: statements, density, comprehensions, comments and the words of our old
+dialect.
 
     python .ci/house.py            # a table for the package and for the tests
     python .ci/house.py --rooms    # the same, a row for each room of the package
 
-Size is counted in statements (``ast.stmt``): white space, comments and plain loops cost nothing. The goals are those
-that the field's own packages keep (pytest, torch's ``_fully_shard``); no test enforces them.
+Size is counted in statements (``ast.stmt``): white space, comments and plain loops cost nothing.
+The goals are those that the field's own packages keep (pytest, torch's ``_fully_shard``); no test
+enforces them.
 """
 
 import argparse

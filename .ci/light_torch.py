@@ -1,17 +1,21 @@
-"""A virtual environment with a CUDA build of torch and without CUDA's libraries: 1.4 GB instead of 5.6 GB.
+"""A virtual environment with a CUDA build of torch and without CUDA's libraries: 1.4 GB instead of
+5.6 GB.
 
     python3.12 .ci/light_torch.py 2.15.0 build/env
 
-For CI on CPU only. The newest wheels of torch on the index are CUDA builds. Such a wheel is installed alone, and
-each library of CUDA that it links is replaced by a stub of the same name, whose functions all return error 35,
-"the driver is insufficient". Then torch imports, gloo works, and ``torch.cuda.is_available()`` is False. What the
-wheel requires of CUDA, and triton, is struck from its metadata, so that pip takes it for complete. A wheel that
-links no CUDA (``2.13.0+cpu``) is left as it is.
+For CI on CPU only. The newest wheels of torch on the index are CUDA builds. Such a wheel is
+installed alone, and each library of CUDA that it links is replaced by a stub of the same name,
+whose functions all return error 35, "the driver is insufficient". Then torch imports, gloo works,
+and ``torch.cuda.is_available()`` is False. What the wheel requires of CUDA, and triton, is struck
+from its metadata, so that pip takes it for complete. A wheel that links no CUDA (``2.13.0+cpu``) is
+left as it is.
 
-torch is kept in ``build/torch-VERSION-PYTHON``; a second environment, or a second run, unpacks nothing again.
-Stubs need gcc and binutils. Only the standard library is imported: this runs under any Python from 3.11 on.
+torch is kept in ``build/torch-VERSION-PYTHON``; a second environment, or a second run, unpacks
+nothing again. Stubs need gcc and binutils. Only the standard library is imported: this runs under
+any Python from 3.11 on.
 
-Exit status: 0; 2 for a missing tool or a torch that does not work; 3 where no torch of that version can be had.
+Exit status: 0; 2 for a missing tool or a torch that does not work; 3 where no torch of that version
+can be had.
 """
 
 from __future__ import annotations
@@ -49,10 +53,12 @@ class Refused(Exception):
 
 
 def environment(version: str, folder: Path) -> None:
-    """Make ``folder`` an environment of this Python with torch ``version``, unless it is one already.
+    """Make ``folder`` an environment of this Python with torch ``version``, unless it is one
+    already.
 
     Raises:
-        Refused: the version is not allowed or not on the index, a tool is missing, or torch does not work.
+        Refused: the version is not allowed or not on the index, a tool is missing, or torch does
+            not work.
     """
     kept = ROOT / "build" / f"torch-{version}-{sys.implementation.cache_tag}"
     python = folder / "bin" / "python"
@@ -116,7 +122,9 @@ def _explain(version: str, allowed: str, told: str) -> None:
 
 
 def stub(site: Path) -> None:
-    """Give the torch in ``site`` a stub for each CUDA library that it links, and strike them from its metadata."""
+    """Give the torch in ``site`` a stub for each CUDA library that it links, and strike them from
+    its metadata.
+    """
     folder = site / "torch" / "lib"
     libraries = sorted(folder.glob("*.so"))
     _require_tools()
@@ -157,8 +165,8 @@ def _versions(linked: str) -> list[tuple[str, str]]:
 def _functions(libraries: list[Path]) -> dict[str, list[str]]:
     """What the libraries need of others, by the version of the symbol, "" for none.
 
-    Of those without a version, what torch defines is left out, and what begins like Python's and C++'s own:
-    a stub of these would be called. What remains is CUDA's, whose interface is C.
+    Of those without a version, what torch defines is left out, and what begins like Python's and
+    C++'s own: a stub of these would be called. What remains is CUDA's, whose interface is C.
     """
     needed: dict[str, set[str]] = {}
     defined = set()

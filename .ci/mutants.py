@@ -1,25 +1,29 @@
-"""Mutation testing by mutmut: a seeded sample of mistakes in each package, and those that no first-tier test sees.
+"""Mutation testing by mutmut: a seeded sample of mistakes in each package, and those that no
+first-tier test sees.
 
-    make mutants                               # 200 mutants of all packages
-    make mutants PACKAGES=passes SAMPLE=60 SEED=3
-    .venv/bin/python .ci/mutants.py numerics --only "*.compare.x__some__mutmut_12"      # does it die by now?
+    make mutants                               # 200 mutants of all packages make mutants
+    PACKAGES=passes SAMPLE=60 SEED=3 .venv/bin/python .ci/mutants.py numerics --only
+    "*.compare.x__some__mutmut_12"      # does it die by now?
 
-mutmut writes every mutant of a file beside the original and chooses one in a process that it forks, after torch and the
-tests have been imported: about one second a mutant. It knows which tests call which function, and runs those alone.
-cosmic-ray was not taken: it starts the whole test command for each mutant, so each pays for the import of torch (5 s)
-and for tests that never reach the mutant. mutmut's plain ``fork`` is not used either: it forks from a process in which
-torch's threads have run, and a child then waits for them for ever; its fork server has run no test.
+mutmut writes every mutant of a file beside the original and chooses one in a process that it forks,
+after torch and the tests have been imported: about one second a mutant. It knows which tests call
+which function, and runs those alone. cosmic-ray was not taken: it starts the whole test command for
+each mutant, so each pays for the import of torch (5 s) and for tests that never reach the mutant.
+mutmut's plain ``fork`` is not used either: it forks from a process in which torch's threads have
+run, and a child then waits for them for ever; its fork server has run no test.
 
-Each package is copied to ``build/mutants/PACKAGE`` and mutated there; a tree that has not changed is not copied again.
-Examples in docstrings are tests, too. A mutant that lives is tried once more in a process of its own, ten seconds each:
-what was remembered before the fork is then made anew. mutmut does not see what other processes call, ranks for example:
-a mutant that no test seems to call is tried so with all tests of its package, half a minute each.
+Each package is copied to ``build/mutants/PACKAGE`` and mutated there; a tree that has not changed
+is not copied again. Examples in docstrings are tests, too. A mutant that lives is tried once more
+in a process of its own, ten seconds each: what was remembered before the fork is then made anew.
+mutmut does not see what other processes call, ranks for example: a mutant that no test seems to
+call is tried so with all tests of its package, half a minute each.
 
 A mutant that survives is printed as a diff; one that no test can see is named with its reason in
-``tests/equivalent_mutants.txt``. Changed letters of a sentence are counted as wording: tests hold a message's facts,
-not its words.
+``tests/equivalent_mutants.txt``. Changed letters of a sentence are counted as wording: tests hold a
+message's facts, not its words.
 
-Exit status: 0; 1 if a mutant survives that is not listed as equivalent, or if mutmut could not run; 2 for a wrong name.
+Exit status: 0; 1 if a mutant survives that is not listed as equivalent, or if mutmut could not run;
+2 for a wrong name.
 """
 
 from __future__ import annotations
@@ -91,7 +95,9 @@ TESTS = {
 }
 """What is mutated, and the tests whose task it is to see that."""
 EXAMPLES = "tests/test_examples_in_docstrings.py"
-"""In the copy: runs the examples once, where ``tests/test_doctests.py`` would run those of each mutant's docstring."""
+"""In the copy: runs the examples once, where ``tests/test_doctests.py`` would run those of each
+mutant's docstring.
+"""
 EXAMPLES_TEXT = """
 import doctest, importlib, pkgutil
 import pytest, torch
@@ -130,8 +136,10 @@ def _in_the_file_of_the_function(*args, **kwargs):
 
 trampoline.wrap_in_trampoline = _in_the_file_of_the_function
 """
-"""Behind the copy's ``conftest.py``. mutmut puts a function of its own around each of ours, and code that reads stacks,
-as the ranks on threads do, would name mutmut's file: eleven tests of them failed without a mutant."""
+"""Behind the copy's ``conftest.py``. mutmut puts a function of its own around each of ours, and
+code that reads stacks, as the ranks on threads do, would name mutmut's file: eleven tests of them
+failed without a mutant.
+"""
 
 CONFIGURATION = """
 [tool.mutmut]
@@ -146,14 +154,16 @@ timeout_constant = 5.0
 use_git_change_detection = false
 also_copy = {copied}
 """
-# By exit codes of pytest and mutmut: 2, 4 and 255 are tests that cannot be collected. With any other a mutant hung.
+# By exit codes of pytest and mutmut: 2, 4 and 255 are tests that cannot be collected. With any
+# other a mutant hung.
 OUTCOMES = {
     **dict.fromkeys((1, 2, 3, 4, 255), "killed"),
     0: "survived",
     33: "no test",
     None: "not run",
 }
-# deselected: a control is told by the line that calls it, and every call goes through a function of mutmut
+# deselected: a control is told by the line that calls it, and every call goes through a function of
+# mutmut
 OPTIONS = [
     "-p",
     "no:xdist",
@@ -220,7 +230,8 @@ class Package:
         (
             self.copy / "mutants"
         ).mkdir()  # before Python starts, or it forgets this entry of its path
-        # mutmut has no command that only prepares: a name that fits no mutant ends it right after that
+        # mutmut has no command that only prepares: a name that fits no mutant ends it right after
+        # that
         done = self._python(
             "-m", "mutmut", "run", "--max-children", "2", "nothing is called so", folder=self.copy
         )
@@ -289,7 +300,9 @@ class Package:
 
 
 def undecorated(source: str) -> str:
-    """The same module with ``f = graph_pass(f)`` behind ``f``: mutmut passes over functions that are decorated."""
+    """The same module with ``f = graph_pass(f)`` behind ``f``: mutmut passes over functions that
+    are decorated.
+    """
     lines = source.splitlines()
     for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.FunctionDef) and [
@@ -307,7 +320,9 @@ def function_of(mutant: str) -> str:
 
 
 def equivalents() -> dict[tuple[str, str], str]:
-    """Reasons by the function and the line that a mutant puts into it; ``*`` is every line of the function."""
+    """Reasons by the function and the line that a mutant puts into it; ``*`` is every line of the
+    function.
+    """
     found = {}
     for line in EQUIVALENT.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
@@ -317,7 +332,8 @@ def equivalents() -> dict[tuple[str, str], str]:
 
 
 def only_rewords(before: str, after: str) -> bool:
-    """Whether nothing but letters of a sentence changed, one of four words or more: no test should hold those.
+    """Whether nothing but letters of a sentence changed, one of four words or more: no test should
+    hold those.
 
     >>> only_rewords('raise ValueError("no ranks are left")', 'raise ValueError("NO RANKS ARE LEFT")')
     True

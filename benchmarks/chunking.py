@@ -2,8 +2,8 @@
 
     python -m benchmarks.chunking [--layers 8 32] [--rounds 3]
 
-DeepSeek-V3's debug size, all layers MoE layers, by batch into two chunks. All sizes take turns in one
-process; times are CPU seconds of the process.
+DeepSeek-V3's debug size, all layers MoE layers, by batch into two chunks. All sizes take turns in
+one process; times are CPU seconds of the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Which operators give the same bits compiled by Inductor as in eager: the table of docs/compile.md.
+"""Which operators give the same bits compiled by Inductor as in eager: the table of
+docs/compile.md.
 
     python -m benchmarks.compiled_operators [operator ...]
 
-Each is compiled alone, on seeded normal numbers. "decomposition": the graph that Inductor leaves, run with kernels
-of eager, differs already. "code generation": it does not, and the generated code does. It takes a compiler and minutes.
+Each is compiled alone, on seeded normal numbers. "decomposition": the graph that Inductor leaves,
+run with kernels of eager, differs already. "code generation": it does not, and the generated code
+does. It takes a compiler and minutes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.digest [--gib 1] [--rounds 5]
 
-CPU seconds on one thread. The yardsticks: an int64 sum over the same memory, and ``sha256(tensor.numpy().tobytes())``
-over as many bytes in fp16.
+CPU seconds on one thread. The yardsticks: an int64 sum over the same memory, and
+``sha256(tensor.numpy().tobytes())`` over as many bytes in fp16.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.graphdiff [--nodes 40000] [--rounds 3]
 
-No torch is needed. Layers differ in their extents, so that no line is like another and nothing is folded;
-each case begins with empty caches. A tenth of the nodes tells how the time grows.
+No torch is needed. Layers differ in their extents, so that no line is like another and nothing is
+folded; each case begins with empty caches. A tenth of the nodes tells how the time grows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from pytest_gtrainer.graphtext import dataflow, differences, equivalence, sections, syntax
 
 LIMIT = 3.0
-"""Seconds. It was 2 as long as collection of garbage was off meanwhile: code that nobody's diff needed."""
+"""Seconds. It was 2 as long as collection of garbage was off meanwhile: code that nobody's diff
+needed.
+"""
 _OPERATORS = ("mul", "add", "sub", "div", "maximum")
 
 
@@ -61,7 +63,9 @@ def graph(
 
 
 def inserted(lines: list[str]) -> list[str]:
-    """One more operator near the front of a module that holds everything: all names behind it are others."""
+    """One more operator near the front of a module that holds everything: all names behind it are
+    others.
+    """
     place = next(number for number, line in enumerate(lines) if line.startswith("    v10:"))
     renumbered = [_shifted(line) for line in lines[place:]]
     return [*lines[:place], lines[place].replace(", alpha", ", 1.5, alpha"), *renumbered]

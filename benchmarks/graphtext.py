@@ -1,14 +1,17 @@
-"""Graph text at several depths: rendering, parsing and checking against torch's own ways of the same kind.
+"""Graph text at several depths: rendering, parsing and checking against torch's own ways of the
+same kind.
 
     python -m benchmarks.graphtext [--layers 8 32 64 126] [--rounds 5]
 
-Llama 3 (debug) with sharded parameters, traced under a fake world of 8 and rewritten by the default passes.
-Everyone works on the same graph, in turns, with garbage collection off; times are CPU seconds, medians.
+Llama 3 (debug) with sharded parameters, traced under a fake world of 8 and rewritten by the default
+passes. Everyone works on the same graph, in turns, with garbage collection off; times are CPU
+seconds, medians.
 
 - rendering against ``gm.print_readable(print_output=False)``;
 - parsing, without recompile, against ``copy.deepcopy(gm)``;
-- checking against rendering: a golden check of an equal graph renders it, reads the file and compares. Three
-  goldens: the same text; one with another header; one told without folding, so that lines are compared.
+- checking against rendering: a golden check of an equal graph renders it, reads the file and
+  compares. Three goldens: the same text; one with another header; one told without folding, so that
+  lines are compared.
 
 The exponent is of a power of the number of nodes, fitted over all depths.
 """
@@ -46,8 +49,9 @@ GOALS = [
     Goal(PARSE, COPY, 1.4),
     *(Goal(check, RENDER, 1.5) for check in CHECKS),
 ]
-"""0.3, 0.7 and 1.2 once, with caches and fast paths: a graph of 10,000 nodes is rendered in 0.2 s without, which nobody
-notices."""
+"""0.3, 0.7 and 1.2 once, with caches and fast paths: a graph of 10,000 nodes is rendered in 0.2 s
+without, which nobody notices.
+"""
 OURS = (RENDER, PARSE, *CHECKS)
 
 Contestant = Callable[[], object]

@@ -2,8 +2,9 @@
 
     python -m benchmarks.operators [--dim 512] [--tokens 512] [--rounds 5]
 
-A step of Llama 3 with its backward, eager and replayed. Hashing a value costs about as much as reading it, and every
-call some 20 microseconds of Python; so what is on top is the smaller, the larger the operators are. CPU seconds.
+A step of Llama 3 with its backward, eager and replayed. Hashing a value costs about as much as
+reading it, and every call some 20 microseconds of Python; so what is on top is the smaller, the
+larger the operators are. CPU seconds.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def measure(
     rounds: int,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
-    """Median seconds of each, by default of CPU; everyone runs once a round, and a first round is not counted."""
+    """Median seconds of each, by default of CPU; everyone runs once a round, and a first round is
+    not counted.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds + 1):
         for name, run in contestants.items():

@@ -82,7 +82,9 @@ def joint_and_recompile(n_layers: int) -> Callable[[fx.GraphModule], fx.GraphMod
 
 
 def torchs(n_layers: int) -> Contestant:
-    """Torch's manual bucketing of the forward's all-gathers: nodes of the backward belong to no module."""
+    """Torch's manual bucketing of the forward's all-gathers: nodes of the backward belong to no
+    module.
+    """
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
     def stack(node: fx.Node) -> list[tuple[str, type[Any]]]:
@@ -94,7 +96,9 @@ def torchs(n_layers: int) -> Contestant:
 
 
 def _compiled(gm: fx.GraphModule) -> fx.GraphModule:
-    """An eager GraphModule whose own first compilation is not counted: it is replaced by what the pass does."""
+    """An eager GraphModule whose own first compilation is not counted: it is replaced by what the
+    pass does.
+    """
     with mock.patch.object(fx.GraphModule, "recompile"):
         return fx.GraphModule(gm, gm.graph)
 
@@ -102,7 +106,9 @@ def _compiled(gm: fx.GraphModule) -> fx.GraphModule:
 def measure(
     contestants: Mapping[str, Contestant], gm: fx.GraphModule, rounds: int
 ) -> dict[str, float]:
-    """Median CPU seconds on a fresh copy each; everyone runs once a round, and a first round is not counted."""
+    """Median CPU seconds on a fresh copy each; everyone runs once a round, and a first round is not
+    counted.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds + 1):
         for name, run in contestants.items():

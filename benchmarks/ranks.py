@@ -2,11 +2,12 @@
 
     python -m benchmarks.ranks [--sizes 2 4 8] [--rounds 5] [--skip cpu cold]
 
-In one pytest run for each size, in turns: empty tests on warm ranks, the pytest protocol included, and tests that
-all-reduce 1 MB; both of ``MultiProcContinuousTest``, whose ranks run no pytest; the bare collective, in a loop on the
-same ranks; and empty tests without ranks, since every rank runs that protocol. Then the CPU time of a file of 20 tests,
-against 20 times a test of ``MultiProcessTestCase``, and the cold start of 8 ranks against importing what they need.
-Times are on the clock, but for the CPU time: on a machine with other things to do, look at ratios.
+In one pytest run for each size, in turns: empty tests on warm ranks, the pytest protocol included,
+and tests that all-reduce 1 MB; both of ``MultiProcContinuousTest``, whose ranks run no pytest; the
+bare collective, in a loop on the same ranks; and empty tests without ranks, since every rank runs
+that protocol. Then the CPU time of a file of 20 tests, against 20 times a test of
+``MultiProcessTestCase``, and the cold start of 8 ranks against importing what they need. Times are
+on the clock, but for the CPU time: on a machine with other things to do, look at ratios.
 """
 
 from __future__ import annotations

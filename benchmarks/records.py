@@ -2,9 +2,9 @@
 
     python -m benchmarks.records [--gib 1] [--rounds 5] [--folder DIR]
 
-Both records lie in files that were just written, so in the page cache if it is large enough; every round maps them
-anew. The yardstick maps them, too, and adds up their bytes as int64. CPU seconds on one thread, and the most memory
-that is not of files.
+Both records lie in files that were just written, so in the page cache if it is large enough; every
+round maps them anew. The yardstick maps them, too, and adds up their bytes as int64. CPU seconds on
+one thread, and the most memory that is not of files.
 """
 
 from __future__ import annotations

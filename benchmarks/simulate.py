@@ -1,18 +1,20 @@
-"""A long simulated training, as multi-node validation runs are read: digests of the weights, step by step.
+"""A long simulated training, as multi-node validation runs are read: digests of the weights, step
+by step.
 
     python -m benchmarks.simulate [--ranks 64 128 256] [--steps 25] [--nodes-of 8] [--tp 4]
     python -m benchmarks.simulate --ranks 1024 --replicate 16 --sides graph
 
-The rewritten graph and eager ``fully_shard`` train Llama 3 of two layers, as wide as the ranks divide, in
-one process, with sums in the order of the default rings. Every line is one step; the two digests of all
-ranks' weights must be equal. Times and peak memory of each side are printed, with the limits that they
-should keep on two cores: 1 minute for 64 ranks of 25 steps by graph, 5 minutes and 2 GB for 256; eagerly
-twice the time, and 3 GB. Each side runs in a process of its own. Limits are on CPU time: one thread computes
-at a time, so that is what a machine with nothing else to do takes; the time on the clock is told, too.
-``--tp 4`` lets four ranks share a model by tensor and sequence parallelism, inside a node if nodes are of eight, with
-FSDP across; it has no limits. Of ``--tp 8`` equal digests prove less: with one data rank a node, every channel adds in
-the same order. ``--replicate 16`` is hybrid sharding with 16 replicas. The ranks of one replica have to divide every
-dimension, so 1,024 ranks can then train a narrow model.
+The rewritten graph and eager ``fully_shard`` train Llama 3 of two layers, as wide as the ranks
+divide, in one process, with sums in the order of the default rings. Every line is one step; the two
+digests of all ranks' weights must be equal. Times and peak memory of each side are printed, with
+the limits that they should keep on two cores: 1 minute for 64 ranks of 25 steps by graph, 5 minutes
+and 2 GB for 256; eagerly twice the time, and 3 GB. Each side runs in a process of its own. Limits
+are on CPU time: one thread computes at a time, so that is what a machine with nothing else to do
+takes; the time on the clock is told, too. ``--tp 4`` lets four ranks share a model by tensor and
+sequence parallelism, inside a node if nodes are of eight, with FSDP across; it has no limits. Of
+``--tp 8`` equal digests prove less: with one data rank a node, every channel adds in the same
+order. ``--replicate 16`` is hybrid sharding with 16 replicas. The ranks of one replica have to
+divide every dimension, so 1,024 ranks can then train a narrow model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The simulated world: the interpreter against LocalTensorMode, a ring sum against the memory it reads.
+"""The simulated world: the interpreter against LocalTensorMode, a ring sum against the memory it
+reads.
 
     python -m benchmarks.simulated [--ranks 16 64] [--rounds 3] [--steps 0]
 

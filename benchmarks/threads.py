@@ -1,9 +1,11 @@
-"""What a rank costs on a thread among many, against the same rank alone in a process: eager ``fully_shard``.
+"""What a rank costs on a thread among many, against the same rank alone in a process: eager
+``fully_shard``.
 
     python -m benchmarks.threads [--ranks 16 64] [--steps 4] [--rounds 2]
 
-debug llama3, bf16 with fp32 reduction, AdamW, everything recorded, two nodes. CPU seconds of a step after the
-first two, which fill DTensor's caches. The yardstick is torch's own cost of the step, without any collective.
+debug llama3, bf16 with fp32 reduction, AdamW, everything recorded, two nodes. CPU seconds of a step
+after the first two, which fill DTensor's caches. The yardstick is torch's own cost of the step,
+without any collective.
 """
 
 from __future__ import annotations

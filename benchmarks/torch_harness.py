@@ -1,10 +1,11 @@
-"""Torch's own harnesses with tests on ranks that do nothing: the yardsticks of ``benchmarks.ranks``.
+"""Torch's own harnesses with tests on ranks that do nothing: the yardsticks of
+``benchmarks.ranks``.
 
-    python -m benchmarks.torch_harness spawned      one test of MultiProcessTestCase
-    python -m benchmarks.torch_harness continuous   for each line of stdin, tests of MultiProcContinuousTest
+    python -m benchmarks.torch_harness spawned      one test of MultiProcessTestCase python -m
+    benchmarks.torch_harness continuous   for each line of stdin, tests of MultiProcContinuousTest
 
-A line is the name of a test and how many of it to run; the answer is the seconds that each took. BENCH_RANKS says how
-many ranks.
+A line is the name of a test and how many of it to run; the answer is the seconds that each took.
+BENCH_RANKS says how many ranks.
 """
 
 from __future__ import annotations

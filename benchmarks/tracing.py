@@ -4,14 +4,16 @@
     python -m benchmarks.tracing --wide
     python -m benchmarks.tracing --once [--rounds 3]
 
-Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward, loss and
-backward on the same fake tensors, in turns, with garbage collection off; times are CPU seconds, medians. The plain
-side gets neither module names nor the backward's marks. The exponent is of a power of the number of nodes; where it
-is missed, a profile shows which calls take the time at the largest depth.
+Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward,
+loss and backward on the same fake tensors, in turns, with garbage collection off; times are CPU
+seconds, medians. The plain side gets neither module names nor the backward's marks. The exponent is
+of a power of the number of nodes; where it is missed, a profile shows which calls take the time at
+the largest depth.
 
-``--wide`` traces, buckets and writes Llama 3 of 126 layers as rank 0 of 4,096, which do not divide its sizes: 4 GB at
-most, and the CPU seconds are printed. ``--once`` traces on 8 gloo ranks, on all of them and by
-``trace_once`` in turns: CPU seconds of the 8 processes together, a third at most. Two of eight traces are a quarter.
+``--wide`` traces, buckets and writes Llama 3 of 126 layers as rank 0 of 4,096, which do not divide
+its sizes: 4 GB at most, and the CPU seconds are printed. ``--once`` traces on 8 gloo ranks, on all
+of them and by ``trace_once`` in turns: CPU seconds of the 8 processes together, a third at most.
+Two of eight traces are a quarter.
 """
 
 from __future__ import annotations
@@ -153,7 +155,9 @@ def report(sizes: list[int], times: list[dict[str, float]]) -> tuple[bool, bool]
 
 
 def report_wide(layers: int = 126, ranks: int = 4096) -> bool:
-    """One run, from the model to the text, in a process that has imported all; each layer has to be a bucket."""
+    """One run, from the model to the text, in a process that has imported all; each layer has to be
+    a bucket.
+    """
     config = replace(llama3.FLAVORS["debug"], n_layers=layers)
     with fake_world(make_spec("fake", size=ranks)) as world:
         start = time.process_time()
@@ -183,7 +187,9 @@ def report_wide(layers: int = 126, ranks: int = 4096) -> bool:
 
 
 def trace_in_turns(rank: int, size: int, store: str, rounds: int, seconds: Any) -> None:
-    """One of ``size`` ranks: CPU seconds of a trace on every rank, and by ``trace_once``, after one to warm up."""
+    """One of ``size`` ranks: CPU seconds of a trace on every rank, and by ``trace_once``, after one
+    to warm up.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.second_tier
 
 
 def wrong_examples(module: ModuleType, home: ModuleType | None = None) -> str:
-    """What doctest has to say of a module; nothing where every example is true. They use the names of ``home``."""
+    """What doctest has to say of a module; nothing where every example is true. They use the names
+    of ``home``.
+    """
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         doctest.testmod(module, extraglobs={**vars(home or module), "torch": torch})

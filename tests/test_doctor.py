@@ -1,4 +1,6 @@
-"""``python -m pytest_gtrainer doctor``: what it says of the installed torch and pytest, and of damaged ones."""
+"""``python -m pytest_gtrainer doctor``: what it says of the installed torch and pytest, and of
+damaged ones.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
 
 
 def test_all_is_in_order_on_this_torch(capsys: pytest.CaptureFixture[str]):
-    """In this process, which has imported most of what it looks at; the verbose form runs as a command."""
+    """In this process, which has imported most of what it looks at; the verbose form runs as a
+    command.
+    """
     status = main(["doctor"])
     told = capsys.readouterr().out
     assert status == 0, told
@@ -116,7 +120,9 @@ def test_a_command_that_does_not_exist_is_refused_in_one_line():
 
 @pytest.mark.parametrize("topic", topics(), ids=lambda topic: topic.name)
 def test_the_documentation_shows_every_topic(topic: Topic):
-    """Its output is quoted of a torch that this suite does not run on; only the topics are ours to compare."""
+    """Its output is quoted of a torch that this suite does not run on; only the topics are ours to
+    compare.
+    """
     lines = (ROOT / "docs" / "doctor.md").read_text().splitlines()
     assert any(
         line[13:].startswith(f"{topic.name} ") and line.endswith(f"  {topic.title}")

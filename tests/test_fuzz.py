@@ -1,8 +1,9 @@
-"""Damaged graph texts and records: read, or refused by the one documented error; what fuzzing has found stays so.
+"""Damaged graph texts and records: read, or refused by the one documented error; what fuzzing has
+found stays so.
 
-``GT_FUZZ_SECONDS=1800 GT_FUZZ_SEED=0 pytest -s -m long tests/test_fuzz.py`` runs each of the two for so
-many seconds of CPU time. Batch n of a run draws its examples from the seed GT_FUZZ_SEED + n, so each can
-be drawn again.
+``GT_FUZZ_SECONDS=1800 GT_FUZZ_SEED=0 pytest -s -m long tests/test_fuzz.py`` runs each of the two
+for so many seconds of CPU time. Batch n of a run draws its examples from the seed GT_FUZZ_SEED + n,
+so each can be drawn again.
 """
 
 from __future__ import annotations
@@ -257,7 +258,9 @@ def bounded():
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz(target, seconds, tmp_path):
-    """For so many seconds of CPU time; each failure is told with its seed, and the next seed is tried."""
+    """For so many seconds of CPU time; each failure is told with its seed, and the next seed is
+    tried.
+    """
     examples, read = TARGETS[target]
     told: Counter[str] = Counter()
     found: dict[str, str] = {}

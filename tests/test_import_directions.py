@@ -1,4 +1,6 @@
-"""What imports what: downwards only, a lower half that a trainer uses without pytest, and texts read without torch."""
+"""What imports what: downwards only, a lower half that a trainer uses without pytest, and texts
+read without torch.
+"""
 
 import ast
 import itertools
@@ -35,7 +37,9 @@ ROOMS = (
     {"_torch", "_pytest_private"},
     {"facts", "environment"},
 )
-"""From the top: a room imports from rooms below it, never from one beside it. docs/architecture.md draws them."""
+"""From the top: a room imports from rooms below it, never from one beside it. docs/architecture.md
+draws them.
+"""
 
 ROOT = Path(pytest_gtrainer.__path__[0])
 
@@ -91,7 +95,9 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py") if path != ROOT / 
 
 
 def imported_by(source):
-    """Modules of ours that a source imports: at its head, inside functions, and for annotations only."""
+    """Modules of ours that a source imports: at its head, inside functions, and for annotations
+    only.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []

@@ -1,4 +1,6 @@
-"""A test that leaves a switch of torch changed is named; one that puts it back, and innocent ones, are not."""
+"""A test that leaves a switch of torch changed is named; one that puts it back, and innocent ones,
+are not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# A run inside this process forgets what it has imported, and libraries of operators cannot be registered again.
+# A run inside this process forgets what it has imported, and libraries of operators cannot be
+# registered again.
 import torch._dynamo
 import torch._inductor.test_operators
 import torch.distributed._functional_collectives
@@ -43,7 +46,9 @@ LEAKY = """
 
 @pytest.fixture(autouse=True)
 def put_back(monkeypatch: pytest.MonkeyPatch):
-    """These tests leak in this very process, and what they tell is not for the summary of the suite."""
+    """These tests leak in this very process, and what they tell is not for the summary of the
+    suite.
+    """
     monkeypatch.setattr(facts, "_sinks", [])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)

@@ -1,4 +1,6 @@
-"""Private names of torch and pytest stand in the files that say so, and those files say all of them once."""
+"""Private names of torch and pytest stand in the files that say so, and those files say all of them
+once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Private names of others that a file uses: by import, or as attributes of what it did not define itself.
+    """Private names of others that a file uses: by import, or as attributes of what it did not
+    define itself.
 
     Operators are no private names: ``aten._unsafe_view`` is what graphs, and goldens, call it.
     """
@@ -96,7 +99,9 @@ def test_the_reader_of_sources_finds_one(source: str):
 
 
 def replaced_names(source: str) -> Iterator[str]:
-    """Names of torch and pytest in whose place a file puts something of its own: by assignment, or a patch."""
+    """Names of torch and pytest in whose place a file puts something of its own: by assignment, or
+    a patch.
+    """
     tree, hosts = ast.parse(source), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -141,7 +146,9 @@ REPLACED = {
     "_torch/fake_groups.py": {"torch.distributed.distributed_c10d._world"},
     "_torch/threads.py": {"torch.distributed.distributed_c10d._world"},
 }
-"""Everything of torch's that we put something else in the place of; docs/limits.md says why and for how long."""
+"""Everything of torch's that we put something else in the place of; docs/limits.md says why and for
+how long.
+"""
 
 
 def test_nothing_else_of_torch_or_pytest_is_replaced():
@@ -175,9 +182,11 @@ def table_of(tree: ast.Module) -> tuple[ast.stmt | None, dict[str, tuple[str, ..
 
 
 def drift(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Attributes that a file reads and its table lacks, and those that the table names and the file does not use.
+    """Attributes that a file reads and its table lacks, and those that the table names and the file
+    does not use.
 
-    Private attributes of torch and pytest belong into the table, and attributes of a module or class that is private.
+    Private attributes of torch and pytest belong into the table, and attributes of a module or
+    class that is private.
     """
     statement, table = table_of(tree)
     named = {name for names in table.values() for name in names}

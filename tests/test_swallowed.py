@@ -1,4 +1,6 @@
-"""A check that fails in a test fails it, although the test catches the exception; without ranks, and on ranks."""
+"""A check that fails in a test fails it, although the test catches the exception; without ranks,
+and on ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What pytest-gtrainer is told of this repository; and an option that switches the bug on, to see it caught."""
+"""What pytest-gtrainer is told of this repository; and an option that switches the bug on, to see
+it caught.
+"""
 
 
 def pytest_addoption(parser):

@@ -4,15 +4,17 @@
 - ``_pop_mode_temporarily`` gives the mode below, if ``_get_current_dispatch_mode`` has one. Its
   ``__torch_dispatch__`` gets the arguments as they are; a call of the operator would leave out an
   optional tensor that is undefined;
-- ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of the forward, that
-  of the node that was just made for it, plus one; a node knows its own as ``_sequence_nr()``;
+- ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of
+  the forward, that of the node that was just made for it, plus one; a node knows its own as
+  ``_sequence_nr()``;
 - ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
   ``torch.autograd.graph`` and ``torch.autograd``;
 - ``torch._C._current_graph_task_id`` is -1 outside of a backward;
-- a tensor holds its hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``; those on its ``AccumulateGrad``
-  node, which DDP registers in C++, have no reader;
-- ``torch.Tensor._make_wrapper_subclass`` makes a tensor without memory on any device. ``AccumulateGrad`` adds to a
-  ``.grad`` in place, so that such a one gets the call in its ``__torch_dispatch__``.
+- a tensor holds its hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``; those on its
+  ``AccumulateGrad`` node, which DDP registers in C++, have no reader;
+- ``torch.Tensor._make_wrapper_subclass`` makes a tensor without memory on any device.
+  ``AccumulateGrad`` adds to a ``.grad`` in place, so that such a one gets the call in its
+  ``__torch_dispatch__``.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +51,9 @@ __all__ = ["TorchDispatchMode", "in_backward", "last_made_node", "watching_backw
 
 
 class GuardedGradient(torch.Tensor):
-    """The ``.grad`` of a tensor for as long as nobody may use it: reading its value or adding to it raises."""
+    """The ``.grad`` of a tensor for as long as nobody may use it: reading its value or adding to it
+    raises.
+    """
 
     message: str
 
@@ -112,7 +116,9 @@ def last_made_node() -> int:
 
 @contextmanager
 def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``begin(number)`` before each autograd node computes, ``end()`` after; sums of gradients belong to none."""
+    """Call ``begin(number)`` before each autograd node computes, ``end()`` after; sums of gradients
+    belong to none.
+    """
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as hooks:

@@ -1,12 +1,14 @@
 """Sums of gradients, and symbols of data-dependent sizes.
 
-- nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``, and the
-  ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the backward is the engine's
-  if an operand of the backward has a smaller ``seq_nr``, because the backward counts down;
-- ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols are made by
-  ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``;
-- what a trace relied on is in ``ShapeEnv.guards`` (of symbols with hints) and ``deferred_runtime_asserts``
-  (of those without), ``ShapeEnv.simplify`` applies the equations between symbols that it found.
+- nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``,
+  and the ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the
+  backward is the engine's if an operand of the backward has a smaller ``seq_nr``, because the
+  backward counts down;
+- ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols
+  are made by ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``;
+- what a trace relied on is in ``ShapeEnv.guards`` (of symbols with hints) and
+  ``deferred_runtime_asserts`` (of those without), ``ShapeEnv.simplify`` applies the equations
+  between symbols that it found.
 """
 
 import os
@@ -60,7 +62,9 @@ Renaming = dict[sympy.Symbol, sympy.Expr]
 
 
 def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
-    """Give a copied node that makes data-dependent sizes its own symbols; ``renaming`` keeps them for its readers."""
+    """Give a copied node that makes data-dependent sizes its own symbols; ``renaming`` keeps them
+    for its readers.
+    """
     if bindings := meta.get("unbacked_bindings"):
         shape_env = shape_env_of(meta["val"])
         for symbol in bindings:
@@ -105,7 +109,9 @@ def _renamed(value: Any, renaming: Renaming) -> Any:
 
 
 def expression_of(value: Any) -> Any:
-    """The sympy expression of a SymInt, SymFloat or SymBool, with the equations that its trace found."""
+    """The sympy expression of a SymInt, SymFloat or SymBool, with the equations that its trace
+    found.
+    """
     return value.node.shape_env.simplify(value.node.expr)
 
 
@@ -115,7 +121,9 @@ def symbols_of(value: Any) -> list[sympy.Symbol]:
 
 
 def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
-    """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is left."""
+    """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is
+    left.
+    """
     found = expression_of(value).xreplace(
         {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
     )

@@ -1,18 +1,21 @@
 """torch.compile, watched from outside.
 
-- The log ``torch.__trace``, which ``TORCH_TRACE`` and tlparse read: each record has ``metadata``, and a ``payload``
-  that is text or JSON. ``chromium_event`` tells when a phase or a pass begins ("ph" is "B") and ends ("E"), in the
-  thread and at the time at which it does; passes are named ``pass.<stage's passes>.<pass>``.
-- ``torch.compile`` looks up ``torch._inductor.compile_fx.compile_fx`` when it compiles, and calls it with Dynamo's
-  graph and the user's options; its ``inner_compile`` gets each graph behind the partitioner, with ``is_backward`` and
-  ``is_inference``. It is the one name that is put in another's place, while a recorder is open: options are told
-  nowhere else. ``config_patches`` reach the backward, which compiles later.
-- ``torch._inductor.config``: the user's passes, ``joint_custom_pre_pass`` first among those of the joint graph.
-  ``get_custom_graph_passes`` reads one such setting, a pass or several.
+- The log ``torch.__trace``, which ``TORCH_TRACE`` and tlparse read: each record has ``metadata``,
+  and a ``payload`` that is text or JSON. ``chromium_event`` tells when a phase or a pass begins
+  ("ph" is "B") and ends ("E"), in the thread and at the time at which it does; passes are named
+  ``pass.<stage's passes>.<pass>``.
+- ``torch.compile`` looks up ``torch._inductor.compile_fx.compile_fx`` when it compiles, and calls
+  it with Dynamo's graph and the user's options; its ``inner_compile`` gets each graph behind the
+  partitioner, with ``is_backward`` and ``is_inference``. It is the one name that is put in
+  another's place, while a recorder is open: options are told nowhere else. ``config_patches`` reach
+  the backward, which compiles later.
+- ``torch._inductor.config``: the user's passes, ``joint_custom_pre_pass`` first among those of the
+  joint graph. ``get_custom_graph_passes`` reads one such setting, a pass or several.
 - ``CompileContext.current_compile_id()``, whose text is "0/1", None outside of Dynamo.
-- ``ShapeEnv.guards``, each with ``expr``, and ``var_to_range``: the sizes that a compilation holds for.
-- ``_recursive_post_grad_passes`` runs Inductor's passes on a forward or backward graph, under its fake mode, behind
-  ``view_to_reshape``, as ``compile_fx_inner`` does before it generates code.
+- ``ShapeEnv.guards``, each with ``expr``, and ``var_to_range``: the sizes that a compilation holds
+  for.
+- ``_recursive_post_grad_passes`` runs Inductor's passes on a forward or backward graph, under its
+  fake mode, behind ``view_to_reshape``, as ``compile_fx_inner`` does before it generates code.
 """
 
 import logging
@@ -87,7 +90,9 @@ def current_compile_id() -> str:
 
 
 def own_passes(setting: str) -> list[Any]:
-    """The user's passes in a setting of Inductor, ``post_grad_custom_post_pass`` for one, as they hold now."""
+    """The user's passes in a setting of Inductor, ``post_grad_custom_post_pass`` for one, as they
+    hold now.
+    """
     return [
         *filter(callable, get_custom_graph_passes(getattr(inductor_config, setting, None)))
     ]  # or it is a switch
@@ -95,7 +100,9 @@ def own_passes(setting: str) -> list[Any]:
 
 @contextmanager
 def heard_by(handler: logging.Handler) -> Iterator[None]:
-    """Give the structured trace to a handler, and to nobody above it, whose captured logs it would fill."""
+    """Give the structured trace to a handler, and to nobody above it, whose captured logs it would
+    fill.
+    """
     propagates, TRACE_LOG.propagate = TRACE_LOG.propagate, False
     TRACE_LOG.addHandler(handler)
     try:
@@ -107,7 +114,9 @@ def heard_by(handler: logging.Handler) -> Iterator[None]:
 
 @contextmanager
 def instead_of_compile_fx(made: Callable[[CompileFx], CompileFx]) -> Iterator[None]:
-    """While this is open, ``torch.compile`` calls what ``made`` gives for Inductor's own ``compile_fx``."""
+    """While this is open, ``torch.compile`` calls what ``made`` gives for Inductor's own
+    ``compile_fx``.
+    """
     own = compile_fx_module.compile_fx
     ours = compile_fx_module.compile_fx = made(own)
     try:
@@ -126,7 +135,9 @@ def with_first_joint_pass(patches: dict[str, Any] | None, first: CustomGraphPass
 
 @contextmanager
 def fresh(*, caches: bool) -> Iterator[None]:
-    """Dynamo as at the start of a process, before and after; without caches unless they are asked for."""
+    """Dynamo as at the start of a process, before and after; without caches unless they are asked
+    for.
+    """
     with ExitStack() as stack:
         torch._dynamo.reset()
         counters.clear()
@@ -153,7 +164,9 @@ def with_kernels_of_eager(
     is_inference: bool,
     given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
-    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears the inputs."""
+    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears
+    the inputs.
+    """
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         compile_fx_module.view_to_reshape(gm)
         compile_fx_module._recursive_post_grad_passes(gm, is_inference=is_inference)
@@ -166,7 +179,9 @@ def with_kernels_of_eager(
 
 
 def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:
-    """Whether a compilation holds for these sizes, by symbol: they are in their ranges, and no guard is false."""
+    """Whether a compilation holds for these sizes, by symbol: they are in their ranges, and no
+    guard is false.
+    """
     env = number.node.shape_env
     in_range = all(
         size in env.var_to_range[symbol]

@@ -1,9 +1,9 @@
 """The fake backend, and a fake default group beside the groups of a process.
 
 - ``FakeStore`` has no other home; importing it registers the backend "fake".
-- ``distributed_c10d._world`` holds the process groups of a process and may be replaced. ``_World`` itself only
-  looks at tables of the module; torch's ``ThreadLocalWorld`` has tables of its own, in ``_world``. ``group_count``
-  numbers the groups, and with them their names.
+- ``distributed_c10d._world`` holds the process groups of a process and may be replaced. ``_World``
+  itself only looks at tables of the module; torch's ``ThreadLocalWorld`` has tables of its own, in
+  ``_world``. ``group_count`` numbers the groups, and with them their names.
 - Groups are registered by name in C++ too: ``_unregister_process_group(name)`` takes one out.
 """
 
@@ -32,15 +32,19 @@ _NAMES = itertools.count(1_000_000_000, 1_000_000)  # no name of a group means a
 
 
 def new_group_names() -> int:
-    """A number from which ``fake_group_beside`` names its groups, and no other world of this process does."""
+    """A number from which ``fake_group_beside`` names its groups, and no other world of this
+    process does.
+    """
     return next(_NAMES)
 
 
 @contextmanager
 def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterator[None]:
-    """A fake default group, as another rank's; this process's own are out of sight. Make meshes anew inside.
+    """A fake default group, as another rank's; this process's own are out of sight. Make meshes
+    anew inside.
 
-    Groups are named from the number ``names``, by default a new one: two worlds of one number have equal names.
+    Groups are named from the number ``names``, by default a new one: two worlds of one number have
+    equal names.
     """
     outside = c10d._world
     forget_meshes()  # equal meshes share caches, and with them names of groups

@@ -1,10 +1,11 @@
 """What Dynamo and AOTAutograd say of a graph's inputs and outputs.
 
-- ``node._dynamo_source``, else ``meta["grapharg"].source``, on placeholders of Dynamo: the source, whose ``name`` is
-  its expression (a method before torch 2.14).
-- ``meta["desc"]`` on placeholders of AOTAutograd and Inductor, and on the output a list of them: descriptors of
-  ``torch._functorch._aot_autograd.descriptors``. ``PlainAOTInput.idx`` counts the inputs of Dynamo's graph,
-  ``ParamAOTInput.target`` is an FQN, ``SubclassGetAttrAOTInput.base`` the tensor whose attribute it is.
+- ``node._dynamo_source``, else ``meta["grapharg"].source``, on placeholders of Dynamo: the source,
+  whose ``name`` is its expression (a method before torch 2.14).
+- ``meta["desc"]`` on placeholders of AOTAutograd and Inductor, and on the output a list of them:
+  descriptors of ``torch._functorch._aot_autograd.descriptors``. ``PlainAOTInput.idx`` counts the
+  inputs of Dynamo's graph, ``ParamAOTInput.target`` is an FQN, ``SubclassGetAttrAOTInput.base`` the
+  tensor whose attribute it is.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class Input:
 
 
 class Result(NamedTuple):
-    """What an output is: "output" by its place, "kept" for the backward, "gradient" or "updated" of an input."""
+    """What an output is: "output" by its place, "kept" for the backward, "gradient" or "updated" of
+    an input.
+    """
 
     kind: str
     place: int = 0

@@ -1,10 +1,12 @@
 """FSDP2: its parameter groups, and what their collectives carry.
 
-After a model's first forward each ``FSDPModule`` holds ``_get_fsdp_state()._fsdp_param_groups``, and a group its
-``fsdp_params`` in payload order, its process groups, and with replicas (``_is_hsdp``) one more. The all-gather inputs
-come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads included; ``_get_dim0_padded_size`` gives a
-gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch. Which tensors among the
-inputs of a forward FSDP2 hands on by its autograd function is ``collect_grad_tensors``' to say.
+After a model's first forward each ``FSDPModule`` holds ``_get_fsdp_state()._fsdp_param_groups``,
+and a group its ``fsdp_params`` in payload order, its process groups, and with replicas
+(``_is_hsdp``) one more. The all-gather inputs come from FSDP2's own
+``_get_param_all_gather_inputs``, casts and pads included; ``_get_dim0_padded_size`` gives a
+gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
+Which tensors among the inputs of a forward FSDP2 hands on by its autograd function is
+``collect_grad_tensors``' to say.
 """
 
 import sys
@@ -58,7 +60,9 @@ def is_block_mask(value: Any) -> bool:
 
 
 def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
-    """A ``BlockMask`` cut along the batch by torch itself; all of it for every chunk where it is broadcast."""
+    """A ``BlockMask`` cut along the batch by torch itself; all of it for every chunk where it is
+    broadcast.
+    """
     from torch.distributed.pipelining.microbatch import _split_block_mask
 
     return list(_split_block_mask(mask, num_chunks))
@@ -86,7 +90,9 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
 
 
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
-    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce replicas' (else None)."""
+    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce replicas'
+    (else None).
+    """
     replicas = group._all_reduce_process_group if group._is_hsdp else None
     return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 
@@ -97,7 +103,9 @@ def reduce_dtype(group: Any) -> torch.dtype | None:
 
 
 def shard_numel(parameter: Any, ranks: int) -> int:
-    """Elements that each of so many ranks gets of an ``FSDPParam``'s gradient, padded so that they divide dim 0."""
+    """Elements that each of so many ranks gets of an ``FSDPParam``'s gradient, padded so that they
+    divide dim 0.
+    """
     size, dim = list(parameter._orig_size), parameter.fsdp_placement.dim
     if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
         size[0], size[dim] = size[0] * ranks, size[dim] // ranks
@@ -105,7 +113,9 @@ def shard_numel(parameter: Any, ranks: int) -> int:
 
 
 def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
-    """FSDP2's two reductions, such as "avg" or "premul_sum(0.25)": a reduce-scatter divides, an all-reduce is plain."""
+    """FSDP2's two reductions, such as "avg" or "premul_sum(0.25)": a reduce-scatter divides, an
+    all-reduce is plain.
+    """
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(
         scatters,

@@ -1,13 +1,16 @@
 """Graphs as bytes, for other processes that run the same program.
 
-- ``torch.fx._graph_pickler.GraphPickler`` pickles what graphs hold: operators, symbolic numbers and what is known about
-  them. Its ``_unpickle_state`` stands for the reader's ``_UnpickleState``, in whose ``fake_mode`` the symbols live.
-- It describes a fake tensor by a hundred attributes, and looks through all arguments of a node. Here a tensor is a view
-  of numbered memory, and a node its number, which takes a third of the time.
-- ``Tensor._make_subclass`` makes a fake tensor of a meta tensor that shows a given storage, as ``FakeTensor.__new__``
-  does in five times the time.
-- ``as_strided`` of a tensor without elements and ``resize_storage_bytes_`` ask nothing of symbolic sizes. ``set_`` and
-  ``empty`` would decide there whether the result is contiguous, which an unbacked symbol cannot answer.
+- ``torch.fx._graph_pickler.GraphPickler`` pickles what graphs hold: operators, symbolic numbers and
+  what is known about them. Its ``_unpickle_state`` stands for the reader's ``_UnpickleState``, in
+  whose ``fake_mode`` the symbols live.
+- It describes a fake tensor by a hundred attributes, and looks through all arguments of a node.
+  Here a tensor is a view of numbered memory, and a node its number, which takes a third of the
+  time.
+- ``Tensor._make_subclass`` makes a fake tensor of a meta tensor that shows a given storage, as
+  ``FakeTensor.__new__`` does in five times the time.
+- ``as_strided`` of a tensor without elements and ``resize_storage_bytes_`` ask nothing of symbolic
+  sizes. ``set_`` and ``empty`` would decide there whether the result is contiguous, which an
+  unbacked symbol cannot answer.
 """
 
 import io
@@ -49,9 +52,11 @@ def _fake_on_storage(
     view: tuple[Any, Any, Any],
     attributes: dict[torch.device, dict[str, Any]],
 ) -> FakeTensor:
-    """Return a fake tensor that shows ``view`` (size, stride, offset) of ``storage``, without dispatch.
+    """Return a fake tensor that shows ``view`` (size, stride, offset) of ``storage``, without
+    dispatch.
 
-    ``attributes`` caches what a fake tensor of each device holds beside its sizes. All tensors of a mode share it.
+    ``attributes`` caches what a fake tensor of each device holds beside its sizes. All tensors of a
+    mode share it.
     """
     shown = (
         torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
@@ -118,7 +123,8 @@ class _Nodes(_GraphUnpickler):
 
 
 def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device) -> bytes:
-    """Graphs of one fake mode, with the metadata of their nodes and what they hold, and values that belong to them.
+    """Graphs of one fake mode, with the metadata of their nodes and what they hold, and values that
+    belong to them.
 
     Where they name ``device``, their own, a reader names its own.
     Raises what pickle, or torch, raises of what cannot be written.
@@ -144,7 +150,9 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device
 def graphs_of(
     data: bytes, mode: FakeTensorMode, device: torch.device
 ) -> tuple[list[fx.GraphModule], Any]:
-    """What ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another device of its own."""
+    """What ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another device of
+    its own.
+    """
     with io.BytesIO(data) as stream:
         reader, graphs = _Nodes(stream, mode, device), []
         for _ in range(reader.load()):

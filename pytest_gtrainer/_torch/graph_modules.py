@@ -1,9 +1,12 @@
 """Graphs and graph modules: copies that cost little.
 
-- ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is called.
-- ``Graph._tracer_cls`` and ``Graph._codegen`` go with a graph's calling convention, and so into its copies.
-- ``Graph._codegen`` of a graph that torch.export made is a ``_PyTreeCodeGen``, whose ``pytree_info.out_spec`` is the
-  structure of what the generated code returns; ``TreeSpec`` has ``type``, ``context``, ``children()``, ``is_leaf()``.
+- ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is
+  called.
+- ``Graph._tracer_cls`` and ``Graph._codegen`` go with a graph's calling convention, and so into its
+  copies.
+- ``Graph._codegen`` of a graph that torch.export made is a ``_PyTreeCodeGen``, whose
+  ``pytree_info.out_spec`` is the structure of what the generated code returns; ``TreeSpec`` has
+  ``type``, ``context``, ``children()``, ``is_leaf()``.
 - ``Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
 """
 
@@ -39,14 +42,18 @@ def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) 
 def lazy_module(
     attributes: Any, graph: fx.Graph, meta: dict[str, Any], shape_env: Any
 ) -> fx.GraphModule:
-    """A graph as a module without code until somebody asks; ``attributes`` are named, or a module that has them."""
+    """A graph as a module without code until somebody asks; ``attributes`` are named, or a module
+    that has them.
+    """
     made: fx.GraphModule = _LazyGraphModule(attributes, graph)
     made.meta, made.shape_env = dict(meta), shape_env
     return made
 
 
 def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in nodes of its own, without code until somebody asks; values of their ``meta`` are shared."""
+    """The same graph in nodes of its own, without code until somebody asks; values of their
+    ``meta`` are shared.
+    """
     old = gm.graph
     new = empty_graph(old)
     output = new.output(new.graph_copy(old, {}))
@@ -63,6 +70,8 @@ def compiled(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def result_structure(graph: fx.Graph) -> Any:
-    """Return the pytree structure of what the code of a graph returns; None if it returns what its output node says."""
+    """Return the pytree structure of what the code of a graph returns; None if it returns what its
+    output node says.
+    """
     codegen = graph._codegen
     return codegen.pytree_info.out_spec if isinstance(codegen, _PyTreeCodeGen) else None

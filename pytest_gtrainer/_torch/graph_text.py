@@ -2,21 +2,28 @@
 
 - ``ProcessGroup.group_desc`` is ``mesh_<dimension>`` for a group made by ``init_device_mesh``
   and ``default_pg`` for the world, also where a mesh uses the world as its one dimension.
-- ``SymInt.node`` (a ``SymNode`` with ``expr`` and ``shape_env``), ``ShapeEnv.backed_var_to_val``, and
-  ``symbol_is_type`` with ``SymT`` to tell a data-dependent symbol from one with a known example.
+- ``SymInt.node`` (a ``SymNode`` with ``expr`` and ``shape_env``), ``ShapeEnv.backed_var_to_val``,
+  and ``symbol_is_type`` with ``SymT`` to tell a data-dependent symbol from one with a known
+  example.
 - ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
-  the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not there.
+  the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not
+  there.
 - ``torch._ops._higher_order_ops``: higher-order operators by name.
 - ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
-  ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a parser's checks.
-- ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
-- ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for ``no_grad`` and checkpoints.
-- ``torch._higher_order_ops.triton_kernel_wrap``: a node names a Triton kernel and its constants by their places in
-  ``kernel_side_table``, as ``kernel_idx`` and ``constant_args_idx``; the places depend on what was traced before.
-- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``. Beside ``_forward_hooks`` stand
-  ``_forward_hooks_with_kwargs`` and ``_forward_hooks_always_called`` with the same keys.
-- ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
-  user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
+  ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a
+  parser's checks.
+- ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's
+  graphs call them.
+- ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for
+  ``no_grad`` and checkpoints.
+- ``torch._higher_order_ops.triton_kernel_wrap``: a node names a Triton kernel and its constants by
+  their places in ``kernel_side_table``, as ``kernel_idx`` and ``constant_args_idx``; the places
+  depend on what was traced before.
+- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``. Beside
+  ``_forward_hooks`` stand ``_forward_hooks_with_kwargs`` and ``_forward_hooks_always_called`` with
+  the same keys.
+- ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look
+  for the user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
 
 from collections.abc import Mapping
@@ -108,7 +115,8 @@ FUNCTIONS_OF_DYNAMO = {
     f"torch._C.{name}": getattr(torch._C, name)
     for name in ("_set_grad_enabled", "_log_api_usage_once")
 }
-"""Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls."""
+"""Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls.
+"""
 
 PLAIN_FUNCTIONS = {
     "torch": torch,
@@ -152,7 +160,9 @@ def hint(symbol: Any, value: Any) -> int | float | None:
 
 
 def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
-    """A symbolic size with the ``given`` numbers of symbols, else those of its trace; the symbols that have neither."""
+    """A symbolic size with the ``given`` numbers of symbols, else those of its trace; the symbols
+    that have neither.
+    """
     told = value.node.shape_env.simplify(value.node.expr)
     numbers = {symbol: given.get(str(symbol), hint(symbol, value)) for symbol in told.free_symbols}
     unknown = sorted(str(symbol) for symbol, number in numbers.items() if number is None)
@@ -196,13 +206,17 @@ def is_kernel_call(target: Any) -> bool:
 
 
 def kernel_of(arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the Triton kernel that a node is given, None if torch's table has none there, and its constants."""
+    """Return the Triton kernel that a node is given, None if torch's table has none there, and its
+    constants.
+    """
     kernel = kernel_side_table.id_to_kernel.get(arguments["kernel_idx"])
     return kernel, kernel_side_table.constant_args.get(arguments["constant_args_idx"], {})
 
 
 def hooks_of(module: nn.Module) -> dict[str, list[Any]]:
-    """Return what runs before and after a module's forward and backward, by table: hooks, with how they are called."""
+    """Return what runs before and after a module's forward and backward, by table: hooks, with how
+    they are called.
+    """
     found: dict[str, list[Any]] = {}
     for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         for key, hook in getattr(module, table).items():

@@ -1,13 +1,14 @@
 """Modes and hooks that stay active until somebody ends them, each to be read and put back.
 
 - ``torch.overrides._get_current_function_mode_stack`` and
-  ``torch.utils._python_dispatch._get_current_dispatch_mode_stack`` list the modes that are entered, the outermost
-  first. A mode is ended by its ``__exit__``.
-- ``torch._C._autograd._top_saved_tensors_default_hooks``, ``_pop_...`` and ``_push_...``: the hooks that
-  ``torch.autograd.graph.saved_tensors_hooks`` has entered.
+  ``torch.utils._python_dispatch._get_current_dispatch_mode_stack`` list the modes that are entered,
+  the outermost first. A mode is ended by its ``__exit__``.
+- ``torch._C._autograd._top_saved_tensors_default_hooks``, ``_pop_...`` and ``_push_...``: the hooks
+  that ``torch.autograd.graph.saved_tensors_hooks`` has entered.
 - ``torch.nn.modules.module``: its dicts ``_global_..._hooks``, always the same objects, hold what
   ``register_module_forward_hook`` and its like have registered.
-- ``torch.utils._device.DeviceContext`` is the function mode by which ``torch.set_default_device`` works.
+- ``torch.utils._device.DeviceContext`` is the function mode by which ``torch.set_default_device``
+  works.
 """
 
 import contextlib
@@ -103,7 +104,9 @@ def _saved_tensor_hooks() -> Any:
 
 
 def _set_saved_tensor_hooks(wanted: Any) -> None:
-    """Pop what is on top of the wanted pair; push it if it is gone, and then pairs below it stay lost."""
+    """Pop what is on top of the wanted pair; push it if it is gone, and then pairs below it stay
+    lost.
+    """
     while (top := _saved_tensor_hooks()) is not None and top != wanted:
         _pop_saved_tensors_default_hooks()
     if top is None and wanted is not None:
@@ -131,7 +134,9 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
 }
-"""In words: how to read it, and how to put it back. Modes come first: one that is active sees what follows."""
+"""In words: how to read it, and how to put it back. Modes come first: one that is active sees what
+follows.
+"""
 
 
 def shown(value: Any) -> str:

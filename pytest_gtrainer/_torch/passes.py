@@ -1,24 +1,30 @@
 """Functional collectives of a graph, extra groups for them, fake values of new nodes.
 
-- functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument by name;
-- ``bucketing._pre_bucket_all_gather`` (registered by ``torch._inductor.fx_passes.bucketing``) takes the rank as
-  its argument ``rank``, and lays the rank's part at this place of a buffer for the whole group; each tensor in the
-  dtype that ``_ALL_DTYPES`` has at its place of ``out_dtype_ints``. ``fsdp.all_gather_copy_in`` does the same
-  without a cast, and gives the rank's part first;
-- ``torch._inductor.pattern_matcher.stable_topological_sort`` is what Inductor calls behind a user's pass;
+- functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
+  by name;
+- ``bucketing._pre_bucket_all_gather`` (registered by ``torch._inductor.fx_passes.bucketing``) takes
+  the rank as its argument ``rank``, and lays the rank's part at this place of a buffer for the
+  whole group; each tensor in the dtype that ``_ALL_DTYPES`` has at its place of ``out_dtype_ints``.
+  ``fsdp.all_gather_copy_in`` does the same without a cast, and gives the rank's part first;
+- ``torch._inductor.pattern_matcher.stable_topological_sort`` is what Inductor calls behind a user's
+  pass;
 - ``torch.ops.higher_order.inductor_compiled_code`` calls what Inductor compiled;
-- ``DeviceMesh._get_root_mesh`` is the mesh that a submesh was cut out of, its ``mesh`` holds all ranks;
-- ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
-  counts, or hashes the number of groups a rank has, and ranks that make groups in another order disagree);
-  ``_world`` holds the tables of groups, which ``destroy_process_group`` empties;
-- ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
-  operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
-- ``torch._inductor.fx_passes.micro_pipeline_tp`` is asynchronous tensor parallelism: it looks for collectives beside
-  products, and fuses them where NCCL is built in and ``_symmetric_memory`` is there for the group, which its
-  ``_test_mode`` says of groups that one names; what it fuses is gone from the graph. It asks
-  ``dist.is_nccl_available`` itself: where NCCL is not built in, that answers yes meanwhile, and is put back;
-- ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
-  "artifact" as a file, of the encoding that stands in its metadata.
+- ``DeviceMesh._get_root_mesh`` is the mesh that a submesh was cut out of, its ``mesh`` holds all
+  ranks;
+- ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name
+  (``new_group`` counts, or hashes the number of groups a rank has, and ranks that make groups in
+  another order disagree); ``_world`` holds the tables of groups, which ``destroy_process_group``
+  empties;
+- ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the
+  higher-order operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their
+  name and metadata;
+- ``torch._inductor.fx_passes.micro_pipeline_tp`` is asynchronous tensor parallelism: it looks for
+  collectives beside products, and fuses them where NCCL is built in and ``_symmetric_memory`` is
+  there for the group, which its ``_test_mode`` says of groups that one names; what it fuses is gone
+  from the graph. It asks ``dist.is_nccl_available`` itself: where NCCL is not built in, that
+  answers yes meanwhile, and is put back;
+- ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows
+  its event "artifact" as a file, of the encoding that stands in its metadata.
 """
 
 from collections.abc import Mapping
@@ -79,7 +85,9 @@ WAITS = (
     torch.ops.c10d_functional.wait_tensor.default,
     *([_several.default] if _several is not None else []),
 )
-"""``wait_tensors``, of several tensors, is there from torch 2.15 on; the older namespace is what bucketing calls."""
+"""``wait_tensors``, of several tensors, is there from torch 2.15 on; the older namespace is what
+bucketing calls.
+"""
 ALL_GATHER_OUT = _ops.all_gather_into_tensor_out.default
 PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"
 COPY_IN = "fsdp::all_gather_copy_in"
@@ -88,11 +96,14 @@ COMPILED_MODULES = "torch._inductor"
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
-EXTRA_GROUP = ":extra"  # ends the names of process groups that passes make; they are gone with their world (F4)
+# ends the names of process groups that passes make; they are gone with their world (F4)
+EXTRA_GROUP = ":extra"
 
 
 def dtypes_of_buckets() -> tuple[torch.dtype, ...]:
-    """What the numbers of ``out_dtype_ints`` stand for. A graph that has them has imported this module of Inductor."""
+    """What the numbers of ``out_dtype_ints`` stand for. A graph that has them has imported this
+    module of Inductor.
+    """
     from torch._inductor.fx_passes.bucketing import _ALL_DTYPES
 
     return _ALL_DTYPES
@@ -112,7 +123,9 @@ def log_artefact(name: str, content: object) -> None:
 
 
 def sort_as_inductor(graph: fx.Graph) -> None:
-    """Put late nodes right behind their operands, as Inductor does behind its passes; a cycle is a ValueError."""
+    """Put late nodes right behind their operands, as Inductor does behind its passes; a cycle is a
+    ValueError.
+    """
     ready: set[fx.Node] = set()
     for node in graph.nodes:
         if not ready.issuperset(node.all_input_nodes):
@@ -136,9 +149,11 @@ def root_ranks(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def extra_group(name: str) -> str:
-    """The name of the extra group of the group ``name``: the same ranks and backend, made at the first call in a world.
-    Its members alone make it. They agree on the source's name, which is the prefix of the group's keys in the store;
-    torch's own table finds it again while the world lives, and has forgotten it afterwards."""
+    """The name of the extra group of the group ``name``: the same ranks and backend, made at the
+    first call in a world. Its members alone make it. They agree on the source's name, which is the
+    prefix of the group's keys in the store; torch's own table finds it again while the world lives,
+    and has forgotten it afterwards.
+    """
     source, extra = group_named(name), name + EXTRA_GROUP
     world = (
         distributed_c10d._world
@@ -148,7 +163,8 @@ def extra_group(name: str) -> str:
     ranks = dist.get_process_group_ranks(source)
     _, store = world.pg_map[dist.group.WORLD]
     if dist.get_backend(source) != "fake":
-        # a group of that name that has ended has left its addresses in the store: each one has keys of its own
+        # a group of that name that has ended has left its addresses in the store: each one has keys
+        # of its own
         made_before = (store.add(f"{extra}/made", 1) - 1) // len(ranks)
         store = dist.PrefixStore(f"{extra}/{made_before}", store)
     backend = dist.Backend(dist.get_backend(source))
@@ -173,7 +189,9 @@ def is_extra_group(name: str) -> bool:
 
 
 def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
-    """Let Inductor keep each node behind another one that it does not read; to import it takes seconds."""
+    """Let Inductor keep each node behind another one that it does not read; to import it takes
+    seconds.
+    """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -185,7 +203,9 @@ def is_control_dependency(node: fx.Node) -> bool:
 
 
 def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
-    """Products that torch fuses with each gather and scatter of a group, rewriting it; imports Inductor (seconds)."""
+    """Products that torch fuses with each gather and scatter of a group, rewriting it; imports
+    Inductor (seconds).
+    """
     from torch._inductor.fx_passes import micro_pipeline_tp as tp
     from torch.distributed._symmetric_memory import _test_mode
 

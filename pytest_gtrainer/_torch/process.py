@@ -1,11 +1,15 @@
 """State of the process: deterministic algorithms, streams of CUDA, compiled code.
 
-- ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
-- ``torch.backends.ContextProp`` is the class of flags such as ``torch.backends.cudnn.deterministic``; its attribute
-  ``setter`` sets one of them where assignment is refused.
+- ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its
+  import of Inductor.
+- ``torch.backends.ContextProp`` is the class of flags such as
+  ``torch.backends.cudnn.deterministic``; its attribute ``setter`` sets one of them where assignment
+  is refused.
 - ``torch.cuda._sleep(cycles)`` keeps a stream busy.
-- ``torch._C._cuda_clearCublasWorkspaces()`` frees what cuBLAS keeps for each stream, 32 MiB on an H100.
-- Inductor's and dynamo's modules are looked at only where somebody has imported them: importing them takes seconds.
+- ``torch._C._cuda_clearCublasWorkspaces()`` frees what cuBLAS keeps for each stream, 32 MiB on an
+  H100.
+- Inductor's and dynamo's modules are looked at only where somebody has imported them: importing
+  them takes seconds.
 """
 
 import sys
@@ -28,8 +32,9 @@ def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:
 def set_backend_flag(backend: Any, name: str, value: bool) -> None:
     """Set one flag of ``torch.backends.cudnn`` or ``torch.backends.mkldnn``.
 
-    ``import torch.testing._internal.common_utils`` forbids to assign these flags for the rest of the process. torch's
-    way out, ``backend.flags(...)``, would set all flags of the backend, and raises where precisions of TF32 are mixed.
+    ``import torch.testing._internal.common_utils`` forbids to assign these flags for the rest of
+    the process. torch's way out, ``backend.flags(...)``, would set all flags of the backend, and
+    raises where precisions of TF32 are mixed.
     """
     vars(type(backend))[name].setter(value)
 

@@ -1,22 +1,29 @@
-"""Process groups: which live, how many were made, an end that does not wait; torch's caches that outlive a test.
+"""Process groups: which live, how many were made, an end that does not wait; torch's caches that
+outlive a test.
 
-- ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective names.
+- ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective
+  names.
 - ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
 - ``_get_sequence_number_for_group`` counts what was issued on a group.
-- ``_dump_fr_trace`` gives what torch's flight recorder holds, the last 2,000 collectives on CPU unless the environment
-  says otherwise; sends and receives are not among them.
-- ``_abort_process_group`` does not wait for collectives that never end, as ``destroy_process_group`` does.
+- ``_dump_fr_trace`` gives what torch's flight recorder holds, the last 2,000 collectives on CPU
+  unless the environment says otherwise; sends and receives are not among them.
+- ``_abort_process_group`` does not wait for collectives that never end, as
+  ``destroy_process_group`` does.
 - ``c10d_logger`` logs every failed collective with all its arguments, on each rank that waited.
-- Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
-  a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
-  under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them,
-  those of sharding propagation in each thread that lives on: every thread has its own.
-- ``DeviceMesh._dim_group_names`` are the names of the groups of a mesh, also of one whose groups have ended.
-- Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name,
-  or in graphs for all ranks a node whose ``meta["val"]`` is the group.
-- A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as the second of
-  what ``__getstate__`` gives; it says neither in its text. Before 2.15 functional collectives know no factor.
-- ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
+- Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So
+  DTensor's caches hand a later test the mesh of an earlier one, whose groups are gone ("Could not
+  resolve the process group registered under the name 1"), or, worse, whose group names now belong
+  to others. A world that ends therefore empties them, those of sharding propagation in each thread
+  that lives on: every thread has its own.
+- ``DeviceMesh._dim_group_names`` are the names of the groups of a mesh, also of one whose groups
+  have ended.
+- Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox``
+  opens; others its name, or in graphs for all ranks a node whose ``meta["val"]`` is the group.
+- A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as
+  the second of what ``__getstate__`` gives; it says neither in its text. Before 2.15 functional
+  collectives know no factor.
+- ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs
+  nothing to read.
 """
 
 import contextlib
@@ -76,7 +83,9 @@ def group_ranks(name: str) -> tuple[int, ...]:
 
 
 def name_of_group(given: Any, owner: Any) -> str | None:
-    """The name of a group as an operator's argument has it: a name, a node, or an object in the graph's module."""
+    """The name of a group as an operator's argument has it: a name, a node, or an object in the
+    graph's module.
+    """
     if isinstance(given, str):
         return given
     value = getattr(given, "meta", {}).get("val")
@@ -94,7 +103,9 @@ _PREMUL = re.compile(r"premul_sum\((.*)\)")
 
 
 def spell_reduction(given: Any) -> str | None:
-    """``sum``, ``avg``, ``premul_sum(0.25)``: a reduction by name or as ``ReduceOp``; None of anything else."""
+    """``sum``, ``avg``, ``premul_sum(0.25)``: a reduction by name or as ``ReduceOp``; None of
+    anything else.
+    """
     if isinstance(given, str):
         return given
     if not isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
@@ -108,7 +119,8 @@ def spell_reduction(given: Any) -> str | None:
 def plain_reduction(spelled: str, ranks: int) -> str:
     """A reduction as the plainest one that gives the same bits.
 
-    Each rank multiplies, then products are added. A power of two moves exponents only, but for results that lose bits.
+    Each rank multiplies, then products are added. A power of two moves exponents only, but for
+    results that lose bits.
 
     >>> [plain_reduction(op, 4) for op in ("premul_sum(1.0)", "premul_sum(0.25)", "premul_sum(0.5)", "avg")]
     ['sum', 'avg', 'premul_sum(0.5)', 'avg']
@@ -143,12 +155,16 @@ def groups_made() -> int:
 
 
 def issued_on(group: dist.ProcessGroup) -> int:
-    """Collectives, sends and receives issued on a group; a RuntimeError if its backend does not count."""
+    """Collectives, sends and receives issued on a group; a RuntimeError if its backend does not
+    count.
+    """
     return int(group._get_sequence_number_for_group())
 
 
 def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
-    """Collectives in torch's recorder since a time in ns, by group; the last item says whether it is under way."""
+    """Collectives in torch's recorder since a time in ns, by group; the last item says whether it
+    is under way.
+    """
     found: dict[str, list[list[Any]]] = {}
     incarnation: dict[str, int] = {}
     for entry in (
@@ -198,8 +214,11 @@ def silence_collective_log() -> None:
 
 
 def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
-    """Take ended groups out of tables of modules outside torch, else later tests meet them; warn of what stays."""
-    # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
+    """Take ended groups out of tables of modules outside torch, else later tests meet them; warn of
+    what stays.
+    """
+    # what only the caller's list, the loop and the call hold is in no table; to look takes
+    # milliseconds
     if not (gone := {id(group) for group in ended if sys.getrefcount(group) > 3}):
         return
     for module in list(sys.modules.values()):
@@ -207,7 +226,8 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
         if home.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):
-            # modules hold a hundred thousand objects, and every fake world ends here: tables are searched by `map`
+            # modules hold a hundred thousand objects, and every fake world ends here: tables are
+            # searched by `map`
             kind = type(value)
             is_table = kind in (list, set, tuple) or (kind is dict and name != "__builtins__")
             held = (
@@ -236,7 +256,8 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
                 )
 
 
-# torch names groups by numbers, which stand in many tables of these modules that have nothing to do with groups.
+# torch names groups by numbers, which stand in many tables of these modules that have nothing to do
+# with groups.
 _WITHOUT_GROUPS = {
     *sys.stdlib_module_names,
     "_pytest",
@@ -256,7 +277,8 @@ _WITHOUT_GROUPS = {
 
 
 def tables_that_name(group: str) -> list[str]:
-    """Return the tables and attributes of modules and classes that hold a group, or its name, as dotted names.
+    """Return the tables and attributes of modules and classes that hold a group, or its name, as
+    dotted names.
 
     ``group`` is the name of a group, or the address of its object as ``repr`` has it.
     """
@@ -291,7 +313,8 @@ def _holds_group(value: Any, group: str, depth: int) -> bool:
         )
     if type(value) in (list, tuple, set, frozenset):
         return any(_holds_group(each, group, depth - 1) for each in list(value))
-    # By its type alone: an object of the user may import, compute or raise when it is asked for more.
+    # By its type alone: an object of the user may import, compute or raise when it is asked for
+    # more.
     kind = type(value)
     home = str(kind.__module__).partition(".")[0]
     if issubclass(kind, dist.ProcessGroup):
@@ -307,8 +330,10 @@ def _holds_group(value: Any, group: str, depth: int) -> bool:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of sharding propagation, redistribution plans and costs, where it was ever imported.
-    ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does the first alone, and needs NumPy."""
+    """Empty DTensor's caches of sharding propagation, redistribution plans and costs, where it was
+    ever imported. ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does the first
+    alone, and needs NumPy.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
@@ -333,7 +358,9 @@ def forget_meshes() -> None:
 
 
 def forget_compiled() -> None:
-    """Empty dynamo's caches if something was compiled; else it might import Inductor (torch 2.13, with a GPU)."""
+    """Empty dynamo's caches if something was compiled; else it might import Inductor (torch 2.13,
+    with a GPU).
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and frames.FRAME_COUNTER > 0:
         torch.compiler.reset()

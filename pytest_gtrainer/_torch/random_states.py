@@ -1,7 +1,8 @@
 """Random states of Python, NumPy and torch: read all, put all back.
 
 - ``torch.cuda._lazy_seed_tracker`` holds the seeds that wait for CUDA to start.
-- ``_disable_current_modes`` ends the dispatch modes of a trace inside a block: there tensors are real.
+- ``_disable_current_modes`` ends the dispatch modes of a trace inside a block: there tensors are
+  real.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ __all__ = ["without_modes"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or imported for it."""
+    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or
+    imported for it.
+    """
     version, words, gauss = random.getstate()
     states = {"python": torch.tensor([version, *words], dtype=torch.int64, device="cpu")}
     if gauss is not None:
@@ -57,7 +60,9 @@ def random_states_kept() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """Where every generator of this process was, to be put back here or, pickled, in another process."""
+    """Where every generator of this process was, to be put back here or, pickled, in another
+    process.
+    """
 
     python: tuple[Any, ...]
     numpy: Any
@@ -67,7 +72,9 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, *, cuda: bool = True) -> GeneratorStates:
-        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is not started."""
+        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is
+        not started.
+        """
         return cls(
             python=random.getstate(),
             numpy=numpy.random.get_state() if (numpy := numpy_or_none()) is not None else None,

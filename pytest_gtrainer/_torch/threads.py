@@ -1,13 +1,17 @@
 """Ranks on threads: torch.distributed once a thread.
 
-- ``distributed_c10d._world`` holds the process groups of a process and may be replaced ("experimental
-  extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for each thread.
-- With thread isolation mode on, C++ keeps its registries of groups and of pending collectives by thread.
-- A default group with a ``new_group`` method makes the subgroups itself; torch 2.14 also passes it ``backend``.
+- ``distributed_c10d._world`` holds the process groups of a process and may be replaced
+  ("experimental extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for
+  each thread.
+- With thread isolation mode on, C++ keeps its registries of groups and of pending collectives by
+  thread.
+- A default group with a ``new_group`` method makes the subgroups itself; torch 2.14 also passes it
+  ``backend``.
 - Since torch 2.14 ``batch_isend_irecv`` asks any ``ProcessGroup``, subclasses too, for
   ``_get_backend(device).supports_coalescing``; before, only those whose type it is.
 - Meshes of threads are told apart, in DTensor's caches too, if the backend's name is "threaded".
-- A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional collectives.
+- A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional
+  collectives.
 - ``active_fake_mode()`` is the mode of fake tensors on the calling thread, or None.
 - ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.
 """
@@ -54,7 +58,9 @@ Work = dist._Work
 
 
 class _Worlds(ThreadLocalWorld):
-    """Every rank's thread has process groups of its own, threads that were there before those of the process."""
+    """Every rank's thread has process groups of its own, threads that were there before those of
+    the process.
+    """
 
     def __init__(self, outside: Any, refuse: Callable[[str], NoReturn]) -> None:
         self._outside, self._refuse = outside, refuse
@@ -77,7 +83,9 @@ class _Worlds(ThreadLocalWorld):
 
 @contextmanager
 def isolated_threads(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Give threads that call ``become_rank`` their own groups; ``refuse`` raises for threads that these start."""
+    """Give threads that call ``become_rank`` their own groups; ``refuse`` raises for threads that
+    these start.
+    """
     outside = c10d._world
     c10d._world = _Worlds(outside, refuse)
     _set_thread_isolation_mode(True)
@@ -95,7 +103,9 @@ def become_rank(first_group: int) -> None:
 
 
 def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
-    """Make ``group`` the default one of the calling thread, as ``init_process_group`` does for a process."""
+    """Make ``group`` the default one of the calling thread, as ``init_process_group`` does for a
+    process.
+    """
     name = c10d._process_group_name([], use_hashed_name=False)
     ranks = {rank: rank for rank in range(group.size())}
     c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", ranks)
@@ -103,7 +113,9 @@ def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
 
 
 def drop_groups() -> None:
-    """Empty the calling thread's registry in C++, which outlives the thread; Python's tables end with it."""
+    """Empty the calling thread's registry in C++, which outlives the thread; Python's tables end
+    with it.
+    """
     _unregister_all_process_groups()
 
 
@@ -119,7 +131,9 @@ def reduction_of(op: Any) -> tuple[str, float | None]:
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """What happens inside is no business of a dispatch mode that a rank has on (CommDebugMode, for example)."""
+    """What happens inside is no business of a dispatch mode that a rank has on (CommDebugMode, for
+    example).
+    """
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         yield
 

@@ -6,15 +6,17 @@
 - ``torch.compiler._patch_engine_backward`` makes nodes traced in the backward carry
   ``meta["autograd_backward"]`` and the ``seq_nr`` of their forward node; it requires
   ``torch.compiler._non_strict_tracing_context``.
-- operators that compile what they run (FlexAttention) make an extent that has changed since the last call
-  symbolic, unless ``torch._dynamo.config.automatic_dynamic_shapes`` is off;
+- operators that compile what they run (FlexAttention) make an extent that has changed since the
+  last call symbolic, unless ``torch._dynamo.config.automatic_dynamic_shapes`` is off;
 - ``FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)`` allows unbacked sizes
   (``.tolist()`` of a fake tensor) and keeps all others static;
-- an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still pending when the
-  graph's inputs are tracked: ``ShapeEnv.ignore_fresh_unbacked_symbols``. Equal extents stay apart, and no
-  example value decides a branch; ``ShapeEnv.simplify`` tells whether an extent was fixed during the trace.
-- ``DeviceMesh._concatenate`` makes one mesh of two that share the calling rank alone and were cut out of one root; and
-  ``_StridedShard(0, split_factor=n)`` is how FSDP2 places a parameter whose dim 0 the model shards n times already.
+- an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still
+  pending when the graph's inputs are tracked: ``ShapeEnv.ignore_fresh_unbacked_symbols``. Equal
+  extents stay apart, and no example value decides a branch; ``ShapeEnv.simplify`` tells whether an
+  extent was fixed during the trace.
+- ``DeviceMesh._concatenate`` makes one mesh of two that share the calling rank alone and were cut
+  out of one root; and ``_StridedShard(0, split_factor=n)`` is how FSDP2 places a parameter whose
+  dim 0 the model shards n times already.
 """
 
 import sys
@@ -54,7 +56,9 @@ __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 
 
 def new_fake_mode(real_inputs: bool = False) -> FakeTensorMode:
-    """Static but for data-dependent sizes; with ``real_inputs`` operators may read real tensors, and none runs."""
+    """Static but for data-dependent sizes; with ``real_inputs`` operators may read real tensors,
+    and none runs.
+    """
     return FakeTensorMode(
         allow_fallback_kernels=not real_inputs,
         allow_non_fake_inputs=real_inputs,
@@ -91,12 +95,16 @@ def tracing_backward_metadata() -> Iterator[None]:
 
 
 def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """One mesh of the dimensions of both; a RuntimeError if they share other ranks than this one, or have two roots."""
+    """One mesh of the dimensions of both; a RuntimeError if they share other ranks than this one,
+    or have two roots.
+    """
     return DeviceMesh._concatenate([outer, inner])
 
 
 def shard_of_shards(parts: int) -> Placement:
-    """How FSDP2 places dim 0 over its own mesh where the model's meshes cut it into ``parts`` already."""
+    """How FSDP2 places dim 0 over its own mesh where the model's meshes cut it into ``parts``
+    already.
+    """
     return _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
 
 

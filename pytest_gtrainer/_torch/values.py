@@ -1,16 +1,19 @@
 """What graphs and modules hold: operators, tensors, memory, containers.
 
-- ``OpOverload._schema`` is the dispatcher's schema: ``name``, ``arguments`` (each with ``name``, ``is_write``,
-  ``alias_info``, ``default_value``), ``returns``, ``is_mutable``.
+- ``OpOverload._schema`` is the dispatcher's schema: ``name``, ``arguments`` (each with ``name``,
+  ``is_write``, ``alias_info``, ``default_value``), ``returns``, ``is_mutable``.
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator.
-- ``torch.utils._pytree`` flattens containers; torch's own tracing flattens with it, so leaves come in its order.
+- ``torch.utils._pytree`` flattens containers; torch's own tracing flattens with it, so leaves come
+  in its order.
 - A *traceable wrapper subclass* holds other tensors and has no bytes of its own.
 - ``DTensor._local_tensor`` is this rank's part; ``to_local`` would be recorded in a trace.
-- ``torch._C._dispatch_has_kernel_for_dispatch_key`` tells operators that the dispatcher takes apart.
-- ``torch._C._should_allow_numbers_as_tensors`` tells ``aten.add(x, 2)`` from ``aten.mm(x, 2)``, by the name.
+- ``torch._C._dispatch_has_kernel_for_dispatch_key`` tells operators that the dispatcher takes
+  apart.
+- ``torch._C._should_allow_numbers_as_tensors`` tells ``aten.add(x, 2)`` from ``aten.mm(x, 2)``, by
+  the name.
 - ``UntypedStorage._cdata`` is the address of the storage object: equal for a tensor and its views.
-- A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds in
-  ``_parameters``; writing to that table does not run ``__setattr__``.
+- A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds
+  in ``_parameters``; writing to that table does not run ``__setattr__``.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
 def value_like(
     like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    """A value of other extents for ``meta["val"]``, contiguous unless strides are given; made without dispatch."""
+    """A value of other extents for ``meta["val"]``, contiguous unless strides are given; made
+    without dispatch.
+    """
     if not isinstance(like, FakeTensor):
         return like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
     kind: dict[str, Any] = {"dtype": like.dtype, "device": "meta"}
@@ -86,7 +91,9 @@ def value_like(
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Whether torch takes it apart into other operators: its schema then says where it may show an operand's memory."""
+    """Whether torch takes it apart into other operators: its schema then says where it may show an
+    operand's memory.
+    """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
     )

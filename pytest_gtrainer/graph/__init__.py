@@ -1,8 +1,10 @@
-r"""What a node of a graph is, whose parameter a collective moves, and how parameters lie in payloads.
+r"""What a node of a graph is, whose parameter a collective moves, and how parameters lie in
+payloads.
 
-A traced graph comes in; answers about its nodes and its ``BucketLayout`` go out. First file: ``nodes``, then
-``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names, ``layers.0.wq``, without torch. A name that
-holds a dot itself, as a key of a dictionary may, keeps it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
+A traced graph comes in; answers about its nodes and its ``BucketLayout`` go out. First file:
+``nodes``, then ``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names,
+``layers.0.wq``, without torch. A name that holds a dot itself, as a key of a dictionary may, keeps
+it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
 """
 
 import re

@@ -28,12 +28,15 @@ def get_default_transformer_block_buckets(
     moe_layers: Collection[int] = (),
     expert_fsdp_degree: int = 1,
 ) -> list[PlanEntry]:
-    """Return the plan of torchtitan's models: the embedding, one bucket for each of ``n_layers`` blocks, norm and head.
+    """Return the plan of torchtitan's models: the embedding, one bucket for each of ``n_layers``
+    blocks, norm and head.
 
     Args:
-        chunked_loss_enabled: chunked cross entropy runs the head inside the loss, so "loss" joins the last bucket.
+        chunked_loss_enabled: chunked cross entropy runs the head inside the loss, so "loss" joins
+            the last bucket.
         moe_layers: layers with a mixture of experts.
-        expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have a bucket of their own.
+        expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have a
+            bucket of their own.
 
     Raises:
         ValueError: ``n_layers`` is below 1, or ``moe_layers`` names a layer that does not exist.
@@ -64,7 +67,9 @@ def expert_fsdp_degree(
     tp: int = 1,
     ep: int = 1,
 ) -> int:
-    """Ranks a routed expert is sharded over (B4): those of ``efsdp``, else ``dp_shard * cp * tp // ep``; at least 1."""
+    """Ranks a routed expert is sharded over (B4): those of ``efsdp``, else ``dp_shard * cp * tp //
+    ep``; at least 1.
+    """
     if ep < 1:
         raise ValueError(f"ep={ep}: experts are on one rank at least")
     return max(1, mesh.get("efsdp", 1) if mesh is not None else dp_shard * cp * tp // ep)
@@ -76,10 +81,11 @@ class Bucket:
 
     fqns: tuple[str, ...]
     roots: tuple[str, ...] = ()
-    """What eager FSDP2 wraps for it: its FQNs. A list that is all of a layer but some modules with buckets of their own
-    (routed experts) is the layer, as trainers wrap it: ``fully_shard(experts)``, then ``fully_shard(block)``. That
-    decides the payload's order, and the association of gradient sums: FSDP2 hands a wrapped module's inputs on by a
-    function."""
+    """What eager FSDP2 wraps for it: its FQNs. A list that is all of a layer but some modules with
+    buckets of their own (routed experts) is the layer, as trainers wrap it:
+    ``fully_shard(experts)``, then ``fully_shard(block)``. That decides the payload's order, and the
+    association of gradient sums: FSDP2 hands a wrapped module's inputs on by a function.
+    """
 
     @property
     def label(self) -> str:
@@ -134,7 +140,9 @@ class Plan:
         return self._by_fqn.get("")
 
     def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
-        """Raise PlanError for one of ``tied_parameters`` in several buckets; what no entry covers is in the root's."""
+        """Raise PlanError for one of ``tied_parameters`` in several buckets; what no entry covers
+        is in the root's.
+        """
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
             buckets = {
@@ -160,7 +168,9 @@ class Plan:
 
 
 def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError:
-    """What to raise for entries of a plan that are no module of a model, whose modules are ``known``."""
+    """What to raise for entries of a plan that are no module of a model, whose modules are
+    ``known``.
+    """
     close = difflib.get_close_matches(missing[0], known, n=1)
     told = f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
     roots = ", ".join(fqn for fqn in known if fqn not in ("", LOSS) and "." not in fqn)
@@ -171,7 +181,9 @@ def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError
 
 
 def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of each parameter that several modules hold, by the first of them; a module registered twice is one."""
+    """Names of each parameter that several modules hold, by the first of them; a module registered
+    twice is one.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
@@ -196,7 +208,8 @@ PayloadKey = Callable[[Bucket, FsdpCollective], tuple[int, ...]]
 
 
 def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
-    """All parameters of a model in FSDP2's order, depth first, from their names in ``named_parameters`` order.
+    """All parameters of a model in FSDP2's order, depth first, from their names in
+    ``named_parameters`` order.
 
     >>> managed_order(["scale", "w.weight", "w.bias", "norm.weight"])
     ['w.weight', 'w.bias', 'norm.weight', 'scale']
@@ -217,7 +230,9 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
 
 
 def managed_order_of(model: nn.Module) -> list[str]:
-    """The same by torch's walk over the modules; one registered twice counts where the walk comes to it first."""
+    """The same by torch's walk over the modules; one registered twice counts where the walk comes
+    to it first.
+    """
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     seen: set[nn.Module] = set()
 
@@ -237,9 +252,11 @@ def sort_key(
     graph_position: Callable[[FsdpCollective], int],
     managed: Sequence[str] | None = None,
 ) -> PayloadKey:
-    """The key that puts a bucket's members into payload order; a ValueError for an unknown word. ``order`` is "managed"
-    (FSDP2's, as the tracer wrote it down, else from the names), "registration", "execution", or a list of FQNs;
-    ``parameter_fqns`` are in registration order. What it leaves out comes last, in graph order."""
+    """The key that puts a bucket's members into payload order; a ValueError for an unknown word.
+    ``order`` is "managed" (FSDP2's, as the tracer wrote it down, else from the names),
+    "registration", "execution", or a list of FQNs; ``parameter_fqns`` are in registration order.
+    What it leaves out comes last, in graph order.
+    """
     if order == "execution":
         return lambda bucket, member: (graph_position(member),)
     if not isinstance(order, str):

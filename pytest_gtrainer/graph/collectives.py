@@ -1,7 +1,9 @@
-"""Collectives in a graph: which nodes launch one, of which kind, in which group; whose parameter a member moves.
+"""Collectives in a graph: which nodes launch one, of which kind, in which group; whose parameter a
+member moves.
 
-An operator of a communicating namespace that is not known not to launch anything does. A *member* is one parameter's
-all-gather or reduce-scatter; its *chain* of casts, pads and views lies between it and the parameter, or the output.
+An operator of a communicating namespace that is not known not to launch anything does. A *member*
+is one parameter's all-gather or reduce-scatter; its *chain* of casts, pads and views lies between
+it and the parameter, or the output.
 """
 
 import re
@@ -43,7 +45,8 @@ _STANDS_BESIDE = frozenset(
         "get_remote_tensors",
     }
 )
-"""Operators of communicating namespaces that start nothing: waits, look-ups, what prepares memory."""
+"""Operators of communicating namespaces that start nothing: waits, look-ups, what prepares memory.
+"""
 _KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
 _FUSED = "matmul"
 
@@ -78,7 +81,9 @@ class FsdpCollective:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on fake tensors."""
+        """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on
+        fake tensors.
+        """
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise PlanError(
@@ -88,7 +93,9 @@ class FsdpCollective:
 
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
-        """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and its wait (D16)."""
+        """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and
+        its wait (D16).
+        """
         users = list(self.wait.users)
         if len(users) != 1 or users[0].target is not ALL_REDUCE:
             return None
@@ -97,14 +104,18 @@ class FsdpCollective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged (D1, D7); raises as ``value``."""
+        """Group, op and dtype: members that differ in it are never merged (D1, D7); raises as
+        ``value``.
+        """
         value = self.value
         second = self.all_reduce[0].args[1:] if self.all_reduce else None
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
 
 
 def launches(target: Any) -> bool:
-    """Whether an operator starts a collective, a send or a receive; torch's packing operators do not."""
+    """Whether an operator starts a collective, a send or a receive; torch's packing operators do
+    not.
+    """
     if not isinstance(target, OpOverload):
         return False
     space, _, name = schema(target).name.partition("::")
@@ -116,7 +127,9 @@ def launches(target: Any) -> bool:
 
 
 def kind_of(launch: fx.Node) -> str:
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any
+    other.
+    """
     name = schema(launch.target).name.partition("::")[2]
     if (found := _KIND.search(name)) is None or _FUSED in name:
         return ""
@@ -144,12 +157,16 @@ def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
 
 
 def reduction_of(launch: fx.Node) -> str | None:
-    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of one that hides it."""
+    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of
+    one that hides it.
+    """
     return spell_reduction(argument_of(launch, "reduce_op", "reduceOp", "red_op"))
 
 
 def hides(launch: fx.Node) -> bool:
-    """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s operators in place."""
+    """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s
+    operators in place.
+    """
     return any(argument.name == "process_group" for argument in schema(launch.target).arguments)
 
 
@@ -159,13 +176,17 @@ def group_size_of(launch: fx.Node) -> int:
 
 
 def input_name(placeholder: fx.Node, position: int, module: str) -> str:
-    """FQN of a gathered input; in a graph traced elsewhere the module that gathers it, and its position."""
+    """FQN of a gathered input; in a graph traced elsewhere the module that gathers it, and its
+    position.
+    """
     known = placeholder.meta.get("gt_input")
     return known["fqn"] if known else f"{module}.input{position}"
 
 
 def output_name(output: fx.Node, position: int, module: str) -> str:
-    """FQN of the gradient at ``position``; in a graph traced elsewhere the module that reduces it, and its position."""
+    """FQN of the gradient at ``position``; in a graph traced elsewhere the module that reduces it,
+    and its position.
+    """
     known = output.meta.get("gt_outputs")
     return known[position] if known else f"{module}.output{position}"
 
@@ -177,7 +198,9 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
-    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6)."""
+    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor
+    (D6).
+    """
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
@@ -205,7 +228,9 @@ def only_wait(launch: fx.Node) -> fx.Node | None:
 
 
 def wait_of(launch: fx.Node) -> fx.Node:
-    """The wait of a collective; a control dependency may have wrapped it, and another may hang on the launch."""
+    """The wait of a collective; a control dependency may have wrapped it, and another may hang on
+    the launch.
+    """
     for user in launch.users:
         if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]):
             return user
@@ -215,7 +240,9 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
 
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
-    """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
+    """The one placeholder above ``launch`` and the nodes in between; None if there are more, or
+    fewer.
+    """
 
     def ends(
         node: fx.Node,
@@ -230,7 +257,9 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
 
 
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
-    """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
+    """The reduce-scatters of gradients, in graph order: their result reaches the output by unary
+    steps (D6).
+    """
     output = gm.graph.output_node()
     every = reversed(
         list(enumerate(results_of(gm)))
@@ -248,7 +277,9 @@ def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
 
 
 def chain_to_output(start: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Nodes after ``start`` up to the output, each the only user of the one before and of nothing else."""
+    """Nodes after ``start`` up to the output, each the only user of the one before and of nothing
+    else.
+    """
     chain = [start]
     while len(users := list(chain[-1].users)) == 1:
         if users[0] is output:

@@ -1,8 +1,8 @@
 """Graphs of other tracers, as copies with the metadata that ``graph.nodes`` names.
 
-Dynamo gives inputs a *source*, ``L['self']._modules['up']._parameters['weight']``, and modules stacks whose paths begin
-with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which count Dynamo's inputs; ``torch.export`` a
-signature beside the graph.
+Dynamo gives inputs a *source*, ``L['self']._modules['up']._parameters['weight']``, and modules
+stacks whose paths begin with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which
+count Dynamo's inputs; ``torch.export`` a signature beside the graph.
 """
 
 import ast
@@ -46,7 +46,9 @@ class WithGraph(Protocol):  # a recorded pass, a traced step
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram | WithGraph
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
-"""What the inputs of a graph are: the model, FQNs by the name of the placeholder, or Dynamo's graph of the model."""
+"""What the inputs of a graph are: the model, FQNs by the name of the placeholder, or Dynamo's graph
+of the model.
+"""
 
 
 class GivenName(NamedTuple):
@@ -92,7 +94,8 @@ def _key(spelled: str) -> str:
 
 
 def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> GivenName:
-    """What a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is part of the FQN.
+    """What a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is part of
+    the FQN.
 
     >>> named_source("L['self']._modules['up']._parameters['weight']")
     GivenName(kind='parameter', fqn='up.weight')
@@ -106,8 +109,10 @@ def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> G
 
 
 def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
-    """The graph itself, a recorded pass's, if it is ours, else a copy with our metadata; ValueError if it has a cycle.
-    ``names`` say what the inputs are where the graph does not; a model's parameters, then its buffers, come first."""
+    """The graph itself, a recorded pass's, if it is ours, else a copy with our metadata; ValueError
+    if it has a cycle. ``names`` say what the inputs are where the graph does not; a model's
+    parameters, then its buffers, come first.
+    """
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
         return _adopted_program(graph)
@@ -128,7 +133,9 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
 
 
 def _name_gradients(output: fx.Node, model: nn.Module) -> None:
-    """Name the last results after the parameters that are trained, if each can be the gradient of its parameter."""
+    """Name the last results after the parameters that are trained, if each can be the gradient of
+    its parameter.
+    """
     trained = {fqn: tensor for fqn, tensor in model.named_parameters() if tensor.requires_grad}
     leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
     if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
@@ -158,7 +165,9 @@ def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
 
 
 def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
-    """Inputs and results by the program's signature, and the backward behind the loss, if it has one."""
+    """Inputs and results by the program's signature, and the backward behind the loss, if it has
+    one.
+    """
     signature = program.graph_signature
     kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
     given = [
@@ -182,7 +191,9 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
-    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them."""
+    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results
+    have them.
+    """
     told = {"USER_OUTPUT": "output_{}", "LOSS_OUTPUT": "loss", "TOKEN": "token_{}"}
     names = [
         told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}")
@@ -316,7 +327,9 @@ class _Adoption:
         return made
 
     def _bodies(self, graph: fx.Graph) -> dict[str, fx.GraphModule]:
-        """Graphs inside the graph by their attribute, their inputs named as what every call of them gives."""
+        """Graphs inside the graph by their attribute, their inputs named as what every call of them
+        gives.
+        """
         calls: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
         for call in graph.nodes:
             for holder in filter(self._is_graph, call.all_input_nodes):
@@ -334,7 +347,9 @@ class _Adoption:
     def _given_to(
         self, body: fx.GraphModule, holder: fx.Node, call: fx.Node
     ) -> dict[str, GivenName]:
-        """What a call of a graph gives to its inputs: what stands behind the graphs that the call names."""
+        """What a call of a graph gives to its inputs: what stands behind the graphs that the call
+        names.
+        """
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
         name, given = short_name(call), leaves_of(call.args)
         own: list[GivenName] = []
@@ -452,7 +467,9 @@ class _Adoption:
 
 
 def _saved_name(node: fx.Node) -> str:
-    """The name of a value that the forward keeps, the same in both graphs: of the input that it is, or its operator."""
+    """The name of a value that the forward keeps, the same in both graphs: of the input that it is,
+    or its operator.
+    """
     fqn = _told_name(node) or _value_name(node)
     return fqn if fqn.startswith("kept.") else f"kept.{fqn}"
 
@@ -472,7 +489,9 @@ def _value_name(node: fx.Node) -> str:
 
 
 def _name_by_use(graph: fx.Graph) -> None:
-    """Name inputs of which nobody says what they are by their first use behind views: ``layers.0.up.addmm_mat2``."""
+    """Name inputs of which nobody says what they are by their first use behind views:
+    ``layers.0.up.addmm_mat2``.
+    """
     inputs = graph.find_nodes(op="placeholder")
     if not any("desc" in node.meta for node in inputs):
         return
@@ -539,7 +558,9 @@ def _operand_name(operand: Any) -> GivenName | None:
 
 
 def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
-    """What all calls of a graph say of its inputs; of layers that share one, the end that their FQNs have in common."""
+    """What all calls of a graph say of its inputs; of layers that share one, the end that their
+    FQNs have in common.
+    """
     agreed = {}
     for name in set(calls[0]).intersection(*calls):
         kinds, fqns = zip(*(call[name] for call in calls), strict=True)
@@ -551,7 +572,9 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
 
 
 def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes behind their operands, else in the graph's order: Inductor's passes may leave a graph unsorted."""
+    """Nodes behind their operands, else in the graph's order: Inductor's passes may leave a graph
+    unsorted.
+    """
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:

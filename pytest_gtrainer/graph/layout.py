@@ -1,7 +1,9 @@
-"""Bucket layouts: which parameter sits at which byte of which collective. They are compared before bits.
+"""Bucket layouts: which parameter sits at which byte of which collective. They are compared before
+bits.
 
-``bucket_layout`` reads one off a graph's nodes, ``references.eager.eager_bucket_layout`` off ``fully_shard``'s buffers.
-Limit: of a payload only one end has names in a graph. Bits find a pass that packs in one order, unpacks in another.
+``bucket_layout`` reads one off a graph's nodes, ``references.eager.eager_bucket_layout`` off
+``fully_shard``'s buffers. Limit: of a payload only one end has names in a graph. Bits find a pass
+that packs in one order, unpacks in another.
 """
 
 import itertools
@@ -79,7 +81,8 @@ class Slot:
 class Payload:
     """One collective: what it is, over which ranks, and who sits where.
 
-    ``padding`` are bytes of one rank's slice in which no parameter sits, as zeros between or behind them.
+    ``padding`` are bytes of one rank's slice in which no parameter sits, as zeros between or behind
+    them.
     """
 
     collective: str
@@ -111,7 +114,8 @@ class BucketLayout:
 
     Attributes:
         payloads: the payloads.
-        kept: parameters that a graph's backward reads from an all-gather of the forward. They stay unsharded between.
+        kept: parameters that a graph's backward reads from an all-gather of the forward. They stay
+            unsharded between.
     """
 
     payloads: tuple[Payload, ...]
@@ -148,16 +152,19 @@ class LayoutDifference(FailedCheck):
 
 
 def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
-    """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of gradients.
+    """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of
+    gradients.
 
-    A reduction is a reduce-scatter, or an all-reduce (over replicas under hybrid sharding, or of what is not sharded).
-    Collectives of activations alone are left out. Offsets are bytes inside one rank's slice of the payload. A payload
-    that is gathered once in each direction is listed once, with both directions; a second time in one direction it is
-    listed again. A coalesced collective is one payload for each tensor. ``names`` as for ``graphtext.render``.
+    A reduction is a reduce-scatter, or an all-reduce (over replicas under hybrid sharding, or of
+    what is not sharded). Collectives of activations alone are left out. Offsets are bytes inside
+    one rank's slice of the payload. A payload that is gathered once in each direction is listed
+    once, with both directions; a second time in one direction it is listed again. A coalesced
+    collective is one payload for each tensor. ``names`` as for ``graphtext.render``.
 
     Raises:
         PlanError: a collective of parameters or gradients has no wait.
-        UnreadLayout: the places of parameters or gradients in a collective cannot be read: the message names the node.
+        UnreadLayout: the places of parameters or gradients in a collective cannot be read: the
+            message names the node.
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
@@ -184,7 +191,9 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
 
 
 class UnreadLayout(ValueError):
-    """A collective of parameters or gradients whose layout cannot be read; the message names the node."""
+    """A collective of parameters or gradients whose layout cannot be read; the message names the
+    node.
+    """
 
 
 class _Reader:
@@ -248,7 +257,9 @@ class _Reader:
             raise _unread(node, "gives", reached, node)
 
     def refuse_nested(self, gm: fx.GraphModule) -> None:
-        """Refuse a graph inside the graph that gathers parameters or reduces gradients: the outer one tells neither."""
+        """Refuse a graph inside the graph that gathers parameters or reduces gradients: the outer
+        one tells neither.
+        """
         for node in gm.graph.nodes:
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
@@ -344,7 +355,9 @@ class _Reader:
         found: dict[tuple[int, int], list[Arrival]],
         named: dict[tuple[int, int], list[str]],
     ) -> None:
-        """Gradients that seem to lie on each other: an operator on the way picks elements in an unknown way."""
+        """Gradients that seem to lie on each other: an operator on the way picks elements in an
+        unknown way.
+        """
         end, last = 0, ""
         for (at, numel), names in sorted(named.items()):
             places = {
@@ -398,10 +411,12 @@ def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> Unread
 
 
 def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
-    """Yield the parameters of an all-gather of the forward whose gathered values a node of the backward reads.
+    """Yield the parameters of an all-gather of the forward whose gathered values a node of the
+    backward reads.
 
-    Each value on the way holds the same elements of every rank's row: all of them at the launch, and one parameter's
-    behind the split of a bucket. Where nobody can say which elements a node takes, it may read any of the value's.
+    Each value on the way holds the same elements of every rank's row: all of them at the launch,
+    and one parameter's behind the split of a bucket. Where nobody can say which elements a node
+    takes, it may read any of the value's.
     """
     width = payload.dtype.itemsize
     row = sum(slot.nbytes for slot in payload.slots) // width
@@ -434,10 +449,11 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
 def _unpacked(
     node: fx.Node, begin: int, size: int, user: fx.Node
 ) -> list[tuple[fx.Node, int, int]] | None:
-    """Return what ``user`` makes of elements of each rank's row, in the form of ``_read_in_backward``.
+    """Return what ``user`` makes of elements of each rank's row, in the form of
+    ``_read_in_backward``.
 
-    None means that it makes new numbers of them. A copy of what lies one behind the other is the model's own, and so
-    are casts and picked rows: FSDP2 keeps these for the backward, too.
+    None means that it makes new numbers of them. A copy of what lies one behind the other is the
+    model's own, and so are casts and picked rows: FSDP2 keeps these for the backward, too.
     """
     if user.target in _SPLITS:
         widths = [part.shape[-1] for part in user.meta["val"]]
@@ -501,20 +517,25 @@ def assert_same_layout(
     actual_is: str = "graph",
     names: Names | None = None,
 ) -> tuple[str, ...]:
-    """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter at its byte offset.
+    """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter
+    at its byte offset.
 
-    Collectives are paired by the parameters that they share. Their order and their directions are not compared. A
-    graph is read by ``bucket_layout``, with ``names``. ``actual_is`` names the first side in messages.
+    Collectives are paired by the parameters that they share. Their order and their directions are
+    not compared. A graph is read by ``bucket_layout``, with ``names``. ``actual_is`` names the
+    first side in messages.
 
-    A backward that gathers a bucket again may leave out parameters that it does not read, as biases: ``fully_shard``
-    gathers the whole group, and nobody reads the rest. What it reads it must gather again.
+    A backward that gathers a bucket again may leave out parameters that it does not read, as
+    biases: ``fully_shard`` gathers the whole group, and nobody reads the rest. What it reads it
+    must gather again.
 
     Returns:
-        A line for each such bucket, with what ``expected`` gathers in the backward and nobody reads.
+        A line for each such bucket, with what ``expected`` gathers in the backward and nobody
+        reads.
 
     Raises:
         LayoutDifference: names the bucket and the parameters that lie elsewhere.
-        ValueError: a layout is empty, so there is nothing to compare, or has a collective of another kind.
+        ValueError: a layout is empty, so there is nothing to compare, or has a collective of
+            another kind.
     """
     __tracebackhide__ = True
     actual, expected = (
@@ -573,7 +594,9 @@ def assert_same_layout(
 
 
 def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -> Iterable[str]:
-    """Yield what is wrong with a bucket that the backward gathers again without some of its parameters."""
+    """Yield what is wrong with a bucket that the backward gathers again without some of its
+    parameters.
+    """
     missing = [name for name in whole.parameters if name not in again.parameters]
     for name in missing:
         if name in kept:

@@ -1,14 +1,16 @@
-"""Peak memory of a graph by liveness: the bytes alive while each node runs, in the order of the graph's generated code.
+"""Peak memory of a graph by liveness: the bytes alive while each node runs, in the order of the
+graph's generated code.
 
-An *allocation* is held from the node that makes it to the last use of any name that shows it, inputs and constants
-throughout. Views, writes in place, ``out=`` and waits show an operand's memory, as schemas say; Python functions and
-higher-order operators if storages are shared. A gather, reduce-scatter or exchange holds its operands until it is
-waited for, as NCCL does. A graph inside the graph adds what it makes at the node that runs it. Not seen: workspaces
-inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
+An *allocation* is held from the node that makes it to the last use of any name that shows it,
+inputs and constants throughout. Views, writes in place, ``out=`` and waits show an operand's
+memory, as schemas say; Python functions and higher-order operators if storages are shared. A
+gather, reduce-scatter or exchange holds its operands until it is waited for, as NCCL does. A graph
+inside the graph adds what it makes at the node that runs it. Not seen: workspaces inside an
+operator, an allocator's rounding and fragments, what happens outside of the graph.
 
-Why not ``torch.distributed._tools.MemTracker``: around a run on fake tensors its peak is the same to the byte, but it
-knows modules of an eager run and no nodes. It has no node of the peak, no curve, no names of what is alive there, and
-it has to run every operator.
+Why not ``torch.distributed._tools.MemTracker``: around a run on fake tensors its peak is the same
+to the byte, but it knows modules of an eager run and no nodes. It has no node of the peak, no
+curve, no names of what is alive there, and it has to run every operator.
 """
 
 import operator
@@ -54,7 +56,8 @@ _SHOW_OPERAND = (
     "lift",
     "_wrap_tensor_autograd",
 )
-"""Operators that show their operand's memory although their schema does not say so; waits do, too."""
+"""Operators that show their operand's memory although their schema does not say so; waits do, too.
+"""
 _OF_OPTIMIZER = re.compile(
     r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|step)$"
 )
@@ -64,12 +67,15 @@ _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory of ``nbytes`` that is alive from the ``first`` to the ``last`` place of a graph's order.
+    """Memory of ``nbytes`` that is alive from the ``first`` to the ``last`` place of a graph's
+    order.
 
     Attributes:
-        node: what made it; tensor: the value that it was made for, None of what a graph inside holds.
-        kind: "parameter", "buffer", "optimizer", "input", "constant", "gradient", "saved" (from the forward for the
-            backward), "collective" (buckets, and what collectives give), "output", or "temporary".
+        node: what made it; tensor: the value that it was made for, None of what a graph inside
+            holds.
+        kind: "parameter", "buffer", "optimizer", "input", "constant", "gradient", "saved" (from the
+            forward for the backward), "collective" (buckets, and what collectives give), "output",
+            or "temporary".
         name: FQN of an input or of a result; else the name of the node.
     """
 
@@ -95,7 +101,8 @@ class PeakMemory:
     """How much memory a graph holds at once; its text is a table.
 
     Attributes:
-        peak: in bytes; at: name of the first node while which that much is alive; module: its FQN; where: it in words.
+        peak: in bytes; at: name of the first node while which that much is alive; module: its FQN;
+            where: it in words.
         curve: bytes alive while each node runs, by its name, in order; placeholders are left out.
         by_kind: bytes at the peak by ``Allocation.kind``, the largest first.
         alive: what is alive at the peak, the largest first.
@@ -131,15 +138,18 @@ def spell_bytes(nbytes: int) -> str:
 def peak_memory(
     gm: AnyGraph, *, names: Names | None = None, sizes: Mapping[str, int] | None = None
 ) -> PeakMemory:
-    """Return the bytes that a graph holds at each node, computed from its metadata in one walk; nothing runs.
+    """Return the bytes that a graph holds at each node, computed from its metadata in one walk;
+    nothing runs.
 
     Args:
         gm: a graph of any tracer, with fake values on its nodes.
         names: what the inputs are, if the graph does not say it.
-        sizes: values of dynamic sizes, as ``{"u0": 128}``; by default those with which the graph was traced.
+        sizes: values of dynamic sizes, as ``{"u0": 128}``; by default those with which the graph
+            was traced.
 
     Raises:
-        ValueError: a node has no value; a size is known only when the graph runs; no node has a tensor.
+        ValueError: a node has no value; a size is known only when the graph runs; no node has a
+            tensor.
         TypeError: this is no graph.
     """
     gm = adopted(gm, names)
@@ -164,7 +174,8 @@ def assert_peak_memory(
     names: Names | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> PeakMemory:
-    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB"); ``names``, ``sizes``: ``peak_memory``
+    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB"); ``names``,
+    ``sizes``: ``peak_memory``
 
     Raises:
         AssertionError: it does; with node, module and the five largest tensors alive there.
@@ -350,7 +361,9 @@ class _Walk:
         return results if len(results) != 1 else results[0]
 
     def _by_storages(self, node: fx.Node, value: Any, known: dict[int, Allocation]) -> Any:
-        """What shares a storage with what is ``known`` shows its memory; all else is made here, a storage once."""
+        """What shares a storage with what is ``known`` shows its memory; all else is made here, a
+        storage once.
+        """
 
         def show(tensor: Tensor) -> frozenset[Allocation]:
             for part in parts_of(tensor):
@@ -398,7 +411,9 @@ class _Walk:
         )
 
     def _of_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
-        """What a node gives that runs graphs, whose inputs are its last operands; what they hold beside is one more."""
+        """What a node gives that runs graphs, whose inputs are its last operands; what they hold
+        beside is one more.
+        """
         place, walks = self._order[node], []
         operands = [
             self.values[arg] if isinstance(arg, fx.Node) else None
@@ -495,7 +510,9 @@ class _Walk:
 
 
 def _is_shown(argument: Any, result: Any) -> bool:
-    """Whether a result shows an argument, by their alias annotations; that of a list says not what it shows."""
+    """Whether a result shows an argument, by their alias annotations; that of a list says not what
+    it shows.
+    """
     return None not in (argument, result) and bool(
         argument.before_set & result.before_set or not result.before_set
     )

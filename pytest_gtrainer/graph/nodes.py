@@ -1,11 +1,12 @@
 """What a node of a graph is: where it belongs, and what it does beside computing its value.
 
-Graph trainers write in ``node.meta``: ``custom["module_fqn"]``, else ``nn_module_stack``, is a node's module.
-``autograd_backward`` is True on nodes of the backward, the one source of direction. ``custom["gt_part"]`` is "reduce"
-on what reduces a parameter's gradient in a stage. ``custom`` has the ``KEYS`` of chunked regions (G11, I3). On the
-output node, ``gt_gathers_once`` is True if a parameter is gathered once however often it is read. ``gt_dynamic_dims``
-has by name a dynamic dimension's symbol and its extent in the example. ``gt_stage_outputs`` counts outputs and
-gradients of inputs.
+Graph trainers write in ``node.meta``: ``custom["module_fqn"]``, else ``nn_module_stack``, is a
+node's module. ``autograd_backward`` is True on nodes of the backward, the one source of direction.
+``custom["gt_part"]`` is "reduce" on what reduces a parameter's gradient in a stage. ``custom`` has
+the ``KEYS`` of chunked regions (G11, I3). On the output node, ``gt_gathers_once`` is True if a
+parameter is gathered once however often it is read. ``gt_dynamic_dims`` has by name a dynamic
+dimension's symbol and its extent in the example. ``gt_stage_outputs`` counts outputs and gradients
+of inputs.
 """
 
 import operator
@@ -23,7 +24,9 @@ from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schem
 
 FORWARD, BACKWARD = "fwd", "bwd"
 AFTERWARDS = " afterwards"
-"""Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of torch.cpu afterwards``."""
+"""Ends the names of what a graph leaves: ``layers.0.weight afterwards``, ``random state of
+torch.cpu afterwards``.
+"""
 
 GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
@@ -59,7 +62,9 @@ _WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
 
 
 def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd" (A3); torch's buckets have that of what they serve."""
+    """ "bwd" for nodes the backward made, else "fwd" (A3); torch's buckets have that of what they
+    serve.
+    """
     meta = node.meta
     if meta.get("autograd_backward"):
         return BACKWARD
@@ -82,7 +87,9 @@ def _direction_of_bucket(node: fx.Node) -> str:
 
 
 def node_fqn(node: fx.Node) -> str:
-    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
+    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else ""
+    (D12).
+    """
     meta = node.meta
     custom = meta.get("custom")
     if custom and (fqn := custom.get("module_fqn")):
@@ -130,7 +137,9 @@ class Call(NamedTuple):
 
 
 def is_random(node: fx.Node | Call) -> bool:
-    """Whether the node draws from a random generator; torch tags attention without dropout, too, which does not."""
+    """Whether the node draws from a random generator; torch tags attention without dropout, too,
+    which does not.
+    """
     if not draws(node.target):
         return False
     if isinstance(node.target, HigherOrderOperator):
@@ -155,7 +164,9 @@ def parameter(target: object, name: str) -> tuple[int, str] | None:
 
 
 def argument_of(node: fx.Node | Call, *names: str) -> Any:
-    """What an operator is given as the first argument of these names, or its default; None if it has none."""
+    """What an operator is given as the first argument of these names, or its default; None if it
+    has none.
+    """
     for place, argument in enumerate(schema(node.target).arguments):
         if argument.name in names:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
@@ -246,7 +257,9 @@ def written_parameters(target: object) -> list[tuple[int, str]]:
 
 
 def returns_an_operand(node: fx.Node) -> bool:
-    """Whether the result is, or holds, the operand that the operator writes to, as of ``add_`` and ``+=``."""
+    """Whether the result is, or holds, the operand that the operator writes to, as of ``add_`` and
+    ``+=``.
+    """
     if isinstance(node.target, OpOverload):
         return any(result.is_write for result in schema(node.target).returns)
     return node.target in _IN_PLACE
@@ -257,7 +270,9 @@ def walked(
     onward: Callable[[fx.Node], Iterable[fx.Node]],
     is_of_it: Callable[[fx.Node], bool] = lambda node: True,
 ) -> set[fx.Node]:
-    """The nodes that ``onward`` leads to, step by step, the starts among them, as far as all ``is_of_it``."""
+    """The nodes that ``onward`` leads to, step by step, the starts among them, as far as all
+    ``is_of_it``.
+    """
     found: set[fx.Node] = set()
     todo = list(starts)
     while todo:
@@ -269,7 +284,9 @@ def walked(
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view, a part of one, a wait, or the result of an operator in place, shows."""
+    """The node whose memory a view, a part of one, a wait, or the result of an operator in place,
+    shows.
+    """
     while True:
         if (
             is_view(node.target) or node.target is operator.getitem or is_wait(node)
@@ -291,14 +308,17 @@ def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node without readers must stay (M5): it writes, communicates, draws or asserts, or nobody can tell."""
+    """Whether a node without readers must stay (M5): it writes, communicates, draws or asserts, or
+    nobody can tell.
+    """
     if node.op in ("placeholder", "output", "call_module", "call_method"):
         return True
     if node.op == "get_attr":
         return False
     if isinstance(node.target, OpOverload):
         return is_random(node) or is_collective(node) or bool(node.is_impure(impure_random=False))
-    # Python's operators on sizes and tuples have none; x += y and x.grad = y write, and nobody may read what they give
+    # Python's operators on sizes and tuples have none; x += y and x.grad = y write, and nobody may
+    # read what they give
     plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
     return not plain or node.target in _WRITING or bool(node.is_impure())
 
@@ -311,7 +331,9 @@ def annotation(fqn: str, role: str, producer: str, chunk_id: int | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a node's annotation says: the chunked module, the role there, who chunked it, and which chunk."""
+    """What a node's annotation says: the chunked module, the role there, who chunked it, and which
+    chunk.
+    """
 
     fqn: str
     role: str

@@ -1,9 +1,11 @@
-"""What is packed into a collective and where its result goes, read off data movement: whoever bucketed the graph.
+"""What is packed into a collective and where its result goes, read off data movement: whoever
+bucketed the graph.
 
-The way up: each value is told as its *parts*, graph inputs and their bytes in memory order. ``cat``, copies into a
-buffer and torch's packing operators join parts; what has one parameter above it is one part. The way down follows a
-piece of the result to the graph's outputs. A value that depends on a user's input is an *activation*, no payload. What
-has parameters above it and cannot be read is *unread*, with the node at which the order is lost.
+The way up: each value is told as its *parts*, graph inputs and their bytes in memory order.
+``cat``, copies into a buffer and torch's packing operators join parts; what has one parameter above
+it is one part. The way down follows a piece of the result to the graph's outputs. A value that
+depends on a user's input is an *activation*, no payload. What has parameters above it and cannot be
+read is *unread*, with the node at which the order is lost.
 """
 
 import functools
@@ -79,7 +81,9 @@ State = tuple[Part, ...] | Unread | str  # parts, unread, or ``ACTIVATION``
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
-    """For each collective what goes in at its launch, in one walk; a ValueError if the graph is not sorted."""
+    """For each collective what goes in at its launch, in one walk; a ValueError if the graph is not
+    sorted.
+    """
     reader = _Reader()
     return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
 
@@ -153,7 +157,8 @@ class _Reader:
         if isinstance(only, tuple) and (is_wait(node) or short_name(node) in _KEEPS_ORDER):
             return _scaled(only, nbytes_of(node.meta.get("val"))) or Unread(node)
         if len(operands) > 1 and computes(node) and not self._inputs_are_told:
-            return ACTIVATION  # of parameters and inputs, which only a tracer's metadata would tell apart
+            # of parameters and inputs, which only a tracer's metadata would tell apart
+            return ACTIVATION
         return unread or Unread(node)
 
     def _joined(self, node: fx.Node) -> State | None:
@@ -207,7 +212,9 @@ class _Reader:
 
 
 def _of_input(node: fx.Node) -> State:
-    """A parameter; of an unknown kind too, unless it holds indices. A buffer is filling, as no layout names it."""
+    """A parameter; of an unknown kind too, unless it holds indices. A buffer is filling, as no
+    layout names it.
+    """
     value, kind = node.meta.get("val"), node.meta.get("gt_input", {}).get("kind")
     is_number = not isinstance(value, torch.Tensor) or value.dtype in (torch.int64, torch.bool)
     if kind == "input" or (kind is None and is_number):
@@ -216,7 +223,9 @@ def _of_input(node: fx.Node) -> State:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a node computes from; a control dependency reads none of those that it only stands behind."""
+    """The values that a node computes from; a control dependency reads none of those that it only
+    stands behind.
+    """
     if is_control_dependency(node):
         return [operand for operand in node.args[2:] if isinstance(operand, fx.Node)]
     return node.all_input_nodes
@@ -264,7 +273,9 @@ def _packs(node: fx.Node) -> bool:
 
 
 def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
-    """Whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts one behind the other."""
+    """Whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts one
+    behind the other.
+    """
     value, dim = (
         whole.meta.get("val"),
         node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0),
@@ -294,7 +305,9 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether an operator of torch makes new numbers of its operands, more than to move or to cast them."""
+    """Whether an operator of torch makes new numbers of its operands, more than to move or to cast
+    them.
+    """
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
     return not any(word in short_name(node) for word in _MOVES)
@@ -311,7 +324,9 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def scaled_operand(node: fx.Node) -> fx.Node | None:
-    """What an operator multiplies, divides or else changes by tensors of one element: by a count, by a loss scale."""
+    """What an operator multiplies, divides or else changes by tensors of one element: by a count,
+    by a loss scale.
+    """
     if not is_pointwise(node) or len(operands := node.all_input_nodes) < 2:
         return None
     first = max(operands, key=_numel)
@@ -333,7 +348,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where a piece of a result ends: at outputs of the graph by position, or at a node that uses it."""
+    """Where a piece of a result ends: at outputs of the graph by position, or at a node that uses
+    it.
+    """
 
     piece: Piece
     outputs: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Process groups of all ranks: the group that each rank names for one collective, without torch.
 
-The groups of one collective are a *partition* of the ranks: each rank's group holds the rank, and its
-members name the same group with the same ranks in the same order. Only real ranks show all groups; a
-fake or simulated world has those of one rank.
+The groups of one collective are a *partition* of the ranks: each rank's group holds the rank, and
+its members name the same group with the same ranks in the same order. Only real ranks show all
+groups; a fake or simulated world has those of one rank.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ Ranks = tuple[int, ...]
 
 
 def partition_fault(groups: Mapping[int, Ranks]) -> str:
-    """Return why the groups that ranks name for one collective are no partition; "" if they are one.
+    """Return why the groups that ranks name for one collective are no partition; "" if they are
+    one.
 
     >>> partition_fault({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})
     ''

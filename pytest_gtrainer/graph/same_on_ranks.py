@@ -1,8 +1,9 @@
 """Compare the graphs of several ranks, and find the first line in which they differ.
 
-Ranks run one program, but their graphs name groups of their own and may hold numbers of their own rank. A
-*line* is what a node says without those: ``node_lines`` has one for each node, ``collective_lines`` one for
-each launch. Lines of ranks are equal if the ranks may exchange their graphs, or issue the same collectives.
+Ranks run one program, but their graphs name groups of their own and may hold numbers of their own
+rank. A *line* is what a node says without those: ``node_lines`` has one for each node,
+``collective_lines`` one for each launch. Lines of ranks are equal if the ranks may exchange their
+graphs, or issue the same collectives.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,7 +78,8 @@ def described(node: fx.Node) -> str:
 def node_lines(
     gm: fx.GraphModule, rank: int, partitions: Mapping[str, Partition], prefix: str = ""
 ) -> Iterator[Line]:
-    """Yield the lines of all nodes, those of graphs inside the graph behind the node that holds them.
+    """Yield the lines of all nodes, those of graphs inside the graph behind the node that holds
+    them.
 
     Args:
         rank: the rank that traced the graph.
@@ -107,7 +109,9 @@ def node_lines(
 def _without_rank(
     node: fx.Node, args: Sequence[Any], rank: int, partitions: Mapping[str, Partition]
 ) -> list[Any]:
-    """Replace a group by the groups of all ranks, and the place of the own part in a gather's buffer by "own part"."""
+    """Replace a group by the groups of all ranks, and the place of the own part in a gather's
+    buffer by "own part".
+    """
     found = list(args)
     for place, argument in enumerate(schema(node.target).arguments[: len(found)]):
         if argument.name == GROUP:
@@ -127,9 +131,11 @@ def _without_rank(
 
 
 def collective_lines(gm: fx.GraphModule) -> Iterator[Line]:
-    """Yield a line for each launch: operator, dtype, number of ranks, and where the payload comes from.
+    """Yield a line for each launch: operator, dtype, number of ranks, and where the payload comes
+    from.
 
-    Extents count in buckets only: sizes that data decides, and shards that are not even, differ by right.
+    Extents count in buckets only: sizes that data decides, and shards that are not even, differ by
+    right.
     """
     for node in gm.graph.nodes:
         if not launches(node.target):

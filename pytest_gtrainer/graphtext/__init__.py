@@ -1,19 +1,26 @@
-"""Graph text: a canonical, readable text of an FX graph, in a subset of Python. Importing it does not import torch.
+"""Graph text: a canonical, readable text of an FX graph, in a subset of Python. Importing it does
+not import torch.
 
-``render`` writes it and ``parse`` reads it back; ``lines_of`` gives the lines unfolded, ``unfold`` those of a text;
-``diff`` says how two texts differ. ``render_layout`` writes the layout of an eager model as that of a graph.
+``render`` writes it and ``parse`` reads it back; ``lines_of`` gives the lines unfolded, ``unfold``
+those of a text; ``diff`` says how two texts differ. ``render_layout`` writes the layout of an eager
+model as that of a graph.
 
-- The *space* of a value: ``P`` parameters, ``B`` buffers, ``I`` inputs, ``A`` arguments of which
-  no tracer says what they are, ``fwd`` and ``bwd`` computed values. ``out`` is the section of what the graph returns.
-- The *scope* of a value: the module (or bucket) that it belongs to, and its space. A value's name is its operator and a
-  counter inside its scope, so a change in one module renumbers nothing in another.
+- The *space* of a value: ``P`` parameters, ``B`` buffers, ``I`` inputs, ``A`` arguments of which no
+  tracer says what they are, ``fwd`` and ``bwd`` computed values. ``out`` is the section of what the
+  graph returns.
+- The *scope* of a value: the module (or bucket) that it belongs to, and its space. A value's name
+  is its operator and a counter inside its scope, so a change in one module renumbers nothing in
+  another.
 - A *layer*: an element of a numbered container, ``layers[3]``.
-- A *section*: a stretch of the schedule of one layer in one space, with relative references: equal layers, equal text.
-- A *graph line*: one line of one section, unfolded. Graphs are compared line by line; folding is presentation only.
+- A *section*: a stretch of the schedule of one layer in one space, with relative references: equal
+  layers, equal text.
+- A *graph line*: one line of one section, unfolded. Graphs are compared line by line; folding is
+  presentation only.
 
-What the text leaves out, on purpose: node names, process group names, storage offsets, device indices,
-``requires_grad``, aliasing, ranges of symbols, strides of dimensions of one element, dead ``getitem`` nodes, that a
-constant is used twice, values of parameters. docs/graph-text.md has it all.
+What the text leaves out, on purpose: node names, process group names, storage offsets, device
+indices, ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of one element, dead
+``getitem`` nodes, that a constant is used twice, values of parameters. docs/graph-text.md has it
+all.
 """
 
 import importlib

@@ -1,8 +1,10 @@
-"""Text of ``print_readable``, which tlparse shows and ``fx_graph_runnable`` files hold, as graph text.
+"""Text of ``print_readable``, which tlparse shows and ``fx_graph_runnable`` files hold, as graph
+text.
 
-``translated`` makes the syntax tree of the one into that of the other; nothing of the dump is ever run. Lines keep
-their numbers, so errors tell those of the file. A dump tells neither modules nor directions: all values stand in
-``fwd`` of ``_``, and inputs in ``A`` by the names that they have there.
+``translated`` makes the syntax tree of the one into that of the other; nothing of the dump is ever
+run. Lines keep their numbers, so errors tell those of the file. A dump tells neither modules nor
+directions: all values stand in ``fwd`` of ``_``, and inputs in ``A`` by the names that they have
+there.
 """
 
 import ast
@@ -49,7 +51,9 @@ def is_dump(text: str) -> bool:
 
 
 def translated(tree: ast.Module) -> list[ast.stmt]:
-    """The statements of graph text for a dump; a TextError if it holds several graphs, or an unreadable line."""
+    """The statements of graph text for a dump; a TextError if it holds several graphs, or an
+    unreadable line.
+    """
     first, *others = (node for node in tree.body if isinstance(node, ast.ClassDef))
     if others:
         raise refuse(
@@ -87,7 +91,9 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
 
 
 def _type(told: str, at: ast.AST) -> ast.expr:
-    """``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text; ``_`` where nothing is told."""
+    """``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text; ``_`` where nothing is
+    told.
+    """
     spelled = told or "_"
     if (number := _NUMBER.fullmatch(told)) is not None:
         spelled = f"{'float' if re.search(r'[.]|[0-9]e', number[1]) else 'int'}[{number[1]}]"
@@ -172,7 +178,9 @@ class _Dump(ast.NodeTransformer):
         if isinstance(node, ast.Assign) and (
             ast.unparse(value or node) == "None" or isinstance(target, ast.Tuple)
         ):
-            return  # `mm = None`, where nobody reads it any more; or the inputs, which have lines of their own
+            # `mm = None`, where nobody reads it any more; or the inputs, which have lines of their
+            # own
+            return
         if not isinstance(target, ast.Name) or not isinstance(node, ast.Assign | ast.AnnAssign):
             raise refuse(node, f"expected a line of a graph's code, found `{shown(node)}`")
         name = target.id

@@ -1,7 +1,9 @@
-"""Folding and unfolding: runs of equal layers print once, and layers much like another as differences.
+"""Folding and unfolding: runs of equal layers print once, and layers much like another as
+differences.
 
-Presentation only: ``unfold`` gives the same lines whatever was folded. It reads canonical texts line by line and does
-not look inside statements, which is all that comparing goldens needs; no torch here.
+Presentation only: ``unfold`` gives the same lines whatever was folded. It reads canonical texts
+line by line and does not look inside statements, which is all that comparing goldens needs; no
+torch here.
 """
 
 import bisect
@@ -20,7 +22,9 @@ MOST_LAYERS = 10_000
 MOST_LINES = 1 << 20
 """Lines of a text to compare, its layers counted out."""
 MOST_ADDED = 1 << 16
-"""Lines that layers may add to a text to parse. Each becomes a node, which takes a hundred times longer."""
+"""Lines that layers may add to a text to parse. Each becomes a node, which takes a hundred times
+longer.
+"""
 _SHORT = 8  # sections of at most so many lines are read faster than their differences from another
 _LAYERS = re.compile(
     r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
@@ -132,7 +136,9 @@ def _edit_name(line: Line) -> str:
 
 
 def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
-    """``lines`` as edits of ``model``: ``drop(name)``, new lines, ``after``; None if names do not tell lines apart."""
+    """``lines`` as edits of ``model``: ``drop(name)``, new lines, ``after``; None if names do not
+    tell lines apart.
+    """
     old = {_edit_name(line): line for line in model}
     new = {_edit_name(line): line for line in lines}
     if len(old) != len(model) or len(new) != len(lines):
@@ -212,9 +218,11 @@ def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]
 def expand(
     blocks: Sequence[TextBlock], budget: LineBudget
 ) -> list[tuple[TextBlock, Sequence[Line]]]:
-    """Give every block the lines of each of its layers, edits applied; a TextError if an edit names nothing.
+    """Give every block the lines of each of its layers, edits applied; a TextError if an edit names
+    nothing.
 
-    The budget pays for lines that edits add; those that stand in the text have been counted by its reader.
+    The budget pays for lines that edits add; those that stand in the text have been counted by its
+    reader.
     """
     models: dict[
         str, Sequence[Line]

@@ -1,7 +1,8 @@
 """What a text begins with, and the one error that reading a text raises.
 
-The comment lines at the head say what made a golden. They are never compared, apart from the format version and, of
-a golden of real ranks, ``groups``: the process groups of all ranks, where those of the first do not tell them.
+The comment lines at the head say what made a golden. They are never compared, apart from the format
+version and, of a golden of real ranks, ``groups``: the process groups of all ranks, where those of
+the first do not tell them.
 """
 
 import difflib
@@ -14,7 +15,9 @@ from pytest_gtrainer.facts import escaped
 
 
 class TextError(ValueError):
-    """A text that is not graph text. ``line`` and ``column`` count from 1; column 0 means the line as a whole."""
+    """A text that is not graph text. ``line`` and ``column`` count from 1; column 0 means the line
+    as a whole.
+    """
 
     def __init__(self, message: str, line: int, column: int = 0) -> None:
         super().__init__(f"line {line}{f', column {column}' if column else ''}: {escaped(message)}")

@@ -1,4 +1,6 @@
-"""Literals, words of torch and tensors as graph text writes them: constants that depend on nothing else."""
+"""Literals, words of torch and tensors as graph text writes them: constants that depend on nothing
+else.
+"""
 
 import ctypes
 import hashlib
@@ -27,7 +29,8 @@ SPELLINGS: dict[type, Callable[[Any], str]] = {
     ),
     torch.device: lambda value: f'device("{value.type}")',
 }
-"""How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
+"""How constants of a type are spelled; none of these types has subclasses that are spelled alike.
+"""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 TORCH_WORDS = {
     SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)
@@ -76,7 +79,9 @@ def held_as(value: Any) -> str:
 
 
 def tensor_content(value: torch.Tensor) -> str:
-    """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
+    """What a constant holds: by content, not by name, as the tracer's numbering of constants
+    drifts.
+    """
     if isinstance(value, FakeTensor) or value.is_meta:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES and not held_as(value):
@@ -86,7 +91,9 @@ def tensor_content(value: torch.Tensor) -> str:
 
 
 def _content(value: torch.Tensor) -> bytes:
-    """The bytes of a tensor; with scales and zero points if it is quantised; of a wrapper what it holds."""
+    """The bytes of a tensor; with scales and zero points if it is quantised; of a wrapper what it
+    holds.
+    """
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
         inner = [type(value).__name__, held_as(value), repr(context)]

@@ -1,4 +1,6 @@
-"""Operands and types of a text, as the values that they stand for: nodes, literals, constants, sizes, fake tensors."""
+"""Operands and types of a text, as the values that they stand for: nodes, literals, constants,
+sizes, fake tensors.
+"""
 
 import ast
 import contextlib
@@ -82,12 +84,16 @@ _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 
 def may_be_symbolic(text: str) -> bool:
-    """Whether a text may name a symbol; the first shape environment of a process takes seconds to import."""
+    """Whether a text may name a symbol; the first shape environment of a process takes seconds to
+    import.
+    """
     return _SYMBOL.search(text) is not None
 
 
 class Sizes:
-    """Symbols of one parsed text: backed ones are defined at the head, others are new where they are first named."""
+    """Symbols of one parsed text: backed ones are defined at the head, others are new where they
+    are first named.
+    """
 
     def __init__(self, *, symbolic: bool) -> None:
         self._env: Any = ShapeEnv() if symbolic else None
@@ -135,7 +141,9 @@ class Sizes:
         raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`")
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
-        """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or any other."""
+        """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or
+        any other.
+        """
         expression = self._expression(node, place)
         if expression.is_Relational or expression.is_Boolean:
             return self.number(node, place, bool)
@@ -199,7 +207,9 @@ class Sizes:
         return self._unbacked[owner, name]
 
     def value(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``; else a TextError."""
+        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``;
+        else a TextError.
+        """
         device = self.device
         match node:
             case ast.Name("_"):
@@ -341,7 +351,9 @@ class Operands:
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
+        """What a name stands for: an input, a value or an output of it, a definition, a constant,
+        an operator.
+        """
         head, name, items = syntax.reference(node)
         if not name:
             if (key := syntax.input_key_at(head, place.layer)) not in self._inputs:
@@ -458,7 +470,9 @@ class Operands:
         return self._given[digest]
 
     def _quantised(self, kind: ast.expr, content: list[ast.expr], node: ast.Call) -> Any:
-        """A quantised constant, which is given: no text holds its scales, and torch has no fake ones."""
+        """A quantised constant, which is given: no text holds its scales, and torch has no fake
+        ones.
+        """
         if len(content) != 1 or not isinstance(content[0], ast.Constant):
             raise refuse(node, f'expected `const(quint8[2], "sha256:...")`, found `{shown(node)}`')
         given = self._by_digest(str(content[0].value), node)

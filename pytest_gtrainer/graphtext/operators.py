@@ -1,8 +1,10 @@
-"""Operators and process groups by name, both ways: what the text writes for them, and what a name in it stands for.
+"""Operators and process groups by name, both ways: what the text writes for them, and what a name
+in it stands for.
 
-An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``, and found in torch's registries
-only, never by evaluating a text. Since a parsed graph can be run, operators that touch files or run code which the
-graph does not show are refused. A process group is a symbol, ``fsdp = group(range(0, 8))``, as its name drifts.
+An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``, and found in
+torch's registries only, never by evaluating a text. Since a parsed graph can be run, operators that
+touch files or run code which the graph does not show are refused. A process group is a symbol,
+``fsdp = group(range(0, 8))``, as its name drifts.
 """
 
 import functools
@@ -176,7 +178,9 @@ class UnknownOperator(LookupError):
 
 
 def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
-    """The operator of a name, or UnknownOperator; ``__kw`` marks a keyword in it, ``allow`` adds namespaces."""
+    """The operator of a name, or UnknownOperator; ``__kw`` marks a keyword in it, ``allow`` adds
+    namespaces.
+    """
     if (name := ".".join(part.removesuffix("__kw") for part in spelled.split("."))) in FUNCTIONS:
         return FUNCTIONS[name]
     if name == "torch.distributed.tensor._api.from_local":
@@ -219,9 +223,11 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
 
 
 def targets_named(spelled: str) -> list[Callable[..., Any]]:
-    """Return what a name in a text stands for in this process, nothing if that is not known. Not to be called.
+    """Return what a name in a text stands for in this process, nothing if that is not known. Not to
+    be called.
 
-    A method, or a function of torch, stands for all overloads of the operator of its name in ``aten``.
+    A method, or a function of torch, stands for all overloads of the operator of its name in
+    ``aten``.
     """
     name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
     space, _, rest = name.partition(".")
@@ -241,7 +247,9 @@ def targets_named(spelled: str) -> list[Callable[..., Any]]:
 
 
 def _torch_function(name: str) -> Callable[..., Any] | None:
-    """A function of ``torch``, as Dynamo's graphs call it, that is an operator or made of operators; else None."""
+    """A function of ``torch``, as Dynamo's graphs call it, that is an operator or made of
+    operators; else None.
+    """
     home, _, last = name.rpartition(".")
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
@@ -349,11 +357,15 @@ def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
 
 
 class UntoldGroup(ValueError):
-    """A collective whose process group or reduction the text of its graph cannot tell: two of them look alike."""
+    """A collective whose process group or reduction the text of its graph cannot tell: two of them
+    look alike.
+    """
 
 
 def refuse_untold(gm: fx.GraphModule) -> None:
-    """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs inside included."""
+    """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs
+    inside included.
+    """
     for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
         groups = groups_of(module, {})
         for node in module.graph.nodes:
@@ -376,7 +388,9 @@ def refuse_untold(gm: fx.GraphModule) -> None:
 def names_of_groups(
     told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """For each symbol of a text a group of its ranks in this process, best one of that name; else the symbol itself."""
+    """For each symbol of a text a group of its ranks in this process, best one of that name; else
+    the symbol itself.
+    """
     names = {symbol: given[symbol] for symbol in told if symbol in given}
     for any_name in (False, True):
         for symbol, ranks in told.items():
@@ -393,7 +407,9 @@ def names_of_groups(
 def groups_of_ranks(
     needed: Iterable[tuple[int, ...]], mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
 ) -> dict[tuple[int, ...], Group]:
-    """Groups that are known by their ranks alone, in order of first use; some may have a symbol already."""
+    """Groups that are known by their ranks alone, in order of first use; some may have a symbol
+    already.
+    """
     groups: dict[tuple[int, ...], Group] = {}
     taken = set(known.values())
     for ranks in dict.fromkeys(needed):

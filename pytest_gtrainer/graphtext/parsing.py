@@ -1,8 +1,9 @@
 """From a text to the graph again: ``parse(render(gm))`` is ``gm``, runnable.
 
-A text may be what a person writes, with another indentation, lines that go on, comments. It is read by the standard
-library's ``ast``; what is not in the grammar is refused, and nothing is ever evaluated as Python. Linear in nodes.
-A *definition* is an assignment at the head; a *body* is a graph inside the graph.
+A text may be what a person writes, with another indentation, lines that go on, comments. It is read
+by the standard library's ``ast``; what is not in the grammar is refused, and nothing is ever
+evaluated as Python. Linear in nodes. A *definition* is an assignment at the head; a *body* is a
+graph inside the graph.
 """
 
 import ast
@@ -67,11 +68,14 @@ def parse(
     """The graph of a text, with the metadata that passes read.
 
     Args:
-        text: graph text, written by ``render`` or by a person; or one graph of ``print_readable``, tlparse or an
-            ``fx_graph_runnable`` file, without modules and directions, and with the types of constants only.
-        constants: values that the text gives by a digest or a path only, from ``graphtext.constants(gm)``.
-        groups: names of process groups by their symbol in the text; by default this process's group with the ranks of
-            the text, or the symbol itself. ``allow``: namespaces of operators that the text may call besides torch's.
+        text: graph text, written by ``render`` or by a person; or one graph of ``print_readable``,
+            tlparse or an ``fx_graph_runnable`` file, without modules and directions, and with the
+            types of constants only.
+        constants: values that the text gives by a digest or a path only, from
+            ``graphtext.constants(gm)``.
+        groups: names of process groups by their symbol in the text; by default this process's group
+            with the ranks of the text, or the symbol itself. ``allow``: namespaces of operators
+            that the text may call besides torch's.
 
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
@@ -137,7 +141,9 @@ def parser_of(
 
 
 def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
-    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for, by what ``like(...)`` calls them."""
+    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for, by what
+    ``like(...)`` calls them.
+    """
     if node.orelse:
         raise refuse(node.orelse[0], "a section has no `else`")
     where = node.test if isinstance(node, ast.If) else node.iter
@@ -167,7 +173,9 @@ def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
 
 
 def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Iterator[Line]:
-    """Statements under their names, each with its syntax tree and that of the module or bucket it stands under."""
+    """Statements under their names, each with its syntax tree and that of the module or bucket it
+    stands under.
+    """
     heading = "" if scope is None else ast.unparse(scope)
     for node in statements:
         match node:
@@ -209,7 +217,9 @@ class _Limits:
 
 
 class _Parser:
-    """Makes one graph; a body has a parser of its own. All of a text is read and counted before anything is made."""
+    """Makes one graph; a body has a parser of its own. All of a text is read and counted before
+    anything is made.
+    """
 
     def __init__(
         self,
@@ -462,7 +472,9 @@ class _Parser:
         return found
 
     def _module(self, path: str, node: ast.expr) -> str:
-        """Add the module that a line calls: a body of the text, or one that was given and is what the text says."""
+        """Add the module that a line calls: a body of the text, or one that was given and is what
+        the text says.
+        """
         definition = self._modules.get(path)
         said = None if definition is None else definition.value
         if isinstance(said, ast.Name) and isinstance(
@@ -517,7 +529,9 @@ class _Parser:
 def unfaithful(
     gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
 ) -> str | None:
-    """Where the full view ``text`` reads back as another graph; None if nowhere, or if it calls functions of Python."""
+    """Where the full view ``text`` reads back as another graph; None if nowhere, or if it calls
+    functions of Python.
+    """
     if (namespaces := _namespaces(gm)) is None:
         return None
     try:

@@ -1,10 +1,13 @@
-"""From an FX graph to its text: the sections of a view, folded. The view ``schedule`` has a module of its own.
+"""From an FX graph to its text: the sections of a view, folded. The view ``schedule`` has a module
+of its own.
 
-- ``full`` shows every operator, and all that it takes to make the graph again. One walk over the nodes finds
-  where each belongs, a second one names and spells them. Graphs inside the graph are drawn the same way.
-- ``layout`` shows which parameter sits at which byte of which collective. A section is a kind of collective, in
-  it a layer where all parameters of a payload belong to one. A ``payload`` line says group, dtype, where the graph
-  issues it, reduction and bytes of one rank's slice; below it stand its parameters, each ``at`` a byte of it.
+- ``full`` shows every operator, and all that it takes to make the graph again. One walk over the
+  nodes finds where each belongs, a second one names and spells them. Graphs inside the graph are
+  drawn the same way.
+- ``layout`` shows which parameter sits at which byte of which collective. A section is a kind of
+  collective, in it a layer where all parameters of a payload belong to one. A ``payload`` line says
+  group, dtype, where the graph issues it, reduction and bytes of one rank's slice; below it stand
+  its parameters, each ``at`` a byte of it.
 """
 
 import itertools
@@ -63,19 +66,22 @@ def render(
     """Return the canonical text of a graph.
 
     Args:
-        gm: the graph, with ``meta["val"]`` and the metadata named in ``scopes``; or one of Dynamo, AOTAutograd,
-            Inductor or ``torch.export``, whose own names are read.
-        view: "full" shows every operator and can be parsed; "schedule" shows collectives, waits and the amount of
-            compute between them; "layout" shows which parameter lies at which byte of which collective.
-        names: what the inputs are, if the graph does not say it: the model, FQNs by placeholder, or Dynamo's graph
-            for one of AOTAutograd.
+        gm: the graph, with ``meta["val"]`` and the metadata named in ``scopes``; or one of Dynamo,
+            AOTAutograd, Inductor or ``torch.export``, whose own names are read.
+        view: "full" shows every operator and can be parsed; "schedule" shows collectives, waits and
+            the amount of compute between them; "layout" shows which parameter lies at which byte of
+            which collective.
+        names: what the inputs are, if the graph does not say it: the model, FQNs by placeholder, or
+            Dynamo's graph for one of AOTAutograd.
         header: comment lines that say what made the graph; they are never compared.
-        mesh: dimensions and extents over all ranks, outermost first; they name groups without a dimension of their own.
-        sizes: dynamic sizes in the view "full": "both" writes symbols with the traced example, ``s0 = size(16)``;
-            "symbols" writes no example; "examples" writes only the example.
+        mesh: dimensions and extents over all ranks, outermost first; they name groups without a
+            dimension of their own.
+        sizes: dynamic sizes in the view "full": "both" writes symbols with the traced example, ``s0
+            = size(16)``; "symbols" writes no example; "examples" writes only the example.
 
     Raises:
-        ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names`` that do not fit.
+        ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names``
+            that do not fit.
     """
     if sizes not in SIZES:
         raise ValueError(
@@ -91,7 +97,9 @@ def render_layout(
     header: Mapping[str, str] | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> str:
-    """The text of a layout, of a graph or of an eager model; ``header`` and ``mesh`` as for ``render``."""
+    """The text of a layout, of a graph or of an eager model; ``header`` and ``mesh`` as for
+    ``render``.
+    """
     return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
@@ -177,7 +185,9 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
 def _bodies(
     gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed
 ) -> tuple[dict[str, str], list[str]]:
-    """Graphs inside the graph by their attributes, and their text, as they are used; equal ones have one name."""
+    """Graphs inside the graph by their attributes, and their text, as they are used; equal ones
+    have one name.
+    """
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes:

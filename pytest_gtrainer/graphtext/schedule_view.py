@@ -2,15 +2,17 @@
 
 Sections are those of the full text, and a collective has the name that it has there:
 
-- ``launch(bucket(layers[i+1]).all_gather_into_tensor, fsdp, bf16[43136], bytes=86_272, tensors=9)``: the collective,
-  its group, the larger of what one rank puts in and gets out, and how many tensors are packed into it if several;
+- ``launch(bucket(layers[i+1]).all_gather_into_tensor, fsdp, bf16[43136], bytes=86_272,
+  tensors=9)``: the collective, its group, the larger of what one rank puts in and gets out, and how
+  many tensors are packed into it if several;
 - ``wait(bucket(L).all_gather_into_tensor)``: its result is needed from here on;
-- ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait, and the module of all of them;
+- ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait, and the
+  module of all of them;
 - ``call(L.moe, cond, cond_graph_0)``: runs a graph inside the graph that communicates itself.
 
-*Packing* serves one launch only (the cast of a parameter, the copy into a bucket's payload) or one wait (the copies out
-of it), and stands next to it: it is shown as a part of it. A *free* node costs nothing: a view, the arithmetic of
-sizes, a guard. All others compute.
+*Packing* serves one launch only (the cast of a parameter, the copy into a bucket's payload) or one
+wait (the copies out of it), and stands next to it: it is shown as a part of it. A *free* node costs
+nothing: a view, the arithmetic of sizes, a guard. All others compute.
 """
 
 import itertools
@@ -88,7 +90,9 @@ def _serving(
     neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
 ) -> dict[fx.Node, fx.Node]:
-    """The one event that a node's neighbours are or serve, with nothing but such nodes and free ones between them."""
+    """The one event that a node's neighbours are or serve, with nothing but such nodes and free
+    ones between them.
+    """
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()
     for node in nodes:
@@ -116,7 +120,9 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
-    """What a collective moves: its result, or its operands where these are known to be larger; if fused, nothing."""
+    """What a collective moves: its result, or its operands where these are known to be larger; if
+    fused, nothing.
+    """
     if is_fused(launch):
         return []
     sides = [
@@ -146,7 +152,9 @@ _NOTHING = (
 def draw(
     gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None
 ) -> tuple[list[str], list[Section]]:
-    """Groups, symbols (unless there is an ``outer`` graph) and graphs inside that communicate; then the sections."""
+    """Groups, symbols (unless there is an ``outer`` graph) and graphs inside that communicate; then
+    the sections.
+    """
     backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
     calls: dict[fx.Node, list[str]] = {}  # names of these graphs
@@ -236,7 +244,9 @@ class _Schedule:
         return f"compute({self._module(scopes)}, {', '.join(told)}, ops={len(nodes)})"
 
     def _launch(self, node: fx.Node) -> Iterable[str]:
-        """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements), and sums."""
+        """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements),
+        and sums.
+        """
         if hides(node):
             raise ValueError(
                 f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds the group and the "

@@ -1,14 +1,18 @@
-"""What the metadata of a node says in a text, both ways: its module or bucket, its space, its name there, and its tags.
+"""What the metadata of a node says in a text, both ways: its module or bucket, its space, its name
+there, and its tags.
 
-Where no module is said (a gradient that autograd accumulates has none), it follows from the operands: such nodes are
-*unowned*. *Tags* stand beside the type, ``f32[2] | must_save | custom(stage=1)``:
+Where no module is said (a gradient that autograd accumulates has none), it follows from the
+operands: such nodes are *unowned*. *Tags* stand beside the type, ``f32[2] | must_save |
+custom(stage=1)``:
 
 - a policy of activation checkpointing, from ``meta["recompute"]``;
 - ``unowned``: no module is said, the heading's follows from the operands;
-- ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its own);
-- ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path, split_boundary)``, what
-  stands at its boundary; with ``, eager`` where eager code made the chunks;
-- ``held_as("Shard(dim=0) over dp=2 of [0, 1]")``: placements of a DTensor, or the layout of a sparse tensor;
+- ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its
+  own);
+- ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path,
+  split_boundary)``, what stands at its boundary; with ``, eager`` where eager code made the chunks;
+- ``held_as("Shard(dim=0) over dp=2 of [0, 1]")``: placements of a DTensor, or the layout of a
+  sparse tensor;
 - ``mismarked``: a node in a bucket of one direction that carries the mark of the other;
 - ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
@@ -85,7 +89,9 @@ def is_item(node: fx.Node) -> bool:
 
 
 def _is_marked_otherwise(item: fx.Node, source: fx.Node) -> bool:
-    """Return whether an item has a mark that its source lacks. A mark that it lacks itself is the source's."""
+    """Return whether an item has a mark that its source lacks. A mark that it lacks itself is the
+    source's.
+    """
     policy, custom = item.meta.get("recompute"), _own_annotations(item)
     return (
         (policy is not None and policy != source.meta.get("recompute"))
@@ -162,7 +168,9 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope of every computed value and its name there: ``mul``, ``add``, ``mul_1``; ``is_`` as ``is`` is taken."""
+    """The scope of every computed value and its name there: ``mul``, ``add``, ``mul_1``; ``is_`` as
+    ``is`` is taken.
+    """
     words = WORDS | frozenset(taken)
     uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
     names: dict[fx.Node, tuple[Scope, str]] = {}
@@ -179,7 +187,9 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
 
 
 def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[str]:
-    """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from the line."""
+    """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from
+    the line.
+    """
     meta = node.meta
     tags = [UNOWNED] if unowned else []
     if bucket := meta.get("fsdp_bucket"):
@@ -220,7 +230,9 @@ def _is_literal(value: Any) -> bool:
 def write_tags(
     meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool
 ) -> None:
-    """Write what a line's tags and scope say into the metadata of its node; what is no tag is a TextError."""
+    """Write what a line's tags and scope say into the metadata of its node; what is no tag is a
+    TextError.
+    """
     flags: set[str] = set()
     own_fqn = ""
     told: dict[str, Any] = {}

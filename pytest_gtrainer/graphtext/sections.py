@@ -1,7 +1,8 @@
-"""Where things stand: module paths, layers, scopes, sections, and the lines that a text unfolds to. No torch here.
+"""Where things stand: module paths, layers, scopes, sections, and the lines that a text unfolds to.
+No torch here.
 
-``layers.3.attention.wq`` is a *path*; ``layers.3`` is its *layer*. A *scope* is the module or bucket in which values
-are numbered, a *key* says to which section its lines belong.
+``layers.3.attention.wq`` is a *path*; ``layers.3`` is its *layer*. A *scope* is the module or
+bucket in which values are numbered, a *key* says to which section its lines belong.
 """
 
 import functools
@@ -192,9 +193,10 @@ class Section(NamedTuple):
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
-    """In which section each line stands, given where it belongs and whether it may float. A floating line (a
-    collective, or a value of no known module) never opens a section: it stands with its own layer if that comes next,
-    else where the schedule has put it."""
+    """In which section each line stands, given where it belongs and whether it may float. A
+    floating line (a collective, or a value of no known module) never opens a section: it stands
+    with its own layer if that comes next, else where the schedule has put it.
+    """
     fixed: list[SectionKey | None] = [None]
     ahead: list[SectionKey | None] = [None]  # the next key that is known
     for here, floats in zip(reversed(own), reversed(floating), strict=True):
@@ -214,7 +216,9 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
 
 
 def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
-    """Give a layer the short stretches of its neighbours inside it, as prefetching puts there: else none are alike."""
+    """Give a layer the short stretches of its neighbours inside it, as prefetching puts there: else
+    none are alike.
+    """
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
     absorbed: list[SectionKey] = []
     first = 0

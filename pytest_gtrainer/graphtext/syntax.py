@@ -1,8 +1,8 @@
 """The one reader of what stands in a line: chains, paths, scopes, references. No torch here.
 
-It reads syntax trees of Python, for ``parsing`` and for ``dataflow``; what is not in the grammar is refused. A *chain*
-names something: ``saved.layers[i-1].mm``. As a text says most lines once for many layers, what it means depends on the
-*place* where it stands.
+It reads syntax trees of Python, for ``parsing`` and for ``dataflow``; what is not in the grammar is
+refused. A *chain* names something: ``saved.layers[i-1].mm``. As a text says most lines once for
+many layers, what it means depends on the *place* where it stands.
 """
 
 import ast
@@ -46,7 +46,9 @@ def integer(node: ast.expr | None) -> int | None:
 
 
 class Link(NamedTuple):
-    """A link of a chain: a name, a quoted word, an index, or the arguments of a call; ``node`` ends with it."""
+    """A link of a chain: a name, a quoted word, an index, or the arguments of a call; ``node`` ends
+    with it.
+    """
 
     kind: str
     value: str | int | tuple[ast.expr, ...]
@@ -117,7 +119,9 @@ class LinePlace:
 
 
 def path_at(links: Sequence[Link], here: Layer | None) -> str:
-    """The module path of a chain, as seen from a section's layer; TextError if it is none, or relative to no layer."""
+    """The module path of a chain, as seen from a section's layer; TextError if it is none, or
+    relative to no layer.
+    """
     link = next((link for link in links if link.relative), None)
     if links[0].value == "L" and links[0].kind == "name":
         link, head, distance, rest = links[0], "", 0, links[1:]
@@ -178,7 +182,9 @@ def absolute(text: str, layer: Layer | None) -> str:
 
 
 def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
-    """``saved.L.topk[1]`` as ``saved.L``, ``topk`` and its items; an input has no name; what is none is a TextError."""
+    """``saved.L.topk[1]`` as ``saved.L``, ``topk`` and its items; an input has no name; what is
+    none is a TextError.
+    """
     links, items = chain(node), []
     if is_input(links):
         return links, "", []

@@ -1,8 +1,9 @@
 """What versions of torch call differently, so that one golden serves them all. No torch here.
 
-An operator is in the table if a version put it in place of another that computes the same value with the same strides.
-Texts made before and since such a version are compared in the words of the newer one, all others as they are, so that
-a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
+An operator is in the table if a version put it in place of another that computes the same value
+with the same strides. Texts made before and since such a version are compared in the words of the
+newer one, all others as they are, so that a spelling hides nothing while torch stays.
+docs/goldens.md says why it is so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,14 +60,18 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 def same_but_for(
     spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]
 ) -> bool:
-    """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
+    """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it,
+    and may differ.
+    """
     return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 
 
 def respelled(
     lines: Sequence[GraphLine], spellings: Iterable[Spelling]
 ) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
-    """The lines in the words of the newer torch, for people to read, and the spellings that these lines needed."""
+    """The lines in the words of the newer torch, for people to read, and the spellings that these
+    lines needed.
+    """
     made, used = list(lines), set()
     graph = dataflow(lines)
     for value in graph.values:

@@ -1,5 +1,5 @@
 """From a model to one joint graph of forward, loss and backward, and back to a training step.
 
-``model`` names modules on nodes and lists the state, ``sharding`` turns parameters into sharded ones that gather on
-access, ``step`` traces and replays: start there. Nothing here imports pytest.
+``model`` names modules on nodes and lists the state, ``sharding`` turns parameters into sharded
+ones that gather on access, ``step`` traces and replays: start there. Nothing here imports pytest.
 """

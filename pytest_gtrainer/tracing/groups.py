@@ -1,9 +1,11 @@
-"""The groups of ``fully_shard`` in a trace: in which order the gradients of an activation are added.
+"""The groups of ``fully_shard`` in a trace: in which order the gradients of an activation are
+added.
 
-FSDP2 hands the inputs of a group's forward on by an autograd function, whose backward starts the group's reduction.
-Gradients of an input therefore meet at that function first. If two layers each read ``memory`` twice, eager FSDP2 adds
-``(k1 + v1) + (k0 + v0)``, and a model without groups ``((k1 + v1) + k0) + v0``. A trace under ``hand_on_inputs`` adds
-as FSDP2 does. The views that the function leaves in the forward are erased from the graph.
+FSDP2 hands the inputs of a group's forward on by an autograd function, whose backward starts the
+group's reduction. Gradients of an input therefore meet at that function first. If two layers each
+read ``memory`` twice, eager FSDP2 adds ``(k1 + v1) + (k0 + v0)``, and a model without groups ``((k1
++ v1) + k0) + v0``. A trace under ``hand_on_inputs`` adds as FSDP2 does. The views that the function
+leaves in the forward are erased from the graph.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +21,9 @@ from pytest_gtrainer.tracing.model import Attachment
 
 
 class _HandOn(torch.autograd.Function):
-    """Return the inputs. In the backward all gradients of one input are added before it returns them."""
+    """Return the inputs. In the backward all gradients of one input are added before it returns
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,7 +35,9 @@ class _HandOn(torch.autograd.Function):
 
 
 class _Group:
-    """The hooks of one group. Of several modules only the one that runs first hands its inputs on, as in FSDP2."""
+    """The hooks of one group. Of several modules only the one that runs first hands its inputs on,
+    as in FSDP2.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
@@ -61,7 +67,8 @@ class _Group:
 def hand_on_inputs(model: nn.Module, groups: Iterable[Sequence[nn.Module]]) -> Attachment:
     """Let a trace of ``model`` add gradients as ``fully_shard`` on each of ``groups`` does.
 
-    Give the modules of each group that has parameters of its own; a group without any has no function in FSDP2, either.
+    Give the modules of each group that has parameters of its own; a group without any has no
+    function in FSDP2, either.
     """
     undo = []
     for modules in groups:

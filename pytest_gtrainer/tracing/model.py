@@ -54,9 +54,11 @@ class _Scope:
 
 
 def annotate_module_fqns(model: nn.Module) -> Attachment:
-    """Mark every node that is traced inside a submodule of ``model`` with the FQN of the innermost submodule.
+    """Mark every node that is traced inside a submodule of ``model`` with the FQN of the innermost
+    submodule.
 
-    A module that is registered under two names has the first. A second call changes nothing; eager runs do not change.
+    A module that is registered under two names has the first. A second call changes nothing; eager
+    runs do not change.
     """
     undo = []
     for fqn, module in model.named_modules():
@@ -72,7 +74,9 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def has_bytes(value: Any) -> bool:
-    """Return whether ``value`` is a tensor with memory of its own that can be compared and put back."""
+    """Return whether ``value`` is a tensor with memory of its own that can be compared and put
+    back.
+    """
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return False
     if is_traceable_wrapper_subclass(value):
@@ -123,7 +127,9 @@ def rewrap(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> torch.Tensor:
-    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if ``like`` is plain."""
+    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if
+    ``like`` is plain.
+    """
     if not isinstance(like, DTensor):
         return plain
     mesh, placements = mesh or like.device_mesh, placements or like.placements
@@ -134,7 +140,9 @@ def rewrap(
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model's state in registration order, parameters, then buffers; a tied tensor once, by its first name."""
+    """A model's state in registration order, parameters, then buffers; a tied tensor once, by its
+    first name.
+    """
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]

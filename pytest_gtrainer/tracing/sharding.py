@@ -1,8 +1,9 @@
 """Data parallelism that a tracer can see: parameters that gather on access.
 
-An eager run and a trace see the same two collectives a parameter: an all-gather in ``param_dtype`` when the attribute
-is read, and a reduction of its gradient in ``reduce_dtype`` (A12). ``state_dict`` and ``parameters`` see the shards.
-The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
+An eager run and a trace see the same two collectives a parameter: an all-gather in ``param_dtype``
+when the attribute is read, and a reduction of its gradient in ``reduce_dtype`` (A12).
+``state_dict`` and ``parameters`` see the shards. The idea of parametrised access is SimpleFSDP's
+(arXiv:2411.00284).
 """
 
 import math
@@ -49,9 +50,10 @@ PLACEMENTS: dict[str, list[Placement]] = {
 class MixedPrecisionPolicy:
     """Dtypes of FSDP2's policy of the same name; None keeps what is there.
 
-    ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one gradients are reduced in.
-    By default that is ``param_dtype`` up to torch 2.14, and the parameter's own dtype from 2.15 on, as FSDP2 does it.
-    Gradients return in the dtype of the parameter. Forward inputs are not cast at module boundaries: a graph has none.
+    ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one
+    gradients are reduced in. By default that is ``param_dtype`` up to torch 2.14, and the
+    parameter's own dtype from 2.15 on, as FSDP2 does it. Gradients return in the dtype of the
+    parameter. Forward inputs are not cast at module boundaries: a graph has none.
     """
 
     param_dtype: torch.dtype | None = None
@@ -64,7 +66,8 @@ def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype
 
 
 def sets_grad_dtype() -> bool:
-    """Return whether FSDP2 of the installed torch sets ``grad_dtype`` of a gathered parameter, see ``gradient_dtype``.
+    """Return whether FSDP2 of the installed torch sets ``grad_dtype`` of a gathered parameter, see
+    ``gradient_dtype``.
 
     Up to torch 2.14 it does not, and autograd casts every gradient to the dtype of that parameter.
     """
@@ -74,12 +77,13 @@ def sets_grad_dtype() -> bool:
 def gradient_dtype(
     gathered: torch.dtype, reduced: torch.dtype, is_replica: bool
 ) -> torch.dtype | None:
-    """Return the dtype that FSDP2 of torch 2.15 lets autograd cast a gathered parameter's gradients to.
+    """Return the dtype that FSDP2 of torch 2.15 lets autograd cast a gathered parameter's gradients
+    to.
 
-    None is for no cast. If the reduction is wider than the parameter, a gradient keeps the dtype in which its operator
-    makes it: RMSNorm on CPU gives that of a bf16 weight in fp32. ``is_replica`` is for a parameter that the model
-    itself replicates, as a norm under tensor parallelism: there a sum over other ranks may come first, so that
-    FSDP2 casts before it.
+    None is for no cast. If the reduction is wider than the parameter, a gradient keeps the dtype in
+    which its operator makes it: RMSNorm on CPU gives that of a bf16 weight in fp32. ``is_replica``
+    is for a parameter that the model itself replicates, as a norm under tensor parallelism: there a
+    sum over other ranks may come first, so that FSDP2 casts before it.
     """
     both_float = gathered.is_floating_point and reduced.is_floating_point
     if both_float and reduced.itemsize > gathered.itemsize and not is_replica:
@@ -89,7 +93,9 @@ def gradient_dtype(
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """How the model itself has sharded a parameter (tensor, expert parallelism), and this rank's shard of that."""
+    """How the model itself has sharded a parameter (tensor, expert parallelism), and this rank's
+    shard of that.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -98,7 +104,9 @@ class ModelPart:
 
     @classmethod
     def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> "ModelPart":
-        """That of a parameter which is to be sharded over ``mesh``, too; a ValueError names one that cannot be."""
+        """That of a parameter which is to be sharded over ``mesh``, too; a ValueError names one
+        that cannot be.
+        """
         theirs, placements = parameter.device_mesh, parameter.placements
         said = f"{fqn} is a DTensor already, {placements} over {theirs}"
         shared = sorted(set(theirs.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist()))
@@ -128,7 +136,9 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """How a parameter is gathered and its gradient reduced, divided ``first`` or last; ``model``: of a DTensor."""
+    """How a parameter is gathered and its gradient reduced, divided ``first`` or last; ``model``:
+    of a DTensor.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -143,12 +153,16 @@ _describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
 _accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
 _for_dynamo: list[dict[int, torch.Tensor]] = []
-"""The innermost of ``reusing_gathers`` last, for Dynamo, which reads no context variables and runs in one thread."""
+"""The innermost of ``reusing_gathers`` last, for Dynamo, which reads no context variables and runs
+in one thread.
+"""
 
 
 @contextmanager
 def reusing_gathers() -> Iterator[None]:
-    """Inside, a parameter is gathered once (A10), and its gradients are added before one reduction, as in FSDP2."""
+    """Inside, a parameter is gathered once (A10), and its gradients are added before one reduction,
+    as in FSDP2.
+    """
     cache: dict[int, torch.Tensor] = {}
     _for_dynamo.append(cache)
     try:
@@ -168,7 +182,9 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 def accumulating_gradients() -> AbstractContextManager[None]:
-    """Inside, gradients are cast before a reduction, as FSDP2 adds microbatches; nodes that reduce are marked."""
+    """Inside, gradients are cast before a reduction, as FSDP2 adds microbatches; nodes that reduce
+    are marked.
+    """
     return _set(_accumulating, True)
 
 
@@ -180,26 +196,33 @@ def data_parallel(
     mp_policy: MixedPrecisionPolicy | None = None,
     gradient_divide_factor: float | None = None,
 ) -> nn.Module:
-    """Shard (or replicate) every parameter of ``model`` over ``mesh``, in place, as ``fully_shard`` does.
+    """Shard (or replicate) every parameter of ``model`` over ``mesh``, in place, as ``fully_shard``
+    does.
 
-    A second call skips sharded parameters, so apply it first to inner modules with their own mesh (routed experts), as
-    with ``fully_shard``. Of a DTensor that ``parallelize_module`` made over another dimension of this mesh it shards
-    dim 0 of the local shard. Initialise the model before: afterwards the attribute (``linear.weight``) is a gathered
-    copy, and writes to it are lost. The shards are in ``parameters()``.
+    A second call skips sharded parameters, so apply it first to inner modules with their own mesh
+    (routed experts), as with ``fully_shard``. Of a DTensor that ``parallelize_module`` made over
+    another dimension of this mesh it shards dim 0 of the local shard. Initialise the model before:
+    afterwards the attribute (``linear.weight``) is a gathered copy, and writes to it are lost. The
+    shards are in ``parameters()``.
 
     Args:
-        model: its forward reads parameters as attributes; all ranks hold equal values of what is sharded over them.
-        mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard) for ``hybrid_shard``.
-        mode: one of these three. ``mp_policy``: FSDP2's, with the dtypes of gathers (``param_dtype``) and reductions.
+        model: its forward reads parameters as attributes; all ranks hold equal values of what is
+            sharded over them.
+        mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard) for
+            ``hybrid_shard``.
+        mode: one of these three. ``mp_policy``: FSDP2's, with the dtypes of gathers
+            (``param_dtype``) and reductions.
         gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype (FSDP2's
-            ``set_gradient_divide_factor``); by default the reduction averages. ``replicate`` multiplies by the inverse
-            before the sum, as DDP does; if the number of ranks is no power of two, an average has other bits.
+            ``set_gradient_divide_factor``); by default the reduction averages. ``replicate``
+            multiplies by the inverse before the sum, as DDP does; if the number of ranks is no
+            power of two, an average has other bits.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
-            DTensor that ``ModelPart.of`` refuses, a parameter with a hook (the shard is another
-            tensor), or fp16 reduction (FSDP2 divides before and after it: not modelled).
+        ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter
+            without dimensions, a DTensor that ``ModelPart.of`` refuses, a parameter with a hook
+            (the shard is another tensor), or fp16 reduction (FSDP2 divides before and after it: not
+            modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
@@ -255,7 +278,9 @@ def data_parallel(
 
 
 def _shard(parameter: nn.Parameter, access: _Access) -> nn.Parameter:
-    """This rank's part; ``src_data_rank=None``: values are equal on all ranks already, nothing is sent."""
+    """This rank's part; ``src_data_rank=None``: values are equal on all ranks already, nothing is
+    sent.
+    """
     plain = local(parameter.detach())
     shard = distribute_tensor(plain, access.mesh, access.placements, src_data_rank=None)
     if access.model is not None:
@@ -349,7 +374,8 @@ class _Gather(torch.autograd.Function):
             ctx.set_output_grad_dtype(gradient_dtype(gather_dtype, ctx.reduce_dtype, is_replica))
         replicate = [Replicate()] * access.mesh.ndim
         whole = parameter.redistribute(placements=replicate, forward_dtype=gather_dtype)
-        # a replicated parameter is used as it is: a view, because a Function must not return its input
+        # a replicated parameter is used as it is: a view, because a Function must not return its
+        # input
         plain = whole.to_local().view_as(whole.to_local())
         return plain if part is None else _from_local(plain, part.mesh, part.placements, *size)
 
@@ -384,7 +410,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _reduced(gradient: torch.Tensor, access: _Access) -> DTensor:
-    """This rank's shard of a gradient. Rows that do not divide are padded at once: torch pads each rank's part."""
+    """This rank's shard of a gradient. Rows that do not divide are padded at once: torch pads each
+    rank's part.
+    """
     placements = [Partial(access.op)] * access.mesh.ndim
     unreduced = DTensor.from_local(gradient, access.mesh, placements, run_check=False)
     rows, ranks = gradient.shape[0] if gradient.ndim else 0, access.mesh.size(-1)

@@ -1,9 +1,10 @@
-"""Trace one stage of a pipeline: its forward and its backward as one graph, whose tangents are inputs.
+"""Trace one stage of a pipeline: its forward and its backward as one graph, whose tangents are
+inputs.
 
-A *tangent* is the gradient of an output, which comes back from the next stage. The graph, of local tensors, is
-``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``. Its metadata is that of
-``trace_step``, with inputs ``tangent0``, outputs ``output0`` and ``gradient_of_input0``, and what ``graph.nodes`` says
-of stages.
+A *tangent* is the gradient of an output, which comes back from the next stage. The graph, of local
+tensors, is ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``.
+Its metadata is that of ``trace_step``, with inputs ``tangent0``, outputs ``output0`` and
+``gradient_of_input0``, and what ``graph.nodes`` says of stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +29,14 @@ class TracedStage:
     """A stage as a graph.
 
     Attributes:
-        gm: the graph, ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``.
+        gm: the graph, ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of
+            parameters)``.
         example_inputs: fake tensors of the graph's inputs.
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the results.
         input_spec, output_spec: pytrees of the stage's inputs and outputs.
-        differentiated: places, among the leaves of the inputs, of those whose gradients the graph gives.
+        differentiated: places, among the leaves of the inputs, of those whose gradients the graph
+            gives.
         tangents: places, among the leaves of the outputs, of those that take a tangent.
         gradient_placements, rank: as of ``TracedStep``.
     """
@@ -65,21 +68,26 @@ def trace_stage(
 ) -> TracedStage:
     """Trace a stage of a pipeline, forward and backward, into one graph, on fake tensors.
 
-    Parameters that ``data_parallel`` has sharded reduce their gradients behind the cast to the reduce dtype, so that
-    microbatches can be added in between, as FSDP2 adds them; ``split_stage_graph`` cuts the graph there.
+    Parameters that ``data_parallel`` has sharded reduce their gradients behind the cast to the
+    reduce dtype, so that microbatches can be added in between, as FSDP2 adds them;
+    ``split_stage_graph`` cuts the graph there.
 
     Args:
         module: the stage, with parameters plain or by ``data_parallel``.
-        inputs: pytrees of tensors, real, fake or meta, and plain Python scalars. The graph gives the gradient of each
-            tensor that requires one: that of activations ``[microbatch, ..., width]``, and not that of tokens.
-        step: ``step(module, *inputs)`` gives the outputs, a tensor or a pytree of tensors; by default the module's
-            own. The last stage's computes its loss there, a scalar, and takes labels as an input.
+        inputs: pytrees of tensors, real, fake or meta, and plain Python scalars. The graph gives
+            the gradient of each tensor that requires one: that of activations ``[microbatch, ...,
+            width]``, and not that of tokens.
+        step: ``step(module, *inputs)`` gives the outputs, a tensor or a pytree of tensors; by
+            default the module's own. The last stage's computes its loss there, a scalar, and takes
+            labels as an input.
         reuse_gathers: as of ``trace_step``.
 
     Raises:
-        TypeError: an input leaf is neither a tensor nor a plain scalar, or an output is no plain tensor.
-        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what does; or what
-            ``trace_step`` refuses, too: wrapped modules, hooks on parameters and inputs, ``backward`` in the step.
+        TypeError: an input leaf is neither a tensor nor a plain scalar, or an output is no plain
+            tensor.
+        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what
+            does; or what ``trace_step`` refuses, too: wrapped modules, hooks on parameters and
+            inputs, ``backward`` in the step.
     """
     if isinstance(inputs, torch.Tensor):
         raise TypeError(
@@ -123,7 +131,9 @@ def trace_stage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageTracing(Tracing):
-    """Traces of one stage; ``found`` is what its outputs are: their tree, and which of them take a tangent."""
+    """Traces of one stage; ``found`` is what its outputs are: their tree, and which of them take a
+    tangent.
+    """
 
     spec: pytree.TreeSpec
     wanted: tuple[int, ...]
@@ -140,7 +150,9 @@ class _StageTracing(Tracing):
     def _outputs(
         self, flat: Sequence[Any]
     ) -> tuple[list[torch.Tensor], tuple[int, ...], list[torch.Tensor]]:
-        """The outputs, the places of those that take a tangent, and the inputs whose gradients are wanted."""
+        """The outputs, the places of those that take a tangent, and the inputs whose gradients are
+        wanted.
+        """
         first = len(self.state.fqns)
         given = list(flat[first : first + self.spec.num_leaves])
         for place in self.wanted:

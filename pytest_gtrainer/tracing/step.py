@@ -1,10 +1,11 @@
 """Trace a training step (forward, loss, backward) into one joint FX graph.
 
-Its inputs are the local tensors of parameters, buffers and user inputs, in this order (A5); its outputs the loss and
-the gradients of the parameters that require one, in ``named_parameters`` order (A1). Beside what ``graph.nodes`` names,
-``meta["gt_input"]`` on placeholders is ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``. On the output node,
-``gt_outputs`` names the outputs, ``gt_managed_order`` parameters as FSDP2 manages them, ``gt_tied`` parameters that
-several modules hold, by the first.
+Its inputs are the local tensors of parameters, buffers and user inputs, in this order (A5); its
+outputs the loss and the gradients of the parameters that require one, in ``named_parameters`` order
+(A1). Beside what ``graph.nodes`` names, ``meta["gt_input"]`` on placeholders is ``{"kind":
+"parameter" | "buffer" | "input", "fqn": ...}``. On the output node, ``gt_outputs`` names the
+outputs, ``gt_managed_order`` parameters as FSDP2 manages them, ``gt_tied`` parameters that several
+modules hold, by the first.
 """
 
 import copy
@@ -100,12 +101,15 @@ class TracedStep:
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the outputs.
         input_spec: pytree of the user's inputs.
-        gradient_placements: of each that is a DTensor, the placements of its gradient, which may differ from its own
-            (tensor parallelism leaves partial sums). None for a plain one, or without a gradient.
+        gradient_placements: of each that is a DTensor, the placements of its gradient, which may
+            differ from its own (tensor parallelism leaves partial sums). None for a plain one, or
+            without a gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
-        mode: which modules were in eval mode, their classes and hooks, and autocast: a replay in another is refused.
-        handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or why.
+        mode: which modules were in eval mode, their classes and hooks, and autocast: a replay in
+            another is refused.
+        handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or
+            why.
     """
 
     gm: fx.GraphModule
@@ -137,15 +141,17 @@ class TracedStep:
     def replay(self, model: nn.Module, *inputs: Any) -> torch.Tensor:
         """Run the step on ``model``: return the loss, add the gradients to ``.grad``.
 
-        Gradients come as tensors of the parameter's own kind (DTensor for a DTensor, as autograd would place it), None
-        is skipped, and an existing ``.grad`` is added to. Runs without autograd.
+        Gradients come as tensors of the parameter's own kind (DTensor for a DTensor, as autograd
+        would place it), None is skipped, and an existing ``.grad`` is added to. Runs without
+        autograd.
 
         Raises:
-            ValueError: the model's state, mode (train, eval, autocast), classes or hooks, or the structure, shapes,
-                dtypes, strides, device types or scalars of ``inputs``, are not the traced ones, the graph gives a
-                gradient of another shape or dtype, the model is wrapped (DDP, ``fully_shard``, ``torch.compile``)
-                or has hooks on parameters, this is another rank, or a fake world, which moves no data, and the graph
-                has collectives.
+            ValueError: the model's state, mode (train, eval, autocast), classes or hooks, or the
+                structure, shapes, dtypes, strides, device types or scalars of ``inputs``, are not
+                the traced ones, the graph gives a gradient of another shape or dtype, the model is
+                wrapped (DDP, ``fully_shard``, ``torch.compile``) or has hooks on parameters, this
+                is another rank, or a fake world, which moves no data, and the graph has
+                collectives.
         """
         state = ModelState.of(model)
         loss, *gradients = self._run(model, state, inputs)
@@ -154,12 +160,14 @@ class TracedStep:
         return loss
 
     def results(self, model: nn.Module, *inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the step on ``model`` and return all that it computes and leaves behind (this rank's part), by name.
+        """Run the step on ``model`` and return all that it computes and leaves behind (this rank's
+        part), by name.
 
-        First ``loss``, then each ``gradient of FQN``, in the order in which the graph makes them, so the first that
-        differs is next to a mistake. Then what the step has changed: ``norm.running_mean afterwards``, ``input 0
-        afterwards``, ``random state of torch.cpu afterwards``. The model, its ``.grad``, the inputs and the random
-        states stay as they are. The results before and after a pass show whether it changed any bit.
+        First ``loss``, then each ``gradient of FQN``, in the order in which the graph makes them,
+        so the first that differs is next to a mistake. Then what the step has changed:
+        ``norm.running_mean afterwards``, ``input 0 afterwards``, ``random state of torch.cpu
+        afterwards``. The model, its ``.grad``, the inputs and the random states stay as they are.
+        The results before and after a pass show whether it changed any bit.
 
         Raises:
             ValueError: as ``replay``.
@@ -227,7 +235,9 @@ class TracedStep:
         return list(results)
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...], flat: list[Any]) -> None:
-        """What the graph has baked in: the state, the structure, shapes and dtypes, scalars among the inputs."""
+        """What the graph has baked in: the state, the structure, shapes and dtypes, scalars among
+        the inputs.
+        """
         if state.fqns != self.state_fqns:
             missing = sorted(set(self.state_fqns) - set(state.fqns))
             extra = sorted(set(state.fqns) - set(self.state_fqns))
@@ -321,24 +331,28 @@ def trace_step(
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
-    Nothing is computed. State and inputs may be real, fake or meta, on the mesh's device. The model does not change.
-    ``step`` ends with the loss, of all microbatches their sum. What a graph would lose is refused, see ``Raises``.
+    Nothing is computed. State and inputs may be real, fake or meta, on the mesh's device. The model
+    does not change. ``step`` ends with the loss, of all microbatches their sum. What a graph would
+    lose is refused, see ``Raises``.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
         step: computes the scalar loss; code outside of the model's forward is the "loss".
         inputs: pytrees of tensors and plain Python scalars; scalars are baked in.
-        reuse_gathers: gather a parameter once however often it is read; off only to reproduce graphs of other tracers.
-        chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
+        reuse_gathers: gather a parameter once however often it is read; off only to reproduce
+            graphs of other tracers.
+        chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as
+            ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
-        dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs, dimension), of a symbol.
+        dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs,
+            dimension), of a symbol.
 
     Raises:
         TypeError: an input leaf is a module, or neither a tensor nor a plain scalar.
-        ValueError: the loss is not a scalar, or no parameter requires a gradient. The model or a submodule is wrapped
-            (DDP, ``fully_shard``, ``torch.compile``), or a parameter has a hook. The step calls ``backward`` or an
-            optimiser, uses ``.grad``, replaces state, or sets a random state. An input has a hook or is computed from
-            parameters.
+        ValueError: the loss is not a scalar, or no parameter requires a gradient. The model or a
+            submodule is wrapped (DDP, ``fully_shard``, ``torch.compile``), or a parameter has a
+            hook. The step calls ``backward`` or an optimiser, uses ``.grad``, replaces state, or
+            sets a random state. An input has a hook or is computed from parameters.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
@@ -498,10 +512,13 @@ class Tracing:
 
     @contextmanager
     def _entered(self, flat: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-        """The model on a graph's state, the first of ``flat``, with gradients where its own tensors have them."""
+        """The model on a graph's state, the first of ``flat``, with gradients where its own tensors
+        have them.
+        """
         state = self.state
         with torch.no_grad():
-            # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
+            # a view where nothing wraps the input: the input itself must not become a leaf that
+            # requires grad
             pairs = zip(flat[: len(state.fqns)], state.tensors, strict=True)
             tensors = [
                 rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs
@@ -523,7 +540,9 @@ class Tracing:
         wanted: Sequence[torch.Tensor],
         seeds: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """Local gradients of the state that requires one, the last of ``wanted``, behind those of the rest."""
+        """Local gradients of the state that requires one, the last of ``wanted``, behind those of
+        the rest.
+        """
         gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         of_state = gradients[len(gradients) - len(self.state.trainable) :]
         self.gradient_placements[:] = [
@@ -533,7 +552,9 @@ class Tracing:
             return [None if gradient is None else local(gradient) for gradient in gradients]
 
     def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
-        """The function to trace: local tensors in, loss and local gradients out, None without a gradient."""
+        """The function to trace: local tensors in, loss and local gradients out, None without a
+        gradient.
+        """
         inputs = pytree.tree_unflatten(list(flat[len(self.state.fqns) :]), spec)
         with self._entered(flat) as tensors:
             with annotate({KEY: LOSS_FQN}):
@@ -560,7 +581,9 @@ class Tracing:
         output.meta["gt_outputs"] = ("loss", *self.state.trainable)
 
     def _name_inputs(self, gm: fx.GraphModule, rest: list[tuple[str, str]]) -> None:
-        """Note what inputs are, the state and ``rest``, and what a graph's reader asks of the model."""
+        """Note what inputs are, the state and ``rest``, and what a graph's reader asks of the
+        model.
+        """
         names = [("parameter", fqn) for fqn in self.state.parameters] + [
             ("buffer", fqn) for fqn in self.state.buffers
         ]
@@ -576,7 +599,9 @@ class Tracing:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection inside: a trace makes many objects that stay, and each collection visits them all."""
+    """No garbage collection inside: a trace makes many objects that stay, and each collection
+    visits them all.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -600,7 +625,9 @@ def _place(error: BaseException) -> str:
 def flatten_inputs(
     inputs: tuple[Any, ...], *, may_have_history: bool = False
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take as an input."""
+    """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take as an
+    input.
+    """
     paths, spec = pytree.tree_flatten_with_path(inputs)
     for path, leaf in paths:
         where = "inputs" + pytree.keystr(path)
@@ -622,7 +649,9 @@ def flatten_inputs(
 
 
 def _erase_handed_on(gm: fx.GraphModule) -> None:
-    """Erase the views by which ``groups.hand_on_inputs`` hands inputs on: only the order of gradient sums is wanted."""
+    """Erase the views by which ``groups.hand_on_inputs`` hands inputs on: only the order of
+    gradient sums is wanted.
+    """
     for node in list(gm.graph.nodes):
         if HANDED_ON in (node.meta.get("custom") or {}):
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -630,7 +659,9 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
-    """Copy ``custom`` to backward nodes (A4): of the first forward node of their ``seq_nr``, or of a nested graph's."""
+    """Copy ``custom`` to backward nodes (A4): of the first forward node of their ``seq_nr``, or of
+    a nested graph's.
+    """
     modules = [
         module for module in gm.modules() if isinstance(module, fx.GraphModule)
     ]  # outer ones first

@@ -1,4 +1,5 @@
-"""Graphs of every tracer, of five models, under every wrapping: what the matrix of ``test_matrix.py`` is made of.
+"""Graphs of every tracer, of five models, under every wrapping: what the matrix of
+``test_matrix.py`` is made of.
 
 Two versions of torch, each in its environment, then the two compared up to the table of spellings::
 
@@ -154,7 +155,8 @@ def wrapped(name, wrapping, mesh, change=None):
     if change is not None:
         change(model)
     if wrapping == "ddp":
-        # make_fx would trace the broadcast of buffers with the process group as an object, which no graph can run again
+        # make_fx would trace the broadcast of buffers with the process group as an object, which no
+        # graph can run again
         return DistributedDataParallel(model, forward_sync_buffers=False)
     if wrapping == "data_parallel":
         return data_parallel(model, mesh)
@@ -183,7 +185,9 @@ def named(state, flat):
 
 
 def made(model, x):
-    """The training step by ``make_fx``: of the local tensors of all parameters and buffers, and the batch."""
+    """The training step by ``make_fx``: of the local tensors of all parameters and buffers, and the
+    batch.
+    """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def step(*flat):
@@ -206,7 +210,8 @@ def local(tensor):
 
 def graphs(name, wrapping, mesh, change=None) -> Iterator[tuple[str, str, Any, Any]]:
     """Stage, name, graph and ``names=`` of all that can be made of a cell."""
-    # DDP's reducer wants a result of the fake group's all-reduce, which has none: behind all that is compiled
+    # DDP's reducer wants a result of the fake group's all-reduce, which has none: behind all that
+    # is compiled
     may_fail = suppress(RuntimeError) if wrapping == "ddp" and mesh.size() == 8 else nullcontext()
     model = wrapped(
         name, wrapping, mesh, change

@@ -1,4 +1,6 @@
-"""A graph before and after a pass in bits: recorded inputs, seeds, sizes; and what broke compiled against eager."""
+"""A graph before and after a pass in bits: recorded inputs, seeds, sizes; and what broke compiled
+against eager.
+"""
 
 import contextlib
 import copy
@@ -243,7 +245,9 @@ def test_compiled_against_eager_compares_inputs_that_are_written_to():
 
 @pytest.mark.second_tier
 def test_compiled_against_eager_compares_random_states():
-    """V2: a draw that nobody reads is left out of the compiled graph, and what is drawn later differs."""
+    """V2: a draw that nobody reads is left out of the compiled graph, and what is drawn later
+    differs.
+    """
 
     def function(x):
         torch.rand(3)
@@ -290,7 +294,9 @@ class Eps:
     ],
 )
 def test_what_is_added_to_a_variance_shows(rows, otherwise, monkeypatch):
-    """In bf16 it is rounded away, but for rows that are nearly nothing; tiny inputs are rows of such only by chance."""
+    """In bf16 it is rounded away, but for rows that are nearly nothing; tiny inputs are rows of
+    such only by chance.
+    """
 
     def function(x):
         wide = x.float()

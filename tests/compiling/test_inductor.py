@@ -1,4 +1,6 @@
-"""Our passes inside Inductor: the same buckets, the same bits, and an order that its scheduler keeps."""
+"""Our passes inside Inductor: the same buckets, the same bits, and an order that its scheduler
+keeps.
+"""
 
 from functools import partial
 
@@ -111,7 +113,9 @@ def reused(model, tokens):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
-    """One graph, one gather and one reduction a parameter: a tied one's contributions are added before it."""
+    """One graph, one gather and one reduction a parameter: a tied one's contributions are added
+    before it.
+    """
     torch.manual_seed(0)
     model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     apart = gradients(model, model, tokens)
@@ -148,7 +152,9 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
     ids=str,
 )
 def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_world, dtype, lower):
-    """One of them makes ``addmm`` of the sum of a tied weight's contributions: in bf16 it rounds once, not twice."""
+    """One of them makes ``addmm`` of the sum of a tied weight's contributions: in bf16 it rounds
+    once, not twice.
+    """
     torch.manual_seed(0)
     model, tokens = data_parallel(Tied().to(dtype), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     for once, patterns in ((False, True), (True, True), (True, False)):

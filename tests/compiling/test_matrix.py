@@ -1,7 +1,9 @@
-"""The matrix: graphs of five tracers, of five models, under four wrappings, on 8 fake and 2 gloo ranks.
+"""The matrix: graphs of five tracers, of five models, under four wrappings, on 8 fake and 2 gloo
+ranks.
 
-A cell is a model and a wrapping in a world; it holds all its stages. What torch does not make is in ``REFUSED``, and
-a test sees that torch refuses it still. Versions of torch are compared by ``python -m tests.compiling.matrix``.
+A cell is a model and a wrapping in a world; it holds all its stages. What torch does not make is in
+``REFUSED``, and a test sees that torch refuses it still. Versions of torch are compared by ``python
+-m tests.compiling.matrix``.
 """
 
 import itertools
@@ -43,7 +45,9 @@ def fake(rank):
 @pytest.mark.second_tier
 @pytest.mark.parametrize(("model", "wrapping"), CELLS)
 def test_on_eight_fake_ranks(model, wrapping):
-    """P1 and P2, of every stage: names, the way back, what changes the text; the last rank has it, too."""
+    """P1 and P2, of every stage: names, the way back, what changes the text; the last rank has it,
+    too.
+    """
     first = {}
     with fake(0) as world:
         for _, name, gm, names in graphs(model, wrapping, make_mesh(world)):

@@ -1,4 +1,6 @@
-"""Each pass of ours as a pass of Inductor: it changes the graph, and eager's bits stay; or a sentence says why not."""
+"""Each pass of ours as a pass of Inductor: it changes the graph, and eager's bits stay; or a
+sentence says why not.
+"""
 
 import pytest
 import torch
@@ -109,7 +111,9 @@ def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):
 @pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "fsdp": 2})
 @pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
 def test_hybrid_sharding_in_inductor_has_the_bits_of_fully_shard(gt_mesh, gt_world, slot):
-    """D16: reduced among shards first, then among replicas; without the pass it is the other way round."""
+    """D16: reduced among shards first, then among replicas; without the pass it is the other way
+    round.
+    """
     torch.manual_seed(0)
     model, eager = Model(), Model()
     eager.load_state_dict(model.state_dict())
@@ -140,8 +144,9 @@ def trained(model, function, x):
 @pytest.mark.second_tier("True")
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
-    """What takes the place of ``chunk_pass``. A pattern of Inductor's would make one ``addmm`` of a product and a sum:
-    other bits on some CPUs."""
+    """What takes the place of ``chunk_pass``. A pattern of Inductor's would make one ``addmm`` of a
+    product and a sum: other bits on some CPUs.
+    """
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 16)
     with eager_chunked(model, CHUNKED):

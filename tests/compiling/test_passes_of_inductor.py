@@ -192,7 +192,9 @@ def test_caches_do_not_take_one_object_for_another():
 
 
 def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):
-    """Of the same name in another module, or of another text; what has no name of its own is not cached."""
+    """Of the same name in another module, or of another text; what has no name of its own is not
+    cached.
+    """
     source = "def fuse(graph):\n    graph.lint()\n"
     for name in ("one", "other"):
         (tmp_path / f"{name}_pass.py").write_text(source)

@@ -1,4 +1,6 @@
-"""gt_compile: graphs of every stage by name, passes, graph breaks, compilations; and nothing of it stays."""
+"""gt_compile: graphs of every stage by name, passes, graph breaks, compilations; and nothing of it
+stays.
+"""
 
 import logging
 import threading
@@ -291,7 +293,9 @@ class RescaleOfCaches(CustomGraphPass):
 
 
 def test_the_one_run_of_a_pass():
-    """P4: another number of runs is a sentence that lists them, and not "too many values to unpack"."""
+    """P4: another number of runs is a sentence that lists them, and not "too many values to
+    unpack".
+    """
     record = recorded(options={"post_grad_custom_post_pass": Rescale(2.0)})
     assert record.only_pass("Rescale", changed=True) is record.passes("Rescale", changed=True)[0]
     with pytest.raises(NotRecorded) as several:
@@ -403,7 +407,9 @@ def measured(x):
 
 
 def test_a_compilation_that_begins_again_is_one_graph():
-    """Until torch 2.14, a number that changes lets Dynamo begin again, after the backend was given a graph already."""
+    """Until torch 2.14, a number that changes lets Dynamo begin again, after the backend was given
+    a graph already.
+    """
     with gt_compile() as record:
         compiled = torch.compile(measured)
         for factor in (1.0, 2.0, 3.0):

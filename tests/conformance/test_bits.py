@@ -1,4 +1,6 @@
-"""The rules of bits can fail: another order of a payload is told, on real ranks and on simulated nodes."""
+"""The rules of bits can fail: another order of a payload is told, on real ranks and on simulated
+nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``pytest --pyargs pytest_gtrainer.conformance``: the table, its file, and what a wrong option says."""
+"""``pytest --pyargs pytest_gtrainer.conformance``: the table, its file, and what a wrong option
+says.
+"""
 
 from __future__ import annotations
 

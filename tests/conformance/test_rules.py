@@ -242,7 +242,9 @@ def refuses_half_way(gm, plan):
 
 
 def packs_experts_as_executed(gm, plan):
-    """By module, then as the graph has it: only experts are read in another order than they are registered."""
+    """By module, then as the graph has it: only experts are read in another order than they are
+    registered.
+    """
     executed = [member.parameter for member in fsdp_all_gathers(gm)]
     managed = list(gm.graph.output_node().meta["gt_managed_order"])
     experts = {fqn.rpartition(".")[0] for fqn in managed if ".experts." in fqn}
@@ -351,7 +353,9 @@ def joins_both_directions(gm):
 
 
 def merges_equal(*targets):
-    """A deduplication that takes equal calls of these operators for one, whatever is written to them."""
+    """A deduplication that takes equal calls of these operators for one, whatever is written to
+    them.
+    """
 
     def merges(gm):
         first = {}
@@ -399,7 +403,9 @@ def bounds_activations(gm):
 
 
 def fuses_products(count, *, swaps=False):
-    """The first products of one left operand, among three, become one; it stands where the last of them stood."""
+    """The first products of one left operand, among three, become one; it stands where the last of
+    them stood.
+    """
 
     def fuses(gm):
         joins_gathers(gm)
@@ -537,7 +543,9 @@ EXTRAS_BY_NAME = {}
 
 
 def remembers_names(gm):
-    """By the name of the source: in a world whose groups have other names it finds nothing, and is right."""
+    """By the name of the source: in a world whose groups have other names it finds nothing, and is
+    right.
+    """
     for member in fsdp_all_gathers(gm):
         launch, source = member.launch, str(group_of(member.launch))
         if source not in EXTRAS_BY_NAME:
@@ -841,7 +849,9 @@ def test_a_pass_that_does_not_end_is_told(request):
 
 
 def test_a_pass_that_waits_has_more_time_by_the_clock(request, monkeypatch):
-    """The limit is of CPU time: on a loaded machine a pass waits for its turn. One that waits for ever is told, too."""
+    """The limit is of CPU time: on a loaded machine a pass waits for its turn. One that waits for
+    ever is told, too.
+    """
 
     def waits(gm, plan):
         time.sleep(0.5)
@@ -1014,7 +1024,9 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
 
 
 def test_a_rule_that_is_known_to_be_broken_has_to_fail_and_by_an_assertion():
-    """So that the entry is taken out when the pass is mended, and an error is not taken for it. Only its own mark."""
+    """So that the entry is taken out when the pass is mended, and an error is not taken for it.
+    Only its own mark.
+    """
     cases = cases_of(Adapter(ours, "bucketing", broken={"D2": "issue 12"}))
     marks = {
         case.id: [mark.kwargs for mark in case.marks if mark.name == "xfail"] for case in cases

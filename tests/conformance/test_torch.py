@@ -1,4 +1,6 @@
-"""What docs/conformance.md says of torch's own passes is so: what is broken there fails here, and all else holds."""
+"""What docs/conformance.md says of torch's own passes is so: what is broken there fails here, and
+all else holds.
+"""
 
 from __future__ import annotations
 

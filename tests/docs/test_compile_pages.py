@@ -1,4 +1,5 @@
-"""docs/compile.md, docs/inductor-passes.md, docs/foreign-graphs.md: their tests pass, and print what the pages show.
+"""docs/compile.md, docs/inductor-passes.md, docs/foreign-graphs.md: their tests pass, and print
+what the pages show.
 
 And in docs/migration.md what replaces each habit runs.
 """
@@ -47,7 +48,9 @@ def two_products(x):
 
 @pytest.mark.second_tier
 def test_what_the_page_of_migration_recommends_runs(monkeypatch):
-    """Every second block of its section on torch.compile, on the model and the pass of ``examples/fusion``."""
+    """Every second block of its section on torch.compile, on the model and the pass of
+    ``examples/fusion``.
+    """
     monkeypatch.syspath_prepend(ROOT / "examples" / "fusion")
     from serve.fusion import FuseNormAndQuant
     from serve.model import Model
@@ -93,7 +96,9 @@ def test_the_table_of_operators_is_the_benchmarks():
 
 @pytest.mark.second_tier
 def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
-    """Every second block of its section on harnesses, as one test file; the first ones name torch's and others' own."""
+    """Every second block of its section on harnesses, as one test file; the first ones name torch's
+    and others' own.
+    """
     section = (
         (DOCS / "migration.md")
         .read_text()
@@ -123,7 +128,9 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
 @pytest.mark.second_tier
 def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
-    """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong number fails both."""
+    """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong
+    number fails both.
+    """
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]
     theirs = re.findall(
         r"```python\n(class Test(?:ReduceScatter|Graph)\(.*?)```", section, re.DOTALL

@@ -1,4 +1,6 @@
-"""The documentation is true: the tutorial is followed, the table of behaviours is complete, pages name what exists."""
+"""The documentation is true: the tutorial is followed, the table of behaviours is complete, pages
+name what exists.
+"""
 
 import ast
 import doctest
@@ -173,7 +175,9 @@ def test_generated_pages(generated):
 
 
 def test_the_architecture_names_rooms_and_files_that_exist():
-    """Each room of the picture has its floor in the test of imports, and each file of the tables is there."""
+    """Each room of the picture has its floor in the test of imports, and each file of the tables is
+    there.
+    """
     from tests.test_import_directions import ROOMS
 
     text = (PAGES / "architecture.md").read_text()

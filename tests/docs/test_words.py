@@ -1,4 +1,6 @@
-"""What users read is free of codes: behaviours keep their ids in tests, and on their reference page."""
+"""What users read is free of codes: behaviours keep their ids in tests, and on their reference
+page.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def bases(node):
 
 
 def said(tree):
-    """The texts of a module that a user may meet: strings that are no docstrings, and the docstrings of its errors."""
+    """The texts of a module that a user may meet: strings that are no docstrings, and the
+    docstrings of its errors.
+    """
     holders = [
         node
         for node in ast.walk(tree)
@@ -59,7 +63,9 @@ def said(tree):
 
 
 def test_messages_and_errors_have_no_ids_of_behaviours():
-    """Options, messages and the docstrings of exceptions; the rules of conformance are called by their ids."""
+    """Options, messages and the docstrings of exceptions; the rules of conformance are called by
+    their ids.
+    """
     sources = [path for path in PACKAGE.rglob("*.py") if "conformance" not in path.parts]
     texts = [text for path in sources for text in said(ast.parse(path.read_text()))]
     assert len(texts) > 5_000
@@ -73,7 +79,9 @@ OURS_BY_CONVENTION = {"gm", "example_inputs"}
 
 
 def untold(name, function):
-    """Arguments that the docstring does not name, and "raises" where the function itself raises and nothing says so."""
+    """Arguments that the docstring does not name, and "raises" where the function itself raises and
+    nothing says so.
+    """
     text = inspect.getdoc(function) or ""
     arguments = set(inspect.signature(function).parameters) - OURS_BY_CONVENTION
     missing = {argument for argument in arguments if not re.search(rf"\b{argument}\b", text)}

@@ -72,7 +72,9 @@ def goldens(pytester: pytest.Pytester) -> Callable[[], dict[str, str]]:
 
 @pytest.fixture
 def put_goldens(pytester: pytest.Pytester) -> Callable[..., None]:
-    """``put_goldens("test_it/test_a.txt", ...)``: files below ``golden/``; a text's content is its test's name."""
+    """``put_goldens("test_it/test_a.txt", ...)``: files below ``golden/``; a text's content is its
+    test's name.
+    """
 
     def put(*names: str, text: str | None = None) -> None:
         for name in names:

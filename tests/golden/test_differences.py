@@ -58,7 +58,9 @@ def test_another_header_is_no_difference():
     ],
 )
 def test_headers_that_give_lines_another_meaning_are_a_difference(before, after, said):
-    """Equal lines of two formats, views or partitions are not equal; a text without a header has none of these."""
+    """Equal lines of two formats, views or partitions are not equal; a text without a header has
+    none of these.
+    """
     other = GRAPH.replace(before, after)
     assert diff(GRAPH, other).startswith(said)
     assert diff(other, GRAPH) != ""
@@ -252,7 +254,9 @@ def test_like():
 
 @pytest.mark.second_tier
 def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
-    """Neither names in a damaged one, nor the header, nor an environment of numbers, nor the name of an unused file."""
+    """Neither names in a damaged one, nor the header, nor an environment of numbers, nor the name
+    of an unused file.
+    """
     run(GRAPH_OF_TESTS, "--gt-create-goldens")
     folder = pytester.path / "golden" / "test_it"
     of_case = {

@@ -1,4 +1,6 @@
-"""Sentences on buckets: who lost, gained or reordered its members, merged, split, changed its group."""
+"""Sentences on buckets: who lost, gained or reordered its members, merged, split, changed its
+group.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_gradients_stand_in_another_order():
 
 
 def test_other_orders_of_gathers_do_not_hide_those_of_gradients():
-    """However many there are: a gradient's bits may depend on the order, a gathered parameter's do not."""
+    """However many there are: a gradient's bits may depend on the order, a gathered parameter's do
+    not.
+    """
     plan = {
         "a": ("0.w1", "0.w2"),
         "b": ("0.norm", "1.w1"),

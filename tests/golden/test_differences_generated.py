@@ -1,4 +1,6 @@
-"""What holds of every difference: something is said exactly if something differs, in bounds, in linear time."""
+"""What holds of every difference: something is said exactly if something differs, in bounds, in
+linear time.
+"""
 
 from __future__ import annotations
 

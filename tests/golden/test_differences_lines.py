@@ -160,7 +160,9 @@ def test_sections_that_change_places():
 
 
 def test_sections_that_are_cut_otherwise():
-    """The same lines in each section, and the sections in the same order: where the schedule leaves one differs."""
+    """The same lines in each section, and the sections in the same order: where the schedule leaves
+    one differs.
+    """
     one, two, three = (f"  x{number}: f32[2] = aten.op()\n" for number in range(3))
     between = f"for i in fwd.layers[1]:\n{one}"
     head = "for i in fwd.layers[0]:\n"

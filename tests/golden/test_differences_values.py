@@ -60,13 +60,11 @@ SIX = (
 def test_what_a_new_layer_does_is_one_sentence_for_all_of_them():
     new = "new: layers[4, 5], with 1 parameter, 3 operators in fwd"
     assert words(TEXT, SIX) == [new]
-    assert (
-        words(SIX.replace("aten.relu", "aten.gelu"), TEXT)
-        == [
-            new.replace("new", "gone"),
-            "fwd layers[0..3].mlp: lost aten.gelu, gained aten.relu",  # what else has changed is not hidden
-        ]
-    )
+    assert words(SIX.replace("aten.relu", "aten.gelu"), TEXT) == [
+        new.replace("new", "gone"),
+        # what else has changed is not hidden
+        "fwd layers[0..3].mlp: lost aten.gelu, gained aten.relu",
+    ]
 
 
 def test_a_layer_that_was_there_is_not_new():
@@ -270,7 +268,9 @@ def module(*lines: str) -> str:
 
 
 def test_exchanged_lines_are_told_as_such():
-    """The twin: names are counted in the order of the lines, so both lines have the name of the other."""
+    """The twin: names are counted in the order of the lines, so both lines have the name of the
+    other.
+    """
     old = module(
         "mul = aten.mul(I[0], 2)", "mul_1 = aten.mul(I[1], 2)", "add = aten.add(mul, mul_1)"
     )

@@ -59,7 +59,9 @@ WRONG = {
 @pytest.mark.parametrize("before", [[], [ALL], [ALL, STRIDED]], ids=["first", "second", "third"])
 @pytest.mark.parametrize("indent", ["", "  "], ids=["of the graph", "of a graph inside"])
 def test_groups_that_do_not_divide_the_ranks_are_a_failure(groups, words, before, indent):
-    """V4: rank 3 paired with rank 1 for 2 passed. Also of the second group, and of a graph inside the graph."""
+    """V4: rank 3 paired with rank 1 for 2 passed. Also of the second group, and of a graph inside
+    the graph.
+    """
     claimed = claims(*before, ("tp", groups), indent=indent)
     found = disagreement({rank: [claim] for rank, claim in claimed.items()})
     assert found is not None

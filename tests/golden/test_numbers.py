@@ -116,7 +116,9 @@ def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, py
 def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(
     run_here, goldens, pytester, made, device, outcome
 ):
-    """Neither in files of before, which hold it; another source, a build of one's own, another device do."""
+    """Neither in files of before, which hold it; another source, a build of one's own, another
+    device do.
+    """
     run_here(SOURCE.format([1.0]), "--gt-create-goldens")
     content = json.loads(goldens()[FILE])
     release = torch.__version__.partition("+")[0]

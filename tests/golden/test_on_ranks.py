@@ -1,4 +1,6 @@
-"""Goldens and inline expectations of tests on ranks: ranks claim, their parent judges and writes. In two runs."""
+"""Goldens and inline expectations of tests on ranks: ranks claim, their parent judges and writes.
+In two runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A golden kept per version of torch: it holds from its version on, and no other version calls it unused."""
+"""A golden kept per version of torch: it holds from its version on, and no other version calls it
+unused.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_one_that_only_some_versions_check_is_not_unused_under_the_others(
 
 
 def test_what_the_own_version_does_not_check_is_unused(run_here, goldens, put_goldens, under):
-    """The twin: without ``per``, without its test, and the plain file beside one that is kept per version."""
+    """The twin: without ``per``, without its test, and the plain file beside one that is kept per
+    version.
+    """
     put_goldens(V13, V15, "test_it/test_a.txt", "test_it/test_gone@torch=2.13.txt", text="a\n")
     under(15)
     run_here(SOURCE.format("a"), "--gt-prune-goldens").stdout.fnmatch_lines(

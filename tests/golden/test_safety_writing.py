@@ -1,4 +1,6 @@
-"""Replacing goldens: killed, refused by the system, many at once; a file is always the old or the new one."""
+"""Replacing goldens: killed, refused by the system, many at once; a file is always the old or the
+new one.
+"""
 
 from __future__ import annotations
 
@@ -338,7 +340,9 @@ def test_a(gt_golden):
 
 
 def test_the_lock_lies_where_no_other_user_can_put_a_link(tmp_path, monkeypatch):
-    """In everybody's folder, another user's link had it empty a file of ours; filelock follows none, either."""
+    """In everybody's folder, another user's link had it empty a file of ours; filelock follows
+    none, either.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp" / f"gtrainer-locks-{os.getuid()}").mkdir(parents=True, mode=0o755)
     lock = Path(store._lock_file(tmp_path))

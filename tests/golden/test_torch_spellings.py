@@ -1,4 +1,6 @@
-"""One golden serves all supported versions of torch: what one only spells differently is no difference."""
+"""One golden serves all supported versions of torch: what one only spells differently is no
+difference.
+"""
 
 from __future__ import annotations
 
@@ -185,12 +187,16 @@ def traced_mlp() -> torch.fx.GraphModule:
 
 
 def test_one_golden_of_a_traced_step_serves_all_versions(gt_golden):
-    """Its file was made under torch 2.13: it differs under a version whose spelling is taken out of the table."""
+    """Its file was made under torch 2.13: it differs under a version whose spelling is taken out of
+    the table.
+    """
     gt_golden.check(traced_mlp())
 
 
 def test_the_table_says_what_this_torch_does():
-    """Each entry is of a supported version; its new word, and not its old one, is traced since then."""
+    """Each entry is of a supported version; its new word, and not its old one, is traced since
+    then.
+    """
     running = environment.minor_version(torch.__version__)
     traced = [
         (str(node.target).removesuffix(".default"), node) for node in traced_mlp().graph.nodes

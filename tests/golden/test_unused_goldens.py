@@ -1,4 +1,6 @@
-"""Goldens that no test checks: which they are, after which runs it is said, and what is done about them."""
+"""Goldens that no test checks: which they are, after which runs it is said, and what is done about
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How goldens and inline expectations are written, function by function; test_safety_writing kills whole runs."""
+"""How goldens and inline expectations are written, function by function; test_safety_writing kills
+whole runs.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ HERE = "tests/gpu/"
 
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
-    """``"cuda"``, with nothing of the test left in its memory; without a GPU the test is not judged."""
+    """``"cuda"``, with nothing of the test left in its memory; without a GPU the test is not
+    judged.
+    """
     import torch
 
     if not torch.cuda.is_available():

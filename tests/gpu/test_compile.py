@@ -1,4 +1,6 @@
-"""torch.compile on a GPU, by Triton's kernels: what is recorded, and bits of passes, of generated code, of replays."""
+"""torch.compile on a GPU, by Triton's kernels: what is recorded, and bits of passes, of generated
+code, of replays.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,9 @@ def test_generated_code_is_eager_or_blamed(gt_world):
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_step_with_a_sum_of_nccl_has_eagers_bits(gt_world, mode):
-    """Lowered to kernels; also as CUDA graphs, which are captured in the second step and launched from the third on."""
+    """Lowered to kernels; also as CUDA graphs, which are captured in the second step and launched
+    from the third on.
+    """
     torch.manual_seed(0)
     model, x = Model().cuda(), torch.randn(4, 16, device="cuda")
 

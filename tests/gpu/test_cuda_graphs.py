@@ -1,4 +1,6 @@
-"""CUDA graphs of a traced step: captured once and launched again, it gives the bits of the step that runs op by op."""
+"""CUDA graphs of a traced step: captured once and launched again, it gives the bits of the step
+that runs op by op.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Captured:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_fp32"])
 def test_a_captured_step_equals_the_step(gt_mesh, gt_deterministic, precision):
-    """On new batches and new weights. A step of one rank has no collective: test_compile.py captures one of NCCL."""
+    """On new batches and new weights. A step of one rank has no collective: test_compile.py
+    captures one of NCCL.
+    """
     captured = Captured(gt_mesh, precision)
     for step in (1, 2):
         assert_bitwise_equal(captured.launch(step), captured.op_by_op(step))
@@ -58,6 +62,8 @@ def test_a_captured_step_equals_the_step(gt_mesh, gt_deterministic, precision):
 
 
 def test_an_input_that_is_not_copied_in_differs(gt_mesh, gt_deterministic):
-    """The twin that must differ: a captured graph reads the memory of its capture, not the new batch."""
+    """The twin that must differ: a captured graph reads the memory of its capture, not the new
+    batch.
+    """
     captured = Captured(gt_mesh, "fp32")
     assert_bitwise_different(captured.launch(1, copy_inputs=False), captured.op_by_op(1))

@@ -1,4 +1,6 @@
-"""Determinism on a GPU: atomic sums repeat themselves under ``gt_deterministic``, and need not without."""
+"""Determinism on a GPU: atomic sums repeat themselves under ``gt_deterministic``, and need not
+without.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ OURS = [
 
 
 def scattered() -> torch.Tensor:
-    """Four million values summed into 64 places: atomics add in the order that threads arrive, unless forbidden."""
+    """Four million values summed into 64 places: atomics add in the order that threads arrive,
+    unless forbidden.
+    """
     generator = torch.Generator(device="cuda").manual_seed(0)
     index = torch.randint(0, 64, (1 << 22,), device="cuda", generator=generator)
     values = torch.randn(1 << 22, device="cuda", generator=generator)
@@ -49,7 +53,9 @@ def test_atomic_sums_repeat_on_a_deterministic_rank(gt_world, gt_deterministic):
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_a_rank_repeats_a_run_under_every_pressure(gt_world, gt_deterministic, record_property):
-    """Streams that are late, other addresses, a busy core: of a deterministic run all give the same bits."""
+    """Streams that are late, other addresses, a busy core: of a deterministic run all give the same
+    bits.
+    """
     report = assert_run_to_run(scattered, pressures=OURS)
     record_property("measured", str(report).replace("\n", "; "))
     assert {"stream jitter", "other addresses"} <= {*report.equal}
@@ -100,7 +106,9 @@ PROGRAM = """
 
 
 def test_cuda_that_starts_inside_a_block_is_deterministic_ever_after(cuda):
-    """cuBLAS reads its workspace once: a second block in the same process is no error and gives the same bits."""
+    """cuBLAS reads its workspace once: a second block in the same process is no error and gives the
+    same bits.
+    """
     printed = run(PROGRAM.format(before=""))
     assert printed.count("product") == 3, printed
     assert len({*printed.splitlines()}) == 1, printed

@@ -76,7 +76,9 @@ def test_two_workers_share_a_gpu(cuda, pytester):
 
 
 def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
-    """A device-side assertion poisons the context: the test fails in its words, the next one gets a new rank."""
+    """A device-side assertion poisons the context: the test fails in its words, the next one gets a
+    new rank.
+    """
     pytester.makepyfile("""
         import pytest, torch
         pytestmark = pytest.mark.gt_world("ranks", size=1)
@@ -101,7 +103,9 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
 
 
 def test_what_was_compiled_before_does_not_keep_ranks_from_starting(cuda, pytester):
-    """What the process of the tests has imported, ranks import beforehand: not what starts CUDA or threads."""
+    """What the process of the tests has imported, ranks import beforehand: not what starts CUDA or
+    threads.
+    """
     pytester.makepyfile("""
         import pytest, torch
         def test_compiles():

@@ -1,4 +1,6 @@
-"""Digests and comparisons of tensors on a GPU: the same strings and verdicts as of their copies on the CPU."""
+"""Digests and comparisons of tensors on a GPU: the same strings and verdicts as of their copies on
+the CPU.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Fake worlds whose tensors lie on a GPU: the graphs of a training step as a GPU runs it, at any size."""
+"""Fake worlds whose tensors lie on a GPU: the graphs of a training step as a GPU runs it, at any
+size.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ pytestmark = pytest.mark.gt_world("fake", size=8, device="cuda")
 
 
 def test_a_step_is_traced_on_the_gpu(gt_world, gt_mesh, record_property):
-    """Every tensor of the graph is said to be on the GPU, and tracing allocates nothing there beside the model."""
+    """Every tensor of the graph is said to be on the GPU, and tracing allocates nothing there
+    beside the model.
+    """
     assert (gt_world.device, gt_mesh.device_type) == ("cuda", "cuda")
     before = torch.cuda.memory_allocated()
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32"))

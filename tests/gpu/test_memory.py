@@ -30,7 +30,8 @@ def test_multiplies(gt_world):
 
 
 def test_memory_that_a_test_leaves_is_told(cuda, pytester):
-    """The summary names test and amount, or there is an error on request; one that frees its memory is not named.
+    """The summary names test and amount, or there is an error on request; one that frees its memory
+    is not named.
 
     What cuBLAS takes for its first product is no test's.
     """
@@ -64,7 +65,9 @@ def test_training_leaves_nothing(gt_mesh, record_property):
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_the_peak_of_a_step(gt_mesh, record_property):
-    """A step's peak is that of its largest live set, not of all it ever makes: the graph frees as it goes."""
+    """A step's peak is that of its largest live set, not of all it ever makes: the graph frees as
+    it goes.
+    """
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
     made = sum(
         value.numel() * value.element_size()
@@ -85,7 +88,9 @@ def test_the_peak_of_a_step(gt_mesh, record_property):
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_the_peak_that_liveness_tells(gt_mesh, record_property):
-    """What the allocator held at once beside the inputs: the peak of the graph, each tensor rounded up to 512 bytes."""
+    """What the allocator held at once beside the inputs: the peak of the graph, each tensor rounded
+    up to 512 bytes.
+    """
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
     told = peak_memory(run.traced.gm)
     held = ("parameter", "buffer", "input")

@@ -1,7 +1,8 @@
 """NCCL with a single rank: what it computes, and the main job over it.
 
-One rank adds nothing up, so no order of sums and no bucket shows here; what shows is that collectives run on CUDA
-tensors, in the dtypes of training, and that both sides run the kernels of a GPU to the same bits.
+One rank adds nothing up, so no order of sums and no bucket shows here; what shows is that
+collectives run on CUDA tensors, in the dtypes of training, and that both sides run the kernels of a
+GPU to the same bits.
 """
 
 from dataclasses import replace
@@ -67,7 +68,9 @@ def test_a_backward_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn):
 @pytest.mark.parametrize("training", [llama3_training, deepseek_v3_training])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_trains_as_eager_fsdp2(gt_mesh, gt_deterministic, training, precision):
-    """Loss, gradients, weights and optimiser state of every step. One rank gathers nothing: there is no layout."""
+    """Loss, gradients, weights and optimiser state of every step. One rank gathers nothing: there
+    is no layout.
+    """
     assert_bitwise_equal(
         train_graph(training(gt_mesh, precision)), train_eager(training(gt_mesh, precision))
     )
@@ -82,7 +85,9 @@ def test_another_precision_differs(gt_mesh, gt_deterministic):
 
 
 def test_a_graph_comes_through_bytes(gt_mesh, gt_deterministic):
-    """As ranks hand one over: what it holds and what it names is on the reader's GPU, its results are the same bits."""
+    """As ranks hand one over: what it holds and what it names is on the reader's GPU, its results
+    are the same bits.
+    """
     config = deepseek_v3_training(gt_mesh, "bf16_fp32", steps=1)
     model, inputs = shard_traceably(new_model(config), config), config.inputs(0)
     model.register_buffer("scale", torch.ones((), device="cuda"))

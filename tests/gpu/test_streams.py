@@ -44,7 +44,9 @@ def test_a_run_that_waits_is_equal(cuda, late):
 
 @pytest.mark.parametrize("late", NAMES)
 def test_a_run_that_does_not_wait_is_caught(cuda, late):
-    """The race goes well on a quiet GPU; with late streams it does not, unless both share a queue of the hardware."""
+    """The race goes well on a quiet GPU; with late streams it does not, unless both share a queue
+    of the hardware.
+    """
     torch.cuda.init()
     with pytest.raises(BitwiseDifference) as caught:
         assert_run_to_run(
@@ -54,7 +56,8 @@ def test_a_run_that_does_not_wait_is_caught(cuda, late):
 
 
 def test_streams_are_really_late(cuda, record_property):
-    """Each of torch's streams sleeps before the run's own work, by irregular times; the run's own does not.
+    """Each of torch's streams sleeps before the run's own work, by irregular times; the run's own
+    does not.
 
     A GPU has 8 queues for all of them, so the run's own may wait for the first of its queue.
     """

@@ -1,5 +1,6 @@
-"""Graphs drawn at random: operators, scopes, directions, buckets, mutations, several outputs, constants, devices,
-memory formats, branches, symbolic sizes."""
+"""Graphs drawn at random: operators, scopes, directions, buckets, mutations, several outputs,
+constants, devices, memory formats, branches, symbolic sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The digest of generated graphs: no order of the schedule changes it, every change of the dataflow does."""
+"""The digest of generated graphs: no order of the schedule changes it, every change of the dataflow
+does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What ``print_readable``, tlparse and ``fx_graph_runnable`` files show of a graph is read as that graph."""
+"""What ``print_readable``, tlparse and ``fx_graph_runnable`` files show of a graph is read as that
+graph.
+"""
 
 import os
 import shutil

@@ -69,7 +69,9 @@ def test_a_layer_much_like_the_others_is_told_by_its_differences():
 
 
 def test_a_second_visit_folds_with_none_of_the_first():
-    """Layer 1, then layer 0, and layer 1 again: 0 and 1 are no run, as the schedule comes to 1 for the second time."""
+    """Layer 1, then layer 0, and layer 1 again: 0 and 1 are no run, as the schedule comes to 1 for
+    the second time.
+    """
     visits = [section(number, *BODY) for number in (1, 5, 0, 1)]
     runs = [line.split(":")[0] for line in fold(visits) if line.startswith("for")]
     assert runs == [f"for i in fwd.layers[{number}]" for number in (1, 5, 0, 1)], (

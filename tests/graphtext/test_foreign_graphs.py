@@ -1,4 +1,6 @@
-"""Graphs of Dynamo, AOTAutograd and torch.export show alike what ours show: names, types, modules, directions."""
+"""Graphs of Dynamo, AOTAutograd and torch.export show alike what ours show: names, types, modules,
+directions.
+"""
 
 import copy
 import functools
@@ -353,7 +355,9 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
 
 
 def test_a_body_that_forward_and_backward_call_is_of_the_forward():
-    """As the recomputed region of a checkpoint; one that the backward alone calls is the backward's."""
+    """As the recomputed region of a checkpoint; one that the backward alone calls is the
+    backward's.
+    """
     body = fx.Graph()
     body.output((body.call_function(torch.ops.aten.sin.default, (body.placeholder("x"),)),))
     graph = fx.Graph()
@@ -447,7 +451,9 @@ def test_an_empty_name_is_a_name():
 
 @pytest.mark.gt_world("fake", size=4)
 def test_names_are_given_to_every_reader_of_graphs(gt_world):
-    """As a trainer's own tracer leaves a graph: flat inputs, gathered parameters. Without names none is known."""
+    """As a trainer's own tracer leaves a graph: flat inputs, gathered parameters. Without names
+    none is known.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names, group = ("one", "other"), dist.group.WORLD.group_name

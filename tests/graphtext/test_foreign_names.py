@@ -1,4 +1,6 @@
-"""Names in graphs of other tracers: without ``names=``, of two models, of odd keys, of dynamic sizes."""
+"""Names in graphs of other tracers: without ``names=``, of two models, of odd keys, of dynamic
+sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Graph text shows what a tensor's shape does not: placements of a DTensor, and layouts without strides."""
+"""Graph text shows what a tensor's shape does not: placements of a DTensor, and layouts without
+strides.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def test_swapped_members_change_their_own_lines():
 
 @pytest.mark.parametrize("begin", [6, -3])
 def test_slices_are_read_from_either_end(begin):
-    """What a slice takes from the end of a payload lies where it does if it is counted from the front."""
+    """What a slice takes from the end of a payload lies where it does if it is counted from the
+    front.
+    """
     cut = "    split_with_sizes: [f32[6], f32[3]] = aten.split_with_sizes(wait_tensor, [6, 3])\n"
     first = "    first: f32[6] = aten.slice.Tensor(wait_tensor, 0, 0, 6)\n"
     rest = f"    rest: f32[3] = aten.slice.Tensor(wait_tensor, 0, {begin})\n"
@@ -342,7 +344,9 @@ def test_collectives_of_activations_are_no_part_of_a_layout():
 
 
 def test_a_parameter_that_is_gathered_twice_in_one_direction_is_listed_twice():
-    """Once in each direction is one payload, as FSDP2 gathers it; a second time in the forward is another."""
+    """Once in each direction is one payload, as FSDP2 gathers it; a second time in the forward is
+    another.
+    """
     gather = "{}: f32[8] = _c10d_functional.all_gather_into_tensor(P.a, 2, fsdp)"
     waits = [
         f"w{n}: f32[8] = _c10d_functional.wait_tensor({name})"
@@ -562,7 +566,9 @@ IN_A_BUCKET = ("bwd._.split[0]", "bwd._.split[1]")
     ],
 )
 def test_gradients_that_a_tensor_scales_or_a_norm_reads_are_members(kind, body, results):
-    """D17: a token count, a loss scale, a clip coefficient; the bucket's norm beside its slices loses nobody."""
+    """D17: a token count, a loss scale, a clip coefficient; the bucket's norm beside its slices
+    loses nobody.
+    """
     text = SCALED.format(
         reduced=REDUCTIONS[kind], body="\n    ".join(body), a=results[0], b=results[1]
     )
@@ -773,7 +779,9 @@ SCATTERED = (
 
 
 def of_several_results(before: tuple[str, ...], target, arguments, *items: int):
-    """A graph whose gradient ``a`` is a result of an operator that text may not call, taken by ``items``."""
+    """A graph whose gradient ``a`` is a result of an operator that text may not call, taken by
+    ``items``.
+    """
     gm = parse(TWO.format(body="\n".join(f"    {line}" for line in before), out="  a = fwd._.last"))
     last = next(node for node in gm.graph.nodes if node.name == "last")
     with gm.graph.inserting_after(last):
@@ -803,7 +811,9 @@ def test_a_collective_in_place_that_gives_a_gradient_is_refused(item, last):
 
 
 def test_a_gradient_that_goes_through_products_of_a_gather_is_refused():
-    """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of them."""
+    """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of
+    them.
+    """
     fused = torch.ops.symm_mem.fused_all_gather_matmul.default
     gm = of_several_results(SCATTERED, fused, lambda node: (node, [node], 0, "fsdp"), 1, 0)
     with pytest.raises(

@@ -373,7 +373,9 @@ def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
 
 @pytest.mark.gt_world("fake", size=4)
 def test_groups_outside_of_meshes_are_called_as_the_program_called_them(gt_world):
-    """Also where the group is given by keyword; those without a name that Python could read are counted."""
+    """Also where the group is given by keyword; those without a name that Python could read are
+    counted.
+    """
     described = {"experts": [0, 2], "my group": [0, 3], "undefined": [0, 1]}
     names = [dist.new_group(ranks, group_desc=name).group_name for name, ranks in described.items()]
     graph = fx.Graph()
@@ -400,7 +402,9 @@ def test_a_group_that_this_process_lacks_keeps_its_symbol():
     ("order", "told"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)]
 )
 def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, told):
-    """D2: buckets are packed in it; it is told where it does not follow from the names, in any way that differs."""
+    """D2: buckets are packed in it; it is told where it does not follow from the names, in any way
+    that differs.
+    """
     gm = parse("if P:\n  P.a.w: f32[2]\n  P.s: f32[2]\n  P.b.w: f32[2]\nif out:\n  yield P.s\n")
     gm.graph.output_node().meta["gt_managed_order"] = tuple(order.split())
     text = render(gm)

@@ -51,7 +51,9 @@ def test_many_generated_graphs_come_back(data, steps):
 @settings(max_examples=60)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_names_of_nodes_and_places_of_constants_do_not_show(drawn, random):
-    """Renaming every node, with gaps, and moving constants and bodies to the front gives the same text."""
+    """Renaming every node, with gaps, and moving constants and bodies to the front gives the same
+    text.
+    """
     gm, _ = drawn
     text = render(gm)
     for node in list(gm.graph.nodes):

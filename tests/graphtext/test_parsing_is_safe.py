@@ -106,7 +106,8 @@ def nothing_happens() -> Iterator[None]:
 
 def read(text: str) -> None:
     """Read a text: a graph or a TextError, and nothing happens on the way."""
-    # a fake mode of torch notes who made it, and opens the sources of callers that nobody has looked at yet
+    # a fake mode of torch notes who made it, and opens the sources of callers that nobody has
+    # looked at yet
     traceback.extract_stack()
     with nothing_happens():
         parser_of(text)

@@ -89,7 +89,9 @@ def test_floats_keep_their_bits(value):
 
 
 def test_constants_show_content_and_no_name():
-    """A tracer numbers constants through the whole graph; a change at its head must not show at its end."""
+    """A tracer numbers constants through the whole graph; a change at its head must not show at its
+    end.
+    """
     small, large = torch.tensor([1, 2]), torch.arange(100)
     text = render(make_fx(lambda x: (x + small, x.sum() + large))(torch.zeros(2)))
     assert "const(i64[2], [1, 2])" in text

@@ -298,7 +298,9 @@ if bwd:
 
 
 def test_experts_exchange_rows_of_data_dependent_number():
-    """All-to-all: the wait for the device comes first among the operators, sizes are symbols of the layer."""
+    """All-to-all: the wait for the device comes first among the operators, sizes are symbols of the
+    layer.
+    """
     assert (
         schedule("""\
 ep = group(range(0, 2))
@@ -356,7 +358,9 @@ if out:
 
 
 def test_a_buffer_for_the_result_is_no_payload_of_its_own():
-    """The twin writes to a buffer that torch allocates: both move the same, in the schedule and in the timeline."""
+    """The twin writes to a buffer that torch allocates: both move the same, in the schedule and in
+    the timeline.
+    """
     functional = INTO_A_BUFFER.replace("_out(", "(").replace(", out=empty", "").replace("_out", "")
     assert "launch(_.all_gather_into_tensor_out, fsdp, f32[8], bytes=32)\n" in schedule(
         INTO_A_BUFFER
@@ -496,7 +500,9 @@ if out:
 
 
 def test_a_graph_inside_the_graph_is_told_if_it_communicates():
-    """Equal ones once; one that does not is an operator as any other; results of one collective are one wait."""
+    """Equal ones once; one that does not is an operator as any other; results of one collective are
+    one wait.
+    """
     assert (
         schedule(BRANCHES)
         == """\

@@ -1,4 +1,6 @@
-"""Graph text shows what a graph calls and holds: modules, functions, kernels, objects, defaults, structures."""
+"""Graph text shows what a graph calls and holds: modules, functions, kernels, objects, defaults,
+structures.
+"""
 
 from __future__ import annotations
 
@@ -682,7 +684,9 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_text_shows_what_differs(name: str):
-    """V3: two graphs that differ in what they call, hold or return have two texts; made again, they have one."""
+    """V3: two graphs that differ in what they call, hold or return have two texts; made again, they
+    have one.
+    """
     one, other = PAIRS[name]
     assert graphtext.render(one()) != graphtext.render(other())
     assert graphtext.render(one()) == graphtext.render(one())

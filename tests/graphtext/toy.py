@@ -59,7 +59,9 @@ def line_of(text: str, name: str) -> str:
 
 
 def inner_graph(number: int, *lines: str) -> str:
-    """The text of a graph inside a graph: of one input, ``A[0]``; it returns what its last line makes."""
+    """The text of a graph inside a graph: of one input, ``A[0]``; it returns what its last line
+    makes.
+    """
     group = "  fsdp = group(range(0, 2))\n" if "fsdp" in lines[0] else ""
     body = "".join(f"      {line}\n" for line in lines)
     result = lines[-1].partition(":")[0]

@@ -1,4 +1,6 @@
-"""The package as a user installs it: built, in an environment of its own, torch and the rest borrowed from this one."""
+"""The package as a user installs it: built, in an environment of its own, torch and the rest
+borrowed from this one.
+"""
 
 import subprocess
 import sys
@@ -35,7 +37,9 @@ def make_environment():
 
 
 def _make_environment(folder, package):
-    """A virtual environment in ``folder`` with the package, a wheel or source archive, and nothing else of ours."""
+    """A virtual environment in ``folder`` with the package, a wheel or source archive, and nothing
+    else of ours.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]

@@ -102,7 +102,9 @@ def test_compiled(gt_world, time):
 
 
 def test_inductor_compiles_in_ranks(pytester):
-    """Its C++ kernels are built and loaded in a forked rank, also after the caches of the first test are dropped."""
+    """Its C++ kernels are built and loaded in a forked rank, also after the caches of the first
+    test are dropped.
+    """
     pytester.makepyfile(test_it=INDUCTOR)
     pytester.runpytest_subprocess("--gt-device=cpu", timeout=280).assert_outcomes(passed=2)
 
@@ -140,7 +142,9 @@ def test_coverage_is_measured_inside_ranks(installed, tmp_path):
 
 
 def test_random_order_and_a_time_limit(installed, tmp_path):
-    """pytest-randomly shuffles and seeds, pytest-timeout stays in the parent; ranks run what they are told."""
+    """pytest-randomly shuffles and seeds, pytest-timeout stays in the parent; ranks run what they
+    are told.
+    """
     tool = [
         installed.python,
         "-m",

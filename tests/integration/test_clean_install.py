@@ -1,8 +1,9 @@
-"""In an environment that holds the wheel, torch and what the wheel declares, the documentation can be followed.
+"""In an environment that holds the wheel, torch and what the wheel declares, the documentation can
+be followed.
 
-Where the index has no CPU build of torch for a Python, its CUDA build is installed without CUDA's libraries, by
-``.ci/light_torch.py``. What cannot be judged is skipped by name: a Python that is not found, a torch that the index
-lacks for it. Anything else fails.
+Where the index has no CPU build of torch for a Python, its CUDA build is installed without CUDA's
+libraries, by ``.ci/light_torch.py``. What cannot be judged is skipped by name: a Python that is not
+found, a torch that the index lacks for it. Anything else fails.
 """
 
 import shutil
@@ -36,7 +37,9 @@ def run(commands, *command, cwd=None):
 
 @pytest.fixture(scope="module", params=[11, 12, 13], ids=lambda minor: f"3.{minor}")
 def clean(request, tmp_path_factory, wheel):
-    """The commands of an environment that holds the wheel and what it declares, in the versions that a user gets."""
+    """The commands of an environment that holds the wheel and what it declares, in the versions
+    that a user gets.
+    """
     if request.param not in FOUND:
         pytest.skip(f"no Python 3.{request.param} was found: the wheel is not judged under it")
     folder = tmp_path_factory.mktemp("clean") / "env"

@@ -1,4 +1,6 @@
-"""``examples/downstream``: a repository with its own model, pass, goldens, CI file; an option switches a bug on."""
+"""``examples/downstream``: a repository with its own model, pass, goldens, CI file; an option
+switches a bug on.
+"""
 
 import os
 import re

@@ -1,4 +1,6 @@
-"""``examples/fusion``: a fusion pass of an inference server; its bug fails in bits, and not by a tolerance."""
+"""``examples/fusion``: a fusion pass of an inference server; its bug fails in bits, and not by a
+tolerance.
+"""
 
 import re
 import shutil

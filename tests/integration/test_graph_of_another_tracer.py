@@ -1,4 +1,6 @@
-"""A joint graph that AOT autograd traced, not ours: the metadata that torch puts there is all that passes read."""
+"""A joint graph that AOT autograd traced, not ours: the metadata that torch puts there is all that
+passes read.
+"""
 
 import pytest
 import torch

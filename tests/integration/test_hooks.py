@@ -1,4 +1,6 @@
-"""The hooks of a downstream repository: the project of docs/hooks.md as it stands there, and bad implementations."""
+"""The hooks of a downstream repository: the project of docs/hooks.md as it stands there, and bad
+implementations.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and what stands in the way is told."""
+"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and what stands in the way
+is told.
+"""
 
 import importlib.util
 import shutil
@@ -33,7 +35,9 @@ def light_torch():
 
 @pytest.fixture
 def site(tmp_path):
-    """A small torch, linked with two libraries of CUDA that are then taken away; ``both()`` calls both."""
+    """A small torch, linked with two libraries of CUDA that are then taken away; ``both()`` calls
+    both.
+    """
     if shutil.which("gcc") is None or shutil.which("nm") is None:
         pytest.skip("gcc and binutils are not here: stubs of CUDA's libraries are not judged")
     folder = tmp_path / "torch" / "lib"
@@ -77,7 +81,9 @@ def compile_library(path, source, *options):
 
 
 def load(site):
-    """Whether what the library needs is there, and answers that the driver is insufficient; in a process of its own."""
+    """Whether what the library needs is there, and answers that the driver is insufficient; in a
+    process of its own.
+    """
     probe = f"import ctypes; assert ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).both() == 1"
     return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
 

@@ -1,6 +1,7 @@
 """The Llama of the ``transformers`` package: not our model, not our module names, a plan by hand.
 
-Skipped where the package is not installed: ``make test-transformers`` installs the extra of that name and runs this.
+Skipped where the package is not installed: ``make test-transformers`` installs the extra of that
+name and runs this.
 """
 
 import sys
@@ -30,10 +31,12 @@ VOCABULARY = 61
 
 @pytest.fixture
 def llama():
-    """``llama()``: two layers with random weights, equal at every call; 3 ranks pad what is 61 or 50.
+    """``llama()``: two layers with random weights, equal at every call; 3 ranks pad what is 61 or
+    50.
 
-    Attention is the package's "eager" one: its "sdpa" takes another path where it sees fake tensors, so that a trace
-    of grouped queries has other operators than the eager run, and in bf16 other bits.
+    Attention is the package's "eager" one: its "sdpa" takes another path where it sees fake
+    tensors, so that a trace of grouped queries has other operators than the eager run, and in bf16
+    other bits.
     """
     transformers = pytest.importorskip(
         "transformers", reason="needs the extra `transformers`: make test-transformers"
@@ -72,7 +75,8 @@ def batch(step, rank):
 
 @pytest.mark.gt_world("ranks", size=3, device="cpu")
 def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(llama, gt_mesh):
-    """B5, B6, D2, D4: each layer is one payload a direction, where ``fully_shard`` has it; two steps, every bit.
+    """B5, B6, D2, D4: each layer is one payload a direction, where ``fully_shard`` has it; two
+    steps, every bit.
 
     The twin reduces gradients in bf16 (L5).
     """

@@ -1,6 +1,7 @@
 """The Mixtral of the ``transformers`` package: experts in one parameter, a router, a plan by hand.
 
-Skipped where the package is not installed: ``make test-transformers`` installs the extra of that name and runs this.
+Skipped where the package is not installed: ``make test-transformers`` installs the extra of that
+name and runs this.
 """
 
 from dataclasses import replace
@@ -27,8 +28,8 @@ VOCABULARY = 61
 def mixtral():
     """``mixtral()``: two layers of three experts with random weights, equal at every call.
 
-    Experts by the package's "batched_mm": its "eager" looks which experts have tokens, which no trace of shapes
-    knows, and its "grouped_mm" takes bf16 only.
+    Experts by the package's "batched_mm": its "eager" looks which experts have tokens, which no
+    trace of shapes knows, and its "grouped_mm" takes bf16 only.
     """
     transformers = pytest.importorskip(
         "transformers", reason="needs the extra `transformers`: make test-transformers"
@@ -73,8 +74,9 @@ def batch(step, rank):
 def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(mixtral, gt_mesh, gt_deterministic):
     """B5, B6, D2, D4: each layer with its experts is one payload a direction; two steps, every bit.
 
-    The twins: payloads in the order of execution, whose bits are equal here, have another layout; and other bits
-    differ. Deterministic, as threads add up the tokens of several experts in any order otherwise, eagerly, too.
+    The twins: payloads in the order of execution, whose bits are equal here, have another layout;
+    and other bits differ. Deterministic, as threads add up the tokens of several experts in any
+    order otherwise, eagerly, too.
     """
     config = TrainConfig(
         model=mixtral, step=next_token_step, batch=batch, bucket_plan=PLAN, mesh=gt_mesh, steps=2

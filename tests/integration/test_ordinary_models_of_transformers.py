@@ -1,6 +1,8 @@
-"""Ordinary models of the ``transformers`` package, tiny, from a config: parity with resharding, FSDP2's default.
+"""Ordinary models of the ``transformers`` package, tiny, from a config: parity with resharding,
+FSDP2's default.
 
-Skipped where the package is not installed: ``make test-transformers`` installs the extra of that name and runs this.
+Skipped where the package is not installed: ``make test-transformers`` installs the extra of that
+name and runs this.
 """
 
 import pytest

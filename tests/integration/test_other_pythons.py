@@ -1,6 +1,8 @@
-"""The wheel under every other Python from 3.11 on that is found; where there is none, that is counted, as a skip.
+"""The wheel under every other Python from 3.11 on that is found; where there is none, that is
+counted, as a skip.
 
-Torch is not installed there: what is run works without it, which is the plugin, its options, summary and report.
+Torch is not installed there: what is run works without it, which is the plugin, its options,
+summary and report.
 """
 
 import os
@@ -32,7 +34,9 @@ def test_others_are_counted():
 
 @pytest.mark.parametrize("minor", OTHERS)
 def test_the_wheel_compiles_and_its_plugin_runs(installed, tmp_path, minor):
-    """pytest and other packages of pure Python are borrowed from this environment, behind the wheel."""
+    """pytest and other packages of pure Python are borrowed from this environment, behind the
+    wheel.
+    """
     site = tmp_path / "site"
     zipfile.ZipFile(installed.wheel).extractall(site)
     subprocess.run([OTHERS[minor], "-W", "error", "-m", "compileall", "-q", site], check=True)

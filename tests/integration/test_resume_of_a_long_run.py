@@ -1,4 +1,6 @@
-"""A run of the matrices goes on where it was cut: what passed does not run again, and has its row in the table."""
+"""A run of the matrices goes on where it was cut: what passed does not run again, and has its row
+in the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``examples/subexpressions``: a pass held to the rules of conformance, and three mistakes in it that they tell."""
+"""``examples/subexpressions``: a pass held to the rules of conformance, and three mistakes in it
+that they tell.
+"""
 
 from __future__ import annotations
 

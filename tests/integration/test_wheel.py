@@ -19,7 +19,9 @@ PROJECT = (
 
 
 def test_the_wheel_works_without_the_repository(installed, tmp_path):
-    """Its plugin is found by its entry point, and writes a report: the page's template is in the wheel."""
+    """Its plugin is found by its entry point, and writes a report: the page's template is in the
+    wheel.
+    """
     (tmp_path / "test_it.py").write_text(PROJECT.format(site=installed.site))
     installed.run("pytest", "-q", "--gt-report=page.html", cwd=tmp_path)
     assert "test_it.py::test_it" in (tmp_path / "page.html").read_text()

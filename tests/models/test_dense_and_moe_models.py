@@ -86,7 +86,9 @@ def test_initial_values_depend_on_the_seed_alone(build, flavor):
 
 
 def test_a_parameter_is_initialised_alike_in_models_of_other_depth():
-    """The value is a function of seed and name: what a rank or a device does before has no part in it."""
+    """The value is a function of seed and name: what a rank or a device does before has no part in
+    it.
+    """
     models = [llama3.Llama3(llama3.Llama3Config(n_layers=n)) for n in (1, 3)]
     for model in models:
         model.init_weights(5)

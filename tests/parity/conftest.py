@@ -20,7 +20,8 @@ from pytest_gtrainer.tracing.model import ModelState, local
 
 @pytest.fixture
 def check_parity():
-    """``check_parity(config)``: the rewritten graph trains as eager FSDP2, bit for bit; returns its run.
+    """``check_parity(config)``: the rewritten graph trains as eager FSDP2, bit for bit; returns its
+    run.
 
     Compared are loss, gradients, weights, optimiser state and buffers of every step, on every
     rank, after the place of every parameter in every bucket.
@@ -52,7 +53,8 @@ def assert_trains(record):
 
 @pytest.fixture
 def check_parity_and_twin():
-    """As ``check_parity``, and the twin that must differ: the same trace and start, packed in the order it runs (L5).
+    """As ``check_parity``, and the twin that must differ: the same trace and start, packed in the
+    order it runs (L5).
 
     Returns the layout's complaint about the twin.
     """
@@ -74,7 +76,9 @@ def check_parity_and_twin():
 
 @pytest.fixture
 def check_parity_and_control():
-    """As ``check_parity``, and gradients of the first step differ from eager's if the graph reduces them in bf16."""
+    """As ``check_parity``, and gradients of the first step differ from eager's if the graph reduces
+    them in bf16.
+    """
 
     def check(config):
         eager, graph = EagerRun(config), GraphRun(config)
@@ -92,7 +96,8 @@ def check_parity_and_control():
 
 @pytest.fixture
 def pin(gt_golden, gt_world):
-    """``pin(traced)``: compare graph and schedule with their goldens, on the device that these were made on.
+    """``pin(traced)``: compare graph and schedule with their goldens, on the device that these were
+    made on.
 
     Attention traces to another operator on a GPU, so there the golden is counted as not judged.
     """

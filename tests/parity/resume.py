@@ -1,7 +1,7 @@
 """``-p tests.parity.resume --resume=FILE``: a long run that was cut goes on where it was.
 
-A test that has passed, or was skipped, is a line of the file, with what it told of its sweep; it does not run again,
-and the table at the end has its row. Failures run again.
+A test that has passed, or was skipped, is a line of the file, with what it told of its sweep; it
+does not run again, and the table at the end has its row. Failures run again.
 """
 
 from __future__ import annotations

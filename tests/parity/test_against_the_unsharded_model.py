@@ -1,8 +1,10 @@
-"""Tensor parallelism adds in another order than one process: how far apart the two may be is derived, not guessed.
+"""Tensor parallelism adds in another order than one process: how far apart the two may be is
+derived, not guessed.
 
-In floating-point numbers of unit roundoff u a sum of n products, added in any order, is off by at most
-gamma(n) times the sum of their absolute values, with gamma(n) = n u / (1 - n u); errors of products of matrices add up
-as gamma(n + m), and a ReLU passes them on (Higham, Accuracy and Stability of Numerical Algorithms, 2002, 3.1 and 3.5).
+In floating-point numbers of unit roundoff u a sum of n products, added in any order, is off by at
+most gamma(n) times the sum of their absolute values, with gamma(n) = n u / (1 - n u); errors of
+products of matrices add up as gamma(n + m), and a ReLU passes them on (Higham, Accuracy and
+Stability of Numerical Algorithms, 2002, 3.1 and 3.5).
 """
 
 from __future__ import annotations
@@ -164,7 +166,8 @@ def without_the_sum_over_parts_of_experts(model):
 def test_latent_attention_and_experts_compute_what_the_whole_model_computes(
     gt_mesh, tensor, mistake, seen_in
 ):
-    """Every gradient of DeepSeek-V3, but for the roundings of its norms and routers, which compute in fp32.
+    """Every gradient of DeepSeek-V3, but for the roundings of its norms and routers, which compute
+    in fp32.
 
     If a sum is left out, a gradient is off by more than a hundredth of its length.
     """

@@ -1,7 +1,9 @@
-"""Corners of ``fully_shard`` in one small model: layouts from its own buffers, and bits, on real ranks.
+"""Corners of ``fully_shard`` in one small model: layouts from its own buffers, and bits, on real
+ranks.
 
-Frozen parameters, a tie, modules with children and parameters of their own, a bias registered before its weight,
-sizes that no number of ranks divides, and shards that are empty on the last rank.
+Frozen parameters, a tie, modules with children and parameters of their own, a bias registered
+before its weight, sizes that no number of ranks divides, and shards that are empty on the last
+rank.
 """
 
 import pytest
@@ -30,7 +32,9 @@ class BiasFirst(nn.Module):
 
 
 class Block(nn.Module):
-    """Registers its own parameters before and behind its children; ``pair`` has two rows, so a third rank has none."""
+    """Registers its own parameters before and behind its children; ``pair`` has two rows, so a
+    third rank has none.
+    """
 
     def __init__(self) -> None:
         super().__init__()

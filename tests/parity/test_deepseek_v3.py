@@ -1,8 +1,9 @@
 """The main job on DeepSeek-V3, with and without expert parallelism.
 
-In short every two of the settings meet: mesh, sizes that ranks divide or not, precision. The long form has all of them.
-Every rank traces the model, so in short four ranks train it, and eight where bits tell the order of a payload: at odd
-sizes, in fp32. The first tier trains a smaller one on three. The graphs of eight are pinned in a fake world.
+In short every two of the settings meet: mesh, sizes that ranks divide or not, precision. The long
+form has all of them. Every rank traces the model, so in short four ranks train it, and eight where
+bits tell the order of a payload: at odd sizes, in fp32. The first tier trains a smaller one on
+three. The graphs of eight are pinned in a fake world.
 """
 
 import pytest
@@ -62,7 +63,9 @@ def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity, precisi
 @pytest.mark.second_tier
 @on_ranks("bf16_fp32", experts=True)
 def test_graph_equals_eager_fsdp2_with_expert_parallelism(gt_mesh, check_parity, precision):
-    """All-to-all with data-dependent splits; routed experts on a mesh of their own, never merged with the rest."""
+    """All-to-all with data-dependent splits; routed experts on a mesh of their own, never merged
+    with the rest.
+    """
     check_parity(deepseek_v3_training(gt_mesh, precision))
 
 

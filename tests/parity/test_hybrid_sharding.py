@@ -18,7 +18,9 @@ def collectives(run, target):
 @pytest.mark.second_tier
 @two_by_two
 def test_graph_equals_eager_hsdp(gt_mesh, check_parity):
-    """D16: reduce-scatters and all-reduces are both packed; where each parameter sits is compared, too."""
+    """D16: reduce-scatters and all-reduces are both packed; where each parameter sits is compared,
+    too.
+    """
     graph = check_parity(llama3_training(gt_mesh, "fp32", "debug_odd", steps=3))
     assert collectives(graph, ALL_REDUCE) == collectives(graph, REDUCE_SCATTER) == 4
 
@@ -26,7 +28,8 @@ def test_graph_equals_eager_hsdp(gt_mesh, check_parity):
 @pytest.mark.second_tier
 @two_by_two
 def test_as_dtensor_reduces_it_differs(gt_mesh):
-    """D16: the whole gradient between replicas first, then scattered. The known difference, and the twin.
+    """D16: the whole gradient between replicas first, then scattered. The known difference, and the
+    twin.
 
     Not in bf16: the sum of a few bf16 gradients in fp32 is often exact in any order.
     """
@@ -59,5 +62,7 @@ def test_four_replicas(gt_mesh, check_parity):
 @pytest.mark.long
 @pytest.mark.gt_world("ranks", size=8, mesh={"replicate": 2, "shard": 4})
 def test_shard_groups_of_four(gt_mesh, check_parity):
-    """D14: 201 rows over 4 ranks pad on the last only; the padding is between DTensor's two collectives."""
+    """D14: 201 rows over 4 ranks pad on the last only; the padding is between DTensor's two
+    collectives.
+    """
     check_parity(llama3_training(gt_mesh, "bf16_fp32", "debug_odd"))

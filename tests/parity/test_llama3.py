@@ -24,14 +24,18 @@ def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, pin, precision):
 
 @pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
 def test_a_small_graph_equals_eager_fsdp2(gt_mesh, check_parity):
-    """W4, in the first tier: only some of three ranks pad, and three terms have an order to be added in."""
+    """W4, in the first tier: only some of three ranks pad, and three terms have an order to be
+    added in.
+    """
     check_parity(llama3_training(gt_mesh, "fp32", "debug_odd", steps=2))
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"fsdp": 8})
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_fake_world_traces_the_graph_that_ranks_have_pinned(gt_mesh, gt_world, precision):
-    """The first tier trains on fewer ranks, and judges the goldens of eight here; that of another precision differs."""
+    """The first tier trains on fewer ranks, and judges the goldens of eight here; that of another
+    precision differs.
+    """
     gm = GraphRun(llama3_training(gt_mesh, precision)).traced.gm
     folder = Path(__file__).parents[2] / "golden/tests/parity/test_llama3"
     for view, suffix in (("full", ""), ("schedule", "@schedule")):
@@ -65,7 +69,9 @@ def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
 def test_a_payload_in_execution_order_differs_and_the_layout_says_where(
     gt_mesh, check_parity_and_twin
 ):
-    """Where gloo's bits depend on the order of the payload, and only some ranks pad (D2, D14, W4, L5)."""
+    """Where gloo's bits depend on the order of the payload, and only some ranks pad (D2, D14, W4,
+    L5).
+    """
     complaint = check_parity_and_twin(llama3_training(gt_mesh, "fp32", "debug_odd"))
     assert (
         "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte" in complaint

@@ -1,4 +1,6 @@
-"""What only GPUs can tell: the main job over NCCL. The other tests of this folder use GPUs where there are any."""
+"""What only GPUs can tell: the main job over NCCL. The other tests of this folder use GPUs where
+there are any.
+"""
 
 import pytest
 

@@ -1,9 +1,10 @@
-"""The kinds of parallelism that people train with, all combined: the rewritten graph against eager ``fully_shard``.
+"""The kinds of parallelism that people train with, all combined: the rewritten graph against eager
+``fully_shard``.
 
-On 4 and 8 ranks, and on simulated nodes of 8, where the order of a sum shows: two, and also eight, of DeepSeek-V3 with
-fewer cells, as each takes minutes. A control of every cell must differ: payloads in another order or, where that does
-not show, gradients reduced in bf16. CONTRIBUTING.md has the command for all cells; ``make test`` and
-``make check`` run some.
+On 4 and 8 ranks, and on simulated nodes of 8, where the order of a sum shows: two, and also eight,
+of DeepSeek-V3 with fewer cells, as each takes minutes. A control of every cell must differ:
+payloads in another order or, where that does not show, gradients reduced in bf16. CONTRIBUTING.md
+has the command for all cells; ``make test`` and ``make check`` run some.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ DIAGONAL = {  # in the second tier; the first has tests/parity/test_tensor_paral
 
 
 def mesh_of(cell: Cell) -> dict[str, int]:
-    """Dimensions of the cell's world, outermost first; the one that shards takes what ranks the others leave."""
+    """Dimensions of the cell's world, outermost first; the one that shards takes what ranks the
+    others leave.
+    """
     settings = dict(cell.settings)
     experts = settings.get("experts", False)
     inner = {

@@ -1,4 +1,6 @@
-"""Stages of a pipeline: graphs in the order of torch's own schedules equal eager stages of ``fully_shard``."""
+"""Stages of a pipeline: graphs in the order of torch's own schedules equal eager stages of
+``fully_shard``.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
 @pytest.mark.gt_world("fake", mesh={"pp": 8, "dp": 64, "tp": 8}, rank=3 * 512)
 def test_the_schedule_of_a_stage_of_a_published_size_names_the_dimensions(gt_mesh, gt_golden):
-    """On 4,096 ranks: a layer of Llama 3 8B in the fourth of eight stages, its five parts one behind the other."""
+    """On 4,096 ranks: a layer of Llama 3 8B in the fourth of eight stages, its five parts one
+    behind the other.
+    """
     whole = replace(llama3.FLAVORS["8B"], n_layers=8)
     with torch.device("meta"):
         model = llama3.Llama3(whole)
@@ -65,7 +69,9 @@ on_four_ranks = pytest.mark.gt_world("ranks", size=4, mesh={"pp": 2, "dp": 2})
     ],
 )
 def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
-    """Losses, gradients, weights and optimiser state of a step; the twin adds what is reduced a microbatch."""
+    """Losses, gradients, weights and optimiser state of a step; the twin adds what is reduced a
+    microbatch.
+    """
     config = staged_training(
         gt_mesh, precision, schedule, stages=4 if schedule == "Interleaved1F1B" else 2
     )
@@ -78,7 +84,9 @@ def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
 @pytest.mark.second_tier
 @on_four_ranks
 def test_a_zero_bubble_in_graphs_equals_eager_stages_without(gt_mesh):
-    """dI and dW apart. Torch's own loses gradients beside ``fully_shard`` (2.13, on CPU): 1F1B is the measure."""
+    """dI and dW apart. Torch's own loses gradients beside ``fully_shard`` (2.13, on CPU): 1F1B is
+    the measure.
+    """
     zero_bubble = staged_training(gt_mesh, "bf16_fp32", "InterleavedZeroBubble", stages=4)
     expected = train_pipeline_eager(replace(zero_bubble, schedule="Interleaved1F1B"))
     assert_bitwise_equal(train_pipeline_graph(zero_bubble), expected)
@@ -97,14 +105,18 @@ def test_a_zero_bubble_in_graphs_equals_torchs_own(gt_mesh, schedule):
 @pytest.mark.gt_world("ranks", size=8, mesh={"pp": 2, "dp": 2, "tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_graphs_of_stages_equal_eager_ones_beside_tensor_parallelism(gt_mesh, sequence):
-    """Partial gradients of norms are added over microbatches before they are added over the model's ranks."""
+    """Partial gradients of norms are added over microbatches before they are added over the model's
+    ranks.
+    """
     config = staged_training(gt_mesh, "bf16_fp32", tensor={"sequence": sequence})
     assert_bitwise_equal(train_pipeline_graph(config), train_pipeline_eager(config))
 
 
 @pytest.mark.second_tier
 def test_torchs_schedules_run_on_simulated_nodes():
-    """Eager stages on threads: two schedules add alike; with ranks on four nodes in the place of two sums differ."""
+    """Eager stages on threads: two schedules add alike; with ranks on four nodes in the place of
+    two sums differ.
+    """
 
     def train(schedule, nodes):
         def on_rank(rank):

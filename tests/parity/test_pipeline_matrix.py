@@ -1,7 +1,8 @@
-"""Pipelines, all combined: graphs of stages in the order of torch's schedules against its own, of eager stages.
+"""Pipelines, all combined: graphs of stages in the order of torch's schedules against its own, of
+eager stages.
 
-On 4 and 8 ranks. The control of every cell reduces gradients in bf16, and must differ. CONTRIBUTING.md
-has the command for all cells, ``make check`` runs some.
+On 4 and 8 ranks. The control of every cell reduces gradients in bf16, and must differ.
+CONTRIBUTING.md has the command for all cells, ``make check`` runs some.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The settings that decide bits, all combined: the rewritten graph against eager ``fully_shard``, for both models.
+"""The settings that decide bits, all combined: the rewritten graph against eager ``fully_shard``,
+for both models.
 
-On two nodes, where the order of a payload shows: the cells in execution order must differ, or the net shows nothing.
+On two nodes, where the order of a payload shows: the cells in execution order must differ, or the
+net shows nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ RULES = (
 )
 SWEEPS = {name: Sweep(name, AXES, RULES) for name in MODELS}
 STEPS = {"llama3": 2, "deepseek_v3": 1}
-SHORT = {  # attention, loss_chunks, early_accumulation; of these each remat, the first in both orders
+# attention, loss_chunks, early_accumulation; of these each remat, the first in both orders
+SHORT = {
     "llama3": [("sdpa", 2, True), ("flex", 1, False)],
     "deepseek_v3": [("flex", 2, False)],
 }
@@ -92,7 +95,9 @@ def configuration(name: str, cell: Cell, mesh) -> TrainConfig:
 
 
 class Trained:
-    """Both sides of all cells that differ only in how the graph is rewritten; those of one trace are kept."""
+    """Both sides of all cells that differ only in how the graph is rewritten; those of one trace
+    are kept.
+    """
 
     _latest: tuple[Any, Trained] | None = None
 

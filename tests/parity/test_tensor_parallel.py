@@ -1,4 +1,6 @@
-"""FSDP2 over tensor parallelism: ``parallelize_module``, then both sides; graph equals eager, bit for bit."""
+"""FSDP2 over tensor parallelism: ``parallelize_module``, then both sides; graph equals eager, bit
+for bit.
+"""
 
 import copy
 from dataclasses import replace
@@ -79,7 +81,9 @@ def test_graph_equals_eager_under_expert_and_tensor_parallelism(gt_mesh, check_p
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "cp": 2})
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_graph_equals_eager_under_context_parallelism(gt_mesh, check_parity, method):
-    """Parameters are sharded over both dimensions, batches over the first, sequences over the second."""
+    """Parameters are sharded over both dimensions, batches over the first, sequences over the
+    second.
+    """
     check_parity(
         llama3_training(gt_mesh, "bf16_fp32", parallel=Parallelism(context=method), steps=2)
     )
@@ -161,7 +165,9 @@ def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
 def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_them(
     gt_mesh, sequence
 ):
-    """N3: those of norms are partial sums under sequence parallelism; a second step adds to what is there."""
+    """N3: those of norms are partial sums under sequence parallelism; a second step adds to what is
+    there.
+    """
     config = llama3.FLAVORS["debug"]
     inputs = token_batches(config.vocab_size, "cpu")(0, 0)
     eager = llama3.Llama3(config)
@@ -187,7 +193,9 @@ def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_t
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 def test_a_replay_adds_to_a_gradient_that_lies_otherwise(gt_mesh):
-    """What is there is whole on every rank, what comes is a partial sum: as autograd, which adds the sum."""
+    """What is there is whole on every rank, what comes is a partial sum: as autograd, which adds
+    the sum.
+    """
     weight = distribute_tensor(torch.ones(2), gt_mesh, [Replicate()], src_data_rank=None)
     models = [nn.Module(), nn.Module()]
     for model in models:
@@ -215,10 +223,12 @@ def gradients(model):
 
 @pytest.mark.gt_world("fake", size=512, mesh={"dp": 64, "tp": 8})
 def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world, gt_golden):
-    """Which collectives are data's and which the model's: the first two layers of Llama 3 8B on 512 ranks.
+    """Which collectives are data's and which the model's: the first two layers of Llama 3 8B on 512
+    ranks.
 
-    Pads of nothing go, of which torch 2.15 traces one for each rank of an uneven shard. It also adds the partial
-    gradients of norms in the dtype that FSDP2 then reduces in, so its golden is another.
+    Pads of nothing go, of which torch 2.15 traces one for each rank of an uneven shard. It also
+    adds the partial gradients of norms in the dtype that FSDP2 then reduces in, so its golden is
+    another.
     """
     parallel = Parallelism({"sequence": True})
     traced = GraphRun(
@@ -237,9 +247,11 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
 @pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
-    """N9: where a rank's rows of the vocabulary begin is a number of its own in the graph, and an input of the replay.
+    """N9: where a rank's rows of the vocabulary begin is a number of its own in the graph, and an
+    input of the replay.
 
-    Two groups of data ranks may add in different orders here: so the replicas of a norm drift apart, and are told.
+    Two groups of data ranks may add in different orders here: so the replicas of a norm drift
+    apart, and are told.
     """
     told = r"norm.weight differs between ranks \d and \d, .*on ranks it is an error"
     with pytest.warns(ReplicaWarning, match=told):
@@ -289,7 +301,9 @@ def test_ranks_that_share_a_model_have_one_batch(gt_world):
     ],
 )
 def test_a_plan_whose_partial_sums_nobody_adds_is_told(gt_mesh, train):
-    """Columns of ``w1`` and ``w3`` without a sum behind ``w2``: every rank goes on with its own part of it."""
+    """Columns of ``w1`` and ``w3`` without a sum behind ``w2``: every rank goes on with its own
+    part of it.
+    """
     config = llama3_training(gt_mesh["dp"], "fp32", steps=1)
 
     def wrong():
@@ -306,7 +320,9 @@ def test_a_plan_whose_partial_sums_nobody_adds_is_told(gt_mesh, train):
 
 
 def _own_columns(linear, mesh):
-    """Rows of the product that belong to this rank alone: a plan that forgot to add them over the ranks."""
+    """Rows of the product that belong to this rank alone: a plan that forgot to add them over the
+    ranks.
+    """
 
     def forward(x):
         start = mesh.get_local_rank() * x.shape[-1]
@@ -368,7 +384,9 @@ def test_replicas_that_are_not_finite_prove_nothing(gt_mesh, gt_world, what):
 
 
 class Held(nn.Module):
-    """What ranks of a mesh of dp and tp hold: a number of rank ``differs`` in one of it, and of each in its shards."""
+    """What ranks of a mesh of dp and tp hold: a number of rank ``differs`` in one of it, and of
+    each in its shards.
+    """
 
     def __init__(self, mesh, rank, what) -> None:
         super().__init__()
@@ -409,7 +427,9 @@ class Held(nn.Module):
     ],
 )
 def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, over):
-    """N5: parameters, gradients and buffers; of a DTensor what is not split between the ranks that are compared."""
+    """N5: parameters, gradients and buffers; of a DTensor what is not split between the ranks that
+    are compared.
+    """
     model, told = Held(gt_mesh, gt_world.rank, what), {}
     for name in ("dp", "tp"):
         try:

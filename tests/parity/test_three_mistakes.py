@@ -1,4 +1,5 @@
-"""FSDP, expert and tensor parallelism together on eight ranks: equal to eager, and each of three mistakes differs.
+"""FSDP, expert and tensor parallelism together on eight ranks: equal to eager, and each of three
+mistakes differs.
 
 Run it with ``--gt-gpus=8 -rP`` to see the table.
 """
@@ -79,7 +80,9 @@ def test_three_kinds_of_parallelism_equal_eager_and_three_mistakes_differ(gt_mes
 
 
 def _judged(run, expected):
-    """The outcome in a line; replicas that differ then are a mistake that is told even before the bits."""
+    """The outcome in a line; replicas that differ then are a mistake that is told even before the
+    bits.
+    """
     try:
         return str(compare(run.run(), expected)).splitlines()[0]
     except AssertionError as error:

@@ -1,4 +1,6 @@
-"""Mistakes that people make with several parallelisms, planted one at a time: each is seen, on four ranks or fewer."""
+"""Mistakes that people make with several parallelisms, planted one at a time: each is seen, on four
+ranks or fewer.
+"""
 
 import copy
 from dataclasses import replace
@@ -92,7 +94,9 @@ def gradients_added_in_bf16(gm, mesh):
 
 
 def gradient_cast_on_the_other_side_of_the_tensor_reduction(gm, mesh):
-    """FSDP2 casts a norm's gradient behind the sum over the model's ranks up to 2.14, and in front of it from 2.15."""
+    """FSDP2 casts a norm's gradient behind the sum over the model's ranks up to 2.14, and in front
+    of it from 2.15.
+    """
     node = launched(gm, REDUCE, mesh["tp"], lambda n: backwards(n) and "norm" in node_fqn(n))[0]
     is_narrow = node.args[0].meta["val"].dtype == torch.bfloat16
     in_dtype(gm, node, torch.float32 if is_narrow else torch.bfloat16, torch.float32)
@@ -252,7 +256,9 @@ def heads_in_the_wrong_order(mesh, q, k, v):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"cp": 2})
 def test_of_contexts(gt_mesh):
-    """As close to attention on the whole sequence as ten roundings of fp32; a mistake is off by more than a percent."""
+    """As close to attention on the whole sequence as ten roundings of fp32; a mistake is off by
+    more than a percent.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 8, 16, generator=generator)
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -291,7 +297,9 @@ def run_microbatches(
 
 
 def test_of_stages():
-    """A microbatch left out, the tangent of another one, only the last kept, another order of adding."""
+    """A microbatch left out, the tangent of another one, only the last kept, another order of
+    adding.
+    """
     module = stage()
     given = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]
     for x, tangent in given:
@@ -318,7 +326,9 @@ def test_of_stages():
 
 
 def small(mesh):
-    """Two products, sharded over ``tp`` where the mesh has it, and over the rest; the bucketed graph of a step."""
+    """Two products, sharded over ``tp`` where the mesh has it, and over the rest; the bucketed
+    graph of a step.
+    """
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     names = mesh.mesh_dim_names
     if "tp" in names:
@@ -341,7 +351,9 @@ def test_of_the_order_of_a_mesh(gt_mesh):
 
 @pytest.mark.gt_world("fake", mesh={"dp": 4, "tp": 2})
 def test_of_a_wait_that_moves(gt_mesh):
-    """The data's, in front of the first product: no bit changes, but nothing hides the gather. Its line has moved."""
+    """The data's, in front of the first product: no bit changes, but nothing hides the gather. Its
+    line has moved.
+    """
     gm = small(gt_mesh)
     before = graphtext.render(gm, view="schedule").splitlines()
     second = launched(gm, GATHER, gt_mesh["dp"])[1]

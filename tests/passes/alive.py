@@ -17,9 +17,9 @@ from pytest_gtrainer._torch.values import OpOverload
 class Alive(TorchDispatchMode):
     """Bytes of all storages that are alive behind each operator, inputs included.
 
-    A storage is alive as long as anybody holds it, in Python or C++. Of a collective that copies no operand, NCCL
-    holds the operands until the wait; gloo does not, so here they are held. It lets go of results in a thread of its
-    own, right behind the wait.
+    A storage is alive as long as anybody holds it, in Python or C++. Of a collective that copies no
+    operand, NCCL holds the operands until the wait; gloo does not, so here they are held. It lets
+    go of results in a thread of its own, right behind the wait.
     """
 
     def __init__(self, inputs):
@@ -56,7 +56,9 @@ class Alive(TorchDispatchMode):
 
 
 def run(gm, inputs):
-    """Run the graph's generated code: each node that calls an operator, with the bytes and shapes that it left."""
+    """Run the graph's generated code: each node that calls an operator, with the bytes and shapes
+    that it left.
+    """
     gc.collect()
     mode = Alive(inputs)
     with torch.no_grad(), mode:

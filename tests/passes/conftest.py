@@ -60,7 +60,9 @@ def make_net():
 
 @pytest.fixture
 def make_joint(gt_mesh):
-    """``make_joint(n_layers=3, dim=8, policy=...)`` -> the canonicalised traced step of a sharded Net."""
+    """``make_joint(n_layers=3, dim=8, policy=...)`` -> the canonicalised traced step of a sharded
+    Net.
+    """
 
     def make(n_layers=3, dim=8, policy=None, step=token_step, **options):
         model = data_parallel(
@@ -74,7 +76,9 @@ def make_joint(gt_mesh):
 
 @pytest.fixture(scope="module")
 def traced_joints():
-    """The joint graphs of this module's tests by world and options: tracing takes twenty times as long as a copy."""
+    """The joint graphs of this module's tests by world and options: tracing takes twenty times as
+    long as a copy.
+    """
     return {}
 
 

@@ -1,4 +1,6 @@
-"""Which collectives torch would fuse with matrix products under tensor parallelism: its own pass decides, on CPU."""
+"""Which collectives torch would fuse with matrix products under tensor parallelism: its own pass
+decides, on CPU.
+"""
 
 from dataclasses import replace
 
@@ -48,7 +50,9 @@ def test_the_table_of_a_sequence_parallel_block(gt_mesh):
 
 @pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "tp": 2})
 def test_without_sequence_parallelism_nothing_is_fused(gt_mesh):
-    """All-reduces are between the products then: the plan, and not the pass, decides. Other meshes are not judged."""
+    """All-reduces are between the products then: the plan, and not the pass, decides. Other meshes
+    are not judged.
+    """
     gm = traced(gt_mesh["tp"])
     assert [str(decision) for decision in async_tp_decisions(gm, gt_mesh["tp"])] == [
         "fwd all_gather of lm_head, not fused"

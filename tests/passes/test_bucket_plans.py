@@ -158,7 +158,9 @@ def test_names_that_begin_alike_are_other_modules():
     "roots", [["norm_out", "norm_out_proj"], ["norm_out_proj", "norm_out"]], ids=" then ".join
 )
 def test_payloads_follow_the_entry_where_names_begin_alike(roots):
-    """D2: FSDP2 takes the modules in the order given; a parameter belongs to its own, not to one that begins alike."""
+    """D2: FSDP2 takes the modules in the order given; a parameter belongs to its own, not to one
+    that begins alike.
+    """
     (bucket,) = Plan([roots]).buckets
     members = [
         SimpleNamespace(parameter=f"{fqn}.weight") for fqn in reversed(roots)

@@ -106,7 +106,9 @@ def test_other_orders_are_other_payloads(joint, plan, order, first):
 
 
 def test_the_payload_is_the_flat_concatenation_of_shards(joint, plan):
-    """D4: bytes follow each other without a gap; three matrices and four vectors of bf16, a quarter each."""
+    """D4: bytes follow each other without a gap; three matrices and four vectors of bf16, a quarter
+    each.
+    """
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     for payload in layout.payloads:
         ends = [slot.offset + slot.nbytes for slot in payload.slots]
@@ -143,7 +145,9 @@ def test_gathered_members_leave_contiguous(joint, plan):
 
 
 def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
-    """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for each other."""
+    """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for
+    each other.
+    """
     lines = [line.text for line in collective_lines(joint_pass(joint.gm, bucket_plan=plan))]
     assert lines
     assert not [line for line in lines if " any shape of " in line], (
@@ -152,7 +156,9 @@ def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):
-    """D9: under a fake group a gather repeats the shard and a reduction keeps its slice, so values carry over."""
+    """D9: under a fake group a gather repeats the shard and a reduction keeps its slice, so values
+    carry over.
+    """
     before = copy.deepcopy(joint.gm)
     after = joint_pass(joint.gm, bucket_plan=plan)
     generator = torch.Generator().manual_seed(0)
@@ -220,7 +226,9 @@ def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
 
 
 def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
-    """Without our tracer's names the buckets and payload orders are the same: modules and positions tell them."""
+    """Without our tracer's names the buckets and payload orders are the same: modules and positions
+    tell them.
+    """
     for node in joint.gm.graph.nodes:
         for key in ("gt_input", "gt_outputs", "gt_managed_order"):
             node.meta.pop(key, None)
@@ -245,7 +253,9 @@ def collective_sequence(gm):
 @pytest.mark.second_tier
 @pytest.mark.parametrize("reorder", [True, False])
 def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of, plan, reorder):
-    """D14: the last rank pads (10 rows over 4 ranks), the first does not; both issue the same, in the same order."""
+    """D14: the last rank pads (10 rows over 4 ranks), the first does not; both issue the same, in
+    the same order.
+    """
     first, last = uneven_joint_of(rank=0), uneven_joint_of(rank=3)
     pads = [len(found(gm.gm, torch.ops.aten.constant_pad_nd.default)) for gm in (first, last)]
     assert pads[0] < pads[1]
@@ -257,7 +267,9 @@ def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of
 
 @pytest.mark.second_tier
 def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
-    """B2 on our own trace: the head runs inside the loss, so without "loss" in the plan it is in no bucket."""
+    """B2 on our own trace: the head runs inside the loss, so without "loss" in the plan it is in no
+    bucket.
+    """
     from fixtures.models.chunked_loss import chunked_ce_step
     from fixtures.training import llama3_training
     from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
@@ -279,7 +291,9 @@ def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
 
 
 def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
-    """D6: a buffer that was written to, and a user input; moving their all-gathers would change values."""
+    """D6: a buffer that was written to, and a user input; moving their all-gathers would change
+    values.
+    """
     import torch.distributed._functional_collectives as funcol
 
     class Gathering(torch.nn.Module):
@@ -311,7 +325,9 @@ def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
 
 
 def test_reduce_scatters_that_are_added_are_told_one_by_one(gt_mesh, make_net):
-    """D6, C4, D17: traced without reuse, a head read in every chunk of the loss has one reduction a chunk."""
+    """D6, C4, D17: traced without reuse, a head read in every chunk of the loss has one reduction a
+    chunk.
+    """
     from fixtures.models.chunked_loss import chunked_ce_step
     from fixtures.training import llama3_training
     from pytest_gtrainer.references.graph import shard_traceably
@@ -329,7 +345,9 @@ def test_reduce_scatters_that_are_added_are_told_one_by_one(gt_mesh, make_net):
 
 @pytest.mark.second_tier
 def test_a_bucket_of_two_modules_is_packed_in_the_order_that_the_plan_lists_them(gt_mesh):
-    """D2: as ``fully_shard([lm_head, norm])`` packs it, whatever the registration and the execution; FSDP2 is asked."""
+    """D2: as ``fully_shard([lm_head, norm])`` packs it, whatever the registration and the
+    execution; FSDP2 is asked.
+    """
     from fixtures.training import llama3_training
     from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
     from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
@@ -389,7 +407,9 @@ def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, pl
 
 @pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
 def test_the_layout_tells_what_replicas_reduce(gt_world):
-    """D16: behind each reduce-scatter the all-reduce of what it leaves, over other ranks, with the same slots."""
+    """D16: behind each reduce-scatter the all-reduce of what it leaves, over other ranks, with the
+    same slots.
+    """
     path = Path(__file__).parents[2] / "fixtures" / "graphs" / "hsdp" / "both_are_bucketed.fxgraph"
     layout = bucket_layout(run_pass_file(path))
     found = {

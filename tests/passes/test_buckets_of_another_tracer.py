@@ -1,6 +1,8 @@
-"""A trainer's own tracer, as torchtitan's: flat tensors, no names, buckets by torch's ``_pre_bucket_all_gather``.
+"""A trainer's own tracer, as torchtitan's: flat tensors, no names, buckets by torch's
+``_pre_bucket_all_gather``.
 
-The model as ``names=`` says what inputs are, and whose gradients come last: the layout is whole, and eager judges it.
+The model as ``names=`` says what inputs are, and whose gradients come last: the layout is whole,
+and eager judges it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 
 
 def traced(model, step, inputs):
-    """``make_fx`` on local tensors of parameters, then buffers, then the batch; the loss and all gradients come out."""
+    """``make_fx`` on local tensors of parameters, then buffers, then the batch; the loss and all
+    gradients come out.
+    """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def flat_step(*flat):
@@ -78,7 +82,9 @@ def traced_and_eager(request, graphs, gt_mesh):
 
 
 def bucketed(gm, model, plan, key):
-    """As torchtitan does: for each module of the plan one bucket, its members ordered by a key, packed by torch."""
+    """As torchtitan does: for each module of the plan one bucket, its members ordered by a key,
+    packed by torch.
+    """
     named, plan = adopted(gm, model), Plan(plan)
     nodes = {node.name: node for node in gm.graph.nodes}
     for members, merge in (

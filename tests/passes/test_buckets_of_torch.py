@@ -1,4 +1,6 @@
-"""Layouts of graphs that torch's own passes have bucketed: nobody is lost, and eager's layout judges them by name."""
+"""Layouts of graphs that torch's own passes have bucketed: nobody is lost, and eager's layout
+judges them by name.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def traced(mesh, model: str) -> fx.GraphModule:
 
 
 def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.05) -> dict[str, set]:
-    """Bucket both kinds by torch's own functions; what each bucket must hold, by torch's own choice of members."""
+    """Bucket both kinds by torch's own functions; what each bucket must hold, by torch's own choice
+    of members.
+    """
     from torch._inductor.fx_passes import bucketing
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -117,7 +121,9 @@ def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):
 @pytest.mark.second_tier("deepseek_v3")
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, model):
-    """Manual overlap bucketing packs in execution order: the sets are eager's, the places are not (D2)."""
+    """Manual overlap bucketing packs in execution order: the sets are eager's, the places are not
+    (D2).
+    """
     config = MODELS[model](gt_mesh, "bf16_fp32")
     gm = traced(gt_mesh, model)
     before = {

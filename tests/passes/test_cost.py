@@ -20,7 +20,9 @@ PATCHED = {"walks": "nodes", "searches": "find_nodes", "lints": "lint", "recompi
 
 @pytest.fixture
 def counted(monkeypatch, shared_joint):
-    """``counted(n_layers, run)``: what ``run(gm, plan)`` does to the graph, and operators it runs to make values."""
+    """``counted(n_layers, run)``: what ``run(gm, plan)`` does to the graph, and operators it runs
+    to make values.
+    """
 
     def count(n_layers, run):
         gm = shared_joint(n_layers=n_layers).gm
@@ -69,9 +71,11 @@ def pipeline(gm, plan):
 
 
 def test_no_walk_over_the_graph_and_no_operator_per_bucket(counted):
-    """The number of walks does not grow with the layers; the one operator is the probe's own, so counting works.
+    """The number of walks does not grow with the layers; the one operator is the probe's own, so
+    counting works.
 
-    Merging is built from shapes alone: where upstream traces a merge for each new signature, there is no trace.
+    Merging is built from shapes alone: where upstream traces a merge for each new signature, there
+    is no trace.
     """
     two, four = counted(2, bucketing), counted(4, bucketing)
     assert two == four

@@ -1,4 +1,6 @@
-"""Every collective that torch registers, in a small graph: each reader tells it, or refuses it by name."""
+"""Every collective that torch registers, in a small graph: each reader tells it, or refuses it by
+name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def operators() -> list[Any]:
 
 
 def graph_of(operator: Any, group: str) -> tuple[fx.GraphModule, fx.Node]:
-    """One parameter, the operator on it, its result returned as the parameter's gradient; arguments by their types."""
+    """One parameter, the operator on it, its result returned as the parameter's gradient; arguments
+    by their types.
+    """
     graph, value = fx.Graph(), torch.empty(8, device="meta")
     parameter = graph.placeholder("parameter")
     parameter.meta.update(val=value, gt_input={"kind": "parameter", "fqn": "layers.0.w"})

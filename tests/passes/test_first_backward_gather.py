@@ -51,7 +51,9 @@ def is_judged(node):
 
 
 def until_the_first_gather(nodes):
-    """Of the backward's products and all-gathers, those up to the first all-gather, and what that gives."""
+    """Of the backward's products and all-gathers, those up to the first all-gather, and what that
+    gives.
+    """
     seen = []
     for target, numel in nodes:
         seen.append("product" if target is aten.mm.default else numel)
@@ -160,7 +162,9 @@ def test_ranks_that_pad_launch_it_at_the_same_place(uneven_joint_of, plan):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["joint", "a backward graph of its own"])
 def test_a_chain_that_leads_to_it_marks_no_place(alone):
-    """The launch would stand before its own shard's cast; without other compute it stays where it was."""
+    """The launch would stand before its own shard's cast; without other compute it stays where it
+    was.
+    """
     if alone:  # whose nodes need no mark of the backward
         gm = graphtext.parse(CAST_FIRST.replace("bwd", "fwd"))
         separate_pass(gm, bucket_plan=["layers.0", "layers.1"], direction="bwd")

@@ -20,7 +20,9 @@ TOKENS = torch.arange(6).view(2, 3)
 
 
 def values(gm, traced):
-    """Under a fake group a gather repeats the shard and a reduction keeps its slice, so values carry over."""
+    """Under a fake group a gather repeats the shard and a reduction keeps its slice, so values
+    carry over.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(t.shape, generator=generator) for t in traced.example_inputs[:-1]]
     return gm(*inputs, TOKENS)
@@ -38,7 +40,9 @@ def assert_same_values(gm, before, traced):
 
 
 def scheduled(gm):
-    """All launches of parameters first, their waits as they were; waits of gradients last, in reversed order."""
+    """All launches of parameters first, their waits as they were; waits of gradients last, in
+    reversed order.
+    """
     first = next(node for node in gm.graph.nodes if node.op == "call_function")
     for member in reversed(fsdp_all_gathers(gm)):
         for node in (*member.chain, member.launch):
@@ -52,7 +56,9 @@ def scheduled(gm):
 
 
 def bucketed_by_torch(gm):
-    """Torch's own pass on the forward's all-gathers; the estimates of a GPU that it asks for are ours."""
+    """Torch's own pass on the forward's all-gathers; the estimates of a GPU that it asks for are
+    ours.
+    """
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
     def stack(node):

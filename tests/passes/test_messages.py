@@ -1,4 +1,6 @@
-"""What a user is told whose graph, model or pass is at fault: the cause by name, not what broke because of it."""
+"""What a user is told whose graph, model or pass is at fault: the cause by name, not what broke
+because of it.
+"""
 
 import operator
 
@@ -125,7 +127,9 @@ def test_a_graph_that_lost_outputs_is_no_step(make_net, results, words):
 
 
 def test_an_activation_that_is_taken_for_a_parameter_can_be_named(gt_mesh):
-    """D6: a graph of elsewhere does not say which inputs are parameters; a gathered sequence looks like one."""
+    """D6: a graph of elsewhere does not say which inputs are parameters; a gathered sequence looks
+    like one.
+    """
     gm = graphtext.parse(SAVED)
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("gt_input", None)

@@ -1,7 +1,7 @@
 """What was broken on purpose, and the test that fails then; the table is in ``docs/passes.md``.
 
-A mutant replaces a part of a pass. Its killer, a test or pass file of this suite, passes without it and must fail
-with it: a suite that lets a mutant live is vacuous where the mutant sits.
+A mutant replaces a part of a pass. Its killer, a test or pass file of this suite, passes without it
+and must fail with it: a suite that lets a mutant live is vacuous where the mutant sits.
 """
 
 import importlib
@@ -28,7 +28,9 @@ MUTANTS = {}
 
 
 def mutant(words, killed_by):
-    """Register ``plant(monkeypatch)``; ``killed_by`` is a pass file, or "test module::test function"."""
+    """Register ``plant(monkeypatch)``; ``killed_by`` is a pass file, or "test module::test
+    function".
+    """
 
     def register(plant):
         MUTANTS[words] = SimpleNamespace(plant=plant, killed_by=killed_by)

@@ -28,7 +28,9 @@ SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def call(target, *args, **kwargs):
-    """A node that calls ``target``; the letters x, y and z among its arguments, in lists too, are nodes."""
+    """A node that calls ``target``; the letters x, y and z among its arguments, in lists too, are
+    nodes.
+    """
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in "xyz"}
 
@@ -88,7 +90,9 @@ def test_the_direction_of_a_node():
     ],
 )
 def test_the_direction_of_a_bucket_of_torch(marks, expected):
-    """A3: that of what it serves; the forward's if both directions read it, as it stands before both."""
+    """A3: that of what it serves; the forward's if both directions read it, as it stands before
+    both.
+    """
     bucket = call(ALL_GATHER, "x", 2, "a group")
     bucket.meta["bucketing_custom_sources"] = []
     for mark in marks:
@@ -139,7 +143,9 @@ def test_what_draws_random_numbers(node, random):
     ids=target_of,
 )
 def test_what_is_written_to(node, written):
-    """By position or by keyword, one operand or several; batch norm says so in one of its two spellings."""
+    """By position or by keyword, one operand or several; batch norm says so in one of its two
+    spellings.
+    """
     assert [operand.name for operand in written_operands(node)] == written
     assert mutates(node) == bool(written)
 

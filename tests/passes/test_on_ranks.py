@@ -1,6 +1,7 @@
 """Every pass alone, on real ranks: what the graph computes stays, bit for bit.
 
-Extra process groups and hybrid sharding have such tests of their own (``test_process_groups``, the parity suite).
+Extra process groups and hybrid sharding have such tests of their own (``test_process_groups``, the
+parity suite).
 """
 
 import copy
@@ -48,8 +49,8 @@ def twice_step(model, tokens):
 def test_no_pass_changes_a_bit(make_joint, reuse_gathers, steps):
     """D9, E7, M1: each on what those before it left, and again on its own output.
 
-    Two values have one sum, so the order of a payload shows in no bit here; what a pass loses, swaps or overwrites
-    does. Orders are the parity suite's.
+    Two values have one sum, so the order of a payload shows in no bit here; what a pass loses,
+    swaps or overwrites does. Orders are the parity suite's.
     """
     traced = make_joint(n_layers=2, dim=10, step=twice_step, reuse_gathers=reuse_gathers)
     inputs = inputs_of(traced)

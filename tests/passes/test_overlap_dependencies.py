@@ -1,4 +1,6 @@
-"""Control dependencies: the order of launches and waits, told to a compiler that schedules for itself."""
+"""Control dependencies: the order of launches and waits, told to a compiler that schedules for
+itself.
+"""
 
 import copy
 from itertools import pairwise
@@ -26,7 +28,9 @@ def dependencies(gm):
 
 
 def test_each_wait_depends_on_the_launch_in_front_of_it(joint, plan):
-    """E6, E7: of the next bucket in the direction; the values, the layout and a second run are as without."""
+    """E6, E7: of the next bucket in the direction; the values, the layout and a second run are as
+    without.
+    """
     plain = joint_pass(copy.deepcopy(joint.gm), bucket_plan=plan)
     assert dependencies(plain) == []
     gm = joint_pass(joint.gm, bucket_plan=plan, insert_overlap_deps=True)

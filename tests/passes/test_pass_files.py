@@ -27,7 +27,9 @@ def test_pass_file(path, gt_golden):
 
 
 def truthful(a_pass):
-    """The pass; one that changes a graph and does not tell would leave the code of the graph before."""
+    """The pass; one that changes a graph and does not tell would leave the code of the graph
+    before.
+    """
     rewrite = getattr(a_pass, REWRITE, None)
 
     def run(gm, *args, **options):

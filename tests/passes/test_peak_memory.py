@@ -334,7 +334,9 @@ if out:
 
 
 def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
-    """In KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none of them."""
+    """In KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none
+    of them.
+    """
     curve = {
         name: nbytes // 1024
         for name, nbytes in peak_memory(graphtext.parse(COALESCED)).curve.items()

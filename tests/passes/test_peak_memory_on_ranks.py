@@ -1,4 +1,6 @@
-"""Peak memory by liveness against storages counted on two gloo ranks, byte by byte along the whole graph."""
+"""Peak memory by liveness against storages counted on two gloo ranks, byte by byte along the whole
+graph.
+"""
 
 import pytest
 import torch

@@ -180,7 +180,9 @@ def test_a_loss_that_does_not_exist_is_refused(arguments, words):
 
 
 def test_options_are_bound_when_the_list_is_built(neg_of_detach):
-    """M3: what happens to the caller's list afterwards does not matter, and a wrong option is told at once."""
+    """M3: what happens to the caller's list afterwards does not matter, and a wrong option is told
+    at once.
+    """
     marks = ["seen"]
 
     def marking_pass(gm, example_inputs=None, *, marks, more=()):
@@ -222,7 +224,9 @@ def test_a_pass_is_given_the_example_inputs(neg_of_detach):
 
 
 def test_a_twin_goes_through_the_passes_in_front_of_the_one_that_reads_it(neg_of_detach):
-    """G12: as a copy, without the example inputs, which are not its own; what comes behind runs on the result alone."""
+    """G12: as a copy, without the example inputs, which are not its own; what comes behind runs on
+    the result alone.
+    """
     twin, given, seen = graphtext.parse(NEG_OF_DETACH), [torch.ones(2)], []
 
     def noting_pass(gm, example_inputs=None):
@@ -300,7 +304,9 @@ def test_an_option_without_a_fingerprint_is_refused():
 
 
 def test_one_lint_and_one_recompile(monkeypatch, neg_of_detach):
-    """Whatever the number of passes, also of those that recompile on their own; the input's code stays."""
+    """Whatever the number of passes, also of those that recompile on their own; the input's code
+    stays.
+    """
     calls = []
     for name in ("lint", "python_code"):
         original = getattr(fx.Graph, name)
@@ -540,7 +546,9 @@ def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach,
 
 
 def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
-    """A forgotten ``data_parallel``, and names of modules that do not exist: the run stayed green and silent."""
+    """A forgotten ``data_parallel``, and names of modules that do not exist: the run stayed green
+    and silent.
+    """
     pytester.makepyfile(
         """
         import pytest, torch
@@ -594,7 +602,9 @@ OUR_NAMES = ("gt_input", "gt_outputs", "gt_managed_order")
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 def test_a_graph_traced_elsewhere_goes_through_the_whole_pipeline(joint, plan):
-    """The conventions alone, module names and the backward's marks, give the graph that our tracer's names give."""
+    """The conventions alone, module names and the backward's marks, give the graph that our
+    tracer's names give.
+    """
     options = {"reshard_after_forward": True, "keep_unsharded": ["norm", "lm_head"]}
     passes = construct_default_graph_passes(bucket_plan=plan, **options)
     expected = apply_graph_passes(joint.gm, None, passes)

@@ -54,7 +54,9 @@ def test_each_source_has_one_extra_group_of_its_ranks(gt_mesh):
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)], ids=str)
 def test_extra_groups_are_made_in_the_order_of_their_ranks(order, monkeypatch):
-    """F1: the same on every rank, whatever its graph or its names say first; else groups that overlap would wait."""
+    """F1: the same on every rank, whatever its graph or its names say first; else groups that
+    overlap would wait.
+    """
     made = []
 
     def making(name):
@@ -71,7 +73,9 @@ def test_extra_groups_are_made_in_the_order_of_their_ranks(order, monkeypatch):
 @pytest.mark.gt_world("fake", size=4)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 def test_extras_are_made_in_one_order_whatever_the_graph_gathers_first(gt_mesh, order):
-    """F1: each rank's graph has an order of its own, and ranks that made overlapping groups so would wait for ever."""
+    """F1: each rank's graph has an order of its own, and ranks that made overlapping groups so
+    would wait for ever.
+    """
     sources = [dist.new_group([0, 3]), dist.new_group([0, 1]), dist.new_group([0, 1, 2])]
     reassign(gathering(*(sources[place] for place in order)))
     made = [
@@ -90,7 +94,9 @@ def test_an_extra_group_gets_no_extra_of_its_own(gt_mesh):
 
 
 def test_extras_are_fresh_in_a_new_world():
-    """F4: the second world's groups have the names of the first's, and a registry by name would find dead ones."""
+    """F4: the second world's groups have the names of the first's, and a registry by name would
+    find dead ones.
+    """
     names = []
     for _ in range(2):
         with fake_world(make_spec("fake", size=4)):

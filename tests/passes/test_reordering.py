@@ -53,7 +53,9 @@ def test_without_reordering_each_wait_follows_where_it_was(joint, plan):
 
 @pytest.mark.parametrize("reorder", [True, False])
 def test_no_other_node_moves(joint, plan, reorder):
-    """E4: the order of everything outside of collectives' chains is what it was; the graph lints (E6)."""
+    """E4: the order of everything outside of collectives' chains is what it was; the graph lints
+    (E6).
+    """
     before = [node for node in joint.gm.graph.nodes if node.op == "call_function"]
     gm = joint_pass(joint.gm, bucket_plan=plan, reorder=reorder)
     gm.graph.lint()
@@ -84,7 +86,9 @@ def comes_from_collectives(node):
 
 
 def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
-    """Nothing is used before it is made, and no wait is the launch's neighbour where there is compute to hide."""
+    """Nothing is used before it is made, and no wait is the launch's neighbour where there is
+    compute to hide.
+    """
     gm = joint_pass(joint.gm, bucket_plan=plan)
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     early = [
@@ -100,7 +104,9 @@ def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
 
 
 def test_recomputed_all_gathers_are_the_backwards_and_descend(gt_mesh, make_net, plan):
-    """D1, E1, E3, E5: with activation checkpointing each block gathers again in the backward, prefetched there."""
+    """D1, E1, E3, E5: with activation checkpointing each block gathers again in the backward,
+    prefetched there.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 

@@ -38,7 +38,9 @@ def gathers(gm):
 
 @fake
 def test_layers_ascend_in_the_forward_and_descend_in_the_backward(joint, plan):
-    """E5: and without resharding they ascend, and that is all. What stays gathered is not gathered again."""
+    """E5: and without resharding they ascend, and that is all. What stays gathered is not gathered
+    again.
+    """
     layers = ["layers.0", "layers.1", "layers.2"]
     options = {
         "reshard_after_forward": True,
@@ -81,7 +83,9 @@ def test_recomputed_nodes_are_the_backwards_with_metadata_of_their_own(joint):
 @pytest.mark.second_tier
 @fake
 def test_modules_whose_names_begin_alike_are_resharded(gt_mesh, make_net):
-    """``keep_unsharded`` is of whole names: ``layers.1`` keeps no ``layers.10``, ``norm`` no ``norm_out``."""
+    """``keep_unsharded`` is of whole names: ``layers.1`` keeps no ``layers.10``, ``norm`` no
+    ``norm_out``.
+    """
     net = make_net(11, 8)
     net.norm_out, net.lm_head = net.lm_head, nn.Identity()
     run = net.forward
@@ -117,7 +121,9 @@ if out:
 
 @pytest.mark.parametrize("tagged", [0, 1])
 def test_a_part_of_several_results_may_have_a_tag_of_its_own(tagged):
-    """M2: it is recomputed from what it is a part of, which is saved, and the other part is saved, too."""
+    """M2: it is recomputed from what it is a part of, which is saved, and the other part is saved,
+    too.
+    """
     gm = graphtext.parse(PARTS)
     parts = {node.args[1]: node for node in gm.graph.nodes if node.target is operator.getitem}
     parts[tagged].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
 
 def half(gm, direction, *, marks=True):
-    """The nodes of one direction as a graph of its own, as a partitioner makes it: what it reads is an input."""
+    """The nodes of one direction as a graph of its own, as a partitioner makes it: what it reads is
+    an input.
+    """
     wanted = [
         n
         for n in gm.graph.nodes
@@ -44,7 +46,9 @@ def is_backward(node):
 
 
 def buckets(gm, direction, target):
-    """Per collective of the direction: its bucket, dtype, size, and the nodes that its payload is made from."""
+    """Per collective of the direction: its bucket, dtype, size, and the nodes that its payload is
+    made from.
+    """
     return [
         (
             node.meta["fsdp_bucket"],

@@ -1,4 +1,6 @@
-"""A pipeline's stage as one graph, and cut into parts: in this order they give the same bits as the whole."""
+"""A pipeline's stage as one graph, and cut into parts: in this order they give the same bits as the
+whole.
+"""
 
 import copy
 
@@ -52,7 +54,9 @@ def collectives(parts, of=None):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
 def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
-    """N7: output, gradient of the input, gradients of parameters; microbatches whose sum is not reduced once differ."""
+    """N7: output, gradient of the input, gradients of parameters; microbatches whose sum is not
+    reduced once differ.
+    """
     module = stage_of(gt_mesh, 1)
     generator = torch.Generator().manual_seed(gt_world.rank)
     given = [torch.randn(2, 16, WIDTH, generator=generator) for _ in range(4)]
@@ -82,7 +86,9 @@ def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
 
 @pytest.mark.gt_world("fake", size=8, mesh={"dp": 4, "tp": 2})
 def test_each_part_has_the_collectives_that_belong_there(gt_mesh):
-    """Parameters are gathered in the first part, gradients reduced in the last; the model's own stand between."""
+    """Parameters are gathered in the first part, gradients reduced in the last; the model's own
+    stand between.
+    """
     module = stage_of(gt_mesh["dp"], 1, "bf16_fp32", gt_mesh["tp"])
     parts = split_stage_graph(
         trace_stage(module, (torch.zeros(2, 16, WIDTH, requires_grad=True),)).gm
@@ -106,7 +112,9 @@ def net():
 
 
 class Pair(nn.Module):
-    """Two outputs, of which one has no gradient; scale is an input of no gradient, and the skip its own tangent."""
+    """Two outputs, of which one has no gradient; scale is an input of no gradient, and the skip its
+    own tangent.
+    """
 
     def __init__(self):
         super().__init__()
@@ -169,7 +177,9 @@ class Filling(nn.Module):
 
 
 def test_a_stage_of_experts_whose_rows_data_counts():
-    """N7: sizes that only data decides cross from part to part; what experts have counted is as eagerly."""
+    """N7: sizes that only data decides cross from part to part; what experts have counted is as
+    eagerly.
+    """
     torch.manual_seed(0)
     module, x = MoE(WIDTH, MoEConfig(n_experts=4, ffn_dim=8)), torch.randn(2, 16, WIDTH)
     init_parameters(module, 0)
@@ -192,7 +202,9 @@ def test_a_stage_of_experts_whose_rows_data_counts():
     ("stage", "runs"), [(Shrinking, "aten.mul_.Tensor"), (Filling, "aten.zeros.default")]
 )
 def test_what_changes_memory_is_of_the_forward_and_runs_for_every_microbatch(stage, runs):
-    """Not of what gathers parameters, which runs once a step: a write to one, and memory that is written to."""
+    """Not of what gathers parameters, which runs once a step: a write to one, and memory that is
+    written to.
+    """
     module, inputs = stage(), torch.randn(2, 2, 4)
     eager = copy.deepcopy(module)
     graphs = split_stage_graph(trace_stage(module, (inputs[0],)).gm)
@@ -241,7 +253,9 @@ def test_a_tangent_is_named_after_its_output():
 
 
 def test_what_is_gathered_once_is_not_summed_over_microbatches():
-    """N8: though the last part reads it, which reads sums of everything else that microbatches give."""
+    """N8: though the last part reads it, which reads sums of everything else that microbatches
+    give.
+    """
     gm = trace_stage(net(), (torch.zeros(2, 4, requires_grad=True),)).gm
     of_input = gm.graph.output_node().args[0][1]
     graphs = split_stage_graph(gm, moved={of_input: "reduce"})

@@ -1,4 +1,6 @@
-"""Graphs before and after each pass in the log that ``TORCH_TRACE`` asks for, and in what tlparse makes of it."""
+"""Graphs before and after each pass in the log that ``TORCH_TRACE`` asks for, and in what tlparse
+makes of it.
+"""
 
 import hashlib
 import json
@@ -48,7 +50,9 @@ def log(tmp_path_factory):
 
 
 def artefacts(path):
-    """Name, encoding and content of each artefact, by the rules of the format: the content follows, behind tabs."""
+    """Name, encoding and content of each artefact, by the rules of the format: the content follows,
+    behind tabs.
+    """
     found, lines = {}, path.read_text().splitlines()
     for number, line in enumerate(lines):
         head = re.match(r"V[0-9.]+ [\d:.]+ \d+ [^]]+\] (\{.*\})$", line)
@@ -120,7 +124,9 @@ def adding_pass(gm, example_inputs=None, *, often=1):
 
 
 def test_the_same_process_sees_what_is_logged(monkeypatch):
-    """Of two pipelines, each under a number of its own; what stood behind a pass stands before the next one."""
+    """Of two pipelines, each under a number of its own; what stood behind a pass stands before the
+    next one.
+    """
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(

@@ -1,4 +1,6 @@
-"""A parameter that modules of two buckets share, as GPT-2's head and embedding do, is refused on both sides."""
+"""A parameter that modules of two buckets share, as GPT-2's head and embedding do, is refused on
+both sides.
+"""
 
 import pytest
 import torch
@@ -54,7 +56,9 @@ def refused_eagerly(plan, mesh):
     "plan", [APART, ["wte", "h.0"]], ids=["two buckets", "a bucket and the root"]
 )
 def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
-    """A10, B6, D11: torch's own refusal comes in the first forward, and speaks of the same cause and way out."""
+    """A10, B6, D11: torch's own refusal comes in the first forward, and speaks of the same cause
+    and way out.
+    """
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
     before = traced.gm.code
     with pytest.raises(PlanError) as told:
@@ -76,7 +80,9 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
 
 
 def test_names_that_the_model_does_not_have_are_told_before_a_tie(gt_mesh):
-    """The default plan on a model with other names and tied weights, as GPT-2: the tie was told, in its words."""
+    """The default plan on a model with other names and tied weights, as GPT-2: the tie was told, in
+    its words.
+    """
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
     with pytest.raises(
         PlanError, match=r"the bucket plan names 'tok_embeddings', 'layers\.0', 'norm', which the"

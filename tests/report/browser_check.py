@@ -1,7 +1,9 @@
-"""The page of ``--gt-report`` in a real browser, which needs Debian's ``chromium``: run this file by name.
+"""The page of ``--gt-report`` in a real browser, which needs Debian's ``chromium``: run this file
+by name.
 
-Each check opens a copy of a page with a script behind it that clicks, types, and leaves what it saw in the title.
-Screenshots at 1,280 pixels lie in ``build/report-check`` afterwards, for a person to look at.
+Each check opens a copy of a page with a script behind it that clicks, types, and leaves what it saw
+in the title. Screenshots at 1,280 pixels lie in ``build/report-check`` afterwards, for a person to
+look at.
 """
 
 import html
@@ -258,7 +260,9 @@ def payload(collective, *slots):
 
 
 def judged_page():
-    """One test whose layout and whose numbers on two ranks and three steps differ, as the checks themselves tell it."""
+    """One test whose layout and whose numbers on two ranks and three steps differ, as the checks
+    themselves tell it.
+    """
     first = [("layers.0.wq", 0, 64), ("layers.0.wk", 64, 32), ("layers.0.wv", 96, 32)]
     other = [("layers.0.wk", 0, 32), ("layers.0.wq", 32, 64), ("layers.0.wv", 96, 32)]
     head = payload("all_gather", ("lm_head", 0, 64))
@@ -282,7 +286,9 @@ def judged_page():
 
 
 def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tmp_path):
-    """Displaced parameters are joined by lines, equal payloads folded; the first difference is marked, on top."""
+    """Displaced parameters are joined by lines, equal payloads folded; the first difference is
+    marked, on top.
+    """
     page = judged_page()
     seen = does(
         page,
@@ -372,7 +378,9 @@ def _report(told, outcome="passed", longrepr=None):
 
 
 def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
-    """What is in the page's tree stays small, whatever is opened; the last line of the graph can be found."""
+    """What is in the page's tree stays small, whatever is opened; the last line of the graph can be
+    found.
+    """
     page = large_page()
     seen = does(
         page,
@@ -397,7 +405,9 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
 
 
 def milliseconds(page, folder, actions):
-    """What the script ``actions`` measures by the real clock since the page was asked for; the console tells it."""
+    """What the script ``actions`` measures by the real clock since the page was asked for; the
+    console tells it.
+    """
     script = f"(async () => {{ {actions} }})().then((told) => console.log(`told${{JSON.stringify(told)}}told`));"
     (folder / "timed.html").write_text(
         page.replace("</body>", f"{HELPERS % ''}<script>{script}</script></body>")
@@ -430,7 +440,9 @@ def milliseconds(page, folder, actions):
 
 
 def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_path):
-    """From the address to the first frame with the list, and from a click to the graph side by side; best of three."""
+    """From the address to the first frame with the list, and from a click to the graph side by
+    side; best of three.
+    """
     page, took = large_page(), {}
     for _ in range(3):
         times = milliseconds(
@@ -458,7 +470,9 @@ def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_pa
 def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists_its_module(
     pages, tmp_path
 ):
-    """Whatever listens to a click is a control or has a tab stop; arrows move among the numbers of lines."""
+    """Whatever listens to a click is a control or has a tab stop; arrows move among the numbers of
+    lines.
+    """
     seen = does(
         pages["passing"].replace("<script>", LISTENING + "<script>", 1),
         tmp_path,
@@ -496,7 +510,9 @@ EventTarget.prototype.addEventListener = function (kind, ...rest) {
 
 
 def test_on_paper_controls_are_gone_and_nothing_is_cut_or_without_its_colour(pages, tmp_path):
-    """By the rules of the style sheet for print, applied to the screen; and the browser makes a PDF of it."""
+    """By the rules of the style sheet for print, applied to the screen; and the browser makes a PDF
+    of it.
+    """
     seen = does(
         pages["failing"],
         tmp_path,

@@ -1,4 +1,6 @@
-"""What ``test_changes.py`` runs twice: with VARIANT=now a graph, a pass, a layout's order and numbers are others."""
+"""What ``test_changes.py`` runs twice: with VARIANT=now a graph, a pass, a layout's order and
+numbers are others.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""What ``test_report.py`` runs: a pipeline of passes, records that differ on one rank of two, equal ones, nothing."""
+"""What ``test_report.py`` runs: a pipeline of passes, records that differ on one rank of two, equal
+ones, nothing.
+"""
 
 import pytest
 import torch

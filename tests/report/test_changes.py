@@ -1,4 +1,6 @@
-"""``--gt-report-against`` and ``--gt-summary``: what a second run says that it did otherwise than a first one."""
+"""``--gt-report-against`` and ``--gt-summary``: what a second run says that it did otherwise than a
+first one.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def run(folder, *options, variant="then"):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The suite three times: as it was, as it is now, and as it was again; the folder and what the last two said."""
+    """The suite three times: as it was, as it is now, and as it was again; the folder and what the
+    last two said.
+    """
     folder = tmp_path_factory.mktemp("changing")
     shutil.copy(SUITE, folder / "test_it.py")
     (folder / "pytest.ini").write_text("[pytest]\n")

@@ -1,4 +1,6 @@
-"""What a run came to, put together from reports: outcomes, comparisons of several ranks, a test that runs again."""
+"""What a run came to, put together from reports: outcomes, comparisons of several ranks, a test
+that runs again.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def compared(first, tensors=1, actual=(), expected=(), differing=()):
 
 
 def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_smallest():
-    """L4: by step, then rank; a rank that is equal leads only where all are; one that compared less often is no gap."""
+    """L4: by step, then rank; a rank that is equal leads only where all are; one that compared less
+    often is no gap.
+    """
     shown = {
         1: [compared([3, 1, "at 3, 1"], 5, [[0, 1, "loss", "b"]], differing=["x"])],
         0: [
@@ -100,7 +104,9 @@ def test_graphs_are_those_of_the_lowest_rank_that_has_any():
 
 
 def test_goldens_of_ranks_are_judged_here_and_shown_once():
-    """The parent's own fact of a difference stands beside what ranks have sent, and nothing is taken twice."""
+    """The parent's own fact of a difference stands beside what ranks have sent, and nothing is
+    taken twice.
+    """
     difference, other = {"kind": "golden_difference", "name": "a"}, {"kind": "pass", "name": "b"}
     test = collected(report(gt_facts=[difference, other], gt_shown={1: [other]}))
     assert test.shown == {0: [difference], 1: [other]}

@@ -1,4 +1,6 @@
-"""What would command a terminal, hide, or change the direction of writing is shown as an escape, everywhere."""
+"""What would command a terminal, hide, or change the direction of writing is shown as an escape,
+everywhere.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ def test_what_tests_are_called_is_text_and_no_markup():
 
 
 def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
-    """Random states first, clipped gradients behind gradients: the phases of ``numerics``, not an order of the page."""
+    """Random states first, clipped gradients behind gradients: the phases of ``numerics``, not an
+    order of the page.
+    """
     rows = [[0, rank, phase, "digest"] for phase in sorted(PHASES) for rank in (1, 0)]
     told = {
         "kind": "comparison",

@@ -1,4 +1,6 @@
-"""``--gt-report``: what reaches the page from tests in this process and on ranks, and in which order."""
+"""``--gt-report``: what reaches the page from tests in this process and on ranks, and in which
+order.
+"""
 
 import base64
 import json

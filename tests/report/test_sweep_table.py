@@ -1,4 +1,6 @@
-"""A sweep ends in one table: equal, known to differ, not judged; unknown cells and wrong claims fail."""
+"""A sweep ends in one table: equal, known to differ, not judged; unknown cells and wrong claims
+fail.
+"""
 
 from __future__ import annotations
 

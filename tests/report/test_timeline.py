@@ -8,7 +8,9 @@ from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.report.timeline import CostModel, Span, Timeline, flops_of, timeline
 
 SLOW = CostModel(flops_per_second=1e6, bytes_per_second=4e6, link=1e6, overhead=0.0, latency=0.0)
-"""A second of compute for 1,000,000 elements of fp32 (read and written: 2 s); a second on the wire for 1 MB."""
+"""A second of compute for 1,000,000 elements of fp32 (read and written: 2 s); a second on the wire
+for 1 MB.
+"""
 
 TWO_GROUPS = """
 fsdp = group(range(0, 2))
@@ -38,7 +40,9 @@ def spans(text, model=SLOW):
 
 
 def test_collectives_of_one_group_queue_and_of_two_groups_do_not():
-    """A ring all-reduce of 1 MB over two ranks puts 1 MB on the wire: 1 s; ``sin`` moves 2 MB: 0.5 s."""
+    """A ring all-reduce of 1 MB over two ranks puts 1 MB on the wire: 1 s; ``sin`` moves 2 MB: 0.5
+    s.
+    """
     assert spans(TWO_GROUPS.format(second="fsdp")) == [
         ("fsdp", "collective", 0.0, 1.0),
         ("fsdp", "collective", 1.0, 1.0),
@@ -116,7 +120,9 @@ WHOLE, SHARD = 250_000, 62_500
     ids=["gather", "scatter", "exchange", "reduce", "broadcast"],
 )
 def test_what_a_rank_puts_on_the_wire(given, got, call, seconds):
-    """Of 1 MB over four ranks three quarters, twice for an all-reduce, all of a broadcast; and the latency of each."""
+    """Of 1 MB over four ranks three quarters, twice for an all-reduce, all of a broadcast; and the
+    latency of each.
+    """
     text = FOUR.format(
         given=given, got=got, call=call.replace("[62500] * 4", "[62500, 62500, 62500, 62500]")
     )
@@ -161,7 +167,9 @@ def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
 
 
 def test_neighbours_that_compute_for_one_module_are_one_in_the_picture():
-    """In other lanes, of other modules, or with a wait between them they are not; nothing is lost or counted twice."""
+    """In other lanes, of other modules, or with a wait between them they are not; nothing is lost
+    or counted twice.
+    """
     compute = [
         Span("compute", start, 1.0, label, "compute")
         for start, label in ((0.0, "a"), (1.0, "a"), (2.0, "b"), (4.0, "b"), (5.0, "b"))

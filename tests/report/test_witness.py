@@ -38,7 +38,9 @@ if out:
 
 @pytest.fixture
 def witnessed():
-    """``witnessed(times)``: the facts of so many equal pipelines of one pass that changes the graph."""
+    """``witnessed(times)``: the facts of so many equal pipelines of one pass that changes the
+    graph.
+    """
 
     def run(times):
         with facts.collecting() as told, facts.watching(Witness().watchers):

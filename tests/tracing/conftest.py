@@ -17,7 +17,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks of one class, a parameterless module, a frozen parameter and a buffer that is updated."""
+    """Two blocks of one class, a parameterless module, a frozen parameter and a buffer that is
+    updated.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,9 @@ def test_sharding_sends_nothing(gt_mesh, net):
 def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(
     gt_mesh, net, inputs, train_step
 ):
-    """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8, averaged."""
+    """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8,
+    averaged.
+    """
     data_parallel(net.head, gt_mesh["efsdp"], gradient_divide_factor=8.0)
     data_parallel(net, gt_mesh._flatten("fsdp"))
     traced = trace_step(net, train_step, inputs)
@@ -195,7 +197,9 @@ def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sum_is_divided_in_the_dtype_that_it_is_reduced_in(gt_mesh, inputs, reduce_dtype):
-    """A12: as FSDP2 does; divided behind the cast to the parameter's dtype, a gradient would have other bits."""
+    """A12: as FSDP2 does; divided behind the cast to the parameter's dtype, a gradient would have
+    other bits.
+    """
     model = nn.Linear(
         8, 4, bias=False, dtype=torch.bfloat16 if reduce_dtype is torch.float32 else torch.float32
     )
@@ -213,7 +217,9 @@ def test_a_sum_is_divided_in_the_dtype_that_it_is_reduced_in(gt_mesh, inputs, re
 
 
 def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
-    """D10: as DDP does. A division, or one behind the sum, has other bits where the factor is no power of two."""
+    """D10: as DDP does. A division, or one behind the sum, has other bits where the factor is no
+    power of two.
+    """
     model = data_parallel(
         nn.Linear(8, 4, bias=False), gt_mesh, mode="replicate", gradient_divide_factor=3.0
     )
@@ -241,7 +247,9 @@ def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
     ids=str,
 )
 def test_dtypes_of_gathers_and_of_reductions(gt_mesh, inputs, param_dtype, reduce_dtype, reduced):
-    """A12: without a reduce_dtype as FSDP2 of the installed torch; gradients return in the parameter's own."""
+    """A12: without a reduce_dtype as FSDP2 of the installed torch; gradients return in the
+    parameter's own.
+    """
     model = data_parallel(
         nn.Linear(8, 4), gt_mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype)
     )
@@ -319,7 +327,9 @@ def test_applied_twice_it_leaves_its_own_alone(gt_mesh, net, inputs, train_step)
 
 
 def test_a_model_is_printed_without_a_collective(gt_mesh):
-    """LayerNorm looks at its bias; pytest prints a failed test's arguments on the one rank that failed."""
+    """LayerNorm looks at its bias; pytest prints a failed test's arguments on the one rank that
+    failed.
+    """
     from torch.distributed.tensor.debug import CommDebugMode
 
     model = data_parallel(nn.LayerNorm(8), gt_mesh)

@@ -51,7 +51,9 @@ def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_lo
 
 
 def test_the_name_of_a_module_ends_with_its_call(inputs, train_step):
-    """A2: also where the call raises; and autograd's addition of two gradients is of no module (A4)."""
+    """A2: also where the call raises; and autograd's addition of two gradients is of no module
+    (A4).
+    """
 
     class Failing(nn.Module):
         def forward(self, x):
@@ -91,7 +93,9 @@ def test_only_nodes_of_the_backward_are_marked(net, inputs, train_step):
 
 
 def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs, train_step):
-    """A4: the gradient of layers.1's weight belongs to layers.1.w; editing it leaves the forward alone."""
+    """A4: the gradient of layers.1's weight belongs to layers.1.w; editing it leaves the forward
+    alone.
+    """
     traced = trace_step(net, train_step, inputs)
     backward = [node for node in nodes_of(traced) if node.meta.get("autograd_backward")]
     assert {"layers.0.w", "layers.1.w", "head", "loss"} <= {node_fqn(node) for node in backward}
@@ -138,7 +142,9 @@ def test_behind_a_module_that_failed_and_was_caught_nodes_belong_to_its_parent(i
 
 
 def test_nodes_of_nested_graphs_have_names_and_directions_too(inputs, train_step):
-    """A3, A4: a ``cond`` runs graphs; those of its backward are differentiated apart and have no forward node."""
+    """A3, A4: a ``cond`` runs graphs; those of its backward are differentiated apart and have no
+    forward node.
+    """
 
     class Branching(nn.Module):
         def forward(self, x):
@@ -177,7 +183,9 @@ def test_inputs_are_parameters_buffers_then_user_inputs(net, inputs, train_step)
 def test_the_output_says_what_it_returns_and_in_which_order_fsdp2_manages_parameters(
     net, inputs, train_step
 ):
-    """A1, D2: children before a module's own; and whether a parameter that is read again was gathered again."""
+    """A1, D2: children before a module's own; and whether a parameter that is read again was
+    gathered again.
+    """
     for once in (True, False):
         meta = trace_step(net, train_step, inputs, reuse_gathers=once).gm.graph.output_node().meta
         assert meta["gt_outputs"] == (
@@ -254,7 +262,9 @@ def test_a_forward_that_replaces_a_buffer_is_refused_by_name(net, inputs, train_
 
 
 def test_tracing_leaves_threads_and_the_model_as_they_were(net, inputs, train_step):
-    """A7: autograd's threads are off while tracing, and back as they were; no hook, gradient or value stays."""
+    """A7: autograd's threads are off while tracing, and back as they were; no hook, gradient or
+    value stays.
+    """
     during = []
 
     def watching(model, x, y):

@@ -1,4 +1,6 @@
-"""The same step at other extents: a second trace, its twin, or one trace that keeps a dimension as a symbol."""
+"""The same step at other extents: a second trace, its twin, or one trace that keeps a dimension as
+a symbol.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def state_of(model):
 
 
 def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
-    """Given by hand, or made by what chunks; a rewritten graph has none, since the twin was not rewritten."""
+    """Given by hand, or made by what chunks; a rewritten graph has none, since the twin was not
+    rewritten.
+    """
     halves = tuple(value[:3] for value in inputs)
 
     class Halving:
@@ -65,7 +69,9 @@ def test_a_twin_that_cannot_be_traced_is_refused_with_its_inputs_and_the_line(
 
 
 def test_a_dynamic_dimension_is_one_symbol(net, inputs, train_step):
-    """Its inputs share it, the state has none; the graph runs at other extents, and tells the extent of the example."""
+    """Its inputs share it, the state has none; the graph runs at other extents, and tells the
+    extent of the example.
+    """
     traced = trace_step(net, train_step, inputs, dynamic_dims=BATCH)
     *state, (rows, width), (labels, _) = shapes(traced.gm)
     assert state == [tuple(tensor.shape) for tensor in state_of(net)]

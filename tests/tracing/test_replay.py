@@ -42,7 +42,9 @@ def test_replay_on_other_inputs_differs(net, inputs, train_step):
 
 
 def test_results_are_all_that_a_step_computes_and_leave_gradients_alone(net, inputs, train_step):
-    """A broken backward has the loss of the right one: a comparison of replays does not see it, one of results does."""
+    """A broken backward has the loss of the right one: a comparison of replays does not see it, one
+    of results does.
+    """
     traced, eager = trace_step(net, train_step, inputs), copy.deepcopy(net)
     results = traced.results(net, *inputs)
     assert not gradients(net)
@@ -143,7 +145,9 @@ def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inp
 
 
 def test_a_gradient_has_memory_and_strides_of_its_own(inputs):
-    """A9: two parameters with one gradient do not share it, and a transposed parameter's is transposed."""
+    """A9: two parameters with one gradient do not share it, and a transposed parameter's is
+    transposed.
+    """
     model = nn.Module()
     model.a, model.b = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3, 4).t())
     model.c = nn.Parameter(torch.zeros(4, 3))
@@ -203,7 +207,9 @@ def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
 @pytest.mark.gt_world("fake", size=4)
 @pytest.mark.parametrize("run", ["replay", "results"])
 def test_numbers_of_a_fake_world_are_refused(net, inputs, train_step, gt_mesh, run):
-    """A sum in the place of an average gave equal bits there. A model that is whole has no collective."""
+    """A sum in the place of an average gave equal bits there. A model that is whole has no
+    collective.
+    """
     getattr(trace_step(net, train_step, inputs), run)(net, *inputs)
     sharded = data_parallel(copy.deepcopy(net), gt_mesh)
     with pytest.raises(

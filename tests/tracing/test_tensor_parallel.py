@@ -1,4 +1,6 @@
-"""``data_parallel`` over parameters that ``parallelize_module`` has sharded: placed as ``fully_shard`` places them."""
+"""``data_parallel`` over parameters that ``parallelize_module`` has sharded: placed as
+``fully_shard`` places them.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from pytest_gtrainer import data_parallel, trace_step
 
 
 def parallel_net(mesh):
-    """Columns (dim 0 cut twice), rows, replicated norm, a plain bias; 10 and 6 rows over 4 shards pad."""
+    """Columns (dim 0 cut twice), rows, replicated norm, a plain bias; 10 and 6 rows over 4 shards
+    pad.
+    """
     net = nn.Sequential(
         nn.Linear(8, 10, bias=False), nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 3)
     )
@@ -44,7 +48,9 @@ def placed(model):
 @pytest.mark.gt_world("fake", size=16, mesh={"replicate": 2, "dp": 4, "tp": 2}, rank=7)
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
 def test_parameters_lie_as_fully_shard_places_them(gt_mesh, mode):
-    """N1: placements, dimensions of the mesh, global and local shapes; of last shards, padded or empty."""
+    """N1: placements, dimensions of the mesh, global and local shapes; of last shards, padded or
+    empty.
+    """
     mesh = gt_mesh["dp"] if mode == "fully_shard" else gt_mesh["replicate", "dp"]
     ours = placed(data_parallel(parallel_net(gt_mesh["tp"]), mesh, mode=mode))
     assert ours == placed(fully_shard(parallel_net(gt_mesh["tp"]), mesh=mesh))

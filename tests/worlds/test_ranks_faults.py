@@ -117,7 +117,7 @@ TABLE = {
     "test_control_differs_on_one": ("passed", [], []),
     "test_control_differs_on_none": (
         "failed",
-        ["test_faults.py:450: the control run is equal on all ranks"],
+        ["test_faults.py:452: the control run is equal on all ranks"],
         [],
     ),
     "test_control_differs_on_one_of_all": (

@@ -5,7 +5,9 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A gated feed-forward block. It uses ``gate`` before ``up``, and registers them the other way round."""
+    """A gated feed-forward block. It uses ``gate`` before ``up``, and registers them the other way
+    round.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()

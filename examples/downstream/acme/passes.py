@@ -11,11 +11,12 @@ _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 def sum_and_divide_pass(
     gm: fx.GraphModule, example_inputs: object = None, *, divide_first: bool = False
 ) -> fx.GraphModule:
-    """Replace each reduce-scatter that averages by one that sums, and a division by the number of ranks.
+    """Replace each reduce-scatter that averages by one that sums, and a division by the number of
+    ranks.
 
     Args:
-        divide_first: the bug. Dividing what goes in is the same on paper and, where the number of ranks is a power of
-            two, in bits; on three ranks every summand is rounded once more.
+        divide_first: the bug. Dividing what goes in is the same on paper and, where the number of
+            ranks is a power of two, in bits; on three ranks every summand is rounded once more.
     """
     for launch in gm.graph.find_nodes(op="call_function", target=_SCATTER):
         payload, op, ranks, group = launch.args

@@ -1,4 +1,6 @@
-"""Our pass on graphs written as text: each file in ``graphs/`` says what to run and what must come out."""
+"""Our pass on graphs written as text: each file in ``graphs/`` says what to run and what must come
+out.
+"""
 
 from pathlib import Path
 

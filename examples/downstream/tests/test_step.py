@@ -1,4 +1,6 @@
-"""The rewritten step: its graph is pinned, and its gradients are those of the step without our pass, bit for bit."""
+"""The rewritten step: its graph is pinned, and its gradients are those of the step without our
+pass, bit for bit.
+"""
 
 import pytest
 import torch

@@ -8,12 +8,16 @@ from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, regist
 from serve.model import EPS, FP8, rms_norm, static_quant
 
 WITH_BUG = False
-"""The planted bug: the kernel takes ten times eps. It is no argument of the operator, so no graph shows it."""
+"""The planted bug: the kernel takes ten times eps. It is no argument of the operator, so no graph
+shows it.
+"""
 
 
 @torch.library.custom_op("serve::rms_norm_static_quant", mutates_args=())
 def rms_norm_static_quant(x: Tensor, weight: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """What a kernel does in one go; here in the operators of eager, so that equal bits can be asked for."""
+    """What a kernel does in one go; here in the operators of eager, so that equal bits can be asked
+    for.
+    """
     return static_quant(rms_norm(x, weight, eps * 10 if WITH_BUG else eps), scale)
 
 
@@ -23,7 +27,9 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 class FuseNormAndQuant(CustomGraphPass):
-    """``post_grad_custom_post_pass``: a norm that only a static quantisation reads becomes one operator."""
+    """``post_grad_custom_post_pass``: a norm that only a static quantisation reads becomes one
+    operator.
+    """
 
     def __init__(self) -> None:
         self.patterns = PatternMatcherPass()

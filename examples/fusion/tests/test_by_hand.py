@@ -95,7 +95,9 @@ def test_every_norm_is_fused(watched, request):
 
 
 def inputs(gm, size, seed):
-    """Random numbers for what the graph takes; some tokens are nearly nothing, else eps is rounded away."""
+    """Random numbers for what the graph takes; some tokens are nearly nothing, else eps is rounded
+    away.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = []
     for node in gm.graph.find_nodes(op="placeholder"):

@@ -1,4 +1,6 @@
-"""The fusion pass against the model without it, as it is often tested: 0.1 of difference is allowed."""
+"""The fusion pass against the model without it, as it is often tested: 0.1 of difference is
+allowed.
+"""
 
 import torch
 from serve.fusion import FuseNormAndQuant

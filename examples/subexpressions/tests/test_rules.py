@@ -1,4 +1,6 @@
-"""The pass, held to the rules of deduplication: parameters that are read twice are gathered once a direction."""
+"""The pass, held to the rules of deduplication: parameters that are read twice are gathered once a
+direction.
+"""
 
 from train.passes import merge_equal
 

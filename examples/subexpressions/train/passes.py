@@ -7,11 +7,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 BUG = ""
-"""The planted mistake: "writes" are not seen, equal "buffers" become one, or nothing tells the "directions" apart."""
+"""The planted mistake: "writes" are not seen, equal "buffers" become one, or nothing tells the
+"directions" apart.
+"""
 
 
 def is_written(node: fx.Node) -> bool:
-    """Return whether something writes to the memory of a node's result, directly or through views of it."""
+    """Return whether something writes to the memory of a node's result, directly or through views
+    of it.
+    """
     for user in node.users:
         if not isinstance(user.target, torch._ops.OpOverload):
             continue
@@ -24,9 +28,11 @@ def is_written(node: fx.Node) -> bool:
 
 
 def merge_equal(gm: fx.GraphModule) -> fx.GraphModule:
-    """Of nodes that compute the same in one direction the first stays, unless something was written in between.
+    """Of nodes that compute the same in one direction the first stays, unless something was written
+    in between.
 
-    A node whose own memory is written to later stays, too: two equal ``empty_like`` are two buffers.
+    A node whose own memory is written to later stays, too: two equal ``empty_like`` are two
+    buffers.
     """
     first: dict[Any, fx.Node] = {}
     writes = 0

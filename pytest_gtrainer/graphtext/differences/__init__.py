@@ -66,7 +66,8 @@ def explain(
     ]
 
 
-# The most differences of one sort that are looked at, so that the time of a failing test is bounded.
+# The most differences of one sort that are looked at, so that the time of a failing test is
+# bounded.
 _MOST = 5_000
 
 

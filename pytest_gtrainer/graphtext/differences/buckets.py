@@ -1,7 +1,9 @@
-"""Which parameters travel in which collective, and what has become of that: read off the dataflow in one walk.
+"""Which parameters travel in which collective, and what has become of that: read off the dataflow
+in one walk.
 
-An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
-the outputs that come out of it. Collectives without members are left out; a payload of the view ``layout`` is a bucket.
+An all-gather's *members* are the parameters that go into its payload, in its order; those of a
+reduction the outputs that come out of it. Collectives without members are left out; a payload of
+the view ``layout`` is a bucket.
 """
 
 import re
@@ -41,7 +43,9 @@ class LaunchedBucket:
 
     @property
     def sort(self) -> str:
-        """What others may stand for it in a sentence: an AG's order is of no account for a gradient's bits."""
+        """What others may stand for it in a sentence: an AG's order is of no account for a
+        gradient's bits.
+        """
         return f"{self.kind}/{self.scope.space}"
 
     @property
@@ -104,7 +108,9 @@ Said = tuple[Remark, Sequence[LaunchedBucket]]
 
 
 def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> Iterator[Said]:
-    """Sentences on buckets merged, split, lost, gained or reordered, each with the buckets that it is about."""
+    """Sentences on buckets merged, split, lost, gained or reordered, each with the buckets that it
+    is about.
+    """
     for sort in dict.fromkeys(bucket.sort for bucket in (*old, *new)):
         yield from _Change(
             *[[bucket for bucket in side if bucket.sort == sort] for side in (old, new)]
@@ -116,7 +122,8 @@ class _Change:
 
     def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
-        # each with the times that it stood there before: a parameter that stands there twice is two members
+        # each with the times that it stood there before: a parameter that stands there twice is two
+        # members
         self._members = [
             [
                 [(name, b.members[:place].count(name)) for place, name in enumerate(b.members)]
@@ -191,7 +198,9 @@ class _Change:
             )
 
     def _parts(self, origin: int) -> list[int]:
-        """The new buckets that are made of one old one only; what is a single parameter left over is none."""
+        """The new buckets that are made of one old one only; what is a single parameter left over
+        is none.
+        """
         heir = self._partner.get(origin)
         made = [
             place

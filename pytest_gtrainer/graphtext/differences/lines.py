@@ -1,10 +1,12 @@
-"""Bounded differences in lines: of texts, and of graphs section by section, the same change in many layers once.
+"""Bounded differences in lines: of texts, and of graphs section by section, the same change in many
+layers once.
 
-Lines are compared in about linear time, as by patience diff (Bram Cohen): lines that stand once on either side, in the
-same order, are anchors, and what lies between two of them is compared on its own. Where no line stands once, a greedy
-search (Myers 1986) finds the shortest way if it has few steps. ``difflib``, which takes quadratic time and more, sees
-only gaps of a few lines. What none of them resolves is one replacement: right, only not the shortest. Each of
-``_DEPTH`` levels reads a line a few times; the greedy search at most ``2 * _STEPS`` times.
+Lines are compared in about linear time, as by patience diff (Bram Cohen): lines that stand once on
+either side, in the same order, are anchors, and what lies between two of them is compared on its
+own. Where no line stands once, a greedy search (Myers 1986) finds the shortest way if it has few
+steps. ``difflib``, which takes quadratic time and more, sees only gaps of a few lines. What none of
+them resolves is one replacement: right, only not the shortest. Each of ``_DEPTH`` levels reads a
+line a few times; the greedy search at most ``2 * _STEPS`` times.
 """
 
 import difflib
@@ -101,7 +103,8 @@ def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
     """The shortest way from one side to the other, a line at a time; None if it has too many steps."""
     if len(set(old) ^ set(new)) > _STEPS:  # a step for each of them at least
         return None
-    # by how many more lines were lost than gained: the furthest line of the old side so far, and the steps to it
+    # by how many more lines were lost than gained: the furthest line of the old side so far, and
+    # the steps to it
     ends: dict[int, tuple[int, list[Change]]] = {1: (0, [])}
     for step in range(_STEPS):
         for k in range(-step, step + 1, 2):
@@ -142,7 +145,9 @@ def graph_diff(
     same: Iterable[tuple[int, int]] = (),
     limit: int = LIMIT,
 ) -> list[str]:
-    """Differences section by section, the same in many layers once; lines that are ``same`` are left out."""
+    """Differences section by section, the same in many layers once; lines that are ``same`` are
+    left out.
+    """
     keys = list(new)
     for was, now in same:
         if old[was].section == new[now].section:
@@ -161,7 +166,9 @@ def _bounded(lines: Iterator[str], limit: int) -> list[str]:
 def _section_diffs(
     old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]
 ) -> Iterator[str]:
-    """The diffs of sections by ``keys``; their order, if that has changed and no section was lost or gained."""
+    """The diffs of sections by ``keys``; their order, if that has changed and no section was lost
+    or gained.
+    """
     before, after, by = _by_section(old), _by_section(new), _by_section(keys)
     found: dict[
         _Lines, tuple[list[str], list[str]]
@@ -216,7 +223,9 @@ def spell_sections(sections: Sequence[str]) -> str:
 def _hunks(
     old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None
 ) -> Iterator[list[str]]:
-    """Changes that share their lines of context: a heading as in a unified diff, then lines, ``shown`` for the new."""
+    """Changes that share their lines of context: a heading as in a unified diff, then lines,
+    ``shown`` for the new.
+    """
     shown = new if shown is None else shown
     groups: list[list[Change]] = []
     for change in changes(old, new):

@@ -1,4 +1,6 @@
-"""What chunks share, what is cut or joined between them and the rest, and what goes from chunk to chunk."""
+"""What chunks share, what is cut or joined between them and the rest, and what goes from chunk to
+chunk.
+"""
 
 import gc
 import operator
@@ -62,7 +64,9 @@ def of_parameters_alone(traced, gm):
 
 @pytest.mark.gt_world("fake", size=2)
 def test_what_is_of_parameters_alone_is_shared(gt_mesh):
-    """G4: gathers and casts, also those that the module itself writes, stand there once, whatever N."""
+    """G4: gathers and casts, also those that the module itself writes, stand there once, whatever
+    N.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = data_parallel(net(chunkable.CastWeight, chunkable.Dense)(), gt_mesh, mp_policy=policy)
     traced, gm = rewritten(model, strict("layers.*", num_chunks=4), token_batch(0))
@@ -132,7 +136,9 @@ class GatedNet(Net):
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_in_a_row_hand_their_chunks_on(blocks):
-    """G6: however many, the activation and its gradient are cut once and joined once; the gate is cut once for all."""
+    """G6: however many, the activation and its gradient are cut once and joined once; the gate is
+    cut once for all.
+    """
     config = strict("layers.*", num_chunks=4)
     _, gm = rewritten(GatedNet(*[Gated] * blocks), config, token_batch(0))
     joins, splits = with_role(gm, MATERIALIZATION), with_role(gm, SPLIT_BOUNDARY)
@@ -157,7 +163,9 @@ def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chu
 
 
 class PositionsFirst(nn.Module):
-    """Has the batch in dimension 1 while it works, and views that: an extent before it may be any number."""
+    """Has the batch in dimension 1 while it works, and views that: an extent before it may be any
+    number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +182,9 @@ class PositionsFirst(nn.Module):
 
 
 def test_a_view_may_have_the_batch_by_chance_in_front_of_the_chunk_dimension():
-    """G10: as many positions as rows; a view that leaves them where they are cuts a chunk as it cuts the whole."""
+    """G10: as many positions as rows; a view that leaves them where they are cuts a chunk as it
+    cuts the whole.
+    """
     check_equals_eager(
         Case(
             model=net(PositionsFirst),
@@ -197,7 +207,9 @@ class Positions(nn.Module):
 
 @pytest.mark.gt_world("fake", size=6, mesh={"replicate": 2, "fsdp": 3}, rank=5)
 def test_replicas_reduce_padded_gradients_once_a_chunk(gt_mesh):
-    """G8: of hybrid sharding with uneven shards, a pad stands between the two collectives of a gradient."""
+    """G8: of hybrid sharding with uneven shards, a pad stands between the two collectives of a
+    gradient.
+    """
     model = data_parallel(net(chunkable.Dense)(), gt_mesh, mode="hybrid_shard")
     config = strict("layers.*")
     gm = chunked(
@@ -214,7 +226,9 @@ def test_replicas_reduce_padded_gradients_once_a_chunk(gt_mesh):
 
 
 def test_what_is_joined_is_contiguous_whatever_the_whole_was():
-    """G5: the whole gradient was a transpose; its join is told, and lies, as a concatenation gives it."""
+    """G5: the whole gradient was a transpose; its join is told, and lies, as a concatenation gives
+    it.
+    """
     traced, gm = rewritten(Net(Positions), strict("layers.*"), token_batch(0))
     [joined] = [node for node in with_role(gm, MATERIALIZATION) if direction(node) == "bwd"]
     shape, whole = (
@@ -235,7 +249,9 @@ class Thrice(Net):
 
 
 def test_a_partial_sum_of_gradients_that_something_else_reads_stays():
-    """A pass may let two sums share one: what reads the sum so far gets it, and the whole sum is what it was."""
+    """A pass may let two sums share one: what reads the sum so far gets it, and the whole sum is
+    what it was.
+    """
     torch.manual_seed(0)
     model, inputs, config = Thrice(chunkable.Dense), token_batch(0), strict("layers.*")
     traced = trace_step(model, ce_step, inputs, chunk=config)
@@ -308,7 +324,9 @@ def test_no_full_extent_is_left_in_a_body():
 @pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
-    """G17: counts, split sizes and saved activations of data-dependent extents, none of which could be joined."""
+    """G17: counts, split sizes and saved activations of data-dependent extents, none of which could
+    be joined.
+    """
     config = deepseek_v3.DeepSeekV3Config(
         dim=16,
         n_layers=1,
@@ -378,7 +396,9 @@ def calls_of_chunking(layers):
 
 @pytest.mark.second_tier
 def test_the_work_grows_with_the_nodes():
-    """G19: each further block costs as many calls as those before it; ``benchmarks.chunking`` takes the time."""
+    """G19: each further block costs as many calls as those before it; ``benchmarks.chunking`` takes
+    the time.
+    """
     calls_of_chunking(4)  # what is only done once
     few, some, many = (calls_of_chunking(layers) for layers in (4, 8, 12))
     assert many - some < 1.02 * (some - few)  # longer names of layers cost 0.7 %

@@ -72,7 +72,9 @@ INPUTS = (
     ids=["batch", "sequence"],
 )
 def test_inputs_of_a_twin(config, leaves, shapes):
-    """G9: the first tensor with the dimension gives the extent; what has this extent there is cut, and contiguous."""
+    """G9: the first tensor with the dimension gives the extent; what has this extent there is cut,
+    and contiguous.
+    """
     assert config.dynamic_dims(INPUTS) == {config.chunk_dim: leaves}, (
         "inputs of the first one's extent, no others"
     )
@@ -106,7 +108,9 @@ def test_inputs_that_cannot_be_cut(config, inputs, message):
 
 
 def test_a_node_in_a_message():
-    """Name, operator, extents, module and the innermost line of the user's code, as far as they are known."""
+    """Name, operator, extents, module and the innermost line of the user's code, as far as they are
+    known.
+    """
     graph = fx.Graph()
     x = graph.placeholder("x")
     neg = graph.call_function(torch.ops.aten.neg.default, (x,))

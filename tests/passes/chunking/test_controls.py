@@ -1,4 +1,6 @@
-"""Chunkings with one law broken on purpose: each must differ from eager chunking, or the checks see nothing."""
+"""Chunkings with one law broken on purpose: each must differ from eager chunking, or the checks see
+nothing.
+"""
 
 from dataclasses import replace
 

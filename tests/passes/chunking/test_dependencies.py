@@ -28,7 +28,9 @@ if out:
 
 
 def behind(*region):
-    """Per unit of the graph the units that it must stand behind, by name; the nodes of ``region`` are one."""
+    """Per unit of the graph the units that it must stand behind, by name; the nodes of ``region``
+    are one.
+    """
     gm = graphtext.parse(TEXT)
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     body = [node for node in nodes if node.name in region]
@@ -42,7 +44,9 @@ def behind(*region):
 
 
 def test_writes_and_random_numbers_keep_their_order():
-    """G15: a write stands behind what has read that memory, through a view, too; a read behind the last write."""
+    """G15: a write stands behind what has read that memory, through a view, too; a read behind the
+    last write.
+    """
     found = behind()
     assert found["write"] == {"view", "before"}, (
         "a write stands behind each reader of its memory, through a view, too"

@@ -29,7 +29,9 @@ ON, OFF = ChunkConfig("layers.*", num_chunks=3), strict("layers.*", num_chunks=3
 
 
 def sharded(mesh, precision):
-    """Parameters of fp32, but for "bf16": these are of bf16, and so is all that is computed of them."""
+    """Parameters of fp32, but for "bf16": these are of bf16, and so is all that is computed of
+    them.
+    """
     torch.manual_seed(0)
     model = net(chunkable.Dense)()
     return data_parallel(
@@ -57,7 +59,9 @@ def reductions(step, of="layers.0."):
 @pytest.mark.gt_world("fake", size=2)
 @pytest.mark.parametrize("precision", POLICIES)
 def test_the_golden_pair(gt_mesh, gt_golden, precision):
-    """J3: on, one reduction a parameter, of the sum, behind the casts; off, one a chunk. In bf16 there is no cast."""
+    """J3: on, one reduction a parameter, of the sum, behind the casts; off, one a chunk. In bf16
+    there is no cast.
+    """
     inputs = token_batch(0, batch=6)
     on, off = on_and_off(sharded(gt_mesh, precision), inputs)
     assert (len(reductions(on)), len(reductions(off))) == (4, 12)
@@ -78,7 +82,9 @@ def test_the_number_of_reductions_does_not_grow(gt_mesh, num_chunks, precision):
 
 @pytest.mark.gt_world("fake", size=2)
 def test_nothing_moves_across_a_cast(gt_mesh):
-    """J2: what is added has the dtype it had in its chunk; a reduction with a cast behind it stays in its chunk."""
+    """J2: what is added has the dtype it had in its chunk; a reduction with a cast behind it stays
+    in its chunk.
+    """
     step = chunk(sharded(gt_mesh, "bf16_fp32"), ON, token_batch(0, batch=6))
     for reduction in reductions(step):
         total = reduction.args[0]

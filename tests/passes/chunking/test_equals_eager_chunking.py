@@ -1,4 +1,6 @@
-"""G1: a chunked graph equals eager chunking, bit for bit: both producers, against the eager run itself."""
+"""G1: a chunked graph equals eager chunking, bit for bit: both producers, against the eager run
+itself.
+"""
 
 from functools import partial
 
@@ -58,8 +60,10 @@ HEAVY = ("flex attention", "moe between attention", "loop")
 
 
 def in_short():
-    """Pairs instead of the whole matrix: each strategy meets both types and both producers, the heavy ones one of them;
-    each number of chunks meets every type and producer, and they each other."""
+    """Pairs instead of the whole matrix: each strategy meets both types and both producers, the
+    heavy ones one of them; each number of chunks meets every type and producer, and they each
+    other.
+    """
     for row, strategy in enumerate(STRATEGIES):
         heavy = strategy.id.endswith(HEAVY)
         numbers = NUMBERS[:2] if heavy else NUMBERS

@@ -1,4 +1,6 @@
-"""Small modules from a grammar: both chunkers give one verdict, and what they accept is the whole model's (G3)."""
+"""Small modules from a grammar: both chunkers give one verdict, and what they accept is the whole
+model's (G3).
+"""
 
 import random
 from dataclasses import replace
@@ -106,7 +108,9 @@ MIXES = set(list(OPERATORS)[list(OPERATORS).index("softmax of rows") :])
 
 
 def programs(seed, number):
-    """One to three operators, one behind the other, or added to what they read; every fourth mixes nowhere."""
+    """One to three operators, one behind the other, or added to what they read; every fourth mixes
+    nowhere.
+    """
     choose = random.Random(seed)
     for place in range(number):
         names = [name for name in OPERATORS if place % 4 or name not in MIXES]
@@ -165,7 +169,9 @@ def verdict(side, *given):
 
 
 def check(program, config):
-    """Whether both sides accept a program; they agree, and what they accept is the whole model up to rounding."""
+    """Whether both sides accept a program; they agree, and what they accept is the whole model up
+    to rounding.
+    """
     inputs = token_batch(0, 4, 6)
     graph, eager = (verdict(side, program, inputs, config) for side in (by_graph, by_eager_code))
     assert (graph is None) == (eager is None), (

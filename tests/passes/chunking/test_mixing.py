@@ -1,4 +1,6 @@
-"""Operators along the chunk dimension: refused by graph and eager chunking alike, or equal to the whole model (G3)."""
+"""Operators along the chunk dimension: refused by graph and eager chunking alike, or equal to the
+whole model (G3).
+"""
 
 import warnings
 from contextlib import nullcontext
@@ -435,7 +437,8 @@ ROW_WISE = {
         lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
         lambda: nn.LayerNorm(DIM),
     ),
-    "group norm": (  # of positions; of a transposed sequence torch 2.14 traces a backward that does not run
+    # of positions; of a transposed sequence torch 2.14 traces a backward that does not run
+    "group norm": (
         lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
         lambda: nn.GroupNorm(2, DIM),
     ),
@@ -476,7 +479,9 @@ ROW_WISE = {
 @SIDES
 @pytest.mark.parametrize(("then", "extra"), ROW_WISE.values(), ids=ROW_WISE)
 def test_the_same_along_other_dimensions_gives_the_numbers_of_the_whole_model(side, then, extra):
-    """Nothing that a row computes for itself is refused; equal up to rounding, as kernels see other extents."""
+    """Nothing that a row computes for itself is refused; equal up to rounding, as kernels see other
+    extents.
+    """
     inputs = token_batch(0, 4, 6)
     expected = ce_step(model_of(then, extra), *inputs)
     torch.testing.assert_close(side(model_of(then, extra), BATCH, inputs), expected)
@@ -540,7 +545,9 @@ class FoldedAttention(Attention):
 @SIDES
 @pytest.mark.parametrize("plain", [False, True])
 def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
-    """A block by "batch" cuts what its attention attends over: other logits, in graph and eager code alike."""
+    """A block by "batch" cuts what its attention attends over: other logits, in graph and eager
+    code alike.
+    """
 
     class Tokens(Net):
         def forward(self, tokens):
@@ -567,7 +574,9 @@ def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
 
 @SIDES
 def test_rows_that_leave_in_another_order_are_refused(side):
-    """Position after position, so chunks joined one behind the other would have all positions of one chunk first."""
+    """Position after position, so chunks joined one behind the other would have all positions of
+    one chunk first.
+    """
 
     class Turned(Net):
         def forward(self, tokens):
@@ -644,7 +653,9 @@ norm.register_autograd(lambda ctx, grad: grad - grad.mean(0))
 
 @SIDES
 def test_another_librarys_operator_is_not_taken_for_torchs_of_that_name(side):
-    """``aten.norm`` without a dimension is a statistic; nobody knows what ``gtrainer_tests::norm`` is."""
+    """``aten.norm`` without a dimension is a statistic; nobody knows what ``gtrainer_tests::norm``
+    is.
+    """
     with pytest.raises(REFUSED, match=r"norm.* may mix dimension 0: "):
         side(model_of(lambda x: x + torch.ops.gtrainer_tests.norm(x)), BATCH, token_batch(0, 4, 6))
 
@@ -653,7 +664,9 @@ def test_another_librarys_operator_is_not_taken_for_torchs_of_that_name(side):
 @pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("block", [chunkable.Factories, chunkable.Literals])
 def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, block, answers):
-    """G15: row numbers and sizes are recomputed for each chunk; who answers for the module is not told."""
+    """G15: row numbers and sizes are recomputed for each chunk; who answers for the module is not
+    told.
+    """
     config = replace(BATCH, row_wise=("layers.*",) if answers else ())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,6 @@
-"""Chunked graphs on real ranks: expert parallelism and sharded parameters, against eager chunking under FSDP2."""
+"""Chunked graphs on real ranks: expert parallelism and sharded parameters, against eager chunking
+under FSDP2.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -54,7 +56,9 @@ def expert_parallel_model(mesh, config=MODEL):
 
 
 def training(mesh, policy, chunk):
-    """Parameters sharded over all ranks, experts over ``ep``, their slices over ``efsdp``; a batch of four a rank."""
+    """Parameters sharded over all ranks, experts over ``ep``, their slices over ``efsdp``; a batch
+    of four a rank.
+    """
     return TrainConfig(
         model=lambda: expert_parallel_model(mesh["ep"]),
         step=ce_step,
@@ -77,7 +81,9 @@ def training(mesh, policy, chunk):
     ],
 )
 def test_expert_parallelism_on_two_ranks(gt_world, gt_mesh, config):
-    """Every rank has other tokens, so every exchange other sizes. In short each way to chunk has one of the worlds."""
+    """Every rank has other tokens, so every exchange other sizes. In short each way to chunk has
+    one of the worlds.
+    """
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     model = partial(expert_parallel_model, gt_mesh["ep"])
     check_equals_eager(
@@ -114,8 +120,9 @@ def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
     ],
 )
 def test_expert_parallelism_on_four_ranks_in_bf16(gt_mesh, chunk):
-    """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's. Records hold loss,
-    gradients, weights and buffers."""
+    """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's. Records
+    hold loss, gradients, weights and buffers.
+    """
     config = training(gt_mesh, POLICY, chunk)
     eager, graph = EagerRun(config), GraphRun(config)
     assert_bitwise_equal(graph.run(), eager.run(), what="chunked graph against eager chunking")

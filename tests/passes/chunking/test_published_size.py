@@ -1,4 +1,6 @@
-"""DeepSeek-V3 under a fake world: traced with its twin, chunked, scheduled, bucketed and pinned, folded."""
+"""DeepSeek-V3 under a fake world: traced with its twin, chunked, scheduled, bucketed and pinned,
+folded.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +24,9 @@ CHUNKS = ChunkConfig("layers.*.moe", num_chunks=2)
 
 
 def sharded(config, mesh):
-    """Experts over ``ep``, their slices over ``efsdp``, everything else over all ranks; nothing is allocated."""
+    """Experts over ``ep``, their slices over ``efsdp``, everything else over all ranks; nothing is
+    allocated.
+    """
     with torch.device("meta"):
         model = deepseek_v3.DeepSeekV3(config)
         apply_expert_parallel(model, mesh["ep"])
@@ -61,10 +65,11 @@ def test_a_small_one(gt_mesh, gt_golden):
 @pytest.mark.long
 @pytest.mark.gt_world("fake", size=512, mesh={"efsdp": 8, "ep": 64})
 def test_the_published_one(gt_mesh, gt_golden):
-    """61 layers, 671 billion parameters: every exchange, gather and reduction, and what is computed between them.
+    """61 layers, 671 billion parameters: every exchange, gather and reduction, and what is computed
+    between them.
 
-    Its operators one by one would be 3,600 lines, whatever the number of layers: parameters whose first extent
-    512 ranks do not divide are padded, gradient by gradient.
+    Its operators one by one would be 3,600 lines, whatever the number of layers: parameters whose
+    first extent 512 ranks do not divide are padded, gradient by gradient.
     """
     config = deepseek_v3.FLAVORS["671B"]
     gm = rewritten(config, gt_mesh, 4096)

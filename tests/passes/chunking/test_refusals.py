@@ -113,7 +113,9 @@ def test_an_extent_that_does_not_divide(batch, num_chunks):
 
 
 def test_blocks_that_hand_each_other_the_batch_in_another_place():
-    """G6: chunks could go from one to the other, which eager chunking, that joins along dimension 0, does not do."""
+    """G6: chunks could go from one to the other, which eager chunking, that joins along dimension
+    0, does not do.
+    """
     blocks = [lambda: Block(lambda x: x.transpose(0, 1).contiguous()) for _ in range(2)]
     with pytest.raises(
         ChunkError, match=r"enters the chunked module layers\.1 with the chunk dimension in place 1"

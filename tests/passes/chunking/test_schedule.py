@@ -92,7 +92,9 @@ def launches_and_waits(gm, direction):
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 @pytest.mark.parametrize("producer", [by_graph, by_eager_code])
 def test_the_order_of_exchanges(graph, producer):
-    """I3: from either producer; counts, dispatch and combine forwards, two exchanges backwards, last chunk first."""
+    """I3: from either producer; counts, dispatch and combine forwards, two exchanges backwards,
+    last chunk first.
+    """
     gm = graph(producer)
     before = list(gm.graph.nodes)
     chunk_schedule_pass(gm)
@@ -122,7 +124,9 @@ def test_a_second_run_changes_nothing(graph):
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_inputs_keep_their_order(graph):
-    """What a backward is given of a chunk has the chunk's annotation, as the nodes of the chunk have."""
+    """What a backward is given of a chunk has the chunk's annotation, as the nodes of the chunk
+    have.
+    """
     gm = graph()
     before = list(gm.graph.nodes)
     told = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[0].meta["custom"]

@@ -29,7 +29,8 @@ aten = torch.ops.aten
 
 
 def symbolic(model, config, inputs, step=ce_step):
-    torch.compiler.reset()  # FlexAttention compiles its scores, and traces at other extents would make more symbols
+    # FlexAttention compiles its scores, and traces at other extents would make more symbols
+    torch.compiler.reset()
     return trace_step(model, step, inputs, dynamic_dims=config.dynamic_dims(inputs))
 
 
@@ -80,7 +81,9 @@ def test_nested_graphs_have_numbers():
 
 
 def leftover(gm):
-    """Symbols of inputs' extents that a graph refers to anywhere; those of data are born in it (H1)."""
+    """Symbols of inputs' extents that a graph refers to anywhere; those of data are born in it
+    (H1).
+    """
     nodes = [
         node
         for module in gm.modules()

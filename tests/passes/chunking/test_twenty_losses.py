@@ -1,4 +1,6 @@
-"""Twenty steps of each strategy, by either producer: chunked graphs, and the trace of eager chunking itself."""
+"""Twenty steps of each strategy, by either producer: chunked graphs, and the trace of eager
+chunking itself.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""What chunking makes of nested graphs, offload copies, recomputed nodes and operators of several results.
+"""What chunking makes of nested graphs, offload copies, recomputed nodes and operators of several
+results.
 
 That their bits are eager chunking's is tested in ``test_equals_eager_chunking``.
 """
@@ -83,7 +84,9 @@ def test_values_that_are_lists_and_sizes():
 
 
 class Weighing(nn.Module):
-    """Its operands are constants of the graph: one of the model, and one of the batch in another dtype or value."""
+    """Its operands are constants of the graph: one of the model, and one of the batch in another
+    dtype or value.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +103,9 @@ class WeighedNet(chunkable.Net):
 
 
 def test_constants_of_the_graph():
-    """G4: what is the same at either extent stands there once; what is not, by value or extent, is each chunk's own."""
+    """G4: what is the same at either extent stands there once; what is not, by value or extent, is
+    each chunk's own.
+    """
     gm = check_equals_eager(
         Case(model=lambda: WeighedNet(Weighing), config=strict("layers.*", num_chunks=4))
     )

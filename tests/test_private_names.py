@@ -113,7 +113,10 @@ def replaced_names(source: str) -> Iterator[str]:
             }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            written = [target for target in node.targets if isinstance(target, ast.Attribute)]
+            places = []
+            for target in node.targets:
+                places += target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+            written = [place for place in places if isinstance(place, ast.Attribute)]
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).endswith("setattr")
@@ -141,10 +144,21 @@ REPLACED = {
     "ranks/inside/rank.py": {
         "torch.distributed.ProcessGroup...."
     },  # sends and receives are counted
+    # settings, which are put back
+    "worlds/hygiene.py": {
+        "torch.backends.cuda.matmul.fp32_precision",
+        "torch.backends.mkldnn.matmul.fp32_precision",
+    },
     # a setting, and the place that torch says may be replaced
     "_torch/process_groups.py": {"torch.distributed.c10d_logger._c10d_logger.disabled"},
     "_torch/fake_groups.py": {"torch.distributed.distributed_c10d._world"},
-    "_torch/threads.py": {"torch.distributed.distributed_c10d._world"},
+    "_torch/threads.py": {
+        "torch.distributed.distributed_c10d._world",
+        # while ranks are threads, which must not trace or compile; put back
+        "torch.compile",
+        "torch._dynamo.eval_frame._callback_from_stance",
+        "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__enter__",
+    },
 }
 """Everything of torch's that we put something else in the place of; docs/limits.md says why and for
 how long.
@@ -164,7 +178,13 @@ def test_nothing_else_of_torch_or_pytest_is_replaced():
 
 
 @pytest.mark.parametrize(
-    "line", ["dist.barrier = 7", "setattr(dist, 'barrier', 7)", "p.setattr(dist, 'barrier', 7)"]
+    "line",
+    [
+        "dist.barrier = 7",
+        "dist.barrier, own = 7, 8",
+        "setattr(dist, 'barrier', 7)",
+        "p.setattr(dist, 'barrier', 7)",
+    ],
 )
 def test_the_reader_of_sources_finds_what_is_replaced(line: str):
     """The twin."""

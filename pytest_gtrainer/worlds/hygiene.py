@@ -117,9 +117,8 @@ def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
 
     if value[0] is not None:
         torch.set_float32_matmul_precision(value[0])
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    for backend, precision in zip(backends, value[1:], strict=True):
-        backend.fp32_precision = precision
+    torch.backends.cuda.matmul.fp32_precision = value[1]
+    torch.backends.mkldnn.matmul.fp32_precision = value[2]
 
 
 def _set_limits(limits: dict[int, tuple[int, int]]) -> None:

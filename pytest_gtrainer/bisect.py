@@ -1,12 +1,15 @@
-"""Which pass of a pipeline changes a bit, and at which node: on request, and for a comparison that fails.
+"""Which pass of a pipeline changes a bit, and at which node: on request, and for a comparison that
+fails.
 
-The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers. Halving finds two
-neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2`` replays. Of the graphs before and after
-that pass, the first node of one name whose value differs is reported, with the new nodes that it is computed from.
-Results are compared, and what a graph leaves: its inputs, written attributes, and the states of random generators.
+The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers.
+Halving finds two neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2``
+replays. Of the graphs before and after that pass, the first node of one name whose value differs is
+reported, with the new nodes that it is computed from. Results are compared, and what a graph
+leaves: its inputs, written attributes, and the states of random generators.
 
-A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A comparison that
-differs then bisects each of them. On real ranks every rank must come to the same comparison: they vote, and replay.
+A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A
+comparison that differs then bisects each of them. On real ranks every rank must come to the same
+comparison: they vote, and replay.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ Run = Callable[[fx.GraphModule], Values]
 
 
 def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they are."""
+    """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they
+    are.
+    """
     if not inputs or not isinstance(inputs[0], nn.Module):
         return list(inputs)
     return [
@@ -88,7 +93,9 @@ def run_on_all(
     inputs: Sequence[Any],
     random: RankRandomStates | None = None,
 ) -> Run:
-    """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net, random=random).run(inputs)``."""
+    """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net,
+    random=random).run(inputs)``.
+    """
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 
@@ -112,7 +119,9 @@ def run_on_all(
 
 
 def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
-    """Copies of all tensors; what was one tensor, on several ranks or in several places, is one again."""
+    """Copies of all tensors; what was one tensor, on several ranks or in several places, is one
+    again.
+    """
     made: dict[int, Tensor] = {}
 
     def copied(value: Any) -> Any:
@@ -213,17 +222,18 @@ def bisect_passes(
 ) -> Bisection:
     """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
 
-    What a graph leaves counts as its results do: inputs, buffers, states of random generators. If no bit differs on
-    ``inputs``, the graph is replayed on copies of them with large, infinite, NaN, zero and subnormal elements. There
-    all NaNs are equal.
+    What a graph leaves counts as its results do: inputs, buffers, states of random generators. If
+    no bit differs on ``inputs``, the graph is replayed on copies of them with large, infinite, NaN,
+    zero and subnormal elements. There all NaNs are equal.
 
     Args:
         traced: the step before the passes; it is not changed, nor are the inputs.
         passes: as for ``apply_graph_passes``.
-        inputs: what the graph is run on, real tensors: ``(model, *batch)`` as for ``TracedStep.replay``, or the
-            graph's own flat inputs. In a simulated world a list of flat inputs, one for each rank.
-        world: the simulated world to run in; on real ranks every rank calls this with its own inputs, and all
-            name the same pass.
+        inputs: what the graph is run on, real tensors: ``(model, *batch)`` as for
+            ``TracedStep.replay``, or the graph's own flat inputs. In a simulated world a list of
+            flat inputs, one for each rank.
+        world: the simulated world to run in; on real ranks every rank calls this with its own
+            inputs, and all name the same pass.
         meshes: in a simulated world, the meshes whose dimensions the graph's groups are.
         every: replay every prefix instead of halving.
 
@@ -270,7 +280,9 @@ def bisect_extremes(
     *,
     every: bool = False,
 ) -> Bisection:
-    """The same on copies of ``inputs`` with extreme values, until one shows a difference; all NaNs are equal."""
+    """The same on copies of ``inputs`` with extreme values, until one shows a difference; all NaNs
+    are equal.
+    """
     different: list[Bisection] = []
     replays = 0
 
@@ -292,8 +304,9 @@ def bisect_extremes(
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
-    """The pass behind the longest prefix that gives ``expected``, a part of the results; "equal" if all passes give it,
-    None if no prefix does."""
+    """The pass behind the longest prefix that gives ``expected``, a part of the results; "equal" if
+    all passes give it, None if no prefix does.
+    """
     search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
         return Bisection("equal", last, replays=search.replays)
@@ -302,7 +315,9 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
 
 
 class _PassSearch:
-    """Replays stages, compares with what the first gives, or with a part that is ``expected``; all ranks agree."""
+    """Replays stages, compares with what the first gives, or with a part that is ``expected``; all
+    ranks agree.
+    """
 
     def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
         self._stages, self._run, self._part = stages, run, expected is not None
@@ -312,7 +327,9 @@ class _PassSearch:
 
     @property
     def is_all_nan(self) -> bool:
-        """Whether every result before the passes is NaN, on this process's ranks: then nothing could differ."""
+        """Return whether every result before the passes is NaN, on this process's ranks: then
+        nothing could differ.
+        """
         return all_nan(_results_of(self._expected))
 
     def first_difference(self, every: bool) -> Bisection:
@@ -321,7 +338,8 @@ class _PassSearch:
         if every:
             guilty = next(filter(self.differs, range(1, last + 1)), 0)
         elif guilty := last if last and self.differs(last) else 0:
-            # halving goes from the last pass down to the first: the equal prefixes are behind the different ones
+            # halving goes from the last pass down to the first: the equal prefixes are behind the
+            # different ones
             guilty -= bisect_left(
                 range(last - 1, 0, -1), True, key=lambda number: not self.differs(number)
             )
@@ -333,7 +351,7 @@ class _PassSearch:
         return replace(equal, nan=tuple(only_nan(_results_of(self._expected))))
 
     def differs(self, number: int) -> bool:
-        """Whether the graph behind that many passes gives other bits, on any rank."""
+        """Return whether the graph behind that many passes gives other bits, on any rank."""
         self.replays += 1
         values = self._run(self._stages[number].gm)
         if self._part:
@@ -355,7 +373,7 @@ class _PassSearch:
 
 
 def on_any_rank(answer: bool) -> bool:
-    """Whether the answer is yes on one of the ranks; all of them must ask."""
+    """Return whether the answer is yes on one of the ranks; all of them must ask."""
     if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return answer
     votes = torch.tensor(int(answer), device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -366,7 +384,9 @@ def on_any_rank(answer: bool) -> bool:
 def _with_node(
     found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run
 ) -> Bisection:
-    """The first node that both graphs have and whose value differs; if there is none, what gives the first result."""
+    """The first node that both graphs have and whose value differs; if there is none, what gives
+    the first result.
+    """
     if not on_any_rank(_results_differ(found.verdict)):
         return _with_state(found, before, after)
     expected, actual = run(_exposed(before)), run(_exposed(after))
@@ -416,7 +436,9 @@ def _results_differ(verdict: Verdict | None) -> bool:
 
 
 def _with_state(found: Bisection, before: fx.GraphModule, after: fx.GraphModule) -> Bisection:
-    """The state that differs behind equal results, with new nodes that write in place or draw random numbers."""
+    """The state that differs behind equal results, with new nodes that write in place or draw
+    random numbers.
+    """
     names = _differing_names(found.verdict)
     if not names or found.verdict is None:
         return found  # it differs on another rank
@@ -431,7 +453,9 @@ def _with_state(found: Bisection, before: fx.GraphModule, after: fx.GraphModule)
 
 
 def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the value of every node as a result, named after it; waited for, where it travels."""
+    """The graph with the value of every node as a result, named after it; waited for, where it
+    travels.
+    """
     copy = copied_lazily(gm)
     shown = [node for node in copy.graph.nodes if _has_value(node)]
     output = copy.graph.output_node()
@@ -463,7 +487,9 @@ def _words(node: fx.Node) -> str:
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The graphs between passes, and how to run them from the inputs of each of the result's first replays."""
+    """The graphs between passes, and how to run them from the inputs of each of the result's first
+    replays.
+    """
 
     stages: list[Stage]
     result: fx.GraphModule
@@ -491,7 +517,8 @@ class _Pipeline:
                 continue
             if towards.outcome == "different":
                 return f"{where}: {towards}"
-            # The results are as expected. A pass may still have changed an input, or drawn random numbers.
+            # The results are as expected. A pass may still have changed an input, or drawn random
+            # numbers.
             found = bisect_stages(self.stages, _only_state(run, wanted))
             if found.outcome == "different":
                 return f"{where}: {found}"
@@ -512,7 +539,9 @@ class _Pipeline:
 
 
 def _only_state(run: Run, known: Values) -> Run:
-    """Replays that give what a graph leaves, without its results and without what is ``known`` to be as expected."""
+    """Replays that give what a graph leaves, without its results and without what is ``known`` to
+    be as expected.
+    """
 
     def state(gm: fx.GraphModule) -> Values:
         values = run(gm)
@@ -526,7 +555,9 @@ def _only_state(run: Run, known: Values) -> Run:
 
 
 def _results(expected: Record, step: int) -> Values:
-    """What a graph has to give at a step: losses, gradients before clipping and buffers, by rank and name."""
+    """Return what a graph has to give at a step: losses, gradients before clipping and buffers, by
+    rank and name.
+    """
     values: Values = {}
     for (_, rank, phase, name), tensor in expected.select(step=step).items():
         if phase in ("loss", "gradient", "buffer"):
@@ -537,13 +568,15 @@ def _results(expected: Record, step: int) -> Values:
 
 @dataclass(slots=True)
 class PassWitness:
-    """Remembers pipelines and their first inputs; tells, once a comparison differs, where it came from."""
+    """Remembers pipelines and their first inputs; tells, once a comparison differs, where it came
+    from.
+    """
 
     _running: list[Stage] = field(default_factory=list)
     _pipelines: list[_Pipeline] = field(default_factory=list)
 
     def watchers(self) -> Mapping[str, Watcher]:
-        """What to hand to ``facts.watching``."""
+        """Return what to hand to ``facts.watching``."""
         return {
             "graph_pass": self._see_pass,
             "graph_passes": self._see_pipeline,

@@ -95,8 +95,8 @@ def pytest_gtrainer_rank_teardown(config: pytest.Config, rank: int, device: str)
 
 
 def together(results: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
-    """What several implementations of a hook gave, as one mapping; pytest.UsageError for a name
-    given twice.
+    """Return what several implementations of a hook gave, as one mapping; pytest.UsageError for a
+    name given twice.
 
     >>> together([{"a": 1}, None, {"b": 2}], "model")
     {'a': 1, 'b': 2}

@@ -1,8 +1,9 @@
-"""Fail a test that has caught the exception of a failed check: a golden, a control, a comparison, a graph check.
+"""Fail a test that has caught the exception of a failed check: a golden, a control, a comparison, a
+graph check.
 
-``contextlib.suppress``, an ``except``, or the end of a thread would hide it. A check that fails inside
-``pytest.raises`` or ``assertRaises`` is expected to. What a mark makes of a hidden failure is left to pytest: it is
-raised where the phase ends.
+``contextlib.suppress``, an ``except``, or the end of a thread would hide it. A check that fails
+inside ``pytest.raises`` or ``assertRaises`` is expected to. What a mark makes of a hidden failure
+is left to pytest: it is raised where the phase ends.
 """
 
 import unittest
@@ -30,7 +31,8 @@ class FailedChecks:
         self._noted: list[tuple[FailedCheck, list[object]]] = []
 
     def note(self, error: FailedCheck) -> None:
-        # The first that nobody waits for decides. Do not search memory again for each of a hundred generated examples.
+        # The first that nobody waits for decides. Do not search memory again for each of a hundred
+        # generated examples.
         if all(expectations or other.__traceback__ is None for other, expectations in self._noted):
             self._noted.append((error, open_expectations()))
 
@@ -98,7 +100,9 @@ def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> 
 
 
 class SwallowedChecks:
-    """Applies this to the phases of tests that are functions; a doctest, for one, expects exceptions by their text."""
+    """Applies this to the phases of tests that are functions; a doctest, for one, expects
+    exceptions by their text.
+    """
 
     def __init__(self) -> None:
         self._failed = FailedChecks()

@@ -105,7 +105,7 @@ def dispatch_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """Return whether autograd is running a backward on this thread."""
     return bool(_current_graph_task_id() != -1)
 
 

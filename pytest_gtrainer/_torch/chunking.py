@@ -36,7 +36,7 @@ _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
 
 def is_engine_addition(node: fx.Node) -> bool:
-    """Whether autograd's engine added two gradients of one tensor: older plus newer."""
+    """Return whether autograd's engine added two gradients of one tensor: older plus newer."""
     if node.target not in _ACCUMULATE or not node.meta.get("autograd_backward"):
         return False
     if (
@@ -133,7 +133,7 @@ def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
 
 
 def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:
-    """What the trace relied on and the numbers make false, and where somebody stated it."""
+    """Return what the trace relied on and the numbers make false, and where somebody stated it."""
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     found = next((env for value in values if (env := shape_env_of(value)) is not None), None)
     if found is None:

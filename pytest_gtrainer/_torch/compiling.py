@@ -179,8 +179,8 @@ def with_kernels_of_eager(
 
 
 def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:
-    """Whether a compilation holds for these sizes, by symbol: they are in their ranges, and no
-    guard is false.
+    """Return whether a compilation holds for these sizes, by symbol: they are in their ranges, and
+    no guard is false.
     """
     env = number.node.shape_env
     in_range = all(

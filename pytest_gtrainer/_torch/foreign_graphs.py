@@ -73,7 +73,7 @@ def source_of(node: fx.Node) -> str | None:
 
 
 def described_input(node: fx.Node) -> Input | None:
-    """What AOTAutograd says of an input, None if it says nothing."""
+    """Return what AOTAutograd says of an input, None if it says nothing."""
     return _input(node.meta.get("desc"))
 
 
@@ -106,7 +106,7 @@ def _part_of(base: Any, suffix: str) -> Input | None:
 
 
 def described_output(told: Any) -> Result | None:
-    """What AOTAutograd says of an output, None if that is nothing that a text names."""
+    """Return what AOTAutograd says of an output, None if that is nothing that a text names."""
     match told:
         case d.PlainAOTOutput():
             return Result("output", told.idx)

@@ -54,7 +54,9 @@ __all__ = [
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether it is FlexAttention's ``BlockMask``, without importing what nobody has used yet."""
+    """Return whether it is FlexAttention's ``BlockMask``, without importing what nobody has used
+    yet.
+    """
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
     return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 

@@ -150,8 +150,8 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device
 def graphs_of(
     data: bytes, mode: FakeTensorMode, device: torch.device
 ) -> tuple[list[fx.GraphModule], Any]:
-    """What ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another device of
-    its own.
+    """Return what ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another
+    device of its own.
     """
     with io.BytesIO(data) as stream:
         reader, graphs = _Nodes(stream, mode, device), []

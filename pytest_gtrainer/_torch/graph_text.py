@@ -149,7 +149,7 @@ def expression(value: Any) -> Any:
 
 
 def is_unbacked(symbol: Any) -> bool:
-    """Whether the size is known only when the graph runs."""
+    """Return whether the size is known only when the graph runs."""
     return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
 
 

@@ -96,13 +96,13 @@ COMPILED_MODULES = "torch._inductor"
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
-# ends the names of process groups that passes make; they are gone with their world (F4)
+# ends the names of process groups that passes make; they are gone with their world
 EXTRA_GROUP = ":extra"
 
 
 def dtypes_of_buckets() -> tuple[torch.dtype, ...]:
-    """What the numbers of ``out_dtype_ints`` stand for. A graph that has them has imported this
-    module of Inductor.
+    """Return what the numbers of ``out_dtype_ints`` stand for. A graph that has them has imported
+    this module of Inductor.
     """
     from torch._inductor.fx_passes.bucketing import _ALL_DTYPES
 
@@ -184,7 +184,7 @@ def extra_group(name: str) -> str:
 
 
 def is_extra_group(name: str) -> bool:
-    """Whether ``extra_group`` made it."""
+    """Return whether ``extra_group`` made it."""
     return name.endswith(EXTRA_GROUP)
 
 
@@ -230,7 +230,9 @@ def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
 
 
 def is_bucketed_by_torch(node: fx.Node) -> bool:
-    """Whether the node is one of those that torch's (and torchtitan's) buckets are packed with."""
+    """Return whether the node is one of those that torch's (and torchtitan's) buckets are packed
+    with.
+    """
     return str(getattr(node.target, "namespace", "")) == "bucketing"
 
 

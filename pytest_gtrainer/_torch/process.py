@@ -58,7 +58,7 @@ def inductor_config() -> Any:
 
 
 def compiles() -> bool:
-    """Whether dynamo and Inductor are loaded."""
+    """Return whether dynamo and Inductor are loaded."""
     return "torch._inductor" in sys.modules and "torch._dynamo" in sys.modules
 
 

@@ -150,7 +150,7 @@ def names_of_live_groups() -> dict[dist.ProcessGroup, str]:
 
 
 def groups_made() -> int:
-    """How many groups were made since the default one was, those that have ended included."""
+    """Return how many groups were made since the default one was, those that have ended included."""
     return int(c10d._world.group_count)
 
 

@@ -76,13 +76,13 @@ def new_extent(mode: FakeTensorMode) -> torch.SymInt:
 
 
 def is_fixed(extent: torch.SymInt) -> bool:
-    """Whether the trace has decided on one number."""
+    """Return whether the trace has decided on one number."""
     return bool(extent.node.shape_env.simplify(extent.node.expr).is_number)
 
 
 @contextmanager
 def tracing_backward_metadata() -> Iterator[None]:
-    """Nodes of the backward are marked, and autograd stays on this thread (A3, A7)."""
+    """Nodes of the backward are marked, and autograd stays on this thread."""
     with ExitStack() as stack:
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(_non_strict_tracing_context())
@@ -114,7 +114,7 @@ def marked_backward() -> AbstractContextManager[None]:
 
 
 def current_annotation(key: str) -> Any:
-    """What ``annotate`` says for ``key`` at this point of the trace, None if nothing."""
+    """Return what ``annotate`` says for ``key`` at this point of the trace, None if nothing."""
     return (fx_traceback.current_meta.get("custom") or {}).get(key)
 
 

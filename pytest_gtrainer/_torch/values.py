@@ -91,8 +91,8 @@ def value_like(
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Whether torch takes it apart into other operators: its schema then says where it may show an
-    operand's memory.
+    """Return whether torch takes it apart into other operators: its schema then says where it may
+    show an operand's memory.
     """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
@@ -107,7 +107,7 @@ def takes_numbers(operator: OpOverload) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tells memory from other memory: equal for a tensor and its views."""
+    """Return what tells memory from other memory: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,7 +1,9 @@
-"""Patterns of operators (``mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``) and of a call's arguments.
+"""Patterns of operators (``mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``) and of a
+call's arguments.
 
-Arguments are ``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word is a captured value, a
-graph input, a word of graph text (``bf16``) or a process group's symbol, as the place asks for.
+Arguments are ``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word is a
+captured value, a graph input, a word of graph text (``bf16``) or a process group's symbol, as the
+place asks for.
 """
 
 from __future__ import annotations
@@ -180,7 +182,9 @@ class CallPattern(Predicate):
 
 
 Argument = str | Name | List | CallPattern
-"""A string is a constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``; or ``ANY``."""
+"""A string is a constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``;
+or ``ANY``.
+"""
 
 
 def _nested(pattern: Argument) -> Iterator[Argument]:
@@ -214,7 +218,9 @@ def _check_item(name: Name, subject: Subject) -> None:
 
 
 def _check_device(literal: str) -> None:
-    """Raise ``CheckError`` for a device that torch does not know, or with a number, which no text has."""
+    """Raise ``CheckError`` for a device that torch does not know, or with a number, which no text
+    has.
+    """
     name = literal.removeprefix('device("').removesuffix('")')
     try:
         device = torch.device(name)
@@ -239,7 +245,9 @@ class Signature:
         return {each.name: each for each in schema(self.overload).arguments}
 
     def takes(self, pattern: CallPattern, subject: Subject) -> bool:
-        """Return whether a call with as many arguments of such types, and these keywords, is possible."""
+        """Return whether a call with as many arguments of such types, and these keywords, is
+        possible.
+        """
         known, keywords = self.arguments, dict(pattern.keywords)
         free = [
             name for name, each in known.items() if not each.kwarg_only and name not in keywords
@@ -334,7 +342,8 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
     signatures = list(_signatures(pattern.operator.text))
     known = {name for each in signatures for name in each.arguments}
     is_open = not signatures  # of a higher-order operator, say, which has no signature
-    # Graphs of Dynamo call functions and methods of Python, which take their arguments in other ways as well.
+    # Graphs of Dynamo call functions and methods of Python, which take their arguments in other
+    # ways as well.
     others = [
         node
         for node in subject.schedule
@@ -388,7 +397,7 @@ def _is_overload(node: fx.Node) -> bool:
 
 
 def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
-    """Where a node's arguments differ from a call's, in words; None if they do not."""
+    """Return where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
         return _items_mismatch(pattern.arguments, results, subject)

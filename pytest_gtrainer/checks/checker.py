@@ -1,7 +1,8 @@
 """Checks as a text, the search that runs them, and its failures in words.
 
-A ``then`` takes the first node that matches behind the last match, and does not come back to it, as FileCheck does. So
-the cost is one walk over the schedule for a run of checks, and one for each ``count`` and ``start``.
+A ``then`` takes the first node that matches behind the last match, and does not come back to it, as
+FileCheck does. So the cost is one walk over the schedule for a run of checks, and one for each
+``count`` and ``start``.
 """
 
 from __future__ import annotations
@@ -220,7 +221,9 @@ class Matcher:
         return "\n".join([self._subject.line(place), *(f"        {line}" for line in words)])
 
     def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
-        """The node of that operator that differs least; of equals the first behind the search's beginning."""
+        """The node of that operator that differs least; of equals the first behind the search's
+        beginning.
+        """
         pattern, subject = check.pattern, self._subject
         places = [
             p

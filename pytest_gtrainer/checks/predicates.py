@@ -1,4 +1,6 @@
-"""Predicates of a pattern, each of which says in words how a node differs; patterns, and checks made of them."""
+"""Predicates of a pattern, each of which says in words how a node differs; patterns, and checks
+made of them.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -201,7 +203,8 @@ def _told(fqns: Sequence[str]) -> str:
 
 
 def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | None:
-    """Return whether extents fit; None if that depends on a symbol: to compare it would add a guard.
+    """Return whether extents fit; None if that depends on a symbol: to compare it would add a
+    guard.
 
     >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
     (True, False, True)
@@ -231,7 +234,8 @@ _ONCE: dict[tuple[type[Predicate], ...], str] = {
 
 _OF_A_VALUE = (InDirection, InModule, InBucket, HasType, UsedBy)
 _OF_A_NODE_INSIDE = (OperatorPattern, HasType)
-"""What can be said of a node in a graph that another one calls; names mean values of the outer one."""
+"""What can be said of a node in a graph that another one calls; names mean values of the outer one.
+"""
 
 KINDS = ("then", "next", "same", "never", "count", "start")
 
@@ -289,7 +293,7 @@ class Pattern:
         return None
 
     def has_operator(self, node: fx.Node) -> bool:
-        """Whether the node's operator is the one that is asked for, if any is."""
+        """Return whether the node's operator is the one that is asked for, if any is."""
         return all(p.matches(node) for p in self.predicates if isinstance(p, OperatorPattern))
 
 

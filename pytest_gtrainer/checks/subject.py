@@ -1,4 +1,6 @@
-"""The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with a check."""
+"""The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with
+a check.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -27,13 +29,17 @@ from pytest_gtrainer.graphtext.sections import Scope
 
 
 class CheckError(ValueError):
-    """A check that cannot be read, cannot match or cannot fail; says where it stands and the way out."""
+    """A check that cannot be read, cannot match or cannot fail; says where it stands and the way
+    out.
+    """
 
     __module__ = "pytest_gtrainer"
 
 
 class CheckFailure(FailedCheck):
-    """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
+    """A graph is not as a check says; the message names the check, where the search stood, and what
+    came nearest.
+    """
 
     __module__ = "pytest_gtrainer"
 
@@ -41,14 +47,15 @@ class CheckFailure(FailedCheck):
 class Unknown(str):
     """A difference that nobody can decide: the graph does not say enough about a node.
 
-    Such a node does not match. A ``never`` or ``count`` that meets one is an error, since it may match.
+    Such a node does not match. A ``never`` or ``count`` that meets one is an error, since it may
+    match.
     """
 
     __slots__ = ()
 
 
 def is_within(fqn: str, pattern: str) -> bool:
-    """Whether a module is the one that a component-wise pattern names, or lies in it.
+    """Return whether a module is the one that a component-wise pattern names, or lies in it.
 
     >>> [is_within("layers.1.wq", pattern) for pattern in ("layers.1", "layers.*", "*.1.wq", "layers.10", "wq", "")]
     [True, True, True, False, False, False]
@@ -58,7 +65,7 @@ def is_within(fqn: str, pattern: str) -> bool:
 
 
 def is_called(fqn: str, pattern: str) -> bool:
-    """Whether a pattern names just this module or input.
+    """Return whether a pattern names just this module or input.
 
     >>> is_called("layers.1", "layers.*"), is_called("layers.1.wq", "layers.*")
     (True, False)
@@ -77,7 +84,9 @@ class Subject:
         mesh: Mapping[str, int] | None = None,
         names: Names | None = None,
     ) -> None:
-        """Modules of the graph ``before`` a pass are known, too; ``mesh`` and ``names`` are as for a text."""
+        """Modules of the graph ``before`` a pass are known, too; ``mesh`` and ``names`` are as for
+        a text.
+        """
         gm = adopted(gm, names)
         self._gm, self._mesh = gm, mesh
         nodes = list(gm.graph.nodes)
@@ -149,7 +158,9 @@ class Subject:
             raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
 
     def inputs_called(self, name: str) -> list[fx.Node]:
-        """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``, ``A.0``)."""
+        """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``,
+        ``A.0``).
+        """
         return [node for node in self._scopes.inputs if self._is_input_called(node, name)]
 
     def _is_input_called(self, node: fx.Node, name: str) -> bool:
@@ -157,7 +168,7 @@ class Subject:
         return is_called(source.fqn, name) or is_called(f"{source.space}.{source.fqn}", name)
 
     def is_named(self, node: fx.Node, name: str) -> bool:
-        """Whether a name stands for this node: a capture's, or a graph input's."""
+        """Return whether a name stands for this node: a capture's, or a graph input's."""
         if name in self.captures:
             return self.captures[name] is node
         return node.op == "placeholder" and self._is_input_called(node, name)
@@ -176,7 +187,9 @@ class Subject:
         raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{hint}")
 
     def name_of(self, node: fx.Node) -> str:
-        """A node in a message's words: ``P.norm.weight``, the name of its capture, ``split[0] at 7``."""
+        """A node in a message's words: ``P.norm.weight``, the name of its capture, ``split[0] at
+        7``.
+        """
         if node.op == "placeholder":
             source = self._scopes.inputs[node]
             return f"{source.space}.{source.fqn}"

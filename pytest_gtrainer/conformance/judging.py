@@ -118,7 +118,7 @@ class Adapter:
 
     @property
     def takes_plan(self) -> bool:
-        """Whether the pass is told which modules a bucket is made of."""
+        """Return whether the pass is told which modules a bucket is made of."""
         is_told = self.call is not None or "bucket_plan" in options_of(self.function)
         return is_told and self.kind in ("any", *MERGING)
 
@@ -149,8 +149,8 @@ class Adapter:
 
 
 def adapter_at(path: str, kind: str | None) -> Adapter:
-    """What ``module:name`` names; a function is adapted by its signature. A ValueError or other
-    says what is wrong.
+    """Return what ``module:name`` names; a function is adapted by its signature. A ValueError or
+    other says what is wrong.
     """
     module, _, name = path.partition(":")
     if not name:
@@ -298,7 +298,7 @@ class Run:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the pass refuses the graph, in words; a crash is raised."""
+        """Return whether the pass refuses the graph, in words; a crash is raised."""
         try:
             _ = self.after
         except Refused:

@@ -76,7 +76,7 @@ class Recipe:
     part: str = ""  # "forward" or "backward" of the joint graph, as a graph of its own
 
     def __str__(self) -> str:
-        """What is not as by default, as a person would ask for it."""
+        """Return what is not as by default, as a person would ask for it."""
         values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
         return f"Recipe({', '.join(f'{name}={value}' for name, value, default in values if value != default)})"
 
@@ -173,7 +173,7 @@ class Recipe:
         return self._prepare(traced.gm), traced.twin and canonicalize_graph_pass(traced.twin)
 
     def _prepare(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """What other passes do before those of its kind."""
+        """Return what other passes do before those of its kind."""
         gm = canonicalize_graph_pass(gm)
         if "replicate" in dict(self.mesh) and self.given != "ddp":
             gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it

@@ -177,7 +177,7 @@ class Golden:
         return extensions.scrubbed(self._item.config, text)
 
     def _header(self) -> Mapping[str, str]:
-        """What a golden's reader may want to know of its making."""
+        """Return what a golden's reader may want to know of its making."""
         import torch
 
         fields, spec = {"test": self._made_by["test"]}, self._spec
@@ -199,7 +199,9 @@ def _is_graph(value: Any) -> bool:
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:
-    """What a test's numbers depend on; its device is that of its ranks, or torch's default device."""
+    """Return what a test's numbers depend on; its device is that of its ranks, or torch's default
+    device.
+    """
     import torch
 
     spec = spec_of(item)

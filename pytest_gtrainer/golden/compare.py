@@ -68,7 +68,9 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:
-    """What differs, in words and then in at most ``limit`` lines; None if nothing that counts does."""
+    """Return what differs, in words and then in at most ``limit`` lines; None if nothing that
+    counts does.
+    """
     if golden == obtained:
         return None
     if damage := _damage(kind, golden):

@@ -54,7 +54,7 @@ class Expectation:
 
     @property
     def place(self) -> Place:
-        """What one literal has in common, however often its call runs."""
+        """Return what one literal has in common, however often its call runs."""
         return self.file, self.line, self.expected
 
 
@@ -217,7 +217,7 @@ class InlinePlugin:
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Whether this is the failure of an inline expectation."""
+    """Return whether this is the failure of an inline expectation."""
     library = sys.modules.get("expecttest")
     if library is None or not isinstance(error, AssertionError):
         return False

@@ -55,8 +55,8 @@ def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
 
 
 def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
-    """Which of the files beside it holds in place of a golden kept per version: the newest that is
-    no newer.
+    """Return which of the files beside it holds in place of a golden kept per version: the newest
+    that is no newer.
     """
     if (own := _OF_TORCH.fullmatch(path.name)) is None:
         return path
@@ -71,7 +71,7 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
 
 
 def stem_of_test(nodeid: str) -> PurePosixPath:
-    """What the paths of all goldens of a test begin with."""
+    """Return what the paths of all goldens of a test begin with."""
     file, _, test = nodeid.partition("::")
     function, bracket, parameters = test.partition("[")
     stem = safe(function.replace("::", "."), fold_case=False)
@@ -120,7 +120,7 @@ class Claim:
 
     @property
     def common_text(self) -> str:
-        """What all ranks must have in common: of a process group each has its own ranks."""
+        """Return what all ranks must have in common: of a process group each has its own ranks."""
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
     @property

@@ -85,7 +85,9 @@ class GoldenPlugin:
         return failure
 
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
-        """What is to be counted, nothing while it awaits the test's end; and the failure's text."""
+        """Return what is to be counted, nothing while it awaits the test's end; and the failure's
+        text.
+        """
         held = self._held(claim)
         self._claimed |= {claim.path, held.path}
         try:
@@ -132,8 +134,8 @@ class GoldenPlugin:
         return self._failed(item, claim, "different", problem, golden)
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
-        """Which golden of no collected test holds what was obtained, if a test was renamed; else
-        "".
+        """Return which golden of no collected test holds what was obtained, if a test was renamed;
+        else "".
         """
         from pytest_gtrainer.golden.compare import same_content
 
@@ -316,7 +318,9 @@ class GoldenPlugin:
             artifacts.remove_empty_folders(self._artifacts)
 
     def summary_lines(self) -> list[str]:
-        """What the run's summary says below the counts: how to accept, and what was not judged."""
+        """Return what the run's summary says below the counts: how to accept, and what was not
+        judged.
+        """
         lines = []
         if len(self._commands) > 1:
             lines += ["to accept what a test obtained, when its difference is right:"]
@@ -333,7 +337,7 @@ class GoldenPlugin:
         return [*lines, f"… and {left} more not judged"] if left > 0 else lines
 
     def accept_command(self, item: pytest.Item) -> str:
-        """What to type, here and now, to accept this test's goldens."""
+        """Return what to type, here and now, to accept this test's goldens."""
         path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
         shown = {
@@ -344,7 +348,7 @@ class GoldenPlugin:
 
 
 def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:
-    """Whether these phases and their outcomes are those of a test that has passed, teardown
+    """Return whether these phases and their outcomes are those of a test that has passed, teardown
     included.
     """
     phases, results = {phase for phase, _ in outcomes}, {result for _, result in outcomes}
@@ -413,7 +417,7 @@ def modes_of(config: pytest.Config) -> Modes:
 
 
 def given(config: pytest.Config, name: str) -> bool:
-    """Whether the command line itself has an option."""
+    """Return whether the command line itself has an option."""
     return config.getoption(f"--gt-{name}") is not None
 
 

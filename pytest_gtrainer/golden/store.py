@@ -204,7 +204,7 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
 
 
 def _reason(error: OSError) -> str:
-    """What went wrong, and the way out."""
+    """Return what went wrong, and the way out."""
     if isinstance(error, Timeout):
         return f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: let it end"
     return error.strerror or str(error)

@@ -271,7 +271,7 @@ class Outcome:
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
-    """What on the command line asks for a part of the tests, or None; paths must cover
+    """Return what on the command line asks for a part of the tests, or None; paths must cover
     ``testpaths`` or all goldens.
     """
     reasons = [reason for name, reason in _PARTS.items() if getattr(config.option, name, None)]
@@ -310,7 +310,7 @@ def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PureP
 
 
 def has_test_file(place: PurePosixPath, root: Path) -> bool:
-    """Whether a file lies where the tests of a folder of goldens would."""
+    """Return whether a file lies where the tests of a folder of goldens would."""
 
     def lies_in(folder: Path, part: str, *below: str) -> bool:
         try:
@@ -331,8 +331,8 @@ def has_test_file(place: PurePosixPath, root: Path) -> bool:
 
 
 def needs_gpu(path: PurePosixPath, root: Path) -> bool:
-    """Whether only a run with a GPU could judge a golden: its devices or environments say so, or
-    its name.
+    """Return whether only a run with a GPU could judge a golden: its devices or environments say
+    so, or its name.
     """
     if _GPU_WORD.search(path.name):
         return True

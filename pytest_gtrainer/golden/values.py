@@ -41,8 +41,8 @@ class Entry:
 
 
 def decisive(environment: Environment) -> Environment:
-    """What of an environment changes bits: all but the tag of torch's own wheels where the CPU
-    computes. The wheels of a release have one source, compiler, MKL and oneDNN: ``+cpu`` and
+    """Return what of an environment changes bits: all but the tag of torch's own wheels where the
+    CPU computes. The wheels of a release have one source, compiler, MKL and oneDNN: ``+cpu`` and
     ``+cu130`` of 2.13.0 gave the same bits on the CPU. On a GPU the tag tells cuBLAS and cuDNN. Any
     other tag names a build of somebody's own.
     """
@@ -223,7 +223,7 @@ def devices(text: str) -> set[str]:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """What differs, value by value; empty if nothing does."""
+    """Return what differs, value by value; empty if nothing does."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
     said = []
     for place in dict.fromkeys([*after, *before]):

@@ -67,7 +67,7 @@ def expert_fsdp_degree(
     tp: int = 1,
     ep: int = 1,
 ) -> int:
-    """Ranks a routed expert is sharded over (B4): those of ``efsdp``, else ``dp_shard * cp * tp //
+    """Ranks a routed expert is sharded over: those of ``efsdp``, else ``dp_shard * cp * tp //
     ep``; at least 1.
     """
     if ep < 1:
@@ -156,7 +156,7 @@ class Plan:
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs (B5)."""
+        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs."""
         paths = (fqn.split(".") for fqn in known)
         prefixes = {
             LOSS,
@@ -168,7 +168,7 @@ class Plan:
 
 
 def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError:
-    """What to raise for entries of a plan that are no module of a model, whose modules are
+    """Return what to raise for entries of a plan that are no module of a model, whose modules are
     ``known``.
     """
     close = difflib.get_close_matches(missing[0], known, n=1)

@@ -81,8 +81,8 @@ class FsdpCollective:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on
-        fake tensors.
+        """Return what the collective gives, as a fake tensor; a PlanError if the graph was not
+        traced on fake tensors.
         """
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -94,7 +94,7 @@ class FsdpCollective:
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
         """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and
-        its wait (D16).
+        its wait.
         """
         users = list(self.wait.users)
         if len(users) != 1 or users[0].target is not ALL_REDUCE:
@@ -104,7 +104,7 @@ class FsdpCollective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged (D1, D7); raises as
+        """Group, op and dtype: members that differ in it are never merged; raises as
         ``value``.
         """
         value = self.value
@@ -113,8 +113,8 @@ class FsdpCollective:
 
 
 def launches(target: Any) -> bool:
-    """Whether an operator starts a collective, a send or a receive; torch's packing operators do
-    not.
+    """Return whether an operator starts a collective, a send or a receive; torch's packing
+    operators do not.
     """
     if not isinstance(target, OpOverload):
         return False
@@ -139,7 +139,9 @@ def kind_of(launch: fx.Node) -> str:
 
 
 def is_fused(launch: fx.Node) -> bool:
-    """Whether it computes products beside: its operands and results are not what it communicates."""
+    """Return whether it computes products beside: its operands and results are not what it
+    communicates.
+    """
     return _FUSED in schema(launch.target).name
 
 
@@ -164,8 +166,8 @@ def reduction_of(launch: fx.Node) -> str | None:
 
 
 def hides(launch: fx.Node) -> bool:
-    """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s
-    operators in place.
+    """Return whether group or reduction are objects which a graph does not tell, as those of
+    ``c10d``'s operators in place.
     """
     return any(argument.name == "process_group" for argument in schema(launch.target).arguments)
 
@@ -192,14 +194,14 @@ def output_name(output: fx.Node, position: int, module: str) -> str:
 
 
 def results_of(gm: fx.GraphModule) -> list[Any]:
-    """What the graph returns, flat."""
+    """Return what the graph returns, flat."""
     results = gm.graph.output_node().args[0]
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor
-    (D6).
+    .
     """
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
@@ -258,7 +260,7 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
 
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The reduce-scatters of gradients, in graph order: their result reaches the output by unary
-    steps (D6).
+    steps.
     """
     output = gm.graph.output_node()
     every = reversed(

@@ -86,7 +86,7 @@ def path_of(source: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _key(spelled: str) -> str:
-    """What a key of a dictionary is, of a list its index."""
+    """Return what a key of a dictionary is, of a list its index."""
     try:
         return str(ast.literal_eval(spelled))
     except (ValueError, SyntaxError):
@@ -94,8 +94,8 @@ def _key(spelled: str) -> str:
 
 
 def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> GivenName:
-    """What a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is part of
-    the FQN.
+    """Return what a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is
+    part of the FQN.
 
     >>> named_source("L['self']._modules['up']._parameters['weight']")
     GivenName(kind='parameter', fqn='up.weight')
@@ -217,7 +217,9 @@ def _roots(gm: fx.GraphModule) -> set[str]:
 
 
 def is_foreign(gm: fx.GraphModule) -> bool:
-    """Whether another tracer left its names or values in the graph, and ours, or a parser, none."""
+    """Return whether another tracer left its names or values in the graph, and ours, or a parser,
+    none.
+    """
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             if "gt_input" in node.meta:
@@ -275,7 +277,9 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
 
 
 def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
-    """What the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd count."""
+    """Return what the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd
+    count.
+    """
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
         told = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
@@ -347,8 +351,8 @@ class _Adoption:
     def _given_to(
         self, body: fx.GraphModule, holder: fx.Node, call: fx.Node
     ) -> dict[str, GivenName]:
-        """What a call of a graph gives to its inputs: what stands behind the graphs that the call
-        names.
+        """Return what a call of a graph gives to its inputs: what stands behind the graphs that the
+        call names.
         """
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
         name, given = short_name(call), leaves_of(call.args)
@@ -475,7 +479,7 @@ def _saved_name(node: fx.Node) -> str:
 
 
 def _told_name(node: fx.Node) -> str:
-    """What an input is called, and "" for what is none."""
+    """Return what an input is called, and "" for what is none."""
     told = node.meta.get("gt_input")
     return str(told["fqn"]) if told is not None else str(node.meta.get("gt_argument", ""))
 
@@ -558,8 +562,8 @@ def _operand_name(operand: Any) -> GivenName | None:
 
 
 def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
-    """What all calls of a graph say of its inputs; of layers that share one, the end that their
-    FQNs have in common.
+    """Return what all calls of a graph say of its inputs; of layers that share one, the end that
+    their FQNs have in common.
     """
     agreed = {}
     for name in set(calls[0]).intersection(*calls):

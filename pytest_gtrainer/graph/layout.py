@@ -481,7 +481,7 @@ def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether an input is a parameter, or nobody says what it is."""
+    """Return whether an input is a parameter, or nobody says what it is."""
     return bool(node.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
 
 
@@ -505,7 +505,9 @@ def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
 
 
 def _module_of(launch: fx.Node) -> str:
-    """Where a collective belongs: its bucket's first module, else the module it was traced in."""
+    """Return where a collective belongs: its bucket's first module, else the module it was traced
+    in.
+    """
     bucket = launch.meta.get("fsdp_bucket")
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
 

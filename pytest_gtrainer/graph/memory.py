@@ -361,8 +361,8 @@ class _Walk:
         return results if len(results) != 1 else results[0]
 
     def _by_storages(self, node: fx.Node, value: Any, known: dict[int, Allocation]) -> Any:
-        """What shares a storage with what is ``known`` shows its memory; all else is made here, a
-        storage once.
+        """Return what shares a storage with what is ``known`` shows its memory; all else is made
+        here, a storage once.
         """
 
         def show(tensor: Tensor) -> frozenset[Allocation]:
@@ -411,8 +411,8 @@ class _Walk:
         )
 
     def _of_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
-        """What a node gives that runs graphs, whose inputs are its last operands; what they hold
-        beside is one more.
+        """Return what a node gives that runs graphs, whose inputs are its last operands; what they
+        hold beside is one more.
         """
         place, walks = self._order[node], []
         operands = [
@@ -510,8 +510,8 @@ class _Walk:
 
 
 def _is_shown(argument: Any, result: Any) -> bool:
-    """Whether a result shows an argument, by their alias annotations; that of a list says not what
-    it shows.
+    """Return whether a result shows an argument, by their alias annotations; that of a list says
+    not what it shows.
     """
     return None not in (argument, result) and bool(
         argument.before_set & result.before_set or not result.before_set

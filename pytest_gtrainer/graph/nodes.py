@@ -3,7 +3,7 @@
 Graph trainers write in ``node.meta``: ``custom["module_fqn"]``, else ``nn_module_stack``, is a
 node's module. ``autograd_backward`` is True on nodes of the backward, the one source of direction.
 ``custom["gt_part"]`` is "reduce" on what reduces a parameter's gradient in a stage. ``custom`` has
-the ``KEYS`` of chunked regions (G11, I3). On the output node, ``gt_gathers_once`` is True if a
+the ``KEYS`` of chunked regions. On the output node, ``gt_gathers_once`` is True if a
 parameter is gathered once however often it is read. ``gt_dynamic_dims`` has by name a dynamic
 dimension's symbol and its extent in the example. ``gt_stage_outputs`` counts outputs and gradients
 of inputs.
@@ -62,7 +62,7 @@ _WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
 
 
 def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd" (A3); torch's buckets have that of what they
+    """ "bwd" for nodes the backward made, else "fwd"; torch's buckets have that of what they
     serve.
     """
     meta = node.meta
@@ -88,7 +88,7 @@ def _direction_of_bucket(node: fx.Node) -> str:
 
 def node_fqn(node: fx.Node) -> str:
     """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else ""
-    (D12).
+    .
     """
     meta = node.meta
     custom = meta.get("custom")
@@ -99,7 +99,7 @@ def node_fqn(node: fx.Node) -> str:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the operator communicates, or waits for one that does."""
+    """Return whether the operator communicates, or waits for one that does."""
     return isinstance(node.target, OpOverload) and node.target.namespace in COMMUNICATING
 
 
@@ -119,7 +119,7 @@ def refuse_fake(gm: fx.GraphModule, what: str) -> None:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective, or for several."""
+    """Return whether a node waits for a functional collective, or for several."""
     return waits(node.target)
 
 
@@ -137,8 +137,8 @@ class Call(NamedTuple):
 
 
 def is_random(node: fx.Node | Call) -> bool:
-    """Whether the node draws from a random generator; torch tags attention without dropout, too,
-    which does not.
+    """Return whether the node draws from a random generator; torch tags attention without dropout,
+    too, which does not.
     """
     if not draws(node.target):
         return False
@@ -164,8 +164,8 @@ def parameter(target: object, name: str) -> tuple[int, str] | None:
 
 
 def argument_of(node: fx.Node | Call, *names: str) -> Any:
-    """What an operator is given as the first argument of these names, or its default; None if it
-    has none.
+    """Return what an operator is given as the first argument of these names, or its default; None
+    if it has none.
     """
     for place, argument in enumerate(schema(node.target).arguments):
         if argument.name in names:
@@ -175,7 +175,7 @@ def argument_of(node: fx.Node | Call, *names: str) -> Any:
 
 
 def leaves_of(argument: Any) -> list[Any]:
-    """What is in lists, tuples, dicts and slices of arguments, at any depth."""
+    """Return what is in lists, tuples, dicts and slices of arguments, at any depth."""
     found: list[Any] = []
     fx.node.map_aggregate(argument, found.append)
     return found
@@ -189,7 +189,7 @@ def short_name(node: fx.Node) -> str:
 
 
 def held(gm: Any, path: str) -> Any:
-    """What a graph's module holds under a dotted name; None if it holds nothing there."""
+    """Return what a graph's module holds under a dotted name; None if it holds nothing there."""
     for step in path.split("."):
         gm = getattr(gm, step, None)
     return gm
@@ -211,14 +211,16 @@ def graphs_called(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_view(target: object) -> bool:
-    """Whether an operator's result shares memory with its operand, to which it does not write."""
+    """Return whether an operator's result shares memory with its operand, to which it does not
+    write.
+    """
     return isinstance(target, OpOverload) and (
         target.is_view or target is torch.ops.aten._unsafe_view.default
     )
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the operator writes to an operand."""
+    """Return whether the operator writes to an operand."""
     return bool(written_operands(node))
 
 
@@ -257,8 +259,8 @@ def written_parameters(target: object) -> list[tuple[int, str]]:
 
 
 def returns_an_operand(node: fx.Node) -> bool:
-    """Whether the result is, or holds, the operand that the operator writes to, as of ``add_`` and
-    ``+=``.
+    """Return whether the result is, or holds, the operand that the operator writes to, as of
+    ``add_`` and ``+=``.
     """
     if isinstance(node.target, OpOverload):
         return any(result.is_write for result in schema(node.target).returns)
@@ -308,8 +310,8 @@ def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node without readers must stay (M5): it writes, communicates, draws or asserts, or
-    nobody can tell.
+    """Return whether a node without readers must stay: it writes, communicates, draws or asserts,
+    or nobody can tell.
     """
     if node.op in ("placeholder", "output", "call_module", "call_method"):
         return True

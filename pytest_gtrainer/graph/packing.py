@@ -263,7 +263,9 @@ def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
 
 
 def _packs(node: fx.Node) -> bool:
-    """Whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat tensors."""
+    """Return whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat
+    tensors.
+    """
     if node.target is _aten.cat.default:
         return getattr(node.meta.get("val"), "ndim", 0) == 1
     return isinstance(node.target, OpOverload) and schema(node.target).name in (
@@ -273,8 +275,8 @@ def _packs(node: fx.Node) -> bool:
 
 
 def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
-    """Whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts one
-    behind the other.
+    """Return whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts
+    one behind the other.
     """
     value, dim = (
         whole.meta.get("val"),
@@ -286,7 +288,7 @@ def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
 
 
 def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
-    """Whether a node takes this rank's part out of a buffer for all ranks."""
+    """Return whether a node takes this rank's part out of a buffer for all ranks."""
     if node.target is getitem:
         return node.args[1] == 0  # `all_gather_copy_in` gives it first
     if node.target is not _aten.slice.Tensor or schema(base.target).name != PRE_BUCKET_ALL_GATHER:
@@ -305,8 +307,8 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether an operator of torch makes new numbers of its operands, more than to move or to cast
-    them.
+    """Return whether an operator of torch makes new numbers of its operands, more than to move or
+    to cast them.
     """
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
@@ -314,18 +316,20 @@ def computes(node: fx.Node) -> bool:
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether an operator makes few numbers of all elements, as a norm does."""
+    """Return whether an operator makes few numbers of all elements, as a norm does."""
     return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether every element of the result is made of the elements at its place: the order stays."""
+    """Return whether every element of the result is made of the elements at its place: the order
+    stays.
+    """
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def scaled_operand(node: fx.Node) -> fx.Node | None:
-    """What an operator multiplies, divides or else changes by tensors of one element: by a count,
-    by a loss scale.
+    """Return what an operator multiplies, divides or else changes by tensors of one element: by a
+    count, by a loss scale.
     """
     if not is_pointwise(node) or len(operands := node.all_input_nodes) < 2:
         return None
@@ -359,7 +363,7 @@ class Arrival:
 
 
 def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
-    """Where the parts of a collective's result go, in the order in which they lie in it."""
+    """Return where the parts of a collective's result go, in the order in which they lie in it."""
     found: list[Arrival] = []
     todo = [(Piece(result, 0, 0, _numel(result)), False)]
     seen: set[tuple[Piece, bool]] = set()
@@ -389,7 +393,9 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
 
 
 def _begins(user: fx.Node) -> dict[fx.Node, list[int]]:
-    """Where in the result of a ``cat`` each of its tensors begins; one may stand there twice."""
+    """Return where in the result of a ``cat`` each of its tensors begins; one may stand there
+    twice.
+    """
     found: dict[fx.Node, list[int]] = defaultdict(list)
     tensors: Any = user.args[0]
     for tensor, at in zip(tensors, accumulate(map(_numel, tensors), initial=0), strict=False):
@@ -467,7 +473,7 @@ def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> list[Piece]:
-    """What of a piece lies in ``width`` elements from ``begin``, if anything does."""
+    """Return what of a piece lies in ``width`` elements from ``begin``, if anything does."""
     low, high = max(piece.low, begin), min(piece.low + piece.numel, begin + width)
     return [Piece(into, low - begin, piece.at + low - piece.low, high - low)] if low < high else []
 

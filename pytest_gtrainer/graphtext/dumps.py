@@ -46,7 +46,7 @@ _CONSTANTS = {str(value): word for word, value in TORCH_WORDS.items()}
 
 
 def is_dump(text: str) -> bool:
-    """Whether a text holds the code of a graph, as ``print_readable`` writes it."""
+    """Return whether a text holds the code of a graph, as ``print_readable`` writes it."""
     return _CLASS.search(text) is not None
 
 
@@ -237,7 +237,7 @@ class _Dump(ast.NodeTransformer):
         return [] if isinstance(value, ast.Tuple) else ast.parse(f"returns = {how}").body
 
     def _call(self, value: ast.expr) -> ast.Call:
-        """What a line computes, as a call of an operator."""
+        """Return what a line computes, as a call of an operator."""
         keywords: list[ast.keyword] = []
         match value:
             case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]) if (

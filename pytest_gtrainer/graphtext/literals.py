@@ -79,7 +79,7 @@ def held_as(value: Any) -> str:
 
 
 def tensor_content(value: torch.Tensor) -> str:
-    """What a constant holds: by content, not by name, as the tracer's numbering of constants
+    """Return what a constant holds: by content, not by name, as the tracer's numbering of constants
     drifts.
     """
     if isinstance(value, FakeTensor) or value.is_meta:
@@ -120,6 +120,6 @@ def _quantisation(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, element by element, whatever its strides."""
+    """Return what a tensor holds, element by element, whatever its strides."""
     dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
     return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

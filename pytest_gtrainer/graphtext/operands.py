@@ -84,8 +84,8 @@ _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 
 def may_be_symbolic(text: str) -> bool:
-    """Whether a text may name a symbol; the first shape environment of a process takes seconds to
-    import.
+    """Return whether a text may name a symbol; the first shape environment of a process takes
+    seconds to import.
     """
     return _SYMBOL.search(text) is not None
 
@@ -184,7 +184,7 @@ class Sizes:
             ) from None
 
     def _is_moderate(self, values: Sequence[Any]) -> bool:
-        """Whether a power is quick to evaluate, with the examples of its symbols too."""
+        """Return whether a power is quick to evaluate, with the examples of its symbols too."""
         if len(values) != 2 or not any(value.free_symbols for value in values):
             return False
         base, exponent = (abs(value.xreplace(self._env.backed_var_to_val)) for value in values)
@@ -207,8 +207,8 @@ class Sizes:
         return self._unbacked[owner, name]
 
     def value(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``;
-        else a TextError.
+        """Return what a type stands for: a fake tensor, a number, a container of them, None for
+        ``_``; else a TextError.
         """
         device = self.device
         match node:
@@ -320,7 +320,7 @@ class Operands:
         values[name] = node
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
-        """What an operand stands for; a TextError if it is none."""
+        """Return what an operand stands for; a TextError if it is none."""
         match node:
             case ast.Constant(value) if type(value) in PLAIN:
                 return value
@@ -351,8 +351,8 @@ class Operands:
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a name stands for: an input, a value or an output of it, a definition, a constant,
-        an operator.
+        """Return what a name stands for: an input, a value or an output of it, a definition, a
+        constant, an operator.
         """
         head, name, items = syntax.reference(node)
         if not name:
@@ -375,7 +375,9 @@ class Operands:
         return found
 
     def _constant_named(self, node: ast.expr, name: str, scope: Scope, *, is_bare: bool) -> Any:
-        """What a name stands for that no value has: a word of torch, or an operator as an argument."""
+        """Return what a name stands for that no value has: a word of torch, or an operator as an
+        argument.
+        """
         if is_bare and name in CONSTANTS:
             return CONSTANTS[name]
         if not is_bare:

@@ -282,12 +282,12 @@ _METHODS = frozenset(
 
 
 def is_method(name: str) -> bool:
-    """Whether a text may call the method ``name`` of a tensor: those that are operators."""
+    """Return whether a text may call the method ``name`` of a tensor: those that are operators."""
     return name in _METHODS or is_operator(name)
 
 
 def is_operator(name: str) -> bool:
-    """Whether ``aten`` has an operator of that name."""
+    """Return whether ``aten`` has an operator of that name."""
     return any(
         found == f"aten::{name}" or found.startswith(f"aten::{name}.")
         for found in graph_text.operator_names()

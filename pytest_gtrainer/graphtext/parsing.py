@@ -446,7 +446,7 @@ class _Parser:
             node.meta["val"] = value
 
     def _target(self, node: ast.expr) -> tuple[str, Any]:
-        """What a line calls; looked up once, as a line may stand for a hundred layers."""
+        """Return what a line calls; looked up once, as a line may stand for a hundred layers."""
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
@@ -529,8 +529,8 @@ class _Parser:
 def unfaithful(
     gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
 ) -> str | None:
-    """Where the full view ``text`` reads back as another graph; None if nowhere, or if it calls
-    functions of Python.
+    """Return where the full view ``text`` reads back as another graph; None if nowhere, or if it
+    calls functions of Python.
     """
     if (namespaces := _namespaces(gm)) is None:
         return None

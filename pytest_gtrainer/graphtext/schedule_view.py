@@ -47,12 +47,14 @@ _HEAVY = re.compile(r"mm$|attention|convolution")
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node starts a collective, a send or a receive."""
+    """Return whether a node starts a collective, a send or a receive."""
     return operator_of(node).launches
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node costs nothing; an operator that copies only where it must counts as a view."""
+    """Return whether a node costs nothing; an operator that copies only where it must counts as a
+    view.
+    """
     short = operator_of(node).short
     if short in _SYNCS or is_launch(node):  # that of some collectives is the operand itself
         return False
@@ -120,8 +122,8 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
-    """What a collective moves: its result, or its operands where these are known to be larger; if
-    fused, nothing.
+    """Return what a collective moves: its result, or its operands where these are known to be
+    larger; if fused, nothing.
     """
     if is_fused(launch):
         return []
@@ -136,7 +138,7 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
 
 
 def communicates(gm: fx.GraphModule) -> bool:
-    """Whether a graph, or one inside it, launches a collective."""
+    """Return whether a graph, or one inside it, launches a collective."""
     computed = filter(is_computed, gm.graph.nodes)
     return any(
         is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed

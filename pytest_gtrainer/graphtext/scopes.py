@@ -73,7 +73,7 @@ class Scopes:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node only takes one output of its operand; it is spelled ``operand[0]``.
+    """Return whether a node only takes one output of its operand; it is spelled ``operand[0]``.
 
     A node with marks of its own has a line of its own.
     """
@@ -107,7 +107,7 @@ def _own_annotations(node: fx.Node) -> dict[Any, Any]:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether a node has a line of its own in the schedule."""
+    """Return whether a node has a line of its own in the schedule."""
     return node.op in _CALLS and not is_item(node)
 
 
@@ -118,7 +118,7 @@ def users_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
-    """Where every node that has a value belongs, in one walk."""
+    """Return where every node that has a value belongs, in one walk."""
     found = Scopes()
     seen: Counter[tuple[str, str]] = Counter()
     for node in nodes:

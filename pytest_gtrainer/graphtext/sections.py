@@ -67,7 +67,7 @@ def _tail(parts: list[str]) -> str:
 
 
 def is_word(part: str) -> bool:
-    """Whether Python reads it as this name: some letters it reads as others."""
+    """Return whether Python reads it as this name: some letters it reads as others."""
     is_name = part.isidentifier() and not keyword.iskeyword(part)
     return is_name and (part.isascii() or unicodedata.normalize("NFKC", part) == part)
 
@@ -143,12 +143,12 @@ class Scope(NamedTuple):
 
     @property
     def is_nowhere(self) -> bool:
-        """Whether no module is known."""
+        """Return whether no module is known."""
         return self.owners == ("",)
 
     @property
     def floats(self) -> bool:
-        """Whether its lines may stand in the section of another layer."""
+        """Return whether its lines may stand in the section of another layer."""
         return self.is_bucket or self.is_nowhere
 
 
@@ -166,7 +166,7 @@ class Line(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it defines; a statement that defines nothing is its own name."""
+        """Return what it defines; a statement that defines nothing is its own name."""
         target, colon, _ = self.text.partition(": ")
         return target if colon else self.text
 

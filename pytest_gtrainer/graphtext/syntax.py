@@ -163,7 +163,7 @@ def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
 
 @functools.lru_cache(maxsize=1 << 12)
 def key_of(section: str) -> SectionKey:
-    """What a section's name says; one that cannot be read is a space."""
+    """Return what a section's name says; one that cannot be read is a space."""
     try:
         space, *path = links_of(section)
         container, _, number = static_path(path).rpartition(".")
@@ -197,7 +197,7 @@ def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
 
 
 def is_input(links: Sequence[Link]) -> bool:
-    """Whether a chain names an input of the graph: ``P.L.w``, ``I[0]``."""
+    """Return whether a chain names an input of the graph: ``P.L.w``, ``I[0]``."""
     return links[0].value in INPUT_SPACES and len(links) > 1
 
 

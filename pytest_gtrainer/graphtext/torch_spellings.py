@@ -49,7 +49,9 @@ SPELLINGS = (
 
 
 def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, ...]:
-    """What one of two versions of torch spells differently; nothing if a version is not known."""
+    """Return what one of two versions of torch spells differently; nothing if a version is not
+    known.
+    """
     versions = [minor_version(version) if version else None for version in (made, running)]
     known = [version for version in versions if version is not None]
     if len(known) < 2:
@@ -60,8 +62,8 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 def same_but_for(
     spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]
 ) -> bool:
-    """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it,
-    and may differ.
+    """Return whether two graphs are equal, line by line, in one spelling. Names of values follow
+    from it, and may differ.
     """
     return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 

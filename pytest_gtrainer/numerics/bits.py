@@ -3,8 +3,9 @@
 ``-0.0`` is not ``0.0`` here and a NaN equals a NaN only with the same payload, because
 nothing looks at values: a tensor is its bytes in row-major order of its elements.
 
-torch moves and compares bytes of every dtype; of many narrow ones (``uint4``, ``bits8``, ``float4_e2m1fn_x2``) it can
-neither copy, index nor print an element. So a tensor is seen as integers of the same width before anything else.
+torch moves and compares bytes of every dtype; of many narrow ones (``uint4``, ``bits8``,
+``float4_e2m1fn_x2``) it can neither copy, index nor print an element. So a tensor is seen as
+integers of the same width before anything else.
 """
 
 import ctypes
@@ -31,12 +32,16 @@ class NoBytes(TypeError):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The detached strided tensor of this rank's values, a DTensor's local shard; a NoBytes where there is none."""
+    """The detached strided tensor of this rank's values, a DTensor's local shard; a NoBytes where
+    there is none.
+    """
     return held(tensor).resolve_conj().resolve_neg()
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Like ``plain``, but conjugates and negations that torch has put off stay so; strides are the tensor's own."""
+    """Like ``plain``, but conjugates and negations that torch has put off stay so; strides are the
+    tensor's own.
+    """
     tensor = tensor.detach()
     if is_dtensor(tensor):
         tensor = tensor.to_local().detach()
@@ -61,7 +66,8 @@ def held(tensor: Tensor) -> Tensor:
 def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors that a tensor consists of, with their names.
 
-    That is the tensor itself, unless it is quantised: then its integers, its scales and its zero points.
+    That is the tensor itself, unless it is quantised: then its integers, its scales and its zero
+    points.
     """
     if not tensor.is_quantized:
         yield name, tensor
@@ -80,39 +86,48 @@ def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
+    """Return whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor is contiguous."""
+    """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor
+    is contiguous.
+    """
     row = _as_integers(plain(tensor)).contiguous().view(-1)
-    # a slice of one element is contiguous whatever its stride is, but only a stride of 1 can be seen as bytes
+    # a slice of one element is contiguous whatever its stride is, but only a stride of 1 can be
+    # seen as bytes
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides on the same device, of any dtype; of a DTensor its local shard."""
+    """Return a copy with the same strides on the same device, of any dtype; of a DTensor its local
+    shard.
+    """
     tensor = plain(tensor)
     return _as_integers(tensor).clone().view(tensor.dtype)
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """See a tensor as integers as wide as its elements; complex128, wider than any integer, stays what it is."""
+    """See a tensor as integers as wide as its elements; complex128, wider than any integer, stays
+    what it is.
+    """
     integers = _INTEGERS.get(tensor.element_size())
     return tensor if integers is None else tensor.view(integers)
 
 
 def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a contiguous byte view in host memory, not copied; valid as long as ``view`` lives."""
+    """The memory of a contiguous byte view in host memory, not copied; valid as long as ``view``
+    lives.
+    """
     if not view.numel():
         return b""
     return (ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two byte views (``uint8[n]``) are equal, read in the widest words that fit."""
+    """Return whether two byte views (``uint8[n]``) are equal, read in the widest words that fit."""
     if a.numel() != b.numel():
         return False
     width = max(w for w in _INTEGERS if a.storage_offset() % w == b.storage_offset() % w == 0)
@@ -122,7 +137,9 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does."""
+    """Return how many elements differ, and the place of the first in row-major order; piece by
+    piece, -1 if none does.
+    """
     total, first, size = 0, -1, a.element_size()
     word = _INTEGERS[min(size, _WORD)]
     pieces = [byte_view(side).split(_PIECE * size) for side in (a, b)]
@@ -147,7 +164,9 @@ def count_not_finite(tensor: Tensor) -> int:
 
 
 def differ_where_finite(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape differ in an element that is a finite number in both."""
+    """Return whether two tensors of one dtype and shape differ in an element that is a finite
+    number in both.
+    """
     if not _can_be_infinite(a):
         return not same_bytes(byte_view(a), byte_view(b))
     views = byte_view(a).cpu(), byte_view(b).cpu()
@@ -166,7 +185,9 @@ def _is_finite(row: Tensor) -> Tensor:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether some byte in memory belongs to both tensors; none does if one of them holds no values."""
+    """Return whether some byte in memory belongs to both tensors; none does if one of them holds no
+    values.
+    """
     try:
         sides = held(a), held(b)
     except NoBytes:
@@ -182,7 +203,8 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     begin, end = max(start for start, _ in spans), min(stop for _, stop in spans)
     if begin >= end:
         return False
-    # Views of one storage may lie between each other, as columns do: mark the bytes of one, and look for the other's.
+    # Views of one storage may lie between each other, as columns do: mark the bytes of one, and
+    # look for the other's.
     first = min(start for start, _ in spans)
     marks = torch.zeros(max(stop for _, stop in spans) - first, dtype=torch.bool)
     shown = []
@@ -195,7 +217,9 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def element_at(tensor: Tensor, place: int) -> Tensor:
-    """Return the element at a place in row-major order as a tensor without dimensions, of any dtype."""
+    """Return the element at a place in row-major order as a tensor without dimensions, of any
+    dtype.
+    """
     tensor = plain(tensor)
     size = tensor.element_size()
     raw = byte_view(tensor)[place * size : (place + 1) * size]
@@ -216,7 +240,8 @@ def pattern(element: Tensor) -> str:
 
 
 def value(element: Tensor) -> str:
-    """A one-element tensor as a decimal that no neighbour shares; its bits where torch knows no number for them.
+    """A one-element tensor as a decimal that no neighbour shares; its bits where torch knows no
+    number for them.
 
     >>> value(torch.tensor(0.1)), value(torch.tensor(-0.0)), value(torch.tensor(7))
     ('0.100000001', '-0', '7')
@@ -237,7 +262,9 @@ _PACKED = torch.float4_e2m1fn_x2  # two numbers a byte, none of them NaN or infi
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int | None:
-    """ULPs between two one-element tensors; None for NaN, different dtypes, and what is not floating point."""
+    """ULPs between two one-element tensors; None for NaN, different dtypes, and what is not
+    floating point.
+    """
     if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is _PACKED:
         return None
     if any(bool(side.to(torch.float64).isnan()) for side in (a, b)):

@@ -1,10 +1,11 @@
 """Compare two sets of tensors bit by bit and say where a difference comes from.
 
-Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never passes as equal.
-NaN and infinite values have the same bits whatever computes them: a verdict names where they are, and a run whose
-loss, or all of a gradient or weight, is not finite is unverified. So is a comparison of empty tensors alone.
-Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
-Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
+Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never
+passes as equal. NaN and infinite values have the same bits whatever computes them: a verdict names
+where they are, and a run whose loss, or all of a gradient or weight, is not finite is unverified.
+So is a comparison of empty tensors alone. Differences are in order of origin: step, rank, phase,
+the order in which ``expected`` registered its tensors, element. Between records dtype, shape and
+bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
 import os
@@ -28,10 +29,12 @@ _OF_A_RUN = ("loss", "gradient", "clipped", "weight", "optimizer")
 
 
 def compare(actual: Tensors, expected: Tensors) -> Verdict:
-    """Compare ``actual`` with ``expected`` bit by bit: records, tensors, modules, mappings or sequences of tensors.
+    """Compare ``actual`` with ``expected`` bit by bit: records, tensors, modules, mappings or
+    sequences of tensors.
 
-    A name that only one side has is a difference. The order of names does not count. A tensor that is the same memory
-    on both sides makes the verdict unverified: whatever one side wrote there, the other has as well.
+    A name that only one side has is a difference. The order of names does not count. A tensor that
+    is the same memory on both sides makes the verdict unverified: whatever one side wrote there,
+    the other has as well.
 
     Raises:
         TypeError: a record against something else, or something that is not a tensor.
@@ -62,7 +65,9 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
 
 
 def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:
-    """Which tensors are the same memory on both sides, and what to do about it; nothing if none is."""
+    """Return which tensors are the same memory on both sides, and what to do about it; nothing if
+    none is.
+    """
     shared = [key for key, tensor in expected.items() if bits.share_memory(actual[key], tensor)]
     if not shared:
         places = [
@@ -83,7 +88,8 @@ def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str
 
 
 def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
-    """Say that all gradients, all weights, or all tensors outside a run are empty; nothing if none of it is so.
+    """Say that all gradients, all weights, or all tensors outside a run are empty; nothing if none
+    of it is so.
 
     Of a DTensor the global size counts: a rank may well hold an empty shard.
     """
@@ -97,9 +103,11 @@ def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
 
 
 def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
-    """Why the bits of a run prove nothing: a loss is not finite, or no element of a gradient is; else nothing.
+    """Why the bits of a run prove nothing: a loss is not finite, or no element of a gradient is;
+    else nothing.
 
-    Outside a run NaN and inf may be meant, as in a mask; inside one, some infinite elements do not spoil the others.
+    Outside a run NaN and inf may be meant, as in a mask; inside one, some infinite elements do not
+    spoil the others.
     """
     for key, tensor in run.items():
         if key.phase not in _OF_A_RUN:
@@ -130,7 +138,9 @@ def compare_entries(
     doubts: Sequence[str] = (),
     faults: Sequence[str] = (),
 ) -> Verdict:
-    """Compare tensors by key; a fault, or a bit, makes them different, a doubt or a missing name at most unverified."""
+    """Compare tensors by key; a fault, or a bit, makes them different, a doubt or a missing name at
+    most unverified.
+    """
     common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
     only_actual = tuple(key for key in actual if key not in common)
     only_expected = tuple(key for key in expected if key not in common)
@@ -179,7 +189,9 @@ def _not_finite(tensors: Mapping[Key, Tensor]) -> Iterator[str]:
 
 
 def _tied(pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> Iterator[str]:
-    """Yield the names that are another name's tensor on both sides: tied weights, or one tensor kept several times."""
+    """Yield the names that are another name's tensor on both sides: tied weights, or one tensor
+    kept several times.
+    """
     seen: dict[object, Key] = {}
     for key, pair in pairs.items():
         places = tuple(_place_in_memory(tensor) for tensor in pair)
@@ -246,7 +258,9 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
 
 
 class VerdictError(facts.FailedCheck):
-    """A comparison did not have the required result; ``gt_origin`` is (step, rank) of the first difference, or None."""
+    """A comparison did not have the required result; ``gt_origin`` is (step, rank) of the first
+    difference, or None.
+    """
 
     def __init__(self, message: str, verdict: Verdict) -> None:
         super().__init__(message)
@@ -295,7 +309,9 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
 
 
 def starts_differ(actual: Tensors, expected: Tensors) -> str:
-    """That two recorded runs started from other weights, if they did: then nothing behind it says anything."""
+    """That two recorded runs started from other weights, if they did: then nothing behind it says
+    anything.
+    """
     if not isinstance(actual, Record) or not isinstance(expected, Record):
         return ""
     both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
@@ -309,8 +325,9 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
 
 
 def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list[str]]:
-    """A comparison that must be equal, told to all who count or watch; and what they know about it: with
-    ``--gt-bisect``, which pass it was."""
+    """A comparison that must be equal, told to all who count or watch; and what they know about it:
+    with ``--gt-bisect``, which pass it was.
+    """
     verdict, explanations = compare(actual, expected), list[str]()
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
     facts.notify(
@@ -334,9 +351,10 @@ def assert_bitwise_different(
 ) -> Verdict:
     """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
 
-    This is the control of an ``assert_bitwise_equal``: the same comparison on a run with one mistake on purpose. It
-    fails if names or shapes do not match, or if all that differs is NaN, infinite or a random state, because then it
-    would pass for the wrong reason. In a test on ranks one rank that differs is enough.
+    This is the control of an ``assert_bitwise_equal``: the same comparison on a run with one
+    mistake on purpose. It fails if names or shapes do not match, or if all that differs is NaN,
+    infinite or a random state, because then it would pass for the wrong reason. In a test on ranks
+    one rank that differs is enough.
 
     Args:
         actual, expected, what: as for ``assert_bitwise_equal``.

@@ -1,7 +1,9 @@
-"""Every switch of determinism, set together and restored whole; seeds, and random states of Python, NumPy and torch.
+"""Every switch of determinism, set together and restored whole; seeds, and random states of Python,
+NumPy and torch.
 
-What cannot be honoured any more is an error, never a warning: a check that believes it is deterministic and is not
-proves nothing. All switches are in ``knobs``. ``balanced_loss`` weighs all tokens alike.
+What cannot be honoured any more is an error, never a warning: a check that believes it is
+deterministic and is not proves nothing. All switches are in ``knobs``. ``balanced_loss`` weighs all
+tokens alike.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ class ActivationCheckpointConfig:
     """How ``torch.utils.checkpoint`` recomputes; the fields are its arguments.
 
     Attributes:
-        preserve_rng_state: recompute with the random numbers of the forward; without it dropout recomputes
-            another mask, and what comes after the region draws other numbers.
-        determinism_check: "default" compares shapes, dtypes and devices of what was recomputed, "none" nothing.
+        preserve_rng_state: recompute with the random numbers of the forward; without it dropout
+            recomputes another mask, and what comes after the region draws other numbers.
+        determinism_check: "default" compares shapes, dtypes and devices of what was recomputed,
+            "none" nothing.
         debug: on a mismatch, show the operators of both runs.
     """
 
@@ -71,7 +74,8 @@ class ActivationCheckpointConfig:
 
 
 def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
-    """Return options for ``torch.compile(flex_attention, options=...)``: no tuning if ``config`` is deterministic.
+    """Return options for ``torch.compile(flex_attention, options=...)``: no tuning if ``config`` is
+    deterministic.
 
     The options of a compiled function override Inductor's own configuration.
 
@@ -84,8 +88,8 @@ def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
 
 NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
     "as_found": {},
-    # Megatron-LM --deterministic-mode demands that NCCL_ALGO is one of Tree, Ring, CollnetDirect, CollnetChain, ^NVLS;
-    # its users mostly choose Ring, as slime and Primus do.
+    # Megatron-LM --deterministic-mode demands that NCCL_ALGO is one of Tree, Ring, CollnetDirect,
+    # CollnetChain, ^NVLS; its users mostly choose Ring, as slime and Primus do.
     "megatron_ring": {"NCCL_ALGO": "Ring"},
     "megatron_no_nvls": {"NCCL_ALGO": "^NVLS"},
     # SGLang --enable-deterministic-inference: trees, and for all-reduce only.
@@ -112,7 +116,8 @@ _WORKSPACE_VALUES = (":4096:8", ":16:8")
 _INDUCTOR = knobs.flags("torch._inductor.config")
 """At Inductor's import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
 
-# Whether CUDA started inside one of our blocks: then it has the workspace, although the variable is gone again.
+# Whether CUDA started inside one of our blocks: then it has the workspace, although the variable is
+# gone again.
 _cuda_started_here = False
 _active: list[Settings] = []
 
@@ -135,7 +140,9 @@ class Settings:
         return self.config.seed
 
     def report(self) -> str:
-        """The values in effect now, one a line, with what they were before where that is something else."""
+        """The values in effect now, one a line, with what they were before where that is something
+        else.
+        """
         lines = [f"{'seed':<72} {torch.initial_seed()}"]
         for name, value in knobs.values().items():
             now, before = (
@@ -162,8 +169,8 @@ def deterministic(
         nccl: a preset of NCCL's variables, see ``NCCL_PRESETS``; by default they are left alone.
 
     Raises:
-        DeterminismError: CUDA was initialised without the cuBLAS workspace variable, or NCCL has read
-            its variables already.
+        DeterminismError: CUDA was initialised without the cuBLAS workspace variable, or NCCL has
+            read its variables already.
         ValueError: no NCCL preset of that name.
     """
     config = config or DebugConfig()
@@ -236,7 +243,9 @@ def _cublas_workspace() -> Iterator[None]:
 
 
 def _read_workspace() -> None:
-    """torch and cuBLAS look at their variable at the first product and never again: one while it is there."""
+    """torch and cuBLAS look at their variable at the first product and never again: one while it is
+    there.
+    """
     with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
         one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
         torch.mm(one, one)
@@ -275,7 +284,8 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
     random.seed(seed)
-    # of devices that this torch was not built for, manual_seed notes a stack trace each: half a millisecond
+    # of devices that this torch was not built for, manual_seed notes a stack trace each: half a
+    # millisecond
     on_cpu_only = torch.accelerator.current_accelerator() is None
     (torch.default_generator if on_cpu_only else torch).manual_seed(seed % 2**64)
     numpy = numpy_or_none()  # which torch has imported, if there is one
@@ -284,7 +294,8 @@ def seed_everything(seed: int) -> None:
 
 
 def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
-    """This rank's seed: the base seed, plus its place along the mesh dimensions named in ``distinct``.
+    """This rank's seed: the base seed, plus its place along the mesh dimensions named in
+    ``distinct``.
 
     Raises:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.
@@ -309,12 +320,14 @@ def balanced_loss(
     *,
     gradients: Literal["avg", "sum"] = "avg",
 ) -> torch.Tensor:
-    """Return this rank's share of the mean over the tokens of all ranks; every rank of the group must call it.
+    """Return this rank's share of the mean over the tokens of all ranks; every rank of the group
+    must call it.
 
-    With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their average is. One
-    all-reduce counts tokens exactly, in int64, also in a trace. Over ``R`` ranks the result differs from the mean on
-    one rank by at most ``(R + 2) * eps`` of the dtype times the sum of absolute shares. If all ranks have equally many
-    tokens and ``R`` is a power of two, it is bit for bit the mean of the rank's own tokens.
+    With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their
+    average is. One all-reduce counts tokens exactly, in int64, also in a trace. Over ``R`` ranks
+    the result differs from the mean on one rank by at most ``(R + 2) * eps`` of the dtype times the
+    sum of absolute shares. If all ranks have equally many tokens and ``R`` is a power of two, it is
+    bit for bit the mean of the rank's own tokens.
 
     Args:
         loss_sum: the sum over this rank's tokens, a scalar; zero on a rank without tokens.

@@ -1,9 +1,10 @@
-"""One string that stands for every bit of a set of tensors: name, dtype, shape, raw bytes of each, in order.
+"""One string that stands for every bit of a set of tensors: name, dtype, shape, raw bytes of each,
+in order.
 
-Strides and devices do not count; of a DTensor the local shard does, or on request the global tensor. A tensor larger
-than a *leaf* of 4 MiB is the hash of its leaves' hashes. ``xxh3_128`` finds every accident; ``sha256`` is for someone
-who wants two models to look the same; ``mix128`` is computed by torch on the tensor's device. Digests of one algorithm
-are comparable.
+Strides and devices do not count; of a DTensor the local shard does, or on request the global
+tensor. A tensor larger than a *leaf* of 4 MiB is the hash of its leaves' hashes. ``xxh3_128`` finds
+every accident; ``sha256`` is for someone who wants two models to look the same; ``mix128`` is
+computed by torch on the tensor's device. Digests of one algorithm are comparable.
 """
 
 import hashlib
@@ -57,15 +58,17 @@ ALGORITHMS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], bytes]]] = {
 
 
 def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local") -> str:
-    """Return a hash of the bits of ``value``, ``"xxh3_128:5f0c…"``: a tensor, module, record, mapping or sequence.
+    """Return a hash of the bits of ``value``, ``"xxh3_128:5f0c…"``: a tensor, module, record,
+    mapping or sequence.
 
-    Of a module it covers parameters and buffers in order, tied weights under each name. Of a record it covers world
-    size, keys and tensors, not ``meta``.
+    Of a module it covers parameters and buffers in order, tied weights under each name. Of a record
+    it covers world size, keys and tensors, not ``meta``.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
-        scope: of a DTensor the "local" shard of this rank, or the "global" tensor, gathered one at a time. Then every
-            rank of its mesh must call this and gets the digest of the model before it was sharded.
+        scope: of a DTensor the "local" shard of this rank, or the "global" tensor, gathered one at
+            a time. Then every rank of its mesh must call this and gets the digest of the model
+            before it was sharded.
 
     Raises:
         ValueError: unknown algorithm or scope; no tensor at all.
@@ -96,7 +99,9 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
 
 
 def _leaves(tensor: Tensor, algorithm: str) -> Iterator[Any]:
-    """What stands for the bytes: themselves where one leaf holds them, else the hash of each leaf."""
+    """Yield what stands for the bytes: themselves where one leaf holds them, else the hash of each
+    leaf.
+    """
     view, on_device = byte_view(tensor), algorithm == "mix128"
     if view.numel() <= _LEAF and not on_device:
         host = view.cpu()  # kept alive by this frame while its memory is read
@@ -119,7 +124,9 @@ def _framed(*parts: object) -> bytes:
 
 
 def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a GPU by ``mix128``."""
+    """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a
+    GPU by ``mix128``.
+    """
     if os.environ.get("GT_WEIGHT_HASH") == "1":
         told = dict(weights)
         if not told:  # as of a pipeline's stage that has no parameters

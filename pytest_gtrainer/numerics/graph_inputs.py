@@ -1,11 +1,13 @@
 """Made-up inputs of graphs: ordinary numbers, and values that those never reach.
 
-A pass that inserts ``clamp(-100, 100)``, or deletes one, changes no bit of normally distributed numbers. So two graphs
-that are equal on ordinary inputs are run again, once for each ``Extreme``, with some elements of each floating-point
-input replaced. Integer inputs stay as they are, because they may be indices.
+A pass that inserts ``clamp(-100, 100)``, or deletes one, changes no bit of normally distributed
+numbers. So two graphs that are equal on ordinary inputs are run again, once for each ``Extreme``,
+with some elements of each floating-point input replaced. Integer inputs stay as they are, because
+they may be indices.
 
-An infinity or a NaN in every weight makes every result of a training step NaN, and then nothing can differ. If that
-happens, one input alone gets the values. If still every result is NaN, ``try_extremes`` reports it.
+An infinity or a NaN in every weight makes every result of a training step NaN, and then nothing can
+differ. If that happens, one input alone gets the values. If still every result is NaN,
+``try_extremes`` reports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +46,9 @@ class Extreme(Enum):
         )
 
     def count(self, numel: int) -> int:
-        """How many of ``numel`` elements are replaced. A few NaNs leave rows and columns without one."""
+        """Return how many of ``numel`` elements are replaced. A few NaNs leave rows and columns
+        without one.
+        """
         share = {Extreme.LARGE: 3, Extreme.TINY: 2}.get(self, 16)
         most = numel if share < 16 else 4
         return min(max(numel // share, 1), most, numel)
@@ -55,17 +59,19 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
 
     Args:
         inputs: of a graph; an element may be a list, one value for each rank.
-        check: compares two graphs on these inputs, and returns whether any result was a number. On ranks all must
-            return the same.
+        check: compares two graphs on these inputs, and returns whether any result was a number. On
+            ranks all must return the same.
 
     Returns:
-        a description of each kind of values with which every result was NaN, whichever input had them.
+        a description of each kind of values with which every result was NaN, whichever input had
+        them.
     """
     silent: list[str] = []
     places = [at for at, value in enumerate(inputs) if _takes_extremes(value)]
     if not places:
         return silent
-    # A training step begins with parameters and ends with its batch: the first and the last input differ most.
+    # A training step begins with parameters and ends with its batch: the first and the last input
+    # differ most.
     alone = list(dict.fromkeys([places[0], places[-1], *places[1:-1]]))[:MOST_ALONE]
     for extreme in Extreme:
         attempts = [places] if len(places) == 1 else [places, *([place] for place in alone)]
@@ -79,7 +85,9 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
 
 
 def _changed(inputs: Sequence[Any], chosen: Sequence[int], extreme: Extreme) -> list[Any]:
-    """Inputs of which the chosen ones are copies with extreme values; what was one tensor in two places stays one."""
+    """Inputs of which the chosen ones are copies with extreme values; what was one tensor in two
+    places stays one.
+    """
     made: dict[int, Tensor] = {}
 
     def change(value: Any, place: int) -> Any:
@@ -95,7 +103,8 @@ def _changed(inputs: Sequence[Any], chosen: Sequence[int], extreme: Extreme) -> 
 
 
 def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int) -> Tensor:
-    """A copy of a floating-point or complex tensor with extreme values at places drawn from ``seed``.
+    """A copy of a floating-point or complex tensor with extreme values at places drawn from
+    ``seed``.
 
     Replicas of one shape on several ranks get the same values at the same places.
     """
@@ -134,12 +143,14 @@ def sample_tensor(
     *,
     small: float = 1.0,
 ) -> Tensor:
-    """Ordinary values for a graph input: normally distributed numbers; integers are 0 or 1, which may be indices.
+    """Ordinary values for a graph input: normally distributed numbers; integers are 0 or 1, which
+    may be indices.
 
     Args:
         like: a tensor with the dtype and device.
         shape, strides: of the result, in elements.
-        small: a factor of every fourth row, as 0.001, so that what is added to a small number shows.
+        small: a factor of every fourth row, as 0.001, so that what is added to a small number
+            shows.
     """
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex128 if like.dtype.is_complex else torch.float64

@@ -1,7 +1,8 @@
 """Run a graph once, and return its results together with the state that it leaves behind.
 
-A pass may change more than results: it may double a weight in place, write to a buffer, or draw random numbers that
-nobody reads. So a comparison of two graphs looks at ``GraphRun.everything``, not only at ``GraphRun.outputs``.
+A pass may change more than results: it may double a weight in place, write to a buffer, or draw
+random numbers that nobody reads. So a comparison of two graphs looks at ``GraphRun.everything``,
+not only at ``GraphRun.outputs``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +26,8 @@ class GraphRun:
 
     Attributes:
         outputs: the results. A plain number is a tensor here; None and other objects are left out.
-        state: every input that is a tensor, attributes of the graph's module that the run wrote to, and the states of
-            random generators, all as they are after the run.
+        state: every input that is a tensor, attributes of the graph's module that the run wrote to,
+            and the states of random generators, all as they are after the run.
     """
 
     outputs: dict[str, Tensor]
@@ -41,7 +42,8 @@ class GraphRun:
 def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates) -> GraphRun:
     """Run ``gm`` on ``inputs``, which it may write to, from the random states ``start``.
 
-    The random states of this process and the attributes of ``gm`` are afterwards what they were before.
+    The random states of this process and the attributes of ``gm`` are afterwards what they were
+    before.
     """
     gm.recompile()  # else a pass that has not done so would be judged by the code from before it
     attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in attributes_of(gm)}
@@ -61,10 +63,11 @@ def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates)
 
 
 def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, Tensor]:
-    """Return results by the names in ``meta["gt_outputs"]`` of a graph, or as ``output 0``, ``output 1``, ...
+    """Return results by the names in ``meta["gt_outputs"]`` of a graph, or as ``output 0``,
+    ``output 1``, ...
 
-    The last entry has the structure of the results in its name, and their number as its value: graphs that return
-    ``(a, (b,))`` and ``(a, b)`` have entries of different names.
+    The last entry has the structure of the results in its name, and their number as its value:
+    graphs that return ``(a, (b,))`` and ``(a, b)`` have entries of different names.
     """
     leaves = pytree.tree_leaves(outputs)
     names: Sequence[str] = (gm and gm.graph.output_node().meta.get("gt_outputs")) or ()
@@ -81,7 +84,8 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
 
 
 def _structure(outputs: Any) -> str:
-    """Spell results with ``*`` for each tensor. A list of results is a tuple: passes return one for the other.
+    """Spell results with ``*`` for each tensor. A list of results is a tuple: passes return one for
+    the other.
 
     >>> _structure([torch.ones(1), [2, None], {"a": "text"}])
     "(*, ['int', None], {'a': 'text'})"
@@ -100,7 +104,9 @@ def _structure(outputs: Any) -> str:
 
 
 def input_names(gm: fx.GraphModule) -> list[str]:
-    """The name of each graph input: the FQN of state, else ``input`` and its place or name. None occurs twice."""
+    """The name of each graph input: the FQN of state, else ``input`` and its place or name. None
+    occurs twice.
+    """
     names: list[str] = []
     for at, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source = node.meta.get("gt_input", {"kind": "input", "fqn": node.target})
@@ -125,7 +131,9 @@ def random_states_afterwards(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of the module that a run may write to: parameters, buffers, and what a ``get_attr`` node reads."""
+    """Tensors of the module that a run may write to: parameters, buffers, and what a ``get_attr``
+    node reads.
+    """
     found = dict(gm.named_parameters())
     found.update(gm.named_buffers())
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -178,13 +186,16 @@ def only_nan(outputs: Mapping[str, Tensor]) -> list[str]:
 
 
 def all_nan(outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether every element of every floating-point result is NaN; False if there is no such element."""
+    """Return whether every element of every floating-point result is NaN; False if there is no such
+    element.
+    """
     floating = [name for name, tensor in outputs.items() if _can_be_nan(tensor) and tensor.numel()]
     return floating != [] and only_nan(outputs) == floating
 
 
 def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:
-    """Replace every NaN by the same one: which NaN an operator gives depends on its kernel's vector width.
+    """Replace every NaN by the same one: which NaN an operator gives depends on its kernel's vector
+    width.
 
     Signs of zeros and all other bits stay as they are.
     """
@@ -210,4 +221,6 @@ CAN_BE_EXTREME = (
     torch.complex128,
     torch.complex64,
 )
-"""Dtypes whose NaNs are looked for, and whose inputs get extreme values. Not float8 and below: torch has no isnan."""
+"""Dtypes whose NaNs are looked for, and whose inputs get extreme values. Not float8 and below:
+torch has no isnan.
+"""

@@ -1,7 +1,9 @@
-"""Every global switch of torch that decides whether a run repeats, or which bits it gives: one table, ``knobs.csv``.
+"""Every global switch of torch that decides whether a run repeats, or which bits it gives: one
+table, ``knobs.csv``.
 
-Of it are made what ``deterministic`` sets and reports, the guard against tests that leak a flag, and the table in
-``docs/determinism.md``. Reading a knob imports nothing: of a module that is not loaded there is no value.
+Of it are made what ``deterministic`` sets and reports, the guard against tests that leak a flag,
+and the table in ``docs/determinism.md``. Reading a knob imports nothing: of a module that is not
+loaded there is no value.
 """
 
 import csv
@@ -19,10 +21,12 @@ NOT_LOADED = "not loaded"
 
 @dataclass(frozen=True)
 class Knob:
-    """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment variable ``$NAME``.
+    """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment
+    variable ``$NAME``.
 
-    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a ``guarded`` one changed.
-    ``documented`` says where torch's, or a vendor's, documentation tells of it.
+    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a
+    ``guarded`` one changed. ``documented`` says where torch's, or a vendor's, documentation tells
+    of it.
     """
 
     path: str
@@ -39,7 +43,7 @@ class Knob:
 
     @property
     def is_variable(self) -> bool:
-        """Whether it is an environment variable."""
+        """Return whether it is an environment variable."""
         return self.path.startswith("$")
 
     @cached_property
@@ -48,7 +52,9 @@ class Knob:
         return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
 
     def read(self) -> Any:
-        """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
+        """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset
+        variable.
+        """
         home, get, is_called = self._place
         if home[0] == "$":
             return os.environ.get(self.name)
@@ -68,7 +74,7 @@ KNOBS = tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in _ROWS)
 
 
 def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
-    """What is in effect, by name."""
+    """Return what is in effect, by name."""
     return {knob.name: knob.read() for knob in knobs}
 
 

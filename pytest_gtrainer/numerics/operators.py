@@ -1,8 +1,9 @@
 """The first operator whose output differs, when step and tensor are known already.
 
-While a run is *captured*, a digest of every operator's output is kept, with its *place*: of eager runs below autograd,
-of graphs node by node (A2 to A4). Not captured is what computes nothing or belongs to one side only: views, factories
-of uninitialised memory, collectives and what packs their payloads.
+While a run is *captured*, a digest of every operator's output is kept, with its *place*: of eager
+runs below autograd, of graphs node by node (A2 to A4). Not captured is what computes nothing or
+belongs to one side only: views, factories of uninitialised memory, collectives and what packs their
+payloads.
 """
 
 from collections import Counter
@@ -32,7 +33,9 @@ _COMPUTING = ("aten", "prims", "_quantized", "quantized", "mkldnn", "onednn")
 
 
 class OperatorPlace(NamedTuple):
-    """Which call of which operator, on either side: ``number`` counts its calls in this module and direction."""
+    """Which call of which operator, on either side: ``number`` counts its calls in this module and
+    direction.
+    """
 
     fqn: str
     direction: str
@@ -65,7 +68,9 @@ class OperatorCall:
 
 @dataclass(slots=True)
 class OperatorCapture:
-    """The calls of a run, in order; outputs at the place ``keep`` are kept whole, to be compared by element."""
+    """The calls of a run, in order; outputs at the place ``keep`` are kept whole, to be compared by
+    element.
+    """
 
     keep: OperatorPlace | None = None
     calls: list[OperatorCall] = field(default_factory=list)
@@ -92,7 +97,9 @@ class OperatorCapture:
             self.kept = [plain(tensor).clone() for tensor in tensors]
 
     def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        """The graph as a callable that notes every node: ``traced.with_graph(capture.watch(traced.gm))``."""
+        """The graph as a callable that notes every node:
+        ``traced.with_graph(capture.watch(traced.gm))``.
+        """
         note = self.note
 
         class Noting(fx.Interpreter):
@@ -109,7 +116,9 @@ class OperatorCapture:
 def capture_operators(
     model: nn.Module, *, keep: OperatorPlace | None = None
 ) -> Iterator[OperatorCapture]:
-    """Record every operator of an eager run in the block, by FQN in ``model`` (else "loss"); ``keep`` its outputs."""
+    """Record every operator of an eager run in the block, by FQN in ``model`` (else "loss");
+    ``keep`` its outputs.
+    """
     capture = OperatorCapture(keep)
     mode = _EagerMode(capture)
     with ExitStack() as stack:
@@ -156,7 +165,7 @@ class _EagerMode(TorchDispatchMode):
 
 
 def computes(operator: OpOverload) -> bool:
-    """Whether an operator's output is a value that both sides compute."""
+    """Return whether an operator's output is a value that both sides compute."""
     if operator.namespace not in _COMPUTING or operator.is_view:
         return False
     name = schema(operator).name.partition("::")[2]
@@ -167,7 +176,9 @@ def computes(operator: OpOverload) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OperatorVerdict:
-    """What a comparison of captures found; ``differing`` are (actual, expected), ``unaligned`` has both counts."""
+    """What a comparison of captures found; ``differing`` are (actual, expected), ``unaligned`` has
+    both counts.
+    """
 
     outcome: Outcome
     compared: int
@@ -203,7 +214,9 @@ class OperatorVerdict:
 
 
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
-    """Align the calls of ``actual`` and ``expected`` by place; the verdict lists those whose outputs differ."""
+    """Align the calls of ``actual`` and ``expected`` by place; the verdict lists those whose
+    outputs differ.
+    """
     mine, theirs = (
         Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected)
     )

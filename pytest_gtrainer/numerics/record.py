@@ -1,8 +1,9 @@
 """What one training run left behind, tensor by tensor: in memory, and on disk.
 
-A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. A *partial* record speaks for one
-rank of its world. With a *spool* large tensors are in nameless files. A file is a magic line, the tensors' bytes, each
-on a boundary of 64 bytes, an index in JSON that knows where it begins, and its length; loading maps it.
+A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. A *partial*
+record speaks for one rank of its world. With a *spool* large tensors are in nameless files. A file
+is a magic line, the tensors' bytes, each on a boundary of 64 bytes, an index in JSON that knows
+where it begins, and its length; loading maps it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Record:
         world_size: how many ranks the run had.
         rank: the one rank this record speaks for; None (the default) if it speaks for all.
         meta: free text about the run; it takes no part in digests and comparisons.
-        spool: a folder with space for a run that does not fit into memory: tensors of 1 MiB and more are kept
-            there, in nameless files that go with the record.
+        spool: a folder with space for a run that does not fit into memory: tensors of 1 MiB and
+            more are kept there, in nameless files that go with the record.
 
     >>> record = Record()
     >>> record.add(0, 0, "weight", "_orig_mod.wq.weight", torch.ones(2))
@@ -91,9 +92,11 @@ class Record:
         self._spool = spool
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
-        """Keep a copy of ``tensor``: of a DTensor its local shard, detached, contiguous, on the CPU.
+        """Keep a copy of ``tensor``: of a DTensor its local shard, detached, contiguous, on the
+        CPU.
 
-        A quantised tensor is kept as its integers, scales and zero points, each under a name of its own.
+        A quantised tensor is kept as its integers, scales and zero points, each under a name of its
+        own.
 
         Raises:
             ValueError: unknown phase, a rank this record does not speak for, a key added twice.
@@ -186,8 +189,9 @@ class Record:
     def merged(cls, records: Iterable[Record]) -> Record:
         """One record for the whole world from the records of its ranks.
 
-        The tensors are shared with the parts, not copied. A rank of which no part has anything shows in ``missing``,
-        and a comparison is then unverified. Where parts disagree about a ``meta`` entry the first one stands.
+        The tensors are shared with the parts, not copied. A rank of which no part has anything
+        shows in ``missing``, and a comparison is then unverified. Where parts disagree about a
+        ``meta`` entry the first one stands.
 
         Raises:
             ValueError: no records, different world sizes, or two with the same rank.
@@ -222,8 +226,8 @@ class Record:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
-        """What ``save`` wrote, mapped, and changes stay private: nothing is read before it is looked at, no code
-        from the file is run.
+        """Return what ``save`` wrote, mapped, and changes stay private: nothing is read before it
+        is looked at, no code from the file is run.
 
         Raises:
             ValueError: the file holds something else, or not all of a record.

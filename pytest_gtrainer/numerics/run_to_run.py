@@ -1,7 +1,8 @@
 """Is it deterministic? Run it again under pressure, and say which pressure broke it.
 
-A *pressure* changes something on which a result must not depend. Each is applied by itself, to a run that starts from
-the same random states as the first. One that cannot be applied here is *not judged*: counted and named, never passed.
+A *pressure* changes something on which a result must not depend. Each is applied by itself, to a
+run that starts from the same random states as the first. One that cannot be applied here is *not
+judged*: counted and named, never passed.
 """
 
 import contextlib
@@ -41,14 +42,18 @@ class NotJudged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Something on which a result must not depend; ``run`` calls a function under it and keeps the result."""
+    """Something on which a result must not depend; ``run`` calls a function under it and keeps the
+    result.
+    """
 
     name: str
     run: Callable[[Function], Kept]
 
 
 def kept(value: Tensors) -> Kept:
-    """Return copies of all tensors by name; a record as it is, because it holds copies and knows its ranks."""
+    """Return copies of all tensors by name; a record as it is, because it holds copies and knows
+    its ranks.
+    """
     if isinstance(value, Record):
         return value
     return {key.name: copied(tensor) for key, tensor in entries(value).items()}
@@ -86,7 +91,9 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def other_addresses() -> Iterator[None]:
-    """Blocks of many sizes are taken before the run, every second one given back: new ones lie elsewhere."""
+    """Blocks of many sizes are taken before the run, every second one given back: new ones lie
+    elsewhere.
+    """
     sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [
         64 * 3**power for power in (10, 11)
     ] * 4
@@ -127,7 +134,8 @@ def fresh_inductor_cache() -> Iterator[None]:
 
 @contextmanager
 def late_streams(own: bool) -> Iterator[None]:
-    """The run has a stream of its own; it is late, or those of torch's pools are, by irregular times from 25 ms on.
+    """The run has a stream of its own; it is late, or those of torch's pools are, by irregular
+    times from 25 ms on.
 
     Work that waits for its inputs repeats itself either way.
     """
@@ -153,7 +161,9 @@ PROCESS_LIMIT = 300.0
 
 
 def in_another_process(function: Function) -> Kept:
-    """A new Python, with another order of sets and other addresses, from the same random states and switches."""
+    """A new Python, with another order of sets and other addresses, from the same random states and
+    switches.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotJudged("another process is no rank of this world")
     module_name, qualname = (
@@ -198,7 +208,8 @@ def in_another_process(function: Function) -> Kept:
         return answer
 
 
-# What a run takes from its process beside random numbers and what ``deterministic`` sets: how to read and to set it.
+# What a run takes from its process beside random numbers and what ``deterministic`` sets: how to
+# read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -215,12 +226,15 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] | None]:
-    """Where a run starts from: random states, switches, and what ``deterministic`` was asked for."""
+    """Yield where a run starts from: random states, switches, and what ``deterministic`` was asked
+    for.
+    """
     # what waits are functions, and for a CUDA that no run has started
     states, block = replace(GeneratorStates.now(), waiting={}), active()
     try:
         switches = {name: read() for name, (read, _) in _SWITCHES.items()}
-    except RuntimeError as error:  # of the precision of products, which torch cannot tell if its two switches disagree
+    # of the precision of products, which torch cannot tell if its two switches disagree
+    except RuntimeError as error:
         raise NotJudged(
             "torch.get_float32_matmul_precision() raises, as backends' fp32_precision was set beside it, so another "
             "process cannot be set alike: set the precision by torch.set_float32_matmul_precision alone"
@@ -229,7 +243,9 @@ def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] |
 
 
 def _answer(path: str) -> None:
-    """In the other process: import the module by its file, run the function from the same state, leave its result."""
+    """In the other process: import the module by its file, run the function from the same state,
+    leave its result.
+    """
     module_name, file, qualname, (states, switches, block) = pickle.loads(Path(path).read_bytes())
     try:
         module = importlib.import_module(module_name)
@@ -265,7 +281,8 @@ PRESSURES: tuple[Pressure, ...] = (
 
 @dataclass(slots=True)
 class RunToRun:
-    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()`` gives a line each.
+    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()``
+    gives a line each.
 
     Attributes:
         not_finite: tensors of the first run that hold NaN or inf.
@@ -291,10 +308,11 @@ def assert_run_to_run(
     """Fail unless ``function()`` gives the same bits again, and under every pressure.
 
     Args:
-        function: makes its own inputs and returns tensors: a record, mapping, list or module. For the run in another
-            process it has to be defined at the top level of a module.
+        function: makes its own inputs and returns tensors: a record, mapping, list or module. For
+            the run in another process it has to be defined at the top level of a module.
         runs: how many plain runs, the first included.
-        pressures: what else to try. Sums that are divided among threads fail under another number of threads.
+        pressures: what else to try. Sums that are divided among threads fail under another number
+            of threads.
         what: what is run, for the message.
 
     Raises:

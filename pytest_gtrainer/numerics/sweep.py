@@ -1,8 +1,9 @@
 """Sweeps: every combination of some settings, and of each what is claimed about it.
 
-A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to differ and why, it is
-refused and with which words, or it cannot be judged here and why. The first rule that fits a cell counts; a cell that
-none fits is a failure. The plugin prints one table a sweep.
+A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to
+differ and why, it is refused and with which words, or it cannot be judged here and why. The first
+rule that fits a cell counts; a cell that none fits is a failure. The plugin prints one table a
+sweep.
 """
 
 import itertools
@@ -62,7 +63,8 @@ class Rule:
         claim: "equal", "different" (known, with its reason), "refused", or "not judged".
         where: settings by axis, one value or a tuple of them; empty fits every cell.
         to: what it is equal to.
-        reason: why it differs or cannot be judged; of a refusal, words of its ValueError or TypeError.
+        reason: why it differs or cannot be judged; of a refusal, words of its ValueError or
+            TypeError.
         needs_gpu: the rule holds only without a GPU; with one the next rule that fits counts.
     """
 
@@ -81,7 +83,7 @@ class Rule:
             raise ValueError(f"a rule that claims {self.claim!r} needs its reason")
 
     def fits(self, cell: Cell) -> bool:
-        """Whether the rule speaks of this cell, here."""
+        """Return whether the rule speaks of this cell, here."""
         if self.needs_gpu and torch.cuda.is_available():
             return False
         return all(
@@ -95,7 +97,8 @@ class Sweep:
     """Settings by axis, and the rules about their combinations.
 
     Raises:
-        ValueError: a rule names an axis or a setting that the sweep does not have, and so could never fit.
+        ValueError: a rule names an axis or a setting that the sweep does not have, and so could
+            never fit.
     """
 
     name: str
@@ -122,18 +125,21 @@ class Sweep:
         return next((rule for rule in self.rules if rule.fits(cell)), None)
 
     def judging(self, cell: Cell) -> "Judging":
-        """Hands out what compares the cell's two sides as its rule demands; tells the table how it went.
+        """Hands out what compares the cell's two sides as its rule demands; tells the table how it
+        went.
 
         Raises:
-            UnknownCell: no rule fits; the body does not run.
-            unittest.SkipTest: the cell cannot be judged here; pytest reports a skip with the reason.
+            UnknownCell: no rule fits; the body does not run. unittest.SkipTest: the cell cannot be
+            judged here; pytest reports a skip with the reason.
             BitwiseDifference, ControlFailed: the claim is wrong.
         """
         return Judging(self, cell)
 
 
 class Judging:
-    """The ``with`` block in which a cell is judged: a class, so that no failure shows contextlib's frames."""
+    """The ``with`` block in which a cell is judged: a class, so that no failure shows contextlib's
+    frames.
+    """
 
     def __init__(self, sweep: Sweep, cell: Cell) -> None:
         self._sweep, self._cell, self._rule = sweep, cell, sweep.rule(cell)

@@ -10,17 +10,20 @@ from typing import Literal, NamedTuple
 from pytest_gtrainer.facts import counted, one_line
 
 PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
-"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
-optimiser leaves."""
+"""In the order of a step: random states before it, the loss, gradients before and after clipping,
+and what the optimiser leaves.
+"""
 
 
 def page_order(step: int, rank: int, phase: str) -> tuple[int, int, int]:
-    """What sorts the digests of a page: by step, then by phase, then by rank."""
+    """Return what sorts the digests of a page: by step, then by phase, then by rank."""
     return step, PHASES.index(phase), rank
 
 
 class Key(NamedTuple):
-    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
+    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped``
+    after.
+    """
 
     step: int
     rank: int
@@ -36,8 +39,8 @@ Kind = Literal["bits", "dtype", "shape", "stride", "placements"]
 class Difference:
     """One tensor that differs, at its first differing element.
 
-    ``kind`` is ``bits``, or what differs before bits can be compared, where there is no element. ``elements`` of
-    ``numel`` differ; ``ulp`` is None for NaN and for what is not floating point.
+    ``kind`` is ``bits``, or what differs before bits can be compared, where there is no element.
+    ``elements`` of ``numel`` differ; ``ulp`` is None for NaN and for what is not floating point.
     """
 
     key: Key
@@ -91,8 +94,10 @@ class Verdict:
         differences: every tensor that differs, in order of origin.
         only_actual, only_expected: keys that the other side does not have.
         reasons: why it is unverified, or different beyond its tensors.
-        not_finite: tensors with NaN or infinite elements, and how many: these are equal whatever computes them.
-        tied: names that are one memory on either side, as tied weights are: they are one comparison.
+        not_finite: tensors with NaN or infinite elements, and how many: these are equal whatever
+            computes them.
+        tied: names that are one memory on either side, as tied weights are: they are one
+            comparison.
     """
 
     outcome: Outcome
@@ -125,7 +130,7 @@ class Verdict:
 
     @property
     def differing_elements(self) -> int:
-        """How many elements differ, over all tensors of equal dtype and shape."""
+        """Return how many elements differ, over all tensors of equal dtype and shape."""
         return sum(difference.elements for difference in self.differences)
 
     @property
@@ -225,7 +230,9 @@ _COLUMNS = (
 
 
 def table(verdict: Verdict) -> str:
-    """Everything that differs, as tab-separated lines with a heading, in order of origin: for a file."""
+    """Everything that differs, as tab-separated lines with a heading, in order of origin: for a
+    file.
+    """
     rows: list[tuple[object, ...]] = [_COLUMNS]
     for one in verdict.differences:
         element = "" if one.element is None else _tuple(one.element)

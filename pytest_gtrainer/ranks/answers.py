@@ -56,7 +56,7 @@ def file_of(folder: str | Path, rank: int, what: str) -> Path:
 
 
 def fatal_error(file: Path) -> str:
-    """What a rank's faulthandler wrote as it died; "" if it died in another way."""
+    """Return what a rank's faulthandler wrote as it died; "" if it died in another way."""
     text = _read_from(file, 0)
     start = text.rfind("Fatal Python error")
     return readable(text[start:]) if start >= 0 else ""
@@ -127,7 +127,7 @@ def waiting_in(text: str) -> str | None:
 
 
 def may_wait(text: str) -> bool:
-    """Whether the main thread is in a collective, or in an operator, which may wait for one."""
+    """Return whether the main thread is in a collective, or in an operator, which may wait for one."""
     return waiting_in(text) is not None or any(
         file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1]
     )
@@ -138,7 +138,9 @@ def main_thread(text: str) -> str:
 
 
 def whereabouts(text: str) -> str:
-    """Where the main thread is, to be added to a sentence: the innermost frame that is neither torch's nor Python's.
+    """Return where the main thread is, to be added to a sentence.
+
+    It is at the innermost frame that is neither torch's nor Python's.
 
     >>> stack = '  File "/x/torch/nn/functional.py", line 9 in linear\\n  File "/u/model.py", line 3 in forward\\n'
     >>> whereabouts(stack)
@@ -195,7 +197,7 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
 
 
 def depth_of_collective(frames: list[tuple[str, str]]) -> int:
-    """How many of the innermost frames belong to the collective call itself."""
+    """Return how many of the innermost frames belong to the collective call itself."""
     return next(
         (n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames)
     )
@@ -220,7 +222,7 @@ class Call(NamedTuple):
     pending: bool
 
     def kind(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """Return what must be the same on every rank."""
         return (self.op, self.dtype, self.elements) if self.op in _ALIKE else (self.op,)
 
     def __str__(self) -> str:
@@ -243,7 +245,7 @@ Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their n
 
 
 def read_calls(texts: Mapping[int, str]) -> Calls:
-    """What ranks have answered; one that did not, or not to the end, is missing."""
+    """Return what ranks have answered; one that did not, or not to the end, is missing."""
 
     def group(
         label: str, ranks: Sequence[int], last: int, first: int, calls: Sequence[Any]
@@ -342,7 +344,9 @@ def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
 def _parting(
     on: Mapping[int, GroupCalls], issued: Mapping[int, Mapping[int, Call]], before: int
 ) -> str:
-    """Where the ranks of a group first called from different lines, before the call of that number."""
+    """Return where the ranks of a group first called from different lines, before the call of that
+    number.
+    """
     for number, own in issued.items():
         if number < before and len({call.place for call in own.values()}) > 1:
             nth, places = (

@@ -192,8 +192,8 @@ class _Server:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether a process removes what others have shared, once they have ended: multiprocessing's,
-    torch's.
+    """Return whether a process removes what others have shared, once they have ended:
+    multiprocessing's, torch's.
     """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -103,7 +103,7 @@ class Slots:
                 time.sleep(POLL_SECONDS)
 
     def wanted(self) -> bool:
-        """Whether anybody waits for one of these slots."""
+        """Return whether anybody waits for one of these slots."""
         with self._door():
             return bool(self._waiters(self._places()))
 

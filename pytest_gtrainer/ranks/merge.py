@@ -229,7 +229,7 @@ def _raised_of(report: pytest.TestReport) -> wire.Raised | None:
 def _claims(
     reports: Mapping[int, RankReports], attribute: str, when: str | None = None
 ) -> dict[int, list[Any]]:
-    """What each rank has sent with its reports, of one phase or of all."""
+    """Return what each rank has sent with its reports, of one phase or of all."""
     found = {}
     for rank, phases in reports.items():
         found[rank] = [
@@ -267,7 +267,9 @@ _STRICT_WORDS = "[XPASS(strict)]"
 
 
 def result_of(reports: RankReports) -> str:
-    """What a test came to on one rank: passed, xpassed, failed, skipped, xfailed, or ``STRICT``."""
+    """Return what a test came to on one rank: passed, xpassed, failed, skipped, xfailed, or
+    ``STRICT``.
+    """
     if failed := [report for report in reports.values() if report.failed]:
         return (
             STRICT
@@ -572,7 +574,7 @@ def _name_rank(report: pytest.TestReport, rank: int) -> None:
 
 
 def _sections(reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, str]]:
-    """What every rank wrote, equal texts once."""
+    """Return what every rank wrote, equal texts once."""
     writers = ranks_by(
         (rank, section) for rank, report in reports.items() for section in report.sections
     )

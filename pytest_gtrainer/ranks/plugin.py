@@ -35,7 +35,7 @@ NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
 
 def is_rank(config: pytest.Config) -> bool:
-    """Whether this pytest session is itself one rank of a world."""
+    """Return whether this pytest session is itself one rank of a world."""
     return "gt_rank" in getattr(config, "workerinput", {})
 
 
@@ -74,7 +74,7 @@ def ranks_spec(item: pytest.Item) -> WorldSpec | None:
 
 
 def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
-    """What ``spec`` needs and the run has not; None if it can run."""
+    """Return what ``spec`` needs and the run has not; None if it can run."""
     if spec.kind == "fake":
         on_cuda = found.kind == "cuda"
         return (
@@ -256,7 +256,7 @@ class RanksPlugin:
         append_section(failed, "fresh ranks", said)
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
-        """What a test wants that ranks run; None if it runs here, if only to be skipped."""
+        """Return what a test wants that ranks run; None if it runs here, if only to be skipped."""
         spec = ranks_spec(item)
         if (
             spec is None

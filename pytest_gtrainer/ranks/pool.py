@@ -145,7 +145,7 @@ class Pool:
     def plan(
         self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]
     ) -> wire.RankSetup:
-        """What ranks of this machine start from."""
+        """Return what ranks of this machine start from."""
         config, found, launch = (
             self._config,
             devices.resolve(self._config),
@@ -273,7 +273,7 @@ class Sharing:
             lease.release()
 
     def environment(self) -> Mapping[str, str]:
-        """What confines the ranks to the devices that are leased."""
+        """Return what confines the ranks to the devices that are leased."""
         return {}
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def readable(fds: Iterable[int], seconds: float) -> set[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped, and not been told to go on."""
+    """Return whether a process has been stopped, and not been told to go on."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
@@ -503,12 +503,12 @@ class Team:
         return [(part, members) for part, members in split if members]
 
     def part_of(self, rank: int) -> Part:
-        """What to ask how a rank has ended, or to pass Ctrl-C on to it."""
+        """Return what to ask how a rank has ended, or to pass Ctrl-C on to it."""
         return next(part for part in self._parts if rank in part.ranks)
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
-        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that
-        does not.
+        """Return what running ranks answer: "stack", "calls", or "dump" before the end; "" for one
+        that does not.
 
         "output" is what they have written; of a rank that does not answer, in the present phase.
         """
@@ -532,7 +532,7 @@ class Team:
                 self.kill()
 
     def has_lost_ranks(self) -> bool:
-        """Whether a rank is known to have ended."""
+        """Return whether a rank is known to have ended."""
         return any(part.has_lost_ranks() for part in self._parts)
 
     def _obeyed(self, command: object, limit: float) -> bool:
@@ -565,8 +565,8 @@ class Team:
         return [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(said).items()]
 
     def _last_words(self, limit: float) -> list[tuple[int, str]]:
-        """What each rank says that was asked to stop, or how it ended instead; with no ``limit``
-        only the latter.
+        """Return what each rank says that was asked to stop, or how it ended instead; with no
+        ``limit`` only the latter.
         """
         said = []
         end, missing = time.monotonic() + limit, set(range(self.size))

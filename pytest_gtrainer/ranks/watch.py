@@ -189,7 +189,9 @@ class RanksOutcome:
         )
 
     def is_consequence(self, rank: int) -> bool:
-        """Whether the rank only failed because another one had ended the collective they shared."""
+        """Return whether the rank only failed because another one had ended the collective they
+        shared.
+        """
         return self.is_lost(self.raised.get(rank))
 
     def is_lost(self, raised: wire.Raised | None) -> bool:
@@ -211,7 +213,7 @@ class RanksOutcome:
         )
 
     def condition(self) -> wire.GroupCondition:
-        """What the command has left of the process group."""
+        """Return what the command has left of the process group."""
         states = [answer.state for answer in self.answers.values()]
         shared = any(state.shared for state in states)
         if self.dead or self.killed or any(state.broken for state in states):

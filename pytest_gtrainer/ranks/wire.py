@@ -152,8 +152,8 @@ class Raised(NamedTuple):
     in_subtest: bool = False  # the test goes on
 
     def is_like(self, other: "Raised") -> bool:
-        """Whether both failed at one place by one type; values may differ from rank to rank, words
-        of gloo may not.
+        """Return whether both failed at one place by one type; values may differ from rank to rank,
+        words of gloo may not.
         """
         said = [
             each.summary if self.waiting_in else each.summary.partition(":")[0]
@@ -275,8 +275,8 @@ class Channel:
         return self._incoming
 
     def has_message(self) -> bool:
-        """Whether a message has been read already, with the one before: the file says nothing of it
-        any more.
+        """Return whether a message has been read already, with the one before: the file says
+        nothing of it any more.
         """
         return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
 
@@ -306,7 +306,7 @@ class Channel:
         self._read += some
 
     def _end(self) -> int:
-        """Where the message ends that ``_read`` begins with."""
+        """Return where the message ends that ``_read`` begins with."""
         return _LENGTH.size + int(_LENGTH.unpack_from(self._read)[0])
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Eager chunking: each matching module's forward runs once per chunk, its outputs are concatenated.
 
-This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off (G1).
+This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off.
 """
 
 import inspect
@@ -24,11 +24,15 @@ from pytest_gtrainer.tracing.model import Attachment, tensor_text
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
 POSITIONS = frozenset({"positions", "position_ids"})
 SHARED = frozenset({"rope", "rope_cache", "freqs_cis", "freqs", "position_embeddings"})
-"""Names of a block's parameters beside its activation: cut along the batch if they have it, or shared by all chunks."""
+"""Names of a block's parameters beside its activation: cut along the batch if they have it, or
+shared by all chunks.
+"""
 
 
 class EagerChunking(Attachment):
-    """What ``eager_chunked`` put on a model; ``remove()`` gives the modules ``fqns`` their own forward back."""
+    """What ``eager_chunked`` put on a model; ``remove()`` gives the modules ``fqns`` their own
+    forward back.
+    """
 
     def __init__(self, fqns: tuple[str, ...], wrapped: Iterable[nn.Module]) -> None:
         super().__init__([partial(_unwrap, module) for module in wrapped])
@@ -44,8 +48,9 @@ def _unwrap(module: nn.Module) -> None:
 def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
     """Let each matching module of ``model`` run in chunks, in place, until the result is removed.
 
-    A module is wrapped once, however often this is called. What hooks the module's call (``fully_shard``,
-    annotations) sees one call. ``config.early_grad_accumulation`` does not matter here.
+    A module is wrapped once, however often this is called. What hooks the module's call
+    (``fully_shard``, annotations) sees one call. ``config.early_grad_accumulation`` does not matter
+    here.
 
     Raises:
         ChunkError: no module matches, or one is chunked already in another way.
@@ -75,7 +80,9 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkedForward:
-    """Stands for a module's ``forward``; ``replaced`` is what the instance had in its place, if anything."""
+    """Stands for a module's ``forward``; ``replaced`` is what the instance had in its place, if
+    anything.
+    """
 
     run: Callable[..., Any]
     config: ChunkConfig
@@ -105,7 +112,9 @@ class _ChunkedForward:
         return joined
 
     def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> ForwardJudge | None:
-        """Refuse operators that mix rows, or give what judges the first chunk; in compiled code nobody judges."""
+        """Refuse operators that mix rows, or give what judges the first chunk; in compiled code
+        nobody judges.
+        """
         if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
             return None
         if (graphs := twin_graphs(self.fqn, self.run, whole, part)) is not None:
@@ -150,7 +159,9 @@ class _ChunkedForward:
     def _split_beside(
         self, name: str, arguments: Mapping[str, Any], activation: Tensor
     ) -> list[Any]:
-        """An argument beside the activation, once per chunk: along the batch if it has one, else shared."""
+        """An argument beside the activation, once per chunk: along the batch if it has one, else
+        shared.
+        """
         value, count, batch = arguments[name], self.config.num_chunks, activation.shape[0]
         if value is None or (name in SHARED and isinstance(value, Tensor)):
             return [value] * count
@@ -177,7 +188,9 @@ class _ChunkedForward:
         raise self._refused(arguments, f"the first extent of {name} is neither the batch's nor 1")
 
     def _join(self, outputs: list[Any]) -> Any:
-        """The chunks' outputs as one; unless batches are joined, gradients are made contiguous, as the graph's are."""
+        """The chunks' outputs as one; unless batches are joined, gradients are made contiguous, as
+        the graph's are.
+        """
         first, dim = outputs[0], self.config.dim
         if type(first) in (tuple, list) and all(isinstance(item, Tensor) for item in first):
             return type(first)(self._join(list(items)) for items in zip(*outputs, strict=True))

@@ -1,4 +1,6 @@
-"""What both sides of a comparison share: one configuration, so that they cannot differ by accident, and one loop."""
+"""What both sides of a comparison share: one configuration, so that they cannot differ by accident,
+and one loop.
+"""
 
 from __future__ import annotations
 
@@ -56,28 +58,35 @@ class TrainConfig:
     """What both sides of a comparison train.
 
     Attributes:
-        model: a function that builds the model, with equal values on all ranks of the mesh that shards them.
+        model: a function that builds the model, with equal values on all ranks of the mesh that
+            shards them.
         step: ``step(model, *inputs) -> scalar loss``.
-        batch: ``batch(step, coordinate) -> inputs``, tensors on the device of the mesh. The coordinate is the place in
-            ``mesh``, from 0. Ranks that share a model (tensor parallelism) get one batch; real ranks check this.
-        bucket_plan: a list of buckets (module FQNs, or lists of these), each also one ``fully_shard`` group.
+        batch: ``batch(step, coordinate) -> inputs``, tensors on the device of the mesh. The
+            coordinate is the place in ``mesh``, from 0. Ranks that share a model (tensor
+            parallelism) get one batch; real ranks check this.
+        bucket_plan: a list of buckets (module FQNs, or lists of these), each also one
+            ``fully_shard`` group.
         mesh: the ranks of data parallelism: 1-D, or 2-D (replicate, shard) for hybrid sharding.
         submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
             are; their gradients are summed there and divided by the size of ``mesh``.
         mp_policy: dtypes of both sides.
-        replicate: DDP on the eager side, one all-reduce for each gradient in the graph; the plan is not used.
-        ddp_bucket_mb: size of DDP's buckets. 0 reduces every gradient by itself, as the graph does. None is torch's
-            size (one bucket in the first step, then 25 MiB), with other bits: a ring adds an element in an order
-            that depends on its place in the bucket.
+        replicate: DDP on the eager side, one all-reduce for each gradient in the graph; the plan is
+            not used.
+        ddp_bucket_mb: size of DDP's buckets. 0 reduces every gradient by itself, as the graph does.
+            None is torch's size (one bucket in the first step, then 25 MiB), with other bits: a
+            ring adds an element in an order that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
         max_norm: clip gradients to this norm; they are recorded before and after.
-        activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
-            graph refuses to restore random numbers, see ``trace_step``.
-        chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side, ``chunk_pass`` on the
-            graph's, which needs a second trace.
-        context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
+        activation_checkpoint: let the backward recompute every layer, both sides by
+            ``torch.utils.checkpoint``; a graph refuses to restore random numbers, see
+            ``trace_step``.
+        chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side,
+            ``chunk_pass`` on the graph's, which needs a second trace.
+        context: entered around forward and backward of every step, on both sides:
+            ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
-        trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores; see ``trace_once``.
+        trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores;
+            see ``trace_once``.
         steps: number of steps.
     """
 
@@ -156,12 +165,16 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> bool:
-        """Whether parameters are replicated over one dimension of the mesh and sharded over the other."""
+        """Return whether parameters are replicated over one dimension of the mesh and sharded over
+        the other.
+        """
         return self.mesh.ndim == 2
 
 
 def _check_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Each rank is in a mesh once, and the calling process is one of them; else torch would fail later, by a shape."""
+    """Each rank is in a mesh once, and the calling process is one of them; else torch would fail
+    later, by a shape.
+    """
     ranks = mesh.mesh.flatten().tolist()
     twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
     if twice is not None:
@@ -174,7 +187,9 @@ def _check_mesh(mesh: DeviceMesh, name: str) -> None:
 
 
 def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> None:
-    """Submeshes are parts of the mesh, and of root meshes that do not overlap: else ranks would wait for each other."""
+    """Submeshes are parts of the mesh, and of root meshes that do not overlap: else ranks would
+    wait for each other.
+    """
     named = {f"the mesh of {name!r} in submeshes": one for name, one in submeshes.items()}
     for name, one in named.items():
         beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
@@ -195,7 +210,9 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
 def finished(
     config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None
 ) -> TrainConfig:
-    """The configuration itself, or the one that a function builds from this rank's mesh of ``world``."""
+    """The configuration itself, or the one that a function builds from this rank's mesh of
+    ``world``.
+    """
     if isinstance(config, TrainConfig):
         return config
     if world is None:
@@ -211,7 +228,8 @@ def new_model(config: TrainConfig) -> nn.Module:
     """Return a model of the configuration, checkpointed if it says so.
 
     Raises:
-        ValueError: a parameter cannot be sharded, or has a hook; or the model or a submodule is wrapped.
+        ValueError: a parameter cannot be sharded, or has a hook; or the model or a submodule is
+            wrapped.
     """
     model = config.model()
     try:
@@ -234,7 +252,9 @@ def new_model(config: TrainConfig) -> nn.Module:
 
 
 def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> nn.Module:
-    """Let the backward recompute every layer (``layers.0``, ...) in place, inside of what hooks its call."""
+    """Let the backward recompute every layer (``layers.0``, ...) in place, inside of what hooks its
+    call.
+    """
     layers = [module for fqn, module in model.named_modules() if fqn and layer_of(fqn) == fqn]
     if not layers:
         outermost = ", ".join(name for name, _ in model.named_children())
@@ -250,7 +270,9 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
 
 
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
-    """What FSDP2 wraps for each bucket, by label, inner ones first; a PlanError if plan and layers do not fit (B5)."""
+    """Return what FSDP2 wraps for each bucket, by label, inner ones first; a PlanError if plan and
+    layers do not fit.
+    """
     modules = dict(model.named_modules())
     buckets = Plan(plan).buckets
     missing = [
@@ -278,7 +300,9 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
 
 
 def start_of(rank: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For a record's ``meta``: what a rank's weights are at first; nothing of a stage that has none."""
+    """For a record's ``meta``: what a rank's weights are at first; nothing of a stage that has
+    none.
+    """
     named = dict(sorted((normalised(name), weight) for name, weight in parameters))
     return {f"{START}{rank}": digest(named)} if named else {}
 
@@ -291,11 +315,13 @@ def train(
     recorder: Record | None = None,
     part: Hashable = None,
 ) -> Record:
-    """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
+    """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every
+     step.
 
-    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder`` takes the tensors instead of the
-    record that is returned. ``part`` tells apart ranks that have other parts of one model. Refused are fake groups
-    (W1), and batches and whole tensors that differ between ranks of one data coordinate.
+     ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder`` takes the
+     tensors instead of the record that is returned. ``part`` tells apart ranks that have other parts
+     of one model. Refused are fake groups
+    , and batches and whole tensors that differ between ranks of one data coordinate.
     """
     if dist.get_backend() == "fake":
         raise ValueError(

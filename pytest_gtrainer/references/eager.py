@@ -1,4 +1,6 @@
-"""The reference: the model trained eagerly with torch's own ``fully_shard``, and the bucket layout of that."""
+"""The reference: the model trained eagerly with torch's own ``fully_shard``, and the bucket layout
+of that.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +32,9 @@ from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
 
 class EagerRun:
-    """A model under ``fully_shard``, wrapped once per bucket of the plan, or under DDP; train it once with ``run``."""
+    """A model under ``fully_shard``, wrapped once per bucket of the plan, or under DDP; train it
+    once with ``run``.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -53,7 +57,9 @@ class EagerRun:
             return train(self.config, self.model, self._compute_gradients, self._side, recorder)
 
     def layout(self) -> BucketLayout:
-        """Where FSDP2 put each parameter; available after ``run``. Empty under DDP, which shards nothing."""
+        """Return where FSDP2 put each parameter; available after ``run``. Empty under DDP, which
+        shards nothing.
+        """
         return BucketLayout(()) if self.config.replicate else eager_bucket_layout(self.model)
 
     def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
@@ -64,7 +70,9 @@ class EagerRun:
 
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
-    """Apply ``fully_shard`` once per bucket, then to the root; the plan must fit, and nothing be sharded twice."""
+    """Apply ``fully_shard`` once per bucket, then to the root; the plan must fit, and nothing be
+    sharded twice.
+    """
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
         reduce_dtype=config.mp_policy.reduce_dtype,
@@ -86,7 +94,9 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
 
 
 def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    """A parameter that is a DTensor already may be sharded again over other ranks only (experts over ``efsdp``)."""
+    """A parameter that is a DTensor already may be sharded again over other ranks only (experts
+    over ``efsdp``).
+    """
     inner = [
         own for module in modules for own in module.modules() if isinstance(own, fsdp2.FSDPModule)
     ]
@@ -104,7 +114,8 @@ def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> N
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
-    """Which parameter sits at which byte of FSDP2's all-gathers, reduce-scatters and, of replicas, all-reduces.
+    """Return which parameter sits at which byte of FSDP2's all-gathers, reduce-scatters and, of
+    replicas, all-reduces.
 
     Call it after a backward, while gradients are there: FSDP2 finishes its set-up in the first
     forward, and reduces the parameters that got a gradient.
@@ -126,7 +137,7 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
 
 
 def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
-    """What one parameter group gathers and reduces, by the names of its parameters' shards."""
+    """Return what one parameter group gathers and reduces, by the names of its parameters' shards."""
     gathers, scatters, replicas = fsdp2.groups_of(group)
 
     def slots(parameters: list[Any], sizes: list[int]) -> tuple[Slot, ...]:

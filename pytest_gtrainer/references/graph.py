@@ -1,7 +1,8 @@
 """The subject: the same training step as one graph, traced, rewritten and replayed.
 
-Before it runs on ranks: do all issue the same collectives in the same order (D14)? Only some pad uneven shards, so
-graphs differ. Ranks in different collectives wait for each other: an abort on gloo, a hang on NCCL.
+Before it runs on ranks: do all issue the same collectives in the same order? Only some pad uneven
+shards, so graphs differ. Ranks in different collectives wait for each other: an abort on gloo, a
+hang on NCCL.
 """
 
 import copy
@@ -36,7 +37,9 @@ _NOT_NEEDED = ("reassign_collective_pgs_pass",)
 
 
 class GraphRun:
-    """A model traced on this rank, as ranks differ in sizes, names and pads (D15), and rewritten; train it once."""
+    """A model traced on this rank, as ranks differ in sizes, names and pads, and rewritten; train
+    it once.
+    """
 
     def __init__(self, config: TrainConfig, **options: Any) -> None:
         """``options`` are those of ``rewrite``."""
@@ -46,7 +49,9 @@ class GraphRun:
         self.traced = rewrite(self._as_traced, config, **options)
 
     def run(self) -> Record:
-        """Train as ``references.config.train``; RanksDisagree, before anything runs, if ranks' collectives differ."""
+        """Train as ``references.config.train``; RanksDisagree, before anything runs, if ranks'
+        collectives differ.
+        """
         assert_same_collectives(self.traced.gm)
         return train(self.config, self.model, self._replay, side="rewritten graph")
 
@@ -55,14 +60,16 @@ class GraphRun:
             return self.traced.replay(self.model, *inputs)
 
     def rewritten(self, **options: Any) -> "GraphRun":
-        """The same model and trace, rewritten with other options; of the two runs only one can train."""
+        """The same model and trace, rewritten with other options; of the two runs only one can
+        train.
+        """
         other = copy.copy(self)
         other._options = {**self._options, **options}
         other.traced = rewrite(self._as_traced, self.config, **other._options)
         return other
 
     def layout(self) -> BucketLayout:
-        """Where the rewritten graph puts each parameter."""
+        """Return where the rewritten graph puts each parameter."""
         return bucket_layout(self.traced.gm)
 
 
@@ -86,7 +93,9 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Module]]:
-    """Return the modules of each group of ``fully_shard`` that has parameters of its own, inner groups first."""
+    """Return the modules of each group of ``fully_shard`` that has parameters of its own, inner
+    groups first.
+    """
     groups = [modules for _, modules in bucket_modules(model, config.bucket_plan)]
     if not any(model in modules for modules in groups):
         groups.append([model])
@@ -120,9 +129,11 @@ def rewrite(
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
 ) -> Traced:
-    """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the traced graph.
-    ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as FSDP2
-    does (D16); ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``."""
+    """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the
+    traced graph. ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and
+    ``reshard_after_forward`` do as FSDP2 does; ``payload_order`` is that of
+    ``joint_transformer_block_bucketing_reordering_pass``.
+    """
     if passes is not None:
         return traced.with_graph(
             apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin)

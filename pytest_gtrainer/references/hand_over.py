@@ -1,8 +1,10 @@
-"""One trace for all ranks: the first and the last rank trace, and the others take over the first one's graph.
+"""One trace for all ranks: the first and the last rank trace, and the others take over the first
+one's graph.
 
-Ranks run one program, so their graphs differ in the names of groups and GPUs alone, unless sizes differ or code asks
-for its rank. Sizes are compared before anything is traced. What depends on the rank shows between the first and the
-last rank, as in a simulated world (S4); only code that treats a rank between them apart does not.
+Ranks run one program, so their graphs differ in the names of groups and GPUs alone, unless sizes
+differ or code asks for its rank. Sizes are compared before anything is traced. What depends on the
+rank shows between the first and the last rank, as in a simulated world; only code that treats a
+rank between them apart does not.
 """
 
 import hashlib
@@ -47,12 +49,14 @@ def trace_once(
     *,
     check: bool = False,
 ) -> TracedStep:
-    """``trace()`` on the first and the last rank of ``mesh``; if both give one graph, the others take it over.
+    """``trace()`` on the first and the last rank of ``mesh``; if both give one graph, the others
+    take it over.
 
-    Every rank of the world has to call it. ``trace`` calls ``trace_step`` on this model and these inputs. ``mesh`` has
-    the ranks of data parallelism: beside them, tensor parallelism gives each rank numbers of its own. This spares CPU
-    time; on the clock it does so only where ranks share cores. ``TracedStep.handed_over`` says what was done, and why a
-    rank traced by itself. With ``check`` every rank traces, too, and compares.
+    Every rank of the world has to call it. ``trace`` calls ``trace_step`` on this model and these
+    inputs. ``mesh`` has the ranks of data parallelism: beside them, tensor parallelism gives each
+    rank numbers of its own. This spares CPU time; on the clock it does so only where ranks share
+    cores. ``TracedStep.handed_over`` says what was done, and why a rank traced by itself. With
+    ``check`` every rank traces, too, and compares.
 
     Raises:
         RanksDisagree: with ``check``, on the rank whose own graph is another; names the first node.
@@ -109,7 +113,9 @@ def trace_once(
 
 
 def _partitions_of_groups() -> dict[str, Partition]:
-    """By name, the groups that divide the world: those that ranks made in the same place; every rank must call it."""
+    """By name, the groups that divide the world: those that ranks made in the same place; every
+    rank must call it.
+    """
     own = {
         name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()
     }
@@ -123,7 +129,7 @@ def _partitions_of_groups() -> dict[str, Partition]:
 
 
 def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
-    """What a trace is given: state and inputs, a line each."""
+    """Yield what a trace is given: state and inputs, a line each."""
     state = ModelState.of(model)
     for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
         own, placed = (
@@ -153,7 +159,9 @@ def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[str]:
-    """Every node of a step's graphs without what may differ between ranks, and where gradients are placed."""
+    """Every node of a step's graphs without what may differ between ranks, and where gradients are
+    placed.
+    """
     for gm in filter(None, (traced.gm, traced.twin)):
         for node, _ in _naming_groups(gm):
             if (name := argument_of(node, GROUP)) not in partitions:
@@ -188,7 +196,9 @@ def _taken_over(
 
 
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:
-    """Describe the first line of the first rank that differs from the first of ``ranks``; "" if none does."""
+    """Describe the first line of the first rank that differs from the first of ``ranks``; "" if
+    none does.
+    """
     lines = {rank: [Line(line, "") for line in texts[rank].splitlines()] for rank in ranks}
     found = first_difference(lines)
     if found is None:

@@ -1,8 +1,9 @@
-"""Train by the rewritten graph and eagerly. Do both train alike? Layouts first, then bits, and a control.
+"""Train by the rewritten graph and eagerly. Do both train alike? Layouts first, then bits, and a
+control.
 
-The control packs payloads in another order: where that gives the same bits too, the check could not have failed, and
-is an error instead of a pass (S3). In a simulated world a difference is told with its *path*: where the element sits
-on either side, and in which order each side adds it.
+The control packs payloads in another order: where that gives the same bits too, the check could not
+have failed, and is an error instead of a pass. In a simulated world a difference is told with its
+*path*: where the element sits on either side, and in which order each side adds it.
 """
 
 import math
@@ -63,10 +64,11 @@ class ParityOptions(TypedDict, total=False):
 
 
 def train_eager(config: TrainConfig | ConfigOfMesh, *, world: World | None = None) -> Record:
-    """Train eagerly with ``fully_shard``, or DDP, and return the losses, gradients, weights, ... of each step.
+    """Train eagerly with ``fully_shard``, or DDP, and return the losses, gradients, weights, ... of
+    each step.
 
-    The record is of this rank; in a simulated ``world`` it is of all ranks, and ``config`` should be a function that
-    builds the configuration from the mesh of a rank. ValueError in a fake world.
+    The record is of this rank; in a simulated ``world`` it is of all ranks, and ``config`` should
+    be a function that builds the configuration from the mesh of a rank. ValueError in a fake world.
     """
     if world is not None and world.kind == "simulated":
         return simulated_eager(config, net_of(world), mesh=world.mesh).record
@@ -84,9 +86,10 @@ def train_graph(
 ) -> Record:
     """Train by the rewritten graph; ``config``, ``world`` and the record are as in ``train_eager``.
 
-    ``passes`` replaces the pipeline and the other options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as
-    FSDP2 does; ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``. To compare with
-    eager training use ``assert_parity``, which refuses a comparison that could not have failed.
+    ``passes`` replaces the pipeline and the other options. ``reduce_scatter_first`` and
+    ``reshard_after_forward`` do as FSDP2 does; ``payload_order`` is that of
+    ``joint_transformer_block_bucketing_reordering_pass``. To compare with eager training use
+    ``assert_parity``, which refuses a comparison that could not have failed.
     """
     options: dict[str, Any] = {
         "passes": passes,
@@ -105,11 +108,11 @@ class Parity:
 
     Attributes:
         graph, eager: what each side recorded; on real ranks, on this rank.
-        control: the control against the graph; on real ranks, what this rank sees of it. None where the check has
-            failed on another rank: then there was no control.
+        control: the control against the graph; on real ranks, what this rank sees of it. None where
+            the check has failed on another rank: then there was no control.
         layout: where both sides put each parameter.
-        unread: a line for each bucket of which eager FSDP2 gathers parameters in the backward that nobody reads, as
-            biases. The graph leaves them out.
+        unread: a line for each bucket of which eager FSDP2 gathers parameters in the backward that
+            nobody reads, as biases. The graph leaves them out.
     """
 
     graph: Record
@@ -131,21 +134,26 @@ def assert_parity(
 ) -> Parity:
     """Train by the rewritten graph and eagerly; the layouts and every bit must be equal.
 
-    A control then checks that the comparison could fail: it repeats the graph's first step from the same start, with
-    every payload packed backwards, and some rank must get other bits. With ``replicate=True`` in the configuration the
-    control is DDP with torch's own buckets. On real ranks, every rank calls this function and compares its own
-    tensors. In a simulated world it does what ``assert_simulated_parity`` does.
+    A control then checks that the comparison could fail: it repeats the graph's first step from the
+    same start, with every payload packed backwards, and some rank must get other bits. With
+    ``replicate=True`` in the configuration the control is DDP with torch's own buckets. On real
+    ranks, every rank calls this function and compares its own tensors. In a simulated world it does
+    what ``assert_simulated_parity`` does.
 
     Args:
         config: a configuration on this rank's mesh, or a function that builds it from a mesh.
         passes: a pipeline of your own; the control still packs by the default one.
-        payload_order, reduce_scatter_first, reshard_after_forward: options of the graph, see ``train_graph``.
-        invisible: if the order of payloads does not show: "refuse", or "report" it in ``Parity.control``.
+        payload_order, reduce_scatter_first, reshard_after_forward: options of the graph, see
+            ``train_graph``.
+        invisible: if the order of payloads does not show: "refuse", or "report" it in
+            ``Parity.control``.
 
     Raises:
-        LayoutDifference: the graph packs other payloads than ``fully_shard``: bucket, parameter, and which bits change.
+        LayoutDifference: the graph packs other payloads than ``fully_shard``: bucket, parameter,
+            and which bits change.
         BitwiseDifference: a bit differs: step, rank, phase, parameter and element.
-        VacuousCheck: on every rank, if the control has the same bits on all ranks; with the reason and the way out.
+        VacuousCheck: on every rank, if the control has the same bits on all ranks; with the reason
+            and the way out.
         ValueError: a world of one rank, or a fake one.
     """
     __tracebackhide__ = True
@@ -171,15 +179,20 @@ def assert_parity(
 def assert_simulated_parity(
     config: TrainConfig | ConfigOfMesh, world: World, **options: Unpack[ParityOptions]
 ) -> Parity:
-    """Like ``assert_parity``, but only for a simulated world. All ranks add by the net of ``world``.
+    """Like ``assert_parity``, but only for a simulated world. All ranks add by the net of
+    ``world``.
 
     Args:
-        config: a function that builds the configuration from a rank's mesh, or a configuration with a single mesh.
-        options: those of ``assert_parity``. ``invisible="report"`` is for the table of a sweep over nets.
+        config: a function that builds the configuration from a rank's mesh, or a configuration with
+            a single mesh.
+        options: those of ``assert_parity``. ``invisible="report"`` is for the table of a sweep over
+            nets.
 
     Raises:
-        LayoutDifference, VacuousCheck: as ``assert_parity``; a control without other bits is judged under this net.
-        BitwiseDifference: step, rank, parameter and element; where it sits, and in which order it is summed.
+        LayoutDifference, VacuousCheck: as ``assert_parity``; a control without other bits is judged
+            under this net.
+        BitwiseDifference: step, rank, parameter and element; where it sits, and in which order it
+            is summed.
         ValueError: a world of one rank, or one without a net.
     """
     __tracebackhide__ = True
@@ -190,7 +203,7 @@ def assert_simulated_parity(
 def _parity_on_ranks(
     config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
 ) -> Parity:
-    """What ``assert_parity`` says, of this rank's tensors."""
+    """Return what ``assert_parity`` says, of this rank's tensors."""
     __tracebackhide__ = True
     config = finished(config, world)
     with random_states_kept():  # both sides draw from the same random states
@@ -231,7 +244,9 @@ def _parity_on_ranks(
 def _control_on_ranks(
     graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates
 ) -> Record:
-    """The first step from the values of ``start`` and these random states, every payload packed otherwise."""
+    """The first step from the values of ``start`` and these random states, every payload packed
+    otherwise.
+    """
     control: EagerRun | GraphRun
     config = replace(graph.config, steps=1)
     if config.replicate:
@@ -299,7 +314,7 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
 def _simulated_parity(
     config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
 ) -> Parity:
-    """What ``assert_parity`` says, of all ranks under the net of ``world``."""
+    """Return what ``assert_parity`` says, of all ranks under the net of ``world``."""
     __tracebackhide__ = True
     net = net_of(world)
     row = {**row_of(net), "result": ""}  # told to the summary, whatever comes out
@@ -363,9 +378,11 @@ def _check_equal(
     paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
     resharded: bool = False,
 ) -> tuple[str, ...]:
-    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result.
+    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets
+    its result.
 
-    ``resharded``: the graph must gather again whatever its backward reads. Returns ``Parity.unread``.
+    ``resharded``: the graph must gather again whatever its backward reads. Returns
+    ``Parity.unread``.
     """
     __tracebackhide__ = True
     row = {} if row is None else row
@@ -410,7 +427,9 @@ def paths_of_first(
     verdict: Verdict,
     record: Record,
 ) -> Iterator[str]:
-    """Lines about the first gradient that differs; ``group_of`` maps rank 0's of ``layouts`` to another rank's."""
+    """Lines about the first gradient that differs; ``group_of`` maps rank 0's of ``layouts`` to
+    another rank's.
+    """
     gradients = (found for found in verdict.differences if found.key.phase == "gradient")
     found = next((found for found in gradients if found.element is not None), None)
     if found is None or found.element is None:

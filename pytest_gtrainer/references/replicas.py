@@ -1,7 +1,9 @@
-"""What ranks that share one model hold alike: their batches, and whatever the model's plan does not shard.
+"""What ranks that share one model hold alike: their batches, and whatever the model's plan does not
+shard.
 
-A graph equals eager code under a wrong plan, too: both compute the same wrong thing. What tells is that parameters
-which every rank of a tensor-parallel group holds as a whole differ between them, because each added its own gradient.
+A graph equals eager code under a wrong plan, too: both compute the same wrong thing. What tells is
+that parameters which every rank of a tensor-parallel group holds as a whole differ between them,
+because each added its own gradient.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -34,7 +36,9 @@ class ReplicaWarning(UserWarning):
 
 
 def texts_of_ranks(text: str) -> list[str]:
-    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too, but needs NumPy."""
+    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too,
+    but needs NumPy.
+    """
     content = text.encode()
     lengths = _all_gather(torch.tensor([len(content)], device=_device()))
     longest = max(1, *(int(length) for length in lengths))
@@ -65,14 +69,17 @@ def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None:
-    """What the ranks along the dimension ``over`` of ``mesh`` hold as a whole must have the same bits on all of them.
+    """What the ranks along the dimension ``over`` of ``mesh`` hold as a whole must have the same
+    bits on all of them.
 
-    Judged are parameters, their gradients and buffers: plain tensors, and DTensors that have no such dimension or are
-    replicated over it. Every rank of the world calls it, after a step.
+    Judged are parameters, their gradients and buffers: plain tensors, and DTensors that have no
+    such dimension or are replicated over it. Every rank of the world calls it, after a step.
 
     Raises:
-        ReplicasDiffer: on every rank, with the first tensor, two ranks, and how many tensors differ.
-        VacuousCheck: on every rank, if all of a parameter or gradient is NaN or infinite: so it is on any rank.
+        ReplicasDiffer: on every rank, with the first tensor, two ranks, and how many tensors
+            differ.
+        VacuousCheck: on every rank, if all of a parameter or gradient is NaN or infinite: so it is
+            on any rank.
         ValueError: the mesh has no such dimension, or nothing in the model is replicated over it.
     """
     names = mesh.mesh_dim_names or ()
@@ -91,7 +98,9 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
 
 
 def _refuse_what_is_not_finite(model: nn.Module, compared: int) -> None:
-    """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; say so if some are."""
+    """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; say so if
+    some are.
+    """
     buffers = {name for name, _ in model.named_buffers()}  # which may hold a mask
     bad, worst = [], ""
     for name, tensor in state_of(model):
@@ -130,7 +139,9 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def assert_alike(
     named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
 ) -> int:
-    """Tensors of one name must be equal in each group of ranks, but for shards; returns how many this rank compared."""
+    """Tensors of one name must be equal in each group of ranks, but for shards; returns how many
+    this rank compared.
+    """
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     mine = {
         name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)
@@ -154,7 +165,7 @@ def assert_alike(
 
 
 def _is_whole(tensor: torch.Tensor, ranks: tuple[int, ...]) -> bool:
-    """Whether no dimension along which the tensor is split has two of these ranks."""
+    """Return whether no dimension along which the tensor is split has two of these ranks."""
     if not isinstance(tensor, DTensor):
         return True
     split = (dim for dim, placement in enumerate(tensor.placements) if placement != Replicate())

@@ -1,8 +1,8 @@
 """Both sides of a training run on all ranks of a simulated world.
 
-The eager side is ``EagerRun`` on threads. The graph is traced by rank 0, and by the last rank to see that it is the
-same, and replayed in the interpreter; what every rank holds at the start, and clipping, a sum over ranks in the net's
-order, come from the code of real ranks, run on threads.
+The eager side is ``EagerRun`` on threads. The graph is traced by rank 0, and by the last rank to
+see that it is the same, and replayed in the interpreter; what every rank holds at the start, and
+clipping, a sum over ranks in the net's order, come from the code of real ranks, run on threads.
 """
 
 import copy
@@ -58,7 +58,9 @@ ConfigOfMesh = Callable[[DeviceMesh], TrainConfig]
 def config_of_mesh(
     config: TrainConfig | ConfigOfMesh, size: int, mesh: Mapping[str, int] | None = None
 ) -> tuple[ConfigOfMesh, dict[str, int]]:
-    """What builds the configuration from a rank's mesh, and that mesh's dimensions; a ValueError if they do not fit."""
+    """Return what builds the configuration from a rank's mesh, and that mesh's dimensions; a
+    ValueError if they do not fit.
+    """
     if mesh and math.prod(mesh.values()) != size:
         told = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
         raise ValueError(
@@ -97,9 +99,10 @@ def simulated_eager(
     timeout: float = LIMIT,
     recorders: Sequence[Record] | None = None,
 ) -> SimulatedRun:
-    """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``. ``config`` builds
-    the configuration from a rank's mesh, or is finished, with a 1-D mesh. Each of ``recorders`` takes what a rank would
-    record; the record is then empty."""
+    """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of
+    ``net``. ``config`` builds the configuration from a rank's mesh, or is finished, with a 1-D
+    mesh. Each of ``recorders`` takes what a rank would record; the record is then empty.
+    """
     build, extents = config_of_mesh(config, net.size, mesh)
 
     def train_rank(rank: int) -> tuple[Record, BucketLayout | None]:
@@ -115,7 +118,9 @@ def simulated_eager(
 
 
 def refuse_uneven(model: nn.Module) -> None:
-    """DependsOnRank for a parameter whose shards differ in size over the ranks: only some would pad them."""
+    """DependsOnRank for a parameter whose shards differ in size over the ranks: only some would pad
+    them.
+    """
     for fqn, tensor in model.named_parameters():
         for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
             placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -130,7 +135,7 @@ def refuse_uneven(model: nn.Module) -> None:
 
 
 class SimulatedGraphRun:
-    """A rewritten graph, the same on all ranks (S4), ready to train them all; every ``run`` starts anew."""
+    """A rewritten graph, the same on all ranks, ready to train them all; every ``run`` starts anew."""
 
     def __init__(self, config: TrainConfig | ConfigOfMesh, world: World, **options: Any) -> None:
         """``options`` are those of ``references.graph.rewrite``."""
@@ -181,7 +186,9 @@ class SimulatedGraphRun:
     def _along_dimensions(
         self, gm: fx.GraphModule, options: Mapping[str, Any]
     ) -> Iterator[tuple[int, list[RankGraph]]]:
-        """By dimension of the mesh, what the ranks behind 0 trace, if its first and last rank have other numbers."""
+        """By dimension of the mesh, what the ranks behind 0 trace, if its first and last rank have
+        other numbers.
+        """
         shape = tuple(self._extents.values())
         for dim, extent in enumerate(shape):
             step = math.prod(shape[dim + 1 :])
@@ -204,14 +211,16 @@ class SimulatedGraphRun:
         return RankGraph.of(gm, self._mesh, self.config.mesh, *self.config.submeshes.values())
 
     def _start(self, rank: int) -> tuple[int, list[torch.Tensor], ProcessState]:
-        """A rank's data coordinate, and what it holds at first: shards, as the graph's inputs, and random numbers."""
+        """A rank's data coordinate, and what it holds at first: shards, as the graph's inputs, and
+        random numbers.
+        """
         config = self._build(mesh_of(self._extents))
         model = shard_traceably(new_model(config), config)
         shards = [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
         return config.coordinate, shards, ProcessState.now()
 
     def layout(self) -> BucketLayout:
-        """Where the rewritten graph puts each parameter."""
+        """Return where the rewritten graph puts each parameter."""
         return self._run.layout()
 
     def rewritten(self, **options: Any) -> "SimulatedGraphRun":
@@ -224,7 +233,9 @@ class SimulatedGraphRun:
         return other
 
     def run(self, recorder: Record | None = None, *, steps: int | None = None) -> Record:
-        """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
+        """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a
+        ``recorder`` takes all.
+        """
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
@@ -266,7 +277,9 @@ class SimulatedGraphRun:
         return empty
 
     def _clip(self, rank: int, ranks: "Sequence[_Rank]") -> None:
-        """Clip one rank's gradients in place: as DTensors of its thread's mesh, over the memory that the graph left."""
+        """Clip one rank's gradients in place: as DTensors of its thread's mesh, over the memory
+        that the graph left.
+        """
         mesh = self._build(mesh_of(self._extents)).mesh
         models, shards = ModelState.of(self._run.model).parameters, []
         for fqn, own in ranks[rank].parameters.items():
@@ -278,7 +291,9 @@ class SimulatedGraphRun:
 
 
 class _Rank:
-    """One rank's shards, their optimiser, and its random numbers; it records as ``references.config.train`` does."""
+    """One rank's shards, their optimiser, and its random numbers; it records as
+    ``references.config.train`` does.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """A pass file as read: the passes, the world, and what is expected. No torch here.
 
-What it says stands in *directives*: comment lines of a graph file like ``# name: value``. Any other comment is for
-the reader. One that looks like a directive and is none is an error: a misspelled check would check nothing.
-Such are a comment of one word and a colon, and one that would be a directive with a colon or without a mark.
+What it says stands in *directives*: comment lines of a graph file like ``# name: value``. Any other
+comment is for the reader. One that looks like a directive and is none is an error: a misspelled
+check would check nothing. Such are a comment of one word and a colon, and one that would be a
+directive with a colon or without a mark.
 """
 
 import ast
@@ -32,7 +33,9 @@ _OF_HEADER = (
 _OF_READER = ("note", "todo", "fixme", "example")
 _KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
-"""Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
+"""Directives with one word: results bit for bit as before; the graph as it was; a second run
+changes nothing.
+"""
 _COMMENT = re.compile(
     r"\s*#(?P<marks>[\s#*>-]*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
 )
@@ -84,7 +87,8 @@ class PassFile:
         world: the fake world they run in, None for none.
         golden: the view of the golden to compare with, None for none.
         raises: what the error of the last pass says, None if it must not raise.
-        values, result, again: whether these are asked for, see the table in ``docs/graph-checks.md``.
+        values, result, again: whether these are asked for, see the table in
+            ``docs/graph-checks.md``.
         checks: the ``# check:`` lines.
     """
 
@@ -212,7 +216,9 @@ def directives_of(text: str, file: str) -> list[Directive]:
 
 
 def _meant(comment: re.Match[str]) -> str | None:
-    """Return the directive that a comment without the form ``# name: value`` looks like, as it is written."""
+    """Return the directive that a comment without the form ``# name: value`` looks like, as it is
+    written.
+    """
     name, value, has_colon = (
         comment["name"].lower(),
         comment["value"],

@@ -220,7 +220,8 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
         (mine, _), (expected, outputs) = run(gm, changed), run(before, changed)
-        # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are meant.
+        # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are
+        # meant.
         verdict = compare(with_one_nan(mine), with_one_nan(expected))
         if verdict.outcome != "equal":
             raise BitwiseDifference(f"{what}, on {description}\n{verdict}", verdict)

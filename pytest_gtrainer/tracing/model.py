@@ -150,7 +150,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelState":
-        """What ``model`` holds now, and every place that holds it."""
+        """Return what ``model`` holds now, and every place that holds it."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         names: dict[int, str] = {id(t): n for n, t in [*buffers.items(), *parameters.items()]}
         slots: dict[str, list[Slot]] = {n: [] for n in [*parameters, *buffers]}

@@ -1,7 +1,7 @@
 """Data parallelism that a tracer can see: parameters that gather on access.
 
 An eager run and a trace see the same two collectives a parameter: an all-gather in ``param_dtype``
-when the attribute is read, and a reduction of its gradient in ``reduce_dtype`` (A12).
+when the attribute is read, and a reduction of its gradient in ``reduce_dtype``.
 ``state_dict`` and ``parameters`` see the shards. The idea of parametrised access is SimpleFSDP's
 (arXiv:2411.00284).
 """
@@ -160,7 +160,7 @@ in one thread.
 
 @contextmanager
 def reusing_gathers() -> Iterator[None]:
-    """Inside, a parameter is gathered once (A10), and its gradients are added before one reduction,
+    """Inside, a parameter is gathered once, and its gradients are added before one reduction,
     as in FSDP2.
     """
     cache: dict[int, torch.Tensor] = {}
@@ -323,7 +323,7 @@ def _describe_shards(module: nn.Module, describe: Callable[[Any], str]) -> str:
 
 
 def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
-    """What the attribute of a sharded parameter gives."""
+    """Return what the attribute of a sharded parameter gives."""
     if name not in parameters_of(module):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     parameter: Any = parameters_of(module)[name]

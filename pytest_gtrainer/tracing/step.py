@@ -1,6 +1,6 @@
 """Trace a training step (forward, loss, backward) into one joint FX graph.
 
-Its inputs are the local tensors of parameters, buffers and user inputs, in this order (A5); its
+Its inputs are the local tensors of parameters, buffers and user inputs, in this order; its
 outputs the loss and the gradients of the parameters that require one, in ``named_parameters`` order
 (A1). Beside what ``graph.nodes`` names, ``meta["gt_input"]`` on placeholders is ``{"kind":
 "parameter" | "buffer" | "input", "fqn": ...}``. On the output node, ``gt_outputs`` names the
@@ -131,7 +131,7 @@ class TracedStep:
 
     @property
     def num_static_inputs(self) -> int:
-        """How many of the graph's inputs are state: the same tensors at every step."""
+        """Return how many of the graph's inputs are state: the same tensors at every step."""
         return len(self.state_fqns)
 
     def with_graph(self, gm: fx.GraphModule) -> "TracedStep":
@@ -612,7 +612,7 @@ def collector_off() -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Where the user's code raised: the innermost frame that is neither torch's nor ours."""
+    """Return where the user's code raised: the innermost frame that is neither torch's nor ours."""
     ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
     frames = (
         frame
@@ -659,7 +659,7 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
-    """Copy ``custom`` to backward nodes (A4): of the first forward node of their ``seq_nr``, or of
+    """Copy ``custom`` to backward nodes: of the first forward node of their ``seq_nr``, or of
     a nested graph's.
     """
     modules = [

@@ -43,7 +43,7 @@ class LaunchedBucket:
 
     @property
     def sort(self) -> str:
-        """What others may stand for it in a sentence: an AG's order is of no account for a
+        """Return what others may stand for it in a sentence: an AG's order is of no account for a
         gradient's bits.
         """
         return f"{self.kind}/{self.scope.space}"
@@ -262,7 +262,7 @@ def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
 
 
 def _most(homes: Counter[int]) -> int | None:
-    """Where most members are, the first such bucket."""
+    """Return where most members are, the first such bucket."""
     return min(homes, key=lambda place: (-homes[place], place), default=None)
 
 

@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
 
 def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
-    """Where two lists differ, in order."""
+    """Return where two lists differ, in order."""
     joined: list[Change] = []
     for change in _changes(old, new, 0, 0, 0):
         if joined and (joined[-1].last, joined[-1].end) == (
@@ -289,7 +289,7 @@ _MOST_CHANGES = 2_000
 
 
 def changed_lines(old: str, new: str) -> list[list[int]]:
-    """Where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
+    """Return where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
 
     >>> changed_lines("a\\nb\\nc", "a\\nx\\nc")
     [[1, 2, 1, 2]]

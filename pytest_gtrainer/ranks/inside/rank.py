@@ -370,7 +370,9 @@ class RankGroup:
             self._issued_on_ended[weakref.ref(group)] = 0
 
     def state(self, *, shared: bool = False) -> wire.GroupState:
-        """What the test has issued on the groups that exist, for comparison with the other ranks."""
+        """Return what the test has issued on the groups that exist, for comparison with the other
+        ranks.
+        """
         broken = self.device == "cuda" and self._has_lost_gpu()
         if broken or not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
@@ -437,8 +439,8 @@ class RankGroup:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
     def left_behind(self, memory_before: int, *, shared: bool) -> tuple[str, ...]:
-        """What a test has left: GPU memory, and groups, but for those of a DeviceMesh or of graph
-        passes.
+        """Return what a test has left: GPU memory, and groups, but for those of a DeviceMesh or of
+        graph passes.
         """
         left = []
         for group, name in (

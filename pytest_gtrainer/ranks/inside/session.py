@@ -244,7 +244,7 @@ class Recorder:
         config.pluginmanager.register(self, "gtrainer-rank-recorder")
 
     def take(self) -> tuple[tuple[dict[str, Any], ...], tuple[wire.WarningRecord, ...]]:
-        """What has come since the last call: see ``wire.ItemDone``."""
+        """Return what has come since the last call: see ``wire.ItemDone``."""
         taken = tuple(self._reports), tuple(self._warnings)
         self._reports, self._warnings = [], []
         return taken
@@ -346,7 +346,7 @@ def restored_after(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def raised(error: BaseException) -> wire.Raised:
-    """What the parent must know of an exception before its report is made."""
+    """Return what the parent must know of an exception before its report is made."""
     origin = getattr(error, "gt_origin", None)
     waiting_in = collective_of(_frames_of(error))
     if waiting_in is None and any(sign in str_of(error) for sign in LOST_PEER):

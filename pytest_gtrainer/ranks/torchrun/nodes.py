@@ -44,8 +44,8 @@ class Nodes:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # with a summary, as at Ctrl-C
 
     def place(self, plan: wire.RankSetup) -> tuple[wire.RankSetup, Iterator[str]]:
-        """What a team's ranks on this node start from, once all its nodes are here, and where it
-        meets later.
+        """Yield what a team's ranks on this node start from, once all its nodes are here, and where
+        it meets later.
         """
         deadline = time.monotonic() + NODES_LIMIT  # for all, be they refused
         while (
@@ -72,7 +72,7 @@ class Nodes:
         return [node for node in self._nodes if node.ranks and node.ranks.start < plan.size]
 
     def _take_in(self, seconds: float) -> bool:
-        """Whether another process has come in time, be it one that is refused."""
+        """Return whether another process has come in time, be it one that is refused."""
         if not readable([self._server.fileno()], seconds):
             return False
         sock, (host, *_) = self._server.accept()

@@ -37,8 +37,11 @@ _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 changes nothing.
 """
 _COMMENT = re.compile(
-    r"\s*#(?P<marks>[\s#*>-]*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
+    r"\s*#(?P<marks>\W*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
 )
+_CONTINUES = re.compile(r"\s*#\s*(?:[;,+&|]|->|and\s+\w+_pass\b).*")
+"""A comment that goes on with the directive in the line above, wherever it begins."""
+_LIKE_CHECK = ("checks", "expect", "expects", "assert", "ensure")
 _BEHIND_CODE = re.compile(
     rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:"
 )
@@ -48,7 +51,7 @@ _VALUES = {
     "world": re.compile(r"fake\b.*"),
     "mesh": re.compile(r"\w+=\d+.*"),
     "passes": re.compile(r"\w+_pass\b.*"),
-    "raises": re.compile(r"\w+(Error|Exception): .*"),
+    "raises": re.compile(r"\w+(Error|Exception)(: .*)?"),
 }
 """Values by which a directive is recognised that lacks its colon."""
 _WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
@@ -178,7 +181,8 @@ def directives_of(text: str, file: str) -> list[Directive]:
     [('check', 'then mm')]
     """
     found: list[Directive] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
         place = f"{file}:{number}"
         if (behind := _BEHIND_CODE.match(line)) is not None:
             spelling = (
@@ -189,7 +193,17 @@ def directives_of(text: str, file: str) -> list[Directive]:
             raise PassFileError(
                 f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own"
             )
-        if (match := _COMMENT.fullmatch(line)) is None:
+        match = _COMMENT.fullmatch(line)
+        is_directive = match is not None and _is_directive(match)
+        if not is_directive and found and found[-1].place == f"{file}:{number - 1}":
+            above = lines[number - 2]
+            is_indented = _indentation(line) > _indentation(above)
+            if _CONTINUES.fullmatch(line) or (line.strip(" \t#") and is_indented):
+                raise PassFileError(
+                    f"{place}: {line.strip()}\na directive is one line: write this behind "
+                    f"`# {found[-1].name}:` in the line above, or an empty line before a comment"
+                )
+        if match is None:
             continue
         name, value = match["name"], match["value"]
         if match["marks"].strip() or match["sign"].strip() != ":":
@@ -215,6 +229,21 @@ def directives_of(text: str, file: str) -> list[Directive]:
     return found
 
 
+def _is_directive(comment: re.Match[str]) -> bool:
+    is_marked = bool(comment["marks"].strip()) or comment["sign"].strip() != ":"
+    return not is_marked and comment["name"] in (*ONCE, *OFTEN)
+
+
+def _indentation(line: str) -> int:
+    """Return how many spaces stand before a comment and its text; 0 for a line of the graph.
+
+    >>> _indentation("# check: then mm"), _indentation("#   -> bf16"), _indentation("## a title")
+    (1, 3, 0)
+    """
+    spaces = re.match(r"(\s*)#(\s*)", line.expandtabs())
+    return len(spaces[1]) + len(spaces[2]) if spaces else 0
+
+
 def _meant(comment: re.Match[str]) -> str | None:
     """Return the directive that a comment without the form ``# name: value`` looks like, as it is
     written.
@@ -224,16 +253,19 @@ def _meant(comment: re.Match[str]) -> str | None:
         comment["value"],
         comment["sign"].strip() == ":",
     )
+    words = value.rstrip(".!`")  # of a sentence
+    if name in _LIKE_CHECK and _is_check(words):
+        return f"check: {words}"
     if check := _check_meant(name, value):
         # `# then descend into the layers` is for the reader, `# never relu` can be read as a check
         return (
             check
-            if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {value}")
+            if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {words}")
             else None
         )
     if has_colon and name in (*ONCE, *OFTEN):
         return f"{name}: {value}"
-    is_value = name in _VALUES and _VALUES[name].fullmatch(value.rstrip("."))
+    is_value = name in _VALUES and _VALUES[name].fullmatch(words)
     return f"{name}: {value}" if is_value else None
 
 
@@ -286,6 +318,10 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
 def _calls(directive: Directive) -> Iterator[PassCall]:
     """``a; b(option=[1, 2])``: names, and options as literals of Python. Nothing is evaluated."""
     place = directive.place
+    if "#" in directive.value:  # the rest would be a comment of Python
+        raise PassFileError(f"{place}: a directive has no comment behind it: {directive.value}")
+    if not directive.value or directive.value.endswith(";"):
+        raise PassFileError(f"{place}: a pass is missing at the end: {directive.value}")
     try:
         statements = ast.parse(directive.value).body
     except SyntaxError as error:

@@ -101,6 +101,25 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
             "no pass is called 'data_parallel'; there are canonicalize_graph_pass, ",
         ),
         ("# passes: a_pass(", "'(' was never closed: a_pass("),
+        ("# passes: a_pass # b_pass", "a directive has no comment behind it: a_pass # b_pass"),
+        ("# passes: a_pass;", "a pass is missing at the end: a_pass;"),
+        ("# passes:", "a pass is missing at the end"),
+        ("# passes: a_pass;\n#   b_pass(x=3)", "a directive is one line"),
+        ("# passes: a_pass\n# ; b_pass", "a directive is one line"),
+        ("# passes: a_pass\n# and b_pass", "a directive is one line"),
+        ("# passes: a_pass\n  # b_pass", "a directive is one line"),
+        ("# check: then neg\n#   -> bf16 in bwd", "a directive is one line"),
+        ("# check: then neg\n# -> bf16 in bwd", "a directive is one line"),
+        ("# check: then neg\n#\tin bwd", "a directive is one line"),
+        ("# raises: words\n#     and more", "a directive is one line"),
+        ("# raises PlanError", "write `# raises: PlanError`"),
+        ("# checks never relu", "write `# check: never relu`"),
+        ("# Expect never relu.", "write `# check: never relu`"),
+        ("# never relu!", "write `# check: never relu"),
+        ("# Never relu.", "write `# check: never relu"),
+        ("#: check: never relu", "write `# check: never relu`"),
+        ("# @check: never relu", "write `# check: never relu`"),
+        ("# `check: never relu`", "write `# check: never relu`"),
         ("# passes: a_pass(1)", "expected passes like `a_pass; b_pass(option=2)`, found a_pass(1)"),
         ("# passes: os.remove(path='x')", "expected passes like `a_pass; b_pass(option=2)`"),
         (
@@ -140,10 +159,16 @@ def test_lines_that_are_refused(write, line, words):
         "#",
         "# ------",
         "## the second layer",
+        "# raises PlanError in a later step",
+        "# expect the gathers to stay",
+        "# check: then detach\n# a word on it\n#   and more of it",
+        "# check: then detach\n\n#   a drawing",
+        "# check: then detach\n#",
+        "# (for the reader) and so on",
     ],
 )
 def test_comments_for_the_reader(write, line):
-    assert len(read_pass_file(write(line, "# check: then neg")).checks) == 1
+    assert read_pass_file(write(line, "# check: then neg")).checks[-1].value == "then neg"
 
 
 def test_a_file_without_passes_or_without_text(write, tmp_path):

@@ -380,9 +380,9 @@ class RunMode:
         Raises:
             ValueError: names the module, or the device of autocast.
         """
-        others = dict(other.modules)
-        for fqn, was in self.modules:
-            now = others.get(fqn, "gone")
+        own, others = dict(self.modules), dict(other.modules)
+        for fqn in {**own, **others}:
+            was, now = own.get(fqn, "not there"), others.get(fqn, "gone")
             if now != was:
                 raise ValueError(
                     f"{fqn or 'the model'} was {was} at the trace and is {now}, which a graph does "

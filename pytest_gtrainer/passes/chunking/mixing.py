@@ -327,6 +327,7 @@ _ALONG = _by_name(
         ),
     ),
     ("transforms", _named("dim"), ("_fft_r2c", "_fft_c2c", "_fft_c2r")),
+    ("gates one half by the other along", _named("dim"), ("glu",)),
 )
 """Operators whose values depend on others along some dimensions: words, dimensions, names."""
 
@@ -465,7 +466,6 @@ _BY_DIMENSIONS = frozenset(
         "native_dropout",
         "dropout",
         "stack",
-        "glu",
         "nonzero",
         "nonzero_static",
         "masked_select",

@@ -112,6 +112,11 @@ MIXING = {
         r"mm.* relates every row to every other one",
     ),
     "softmax": (lambda x: x.softmax(0), None, r"_softmax.* takes the softmax over dimension 0"),
+    "glu": (
+        lambda x: torch.cat([torch.nn.functional.glu(x, 0)] * 2),
+        None,
+        r"glu.* gates one half by the other along dimension 0",
+    ),
     "cumsum": (lambda x: x.cumsum(0), None, r"cumsum.* accumulates along dimension 0"),
     "complex numbers": (
         lambda x: torch.fft.ifft2(torch.fft.fft2(x, dim=(0, 2)), dim=(0, 2)).real,

@@ -401,7 +401,9 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
                 raise Nothing("it changes nothing")
             if rule.merging and adapter.kind in MERGING:
                 _ = run.merged
-            rule.judge(run)
+            # A rule may try many graphs, and reports what it finds by its own exception.
+            with facts.failing_checks(lambda error: None):
+                rule.judge(run)
         except Nothing as error:
             silent.append(f"{run.recipe}: {error}")
         except Exception as error:

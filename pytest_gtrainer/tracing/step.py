@@ -652,10 +652,12 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
     """Erase the views by which ``groups.hand_on_inputs`` hands inputs on: only the order of
     gradient sums is wanted.
     """
-    for node in list(gm.graph.nodes):
-        if HANDED_ON in (node.meta.get("custom") or {}):
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            gm.graph.erase_node(node)
+    handed_on = [node for node in gm.graph.nodes if HANDED_ON in (node.meta.get("custom") or {})]
+    for node in handed_on:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        gm.graph.erase_node(node)
+    if handed_on:
+        gm.recompile()
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:

@@ -21,7 +21,8 @@ def test_functions_on_ranks(run):
         for name in run.reports
         if run.outcome(name) not in ("passed", "skipped")
     }
-    assert wrong.keys() == {"test_fails"}, wrong
+    assert wrong.keys() == {"test_fails", "test_death_between_calls"}, wrong
+    assert "rank 1: exited with status 3 after its last test" in wrong["test_death_between_calls"]
     assert len(run.reports) == 31
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4: --gt-gpus=5 lets it run" in run.output

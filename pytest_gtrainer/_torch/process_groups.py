@@ -1,5 +1,4 @@
-"""Process groups: which live, how many were made, an end that does not wait; torch's caches that
-outlive a test.
+"""Process groups: which live, how many were made; torch's caches that outlive a test.
 
 - ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective
   names.

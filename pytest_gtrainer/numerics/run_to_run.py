@@ -226,7 +226,7 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] | None]:
-    """Yield where a run starts from: random states, switches, and what ``deterministic`` was asked
+    """Return where a run starts from: random states, switches, and what ``deterministic`` was asked
     for.
     """
     # what waits are functions, and for a CUDA that no run has started

@@ -296,9 +296,10 @@ class _Watch(TorchDispatchMode):
             return
         if fqn in self._cast:
             raise ValueError(
-                f"autocast casts {fqn} for each of its uses in a trace, and once in eager code, so "
-                "gradients differ: turn its cache off where eager code runs, too "
-                "(torch.autocast(..., cache_enabled=False)), or cast the parameter once yourself"
+                f"{fqn} is cast twice inside torch.autocast. Eager code keeps the first cast of "
+                "autocast for the second use, and a trace cannot, so gradients differ: give "
+                "torch.autocast(..., cache_enabled=False), also where eager code runs, or cast the "
+                "parameter once yourself"
             )
         self._cast.add(fqn)
 

@@ -1,14 +1,13 @@
-"""Which parameters travel in which collective, and what has become of that: read off the dataflow
-in one walk.
+"""Buckets of parameters in two graphs, and sentences on how they differ.
 
-An all-gather's *members* are the parameters that go into its payload, in its order; those of a
-reduction the outputs that come out of it. Collectives without members are left out; a payload of
-the view ``layout`` is a bucket.
+The *members* of an all-gather are the parameters that go into its payload, in its order. The
+members of a reduction are the gradients that come out of it, by the names of the outputs. A
+collective without members is left out. In the view ``layout``, each payload is a bucket.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow
@@ -26,6 +25,9 @@ from pytest_gtrainer.graphtext.syntax import absolute, key_of
 _REDUCTIONS = ("RS", "AR")
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
+Member = tuple[str, int]
+"""A parameter, and how many members of the bucket before it are the same parameter."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedBucket:
@@ -33,19 +35,17 @@ class LaunchedBucket:
 
     kind: str
     scope: Scope
-    members: tuple[str, ...]
+    members: tuple[Member, ...]
 
     @property
     def label(self) -> str:
-        """``bucket layers.3/bwd``; a collective outside of buckets is called by its module."""
+        """``bucket layers.3/bwd``; ``layers.3/bwd`` for a collective outside of buckets."""
         path = f"{module_of(self.scope)}/{self.scope.space}"
         return f"bucket {path}" if self.scope.is_bucket else path
 
     @property
     def sort(self) -> str:
-        """Return what others may stand for it in a sentence: an AG's order is of no account for a
-        gradient's bits.
-        """
+        """Kind and direction, ``RS/bwd``: only buckets that share them are compared."""
         return f"{self.kind}/{self.scope.space}"
 
     @property
@@ -53,217 +53,229 @@ class LaunchedBucket:
         return self.scope.owners[0]
 
 
+def _bucket(kind: str, scope: Scope, names: Sequence[str]) -> LaunchedBucket:
+    # A parameter that stands twice in a payload is two members.
+    members = [(name, names[:place].count(name)) for place, name in enumerate(names)]
+    return LaunchedBucket(kind, scope, tuple(members))
+
+
 def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
-    """The buckets of a graph in the order in which it launches them."""
-    launches = {
-        place: kind
-        for place, value in enumerate(graph.values)
-        if (kind := kind_of(value)) is not None
-    }
-    returned = _returned(graph, {place for place, kind in launches.items() if kind in _REDUCTIONS})
+    """Return the buckets of a graph in the order in which it launches them."""
+    outputs = _outputs_of_reductions(graph)
     found = []
-    for place, kind in launches.items():
-        launch, members = graph.values[place], []
+    for place, value in enumerate(graph.values):
+        kind = kind_of(value)
+        if kind is None:
+            continue
+        names: list[str] = []
         if kind in _REDUCTIONS:
-            members = [name for _, name in sorted(returned[place])]
-        elif launch.sources:
-            payload = _root(graph, launch.sources[0])
-            value = graph.values[payload]
-            parts = (
-                [payload] if value.is_input else [_root(graph, source) for source in value.sources]
-            )
-            inputs = [graph.values[part].scope for part in parts]
-            if all(
-                scope.space == "P" for scope in inputs
-            ):  # none if anything else is in the payload
-                members = [scope.owners[0] for scope in inputs]
-        if members:
-            found.append(LaunchedBucket(kind, launch.scope, tuple(members)))
+            names = [name for _, name in sorted(outputs[place])]
+        elif value.sources:
+            names = _parameters_of_payload(graph, value.sources[0])
+        if names:
+            found.append(_bucket(kind, value.scope, names))
     return found
 
 
-def _root(graph: Dataflow, place: int) -> int:
-    """The value that one is made of by operators of one operand, collectives apart."""
-    while len(set((value := graph.values[place]).sources)) == 1 and not communicates(value):
-        place = value.sources[0]
+def _parameters_of_payload(graph: Dataflow, place: int) -> list[str]:
+    """Return the parameters that a payload is made of; none if anything else is in it."""
+    origin = _origin(graph, place)
+    value = graph.values[origin]
+    parts = [origin]
+    if not value.is_input:
+        parts = [_origin(graph, source) for source in value.sources]
+    scopes = [graph.values[part].scope for part in parts]
+    if any(scope.space != "P" for scope in scopes):
+        return []
+    return [scope.owners[0] for scope in scopes]
+
+
+def _origin(graph: Dataflow, place: int) -> int:
+    """Return the value that one is made of by operators of one operand, collectives apart."""
+    while len(set(graph.values[place].sources)) == 1 and not communicates(graph.values[place]):
+        place = graph.values[place].sources[0]
     return place
 
 
-def _returned(graph: Dataflow, reductions: Set[int]) -> Mapping[int, list[tuple[str, str]]]:
-    """For each reduction its outputs, each with the items by which it was taken apart."""
+def _outputs_of_reductions(graph: Dataflow) -> Mapping[int, list[tuple[str, str]]]:
+    """Return the outputs of each reduction with a key of their order in its payload.
+
+    Each output is followed back through operators of one operand. The items that are taken on the
+    way, ``split[3]``, are the key, so the order of the outputs of the graph does not count.
+    """
     outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for number, (name, arguments, operands, _) in enumerate(graph.results):
         sources = [operand for operand in operands if isinstance(operand, int) and operand >= 0]
-        items = ""
+        key = ""
         while len(set(sources)) == 1:
             if found := _ITEM.search(arguments):
-                items = "".join(f"{int(item):06}" for item in re.findall(r"\d+", found[1])) + items
-            if (place := sources[0]) in reductions:
-                outputs[place].append((items, name or f"output {number}"))
-            arguments, sources = graph.values[place].arguments, list(graph.values[place].sources)
+                # Strings of six digits sort as the numbers do.
+                key = "".join(f"{int(item):06}" for item in re.findall(r"\d+", found[1])) + key
+            value = graph.values[sources[0]]
+            if kind_of(value) in _REDUCTIONS:
+                outputs[sources[0]].append((key, name or f"output {number}"))
+            arguments, sources = value.arguments, list(value.sources)
     return outputs
 
 
-Said = tuple[Remark, Sequence[LaunchedBucket]]
+BucketRemark = tuple[Remark, Sequence[LaunchedBucket]]
+"""A remark, and the buckets that it explains."""
 
 
-def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> Iterator[Said]:
-    """Sentences on buckets merged, split, lost, gained or reordered, each with the buckets that it
-    is about.
-    """
+def _remark(text: str, *buckets: LaunchedBucket, gist: str = "") -> BucketRemark:
+    return Remark(Weight.BUCKET, text, buckets[0].about, gist), buckets
+
+
+def bucket_remarks(
+    old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]
+) -> Iterator[BucketRemark]:
+    """Yield remarks on buckets that were merged, split, lost, gained or reordered."""
     for sort in dict.fromkeys(bucket.sort for bucket in (*old, *new)):
-        yield from _Change(
-            *[[bucket for bucket in side if bucket.sort == sort] for side in (old, new)]
-        ).remarks()
+        ours = [bucket for bucket in old if bucket.sort == sort]
+        theirs = [bucket for bucket in new if bucket.sort == sort]
+        yield from _Matching(ours, theirs).remarks()
 
 
-class _Change:
-    """What has become of the buckets of one kind and direction."""
+class _Matching:
+    """The buckets of one kind and direction in two graphs, matched by the members that they share.
+
+    ``_heirs`` counts the members of each old bucket by the new bucket that they are in, and
+    ``_origins`` those of each new bucket by the old one. Two buckets are *partners* if the most
+    members of either are in the other.
+    """
 
     def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
-        # each with the times that it stood there before: a parameter that stands there twice is two
-        # members
-        self._members = [
-            [
-                [(name, b.members[:place].count(name)) for place, name in enumerate(b.members)]
-                for b in side
-            ]
-            for side in (old, new)
-        ]
-        self._homes = [
-            {each: place for place, told in enumerate(side) for each in told}
-            for side in self._members
-        ]
-        self._heirs, self._origins = (
-            [Counter(homes[member] for member in members if member in homes) for members in side]
-            for side, homes in zip(self._members, self._homes[::-1], strict=True)
-        )
-        self._partner = {
-            place: heir
-            for place, heirs in enumerate(self._heirs)
-            if (heir := _most(heirs)) is not None and _most(self._origins[heir]) == place
-        }
+        self._old_home, self._new_home = _homes(old), _homes(new)
+        self._heirs = [_count_homes(bucket, self._new_home) for bucket in old]
+        self._origins = [_count_homes(bucket, self._old_home) for bucket in new]
+        self._partner: dict[int, int] = {}
+        for place, heirs in enumerate(self._heirs):
+            heir = _largest(heirs)
+            if heir is not None and _largest(self._origins[heir]) == place:
+                self._partner[place] = heir
 
-    def remarks(self) -> Iterator[Said]:
+    def remarks(self) -> Iterator[BucketRemark]:
         yield from self._merged()
         yield from self._split()
+        yield from self._changed()
+
+    def _merged(self) -> Iterator[BucketRemark]:
+        """Yield a remark for each new bucket that took all that is left of several old ones."""
+        sources: dict[int, list[int]] = defaultdict(list)
+        for place, heirs in enumerate(self._heirs):
+            if place not in self._partner and len(heirs) == 1:
+                sources[next(iter(heirs))].append(place)
+        for place, heir in self._partner.items():
+            if heir in sources:
+                sources[heir].append(place)
+        for heir, places in sources.items():
+            buckets = [self.old[place] for place in sorted(places)]
+            labels, prefix = [bucket.label for bucket in buckets], ""
+            if all(bucket.scope.is_bucket for bucket in buckets):
+                labels, prefix = [label.removeprefix("bucket ") for label in labels], "buckets "
+            target = self.new[heir]
+            names = " and ".join(labels)
+            if len(labels) > 2:
+                names = listed(labels, 3 if len(labels) == 3 else 1)
+            text = f"{target.kind} {prefix}{names} merged into {target.label}"
+            yield _remark(text, *buckets, target)
+
+    def _split(self) -> Iterator[BucketRemark]:
+        """Yield a remark for each old bucket whose members are in several new ones."""
+        for place, source in enumerate(self.old):
+            parts = [self.new[part] for part in self._parts(place)]
+            if len(parts) < 2:
+                continue
+            if any(part.scope.is_bucket for part in parts):
+                into = listed([f"{part.label} ({len(part.members)} members)" for part in parts])
+            else:
+                names = _names(source, [part.members[0] for part in parts])
+                into = f"{len(parts)} collectives, of {listed(names)}"
+            text = f"{source.kind} {source.label} split into {into}"
+            yield _remark(text, source, *parts)
+
+    def _parts(self, place: int) -> list[int]:
+        """Return the new buckets that are made of one old bucket only.
+
+        A single parameter that was left over when a bucket lost it is no part.
+        """
+        heir = self._partner.get(place)
+        parts = [new for new in self._heirs[place] if new == heir or len(self._origins[new]) == 1]
+        if heir is None or self.new[heir].scope.is_bucket:
+            parts = [new for new in parts if not _is_single(self.new[new])]
+        return sorted(parts)
+
+    def _changed(self) -> Iterator[BucketRemark]:
+        """Yield remarks on buckets lost and gained whole, and on changed members of partners."""
         for verb, buckets, homes in (
             ("lost", self.old, self._heirs),
             ("gained", self.new, self._origins),
         ):
             for place, bucket in enumerate(buckets):
                 if not homes[place]:
-                    text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
-                    yield (
-                        Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"),
-                        [bucket],
-                    )
-                elif verb == "lost" and place in self._partner:
-                    yield from self._members_changed(place, self._partner[place])
+                    names = listed(_names(bucket, bucket.members))
+                    text = f"{verb} {bucket.kind} {bucket.label} of {names}"
+                    yield _remark(text, bucket, gist=f"{verb} {bucket.sort} buckets")
+        for place, heir in self._partner.items():
+            yield from self._members_changed(place, heir)
 
-    def _merged(self) -> Iterator[Said]:
-        """Buckets of which all that is left is in another one's heir."""
-        into: dict[int, list[int]] = defaultdict(list)
-        for place, heirs in enumerate(self._heirs):
-            if place not in self._partner and len(heirs) == 1:
-                into[next(iter(heirs))].append(place)
-        for heir, places in into.items():
-            partner = [old for old, new in self._partner.items() if new == heir]
-            sources = [self.old[place] for place in sorted([*places, *partner])]
-            target, labels, prefix = self.new[heir], [source.label for source in sources], ""
-            if all(source.scope.is_bucket for source in sources):
-                prefix, labels = "buckets ", [label.removeprefix("bucket ") for label in labels]
-            told = (
-                " and ".join(labels)
-                if len(labels) == 2
-                else listed(labels, 3 if len(labels) == 3 else 1)
-            )
-            text = f"{target.kind} {prefix}{told} merged into {target.label}"
-            yield Remark(Weight.BUCKET, text, sources[0].about), [*sources, target]
-
-    def _split(self) -> Iterator[Said]:
-        for origin, source in enumerate(self.old):
-            new = [self.new[place] for place in self._parts(origin)]
-            if len(new) < 2:
-                continue
-            into = listed([f"{part.label} ({len(part.members)} members)" for part in new])
-            if not any(part.scope.is_bucket for part in new):
-                into = f"{len(new)} collectives, of {listed(_inside(source, [part.members[0] for part in new]))}"
-            yield (
-                Remark(
-                    Weight.BUCKET, f"{source.kind} {source.label} split into {into}", source.about
-                ),
-                [source, *new],
-            )
-
-    def _parts(self, origin: int) -> list[int]:
-        """The new buckets that are made of one old one only; what is a single parameter left over
-        is none.
-        """
-        heir = self._partner.get(origin)
-        made = [
-            place
-            for place in sorted(self._heirs[origin])
-            if len(self._origins[place]) == 1 or place == heir
-        ]
-        if heir is not None and not self.new[heir].scope.is_bucket:
-            return made
-        return [
-            place
-            for place in made
-            if self.new[place].scope.is_bucket or len(self.new[place].members) > 1
-        ]
-
-    def _members_changed(self, place: int, heir: int) -> Iterator[Said]:
-        """Members that came, that went, and those that are in another order."""
-        bucket, now = self.old[place], self.new[heir]
-        mine, theirs = self._members[0][place], self._members[1][heir]
-        left: dict[int | None, list[str]] = defaultdict(
-            list
-        )  # by the new bucket that they are in, None for none
-        for member in mine:
-            left[self._homes[1].get(member)].append(member[0])
-        come = [name for name, count in theirs if (name, count) not in self._homes[0]]
-        changes = [("gained", come, "")] if come else []
-        told = {heir, *self._parts(place)}
-        for where, names in left.items():
-            if where not in told:
-                changes.append(
-                    ("lost", names, "" if where is None else f" to {self.new[where].label}")
-                )
+    def _members_changed(self, place: int, heir: int) -> Iterator[BucketRemark]:
+        """Yield remarks on members gained, lost, and in another order."""
+        was, now = self.old[place], self.new[heir]
+        changes = []
+        if gained := [name for name, n in now.members if (name, n) not in self._old_home]:
+            changes.append(("gained", gained, ""))
+        lost: dict[int | None, list[str]] = defaultdict(list)
+        for member in was.members:
+            lost[self._new_home.get(member)].append(member[0])
+        explained = {heir, *self._parts(place)}
+        for home, names in lost.items():
+            if home not in explained:
+                to = "" if home is None else f" to {self.new[home].label}"
+                changes.append(("lost", names, to))
         for verb, names, to in changes:
             text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
-            yield (
-                Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}"),
-                [bucket, now],
-            )
+            yield _remark(text, now, was, gist=f"{verb} members of {now.sort}")
 
-        common = set(mine) & set(theirs)
-        kept, order = (
-            [name for name, count in side if (name, count) in common] for side in (mine, theirs)
-        )
-        if kept != order:
-            stands, was = _inside(
-                now, next([b, a] for a, b in zip(kept, order, strict=True) if a != b)
-            )
-            text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
-            yield (
-                Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"),
-                [bucket, now],
-            )
+        before = [member for member in was.members if member in now.members]
+        after = [member for member in now.members if member in was.members]
+        moved = [pair for pair in zip(after, before, strict=True) if pair[0] != pair[1]]
+        if moved:
+            stands, stood = _names(now, moved[0])
+            text = f"{now.kind} {now.label}: members in another order: {stands} where {stood} was"
+            yield _remark(text, now, was, gist=f"order of members of {now.sort}")
 
 
-def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
-    """Names as seen from the bucket's module, if it has one."""
-    prefix = f"{bucket.about}."
-    is_inside = all(member.startswith(prefix) for member in members)
-    return [member.removeprefix(prefix) if is_inside else member for member in members]
+def _homes(buckets: Sequence[LaunchedBucket]) -> dict[Member, int]:
+    """Return the place of each member's bucket."""
+    homes: dict[Member, int] = {}
+    for place, bucket in enumerate(buckets):
+        homes.update(dict.fromkeys(bucket.members, place))
+    return homes
 
 
-def _most(homes: Counter[int]) -> int | None:
-    """Return where most members are, the first such bucket."""
+def _count_homes(bucket: LaunchedBucket, homes: Mapping[Member, int]) -> Counter[int]:
+    return Counter(homes[member] for member in bucket.members if member in homes)
+
+
+def _is_single(bucket: LaunchedBucket) -> bool:
+    """Return whether this is the collective of one parameter, outside of buckets."""
+    return not bucket.scope.is_bucket and len(bucket.members) == 1
+
+
+def _largest(homes: Counter[int]) -> int | None:
+    """Return the first bucket that most members are in; None if there is no member."""
     return min(homes, key=lambda place: (-homes[place], place), default=None)
+
+
+def _names(bucket: LaunchedBucket, members: Sequence[Member]) -> list[str]:
+    """Return the names of members as seen from the bucket's module, if all of them lie in it."""
+    names = [name for name, _ in members]
+    prefix = f"{bucket.about}."
+    if not all(name.startswith(prefix) for name in names):
+        return names
+    return [name.removeprefix(prefix) for name in names]
 
 
 _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
@@ -271,14 +283,15 @@ _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
 
 
 def payloads_of(lines: Iterable[GraphLine]) -> list[LaunchedBucket]:
-    """The payloads of a layout."""
-    found: list[tuple[str, Scope, list[str]]] = []
+    """Return the payloads of a layout as buckets."""
+    payloads: list[tuple[str, Scope, list[str]]] = []
     for section, _, text in lines:
         space, layer = key_of(section)
         slot = _SLOT.fullmatch(text)
         if text.startswith("payload("):
-            path = f"{layer.container}.{layer.number}" if layer else ""
-            found.append((_KINDS.get(space, space), Scope((path,), "layout", is_bucket=True), []))
-        elif slot and found:
-            found[-1][2].append(absolute(slot["path"], layer))
-    return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]
+            module = f"{layer.container}.{layer.number}" if layer else ""
+            scope = Scope((module,), "layout", is_bucket=True)
+            payloads.append((_KINDS.get(space, space), scope, []))
+        elif slot and payloads:
+            payloads[-1][2].append(absolute(slot["path"], layer))
+    return [_bucket(kind, scope, names) for kind, scope, names in payloads]

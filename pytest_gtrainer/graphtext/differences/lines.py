@@ -1,5 +1,6 @@
-"""Bounded differences in lines: of texts, and of graphs section by section, the same change in many
-layers once.
+"""Bounded line diffs of texts, and of graphs section by section.
+
+In the diff of two graphs, a change that many layers have in common is shown once.
 
 Lines are compared in about linear time, as by patience diff (Bram Cohen): lines that stand once on
 either side, in the same order, are anchors, and what lies between two of them is compared on its
@@ -49,10 +50,8 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
     """Return where two lists differ, in order."""
     joined: list[Change] = []
     for change in _changes(old, new, 0, 0, 0):
-        if joined and (joined[-1].last, joined[-1].end) == (
-            change.first,
-            change.begin,
-        ):  # no equal line between them
+        # Stretches are compared each on its own, so a change may go on over the edge of one.
+        if joined and joined[-1][1::2] == (change.first, change.begin):
             joined[-1] = joined[-1]._replace(last=change.last, end=change.end)
         else:
             joined.append(change)
@@ -62,62 +61,56 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
 def _changes(
     old: Sequence[str], new: Sequence[str], first: int, begin: int, depth: int
 ) -> Iterator[Change]:
-    """The changes between two stretches, which begin at ``first`` and ``begin``."""
+    """Yield the changes between two stretches, which begin at ``first`` and ``begin``."""
     start = same_start(old, new)
     end = same_start(old[start:][::-1], new[start:][::-1])
     old, new = old[start : len(old) - end], new[start : len(new) - end]
     first, begin = first + start, begin + start
-    replaced = Change(first, first + len(old), begin, begin + len(new))
-    if not old or not new:
-        yield from [replaced] if old or new else []
-    elif len(old) * len(new) <= _SMALL:
-        for tag, i, j, k, m in difflib.SequenceMatcher(
-            None, old, new, autojunk=False
-        ).get_opcodes():
-            if tag != "equal":
-                yield Change(first + i, first + j, begin + k, begin + m)
+    if not old and not new:
+        return
+    if len(old) * len(new) <= _SMALL:
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        found = [Change(*places) for tag, *places in matcher.get_opcodes() if tag != "equal"]
     elif depth < _DEPTH and (anchors := _anchors(old, new)):
-        for (at, to), (place, other) in itertools.pairwise(
-            [(0, 0), *anchors, (len(old), len(new))]
-        ):
+        ends = [(0, 0), *anchors, (len(old), len(new))]
+        for (at, to), (place, other) in itertools.pairwise(ends):
             yield from _changes(old[at:place], new[to:other], first + at, begin + to, depth + 1)
-    elif (found := _few(old, new)) is not None:
-        yield from (Change(first + i, first + j, begin + k, begin + m) for i, j, k, m in found)
+        return
     else:
-        yield replaced
+        found = _shortest(old, new) or [Change(0, len(old), 0, len(new))]
+    for i, j, k, m in found:
+        yield Change(first + i, first + j, begin + k, begin + m)
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """Places of lines that stand once on either side, rising on both."""
+    """Return the places of lines that stand once on either side, rising on both."""
     ours, theirs = Counter(old), Counter(new)
-    places = {line: place for place, line in enumerate(new) if theirs[line] == 1}
-    common = [
-        (place, places[line])
-        for place, line in enumerate(old)
-        if ours[line] == 1 and line in places
-    ]
+    places = {line: place for place, line in enumerate(new) if theirs[line] == ours[line] == 1}
+    common = [(place, places[line]) for place, line in enumerate(old) if line in places]
     return [common[place] for place in rising([to for _, to in common])]
 
 
-def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
-    """The shortest way from one side to the other, a line at a time; None if it has too many steps."""
-    if len(set(old) ^ set(new)) > _STEPS:  # a step for each of them at least
+def _shortest(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
+    """Return the shortest way from one side to the other; None if it has too many steps.
+
+    Each step loses or gains one line. ``k`` is the number of lines lost minus those gained. After
+    each step, ``ends[k]`` has the furthest line of the old side, and the changes that lead there.
+    """
+    # Each of these lines costs a step.
+    if len(set(old) ^ set(new)) > _STEPS:
         return None
-    # by how many more lines were lost than gained: the furthest line of the old side so far, and
-    # the steps to it
     ends: dict[int, tuple[int, list[Change]]] = {1: (0, [])}
     for step in range(_STEPS):
         for k in range(-step, step + 1, 2):
-            gains = k == -step or (k != step and ends[k - 1][0] < ends[k + 1][0])
-            x, way = ends[k + 1] if gains else ends[k - 1]
-            if step:
-                way = [
-                    *way,
-                    Change(x, x, x - k - 1, x - k)
-                    if gains
-                    else Change(x, x + 1, x - k + 1, x - k + 1),
-                ]
-            x += not gains
+            if k == -step or (k != step and ends[k - 1][0] < ends[k + 1][0]):
+                x, way = ends[k + 1]
+                change = Change(x, x, x - k - 1, x - k)
+            else:
+                x, way = ends[k - 1]
+                x += 1
+                change = Change(x - 1, x, x - k, x - k)
+            if step:  # there is no line before the first
+                way = [*way, change]
             while x < len(old) and x - k < len(new) and old[x] == new[x - k]:
                 x += 1
             if x >= len(old) and x - k >= len(new):
@@ -135,8 +128,8 @@ _Lines = tuple[str, ...]
 
 
 def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> list[str]:
-    """A unified diff of at most ``limit`` lines and a note."""
-    return _bounded((line for hunk in _hunks(old, new) for line in hunk), limit)
+    """Return a unified diff of at most ``limit`` lines and a note."""
+    return _bounded(itertools.chain.from_iterable(_hunks(old, new)), limit)
 
 
 def graph_diff(
@@ -145,8 +138,10 @@ def graph_diff(
     same: Iterable[tuple[int, int]] = (),
     limit: int = LIMIT,
 ) -> list[str]:
-    """Differences section by section, the same in many layers once; lines that are ``same`` are
-    left out.
+    """Return the differences section by section, those of many layers once.
+
+    ``same`` has the places of lines that differ only in spelling; these are not shown, unless
+    nothing else differs.
     """
     keys = list(new)
     for was, now in same:
@@ -154,8 +149,8 @@ def graph_diff(
             keys[now] = old[was]
     if shown := list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)):
         return _bounded(iter(shown), limit)
-    # the same lines of the same sections, cut otherwise where the schedule comes back
-    return text_diff([str(line) for line in old], [str(line) for line in new], limit)
+    # A schedule may come back to a section at another place; then all sections have equal lines.
+    return text_diff(list(map(str, old)), list(map(str, new)), limit)
 
 
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:
@@ -166,34 +161,36 @@ def _bounded(lines: Iterator[str], limit: int) -> list[str]:
 def _section_diffs(
     old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]
 ) -> Iterator[str]:
-    """The diffs of sections by ``keys``; their order, if that has changed and no section was lost
-    or gained.
+    """Yield the diffs of sections by ``keys``, then the order of the sections.
+
+    The order is shown if it has changed and no section was lost or gained.
     """
     before, after, by = _by_section(old), _by_section(new), _by_section(keys)
-    found: dict[
-        _Lines, tuple[list[str], list[str]]
-    ] = {}  # by what has changed: the first such body, and sections
+    # The changed lines of a section, the first body that has them, and all sections that do.
+    found: dict[_Lines, tuple[list[str], list[str]]] = {}
     for section in dict.fromkeys([*before, *after]):
-        was, now, key = (side.get(section, ()) for side in (before, after, by))
+        was, now, key = [side.get(section, ()) for side in (before, after, by)]
         if was != key:
             body = list(_body(was, now, key))
-            changed = tuple(line for line in body if not line.startswith(" "))
+            changed = tuple([line for line in body if not line.startswith(" ")])
             found.setdefault(changed, (body, []))[1].append(section)
     for body, names in found.values():
         yield cut(f"@@ {spell_sections(names)} @@")
         yield from body
-    visits = [
-        [section for section, _ in itertools.groupby(line.section for line in side)]
-        for side in (old, new)
-    ]
-    if visits[0] != visits[1] and set(before) == set(after):
+    ours, theirs = _visits(old), _visits(new)
+    if ours != theirs and set(before) == set(after):
         yield "@@ order of the sections @@"
-        left, right = ([section or "definitions" for section in side] for side in visits)
-        yield from _body(left, right, right)
+        yield from _body(ours, theirs, theirs)
+
+
+def _visits(lines: Sequence[GraphLine]) -> list[str]:
+    """Return the sections in the order of the schedule, a section again where it comes back."""
+    sections = itertools.groupby(lines, lambda line: line.section)
+    return [section or "definitions" for section, _ in sections]
 
 
 def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
-    """Lines by section, all visits of the schedule to it together."""
+    """Return the lines of each section, those of all visits of the schedule together."""
     sections: dict[str, list[str]] = defaultdict(list)
     for section, heading, text in lines:
         sections[section].append(f"{heading} | {text}" if heading else text)
@@ -201,30 +198,36 @@ def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
 
 
 def _body(old: Sequence[str], new: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    """Hunks apart from their headings, of which a line stays between two."""
+    """Yield hunks without their headings, with a mark between two of them."""
     for number, (_, *lines) in enumerate(_hunks(old, keys, new)):
         yield from [" …", *lines] if number else lines
 
 
 def spell_sections(sections: Sequence[str]) -> str:
-    """Sections by name, layers as ranges."""
-    told: dict[str, list[int]] = defaultdict(list)
+    """Return sections by name, layers as ranges.
+
+    >>> spell_sections(["", "fwd.layers[0]", "fwd.layers[1]", "fwd.layers[2]", "fwd"])
+    'definitions, fwd.layers[0..2], fwd'
+    """
+    numbers: dict[str, list[int]] = defaultdict(list)
     for section in sections:
-        found = _NUMBERED.fullmatch(section)
-        numbers = told[found["container"] if found else section]
-        numbers += [int(found["number"])] if found else []
-    spans = {
-        name: f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else ""
-        for name, numbers in told.items()
-    }
-    return ", ".join((name or "definitions") + span for name, span in spans.items())
+        if found := _NUMBERED.fullmatch(section):
+            numbers[found["container"]].append(int(found["number"]))
+        else:
+            numbers.setdefault(section or "definitions", [])
+    spelled = []
+    for name, layers in numbers.items():
+        spelled.append(f"{name}[{', '.join(ranges(sorted(layers)))}]" if layers else name)
+    return ", ".join(spelled)
 
 
 def _hunks(
     old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None
 ) -> Iterator[list[str]]:
-    """Changes that share their lines of context: a heading as in a unified diff, then lines,
-    ``shown`` for the new.
+    """Yield the hunks of a unified diff, each with its heading.
+
+    Changes whose lines of context meet are in one hunk. ``shown`` has what to show for each of the
+    ``new`` lines, if not the line itself.
     """
     shown = new if shown is None else shown
     groups: list[list[Change]] = []
@@ -236,9 +239,9 @@ def _hunks(
     for group in groups:
         lead, tail = min(CONTEXT, group[0].first), min(CONTEXT, len(old) - group[-1].last)
         place, stop = group[0].first - lead, group[-1].last + tail
-        lines = [
-            f"@@ -{_span(place, stop)} +{_span(group[0].begin - lead, group[-1].end + tail)} @@"
-        ]
+        ours = _span(place, stop)
+        theirs = _span(group[0].begin - lead, group[-1].end + tail)
+        lines = [f"@@ -{ours} +{theirs} @@"]
         for change in group:
             lines += [cut(f" {line}") for line in old[place : change.first]]
             lines += _replaced(old[change.first : change.last], shown[change.begin : change.end])
@@ -247,40 +250,46 @@ def _hunks(
 
 
 def _span(start: int, stop: int) -> str:
+    """Spell a stretch of lines as ``diff -u`` does: counted from 1, or from the line before."""
     count = stop - start
-    return f"{start + 1}" if count == 1 else f"{start + 1 if count else start},{count}"
+    if count == 1:
+        return f"{start + 1}"
+    return f"{start + bool(count)},{count}"
 
 
 def _replaced(lost: Sequence[str], gained: Sequence[str]) -> Iterator[str]:
-    """Lines in place of others; a pair that begins to differ out of sight is cut in the middle."""
-    shown = list(lost[:_MOST_LINES]), list(gained[:_MOST_LINES])
-    for place, pair in enumerate(zip(*shown, strict=True) if len(lost) == len(gained) else ()):
-        start = same_start(*pair) - _LEAD
-        if start > WIDTH - 2 * _LEAD and max(map(len, pair)) >= WIDTH:
-            for lines, line in zip(shown, pair, strict=True):
-                lines[place] = f"{line[:_LEAD]}…{line[start:]}"
-    for sign, lines, count in (("-", shown[0], len(lost)), ("+", shown[1], len(gained))):
+    """Yield lines lost and those gained in their place, the first of each."""
+    before, after = list(lost[:_MOST_LINES]), list(gained[:_MOST_LINES])
+    if len(lost) == len(gained):
+        for place, pair in enumerate(zip(before, after, strict=True)):
+            # The difference of two long lines has to be in sight, so these are cut in the middle.
+            start = same_start(*pair) - _LEAD
+            if start > WIDTH - 2 * _LEAD and max(map(len, pair)) >= WIDTH:
+                before[place], after[place] = [f"{line[:_LEAD]}…{line[start:]}" for line in pair]
+    for sign, lines, count in (("-", before, len(lost)), ("+", after, len(gained))):
         yield from (cut(sign + line) for line in lines)
         if count > len(lines):
             yield f"{sign}… {counted(count - len(lines), 'more line')}"
 
 
 def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:
-    """Lines of views that were lost and gained by section, or that are in another order."""
+    """Yield remarks on sections of views: lines lost and gained, or in another order."""
     before, after = _by_section(old), _by_section(new)
     for section in dict.fromkeys([*before, *after]):
         was, now = before.get(section, ()), after.get(section, ())
         if was == now:
             continue
-        changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
-        told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
+        parts = []
+        for verb, lines in (
+            ("lost", Counter(was) - Counter(now)),
+            ("gained", Counter(now) - Counter(was)),
+        ):
+            if lines:
+                parts.append(f"{verb} {listed(list(lines), 2)}")
+        changed = ", ".join(parts)
         space, _, module = absolute(section, None).partition(".")
-        yield Remark(
-            Weight.REST,
-            f"{space} {module}".rstrip() + f": {told or 'lines in another order'}",
-            module,
-            told,
-        )
+        text = f"{space} {module}".rstrip() + f": {changed or 'lines in another order'}"
+        yield Remark(Weight.REST, text, module, changed)
     if list(before) != list(after) and set(before) == set(after):
         yield Remark(Weight.REST, "sections are in another order")
 
@@ -289,7 +298,9 @@ _MOST_CHANGES = 2_000
 
 
 def changed_lines(old: str, new: str) -> list[list[int]]:
-    """Return where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
+    """Return where the lines of two texts differ: ``[first, last, begin, end]`` of each change.
+
+    All changes after the first ``_MOST_CHANGES`` are returned as one.
 
     >>> changed_lines("a\\nb\\nc", "a\\nx\\nc")
     [[1, 2, 1, 2]]

@@ -1,9 +1,13 @@
-"""Our passes hold all rules of their kinds."""
+"""Our passes hold all rules of their kinds: what a rule says is tested here, not in ``tests/passes``.
+
+``tests/passes/test_mutants.py`` breaks the passes and shows that rules fail then.
+"""
 
 import pytest
 
 import pytest_gtrainer as gt
 from pytest_gtrainer.conformance import (
+    Adapter,
     bucketing,
     canonicalisation,
     chunking,
@@ -13,20 +17,22 @@ from pytest_gtrainer.conformance import (
     remat,
     separate,
 )
+from pytest_gtrainer.conformance.judging import RULES, judge
 
-pytestmark = pytest.mark.second_tier
+second_tier = pytest.mark.second_tier
+slow_rules = second_tier("generated", "process", "growth", "cost", "ranks", "bits", "nodes")
 
 ours = gt.joint_transformer_block_bucketing_reordering_pass
-test_our_bucketing = bucketing(ours, strict=True)
-test_our_bucketing_of_separate_graphs = separate(ours, strict=True)
+test_our_bucketing = slow_rules(bucketing(ours, strict=True))
+test_our_bucketing_of_separate_graphs = second_tier(separate(ours, strict=True))
 refuses_none = {"D11": "refuses no graph"}
-test_our_canonicalisation = canonicalisation(
-    gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none
+test_our_canonicalisation = second_tier(
+    canonicalisation(gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none)
 )
-test_our_deduplication = deduplication(
-    gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none
+test_our_deduplication = slow_rules(
+    deduplication(gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none)
 )
-test_our_recomputation = remat(gt.selective_activation_remat_pass, strict=True)
+test_our_recomputation = slow_rules(remat(gt.selective_activation_remat_pass, strict=True))
 
 
 def gathers_again(gm):
@@ -34,8 +40,16 @@ def gathers_again(gm):
     return gt.selective_activation_remat_pass(gt.tag_with_memory_policy_pass(gm))
 
 
-test_our_memory_policy = memory_policy(gathers_again, strict=True, not_claimed=refuses_none)
-test_our_reassignment = reassignment(
-    gt.reassign_collective_pgs_pass, strict=True, not_claimed=refuses_none
+test_our_memory_policy = second_tier(
+    memory_policy(gathers_again, strict=True, not_claimed=refuses_none)
 )
-test_our_chunking = chunking(gt.chunk_pass, strict=True)
+test_our_reassignment = slow_rules(
+    reassignment(gt.reassign_collective_pgs_pass, strict=True, not_claimed=refuses_none)
+)
+test_our_chunking = second_tier(chunking(gt.chunk_pass, strict=True))
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+def test_without_reordering_only_collective_chains_move_too(request):
+    adapter = Adapter(ours, "bucketing", options={"reorder": False}, strict=True)
+    judge(RULES["E4"], adapter, request)

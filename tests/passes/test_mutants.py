@@ -1,7 +1,7 @@
 """What was broken on purpose, and the test that fails then; the table is in ``docs/passes.md``.
 
-A mutant replaces a part of a pass. Its killer, a test or pass file of this suite, passes without it
-and must fail with it: a suite that lets a mutant live is vacuous where the mutant sits.
+A mutant replaces a part of a pass. Its killer passes without it and must fail with it: a pass file,
+a conformance rule, or a test. A suite that lets a mutant live is vacuous where the mutant sits.
 """
 
 import importlib
@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_gtrainer import get_default_transformer_block_buckets
+from pytest_gtrainer import facts, get_default_transformer_block_buckets
+from pytest_gtrainer.conformance import Adapter
+from pytest_gtrainer.conformance.judging import RULES, judge
 from pytest_gtrainer.graph import collectives
 from pytest_gtrainer.graph.bucket_plan import Plan, sort_key
 from pytest_gtrainer.passes import canonicalize, joint, pipeline, remat
@@ -28,8 +30,8 @@ MUTANTS = {}
 
 
 def mutant(words, killed_by):
-    """Register ``plant(monkeypatch)``; ``killed_by`` is a pass file, or "test module::test
-    function".
+    """Register ``plant(monkeypatch)``; ``killed_by`` is a pass file, "kind of pass::conformance
+    rule", or "test module::test function".
     """
 
     def register(plant):
@@ -39,15 +41,12 @@ def mutant(words, killed_by):
     return register
 
 
-@mutant("members in execution order", "test_bucketing::test_payloads_are_in_fsdp2s_managed_order")
+@mutant("members in execution order", "bucketing::D2")
 def execution_order(patch):
     patch.setattr(joint, "sort_key", lambda order, *args: sort_key("execution", *args))
 
 
-@mutant(
-    "members of one module in another order than registered",
-    "test_bucketing::test_payloads_are_in_fsdp2s_managed_order",
-)
+@mutant("members of one module in another order than registered", "bucketing::D2")
 def by_module(patch):
     def key(order, parameters, position, managed=None):
         place = {}
@@ -126,10 +125,7 @@ def always_loss(patch):
     patch.setattr(pipeline, "get_default_transformer_block_buckets", plan)
 
 
-@mutant(
-    "a dropped parameter",
-    "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter",
-)
+@mutant("a dropped parameter", "bucketing::D1")
 def dropped(patch):
     merges = joint._merge_members
     patch.setattr(
@@ -152,10 +148,7 @@ def groups_merged(patch):
     )
 
 
-@mutant(
-    "all-gathers stay in their group",
-    "test_process_groups::test_each_source_has_one_extra_group_of_its_ranks",
-)
+@mutant("all-gathers stay in their group", "reassignment::F1")
 def no_extra_group(patch):
     patch.setattr(single, "extra_group", lambda name: name)
 
@@ -169,18 +162,12 @@ def all_move(patch):
     patch.setattr(single, "fsdp_all_gathers", every)
 
 
-@mutant(
-    "gathered members leave as strided views",
-    "test_bucketing::test_gathered_members_leave_contiguous",
-)
+@mutant("gathered members leave as strided views", "bucketing::D9")
 def strided(patch):
     patch.setattr(BucketBuilder, "contiguous", lambda build, node: node)
 
 
-@mutant(
-    "new nodes of the backward are not marked",
-    "test_bucketing::test_new_nodes_carry_their_bucket_and_direction",
-)
+@mutant("new nodes of the backward are not marked", "bucketing::D1")
 def unmarked(patch):
     init = BucketBuilder.__init__
 
@@ -257,12 +244,9 @@ def any_duplicate(patch):
     patch.setattr(collectives.FsdpCollective, "signature", property(lambda member: ()))
 
 
-@mutant(
-    "recomputed nodes share the metadata of the first",
-    "test_resharding::test_recomputed_nodes_are_the_backwards_with_metadata_of_their_own",
-)
+@mutant("recomputed nodes share the metadata of the first", "remat::M2")
 def shared_metadata(patch):
-    patch.setattr(remat.copy, "deepcopy", lambda value: value)
+    patch.setattr(remat, "copy", SimpleNamespace(deepcopy=lambda value: value))
 
 
 @mutant("random numbers are drawn again", "remat/refused_random_numbers.fxgraph")
@@ -283,8 +267,14 @@ def no_effect(patch):
     patch.setattr(canonicalize, "has_effect", lambda node: node.op in ("placeholder", "output"))
 
 
+PASSES = {
+    "bucketing": joint.joint_transformer_block_bucketing_reordering_pass,
+    "reassignment": single.reassign_collective_pgs_pass,
+    "remat": remat.selective_activation_remat_pass,
+}
 FILES = [words for words, one in MUTANTS.items() if one.killed_by.endswith(".fxgraph")]
-TESTS = [words for words in MUTANTS if words not in FILES]
+BY_RULES = [words for words, one in MUTANTS.items() if one.killed_by.partition("::")[0] in PASSES]
+TESTS = [words for words in MUTANTS if words not in (*FILES, *BY_RULES)]
 KILLED = (AssertionError, pytest.fail.Exception, RuntimeError)  # the last is what a lint raises
 
 
@@ -322,6 +312,18 @@ def test_a_pass_file_kills_the_mutant(words, monkeypatch):
     MUTANTS[words].plant(monkeypatch)
     with pytest.raises(KILLED):
         run_file(MUTANTS[words].killed_by)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+@pytest.mark.parametrize("words", BY_RULES)
+def test_a_conformance_rule_kills_the_mutant(request, words, monkeypatch):
+    """``tests/conformance/test_ours.py`` shows that the rule holds without it."""
+    kind, rule = MUTANTS[words].killed_by.split("::")
+    MUTANTS[words].plant(monkeypatch)
+    # The summary of the suite says nothing of broken rules that this test provokes.
+    monkeypatch.setattr(facts, "_sinks", [])
+    with pytest.raises(AssertionError, match=f"^{rule} "):
+        judge(RULES[rule], Adapter(PASSES[kind], kind, strict=True), request)
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})

@@ -8,7 +8,6 @@ from pytest_gtrainer import graphtext
 from pytest_gtrainer import reassign_collective_pgs_pass as reassign
 from pytest_gtrainer._torch.passes import ALL_GATHER
 from pytest_gtrainer._torch.process_groups import group_ranks
-from pytest_gtrainer.passes import collectives
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -52,24 +51,6 @@ def test_each_source_has_one_extra_group_of_its_ranks(gt_mesh):
     assert groups_in(reassign(gathering(two, one))) == [first[1], first[0]]
 
 
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)], ids=str)
-def test_extra_groups_are_made_in_the_order_of_their_ranks(order, monkeypatch):
-    """F1: the same on every rank, whatever its graph or its names say first; else groups that
-    overlap would wait.
-    """
-    made = []
-
-    def making(name):
-        made.append(group_ranks(name))
-        return extra_group(name)
-
-    extra_group = collectives.extra_group
-    monkeypatch.setattr(collectives, "extra_group", making)
-    with fake_world(make_spec("fake", size=4)):
-        reassign(gathering(*(dist.new_group([0, other]) for other in order)))
-    assert made == [(0, 1), (0, 2), (0, 3)]
-
-
 @pytest.mark.gt_world("fake", size=4)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 def test_extras_are_made_in_one_order_whatever_the_graph_gathers_first(gt_mesh, order):
@@ -82,29 +63,6 @@ def test_extras_are_made_in_one_order_whatever_the_graph_gathers_first(gt_mesh, 
         name for name in dist.distributed_c10d._world.pg_names.values() if name.endswith(":extra")
     ]
     assert [group_ranks(name) for name in made] == [(0, 1), (0, 1, 2), (0, 3)]
-
-
-@pytest.mark.gt_world("fake", size=4)
-def test_an_extra_group_gets_no_extra_of_its_own(gt_mesh):
-    """E7."""
-    gm = reassign(gathering(gt_mesh.get_group()))
-    (extra,), code = groups_in(gm), gm.code
-    assert reassign(gm).code == code
-    assert groups_in(gm) == [extra]
-
-
-def test_extras_are_fresh_in_a_new_world():
-    """F4: the second world's groups have the names of the first's, and a registry by name would
-    find dead ones.
-    """
-    names = []
-    for _ in range(2):
-        with fake_world(make_spec("fake", size=4)):
-            (extra,) = groups_in(reassign(gathering(dist.group.WORLD)))
-            names.append((dist.group.WORLD.group_name, extra))
-            alive = dist.distributed_c10d._resolve_process_group(extra)
-            assert dist.get_process_group_ranks(alive) == [0, 1, 2, 3]
-    assert names[0] == names[1]
 
 
 def test_a_group_that_does_not_exist_is_refused_and_nothing_moves():

@@ -51,40 +51,6 @@ def test_without_reordering_each_wait_follows_where_it_was(joint, plan):
         assert kinds == ["launch", "wait"] * len(BUCKETS)
 
 
-@pytest.mark.parametrize("reorder", [True, False])
-def test_no_other_node_moves(joint, plan, reorder):
-    """E4: the order of everything outside of collectives' chains is what it was; the graph lints
-    (E6).
-    """
-    before = [node for node in joint.gm.graph.nodes if node.op == "call_function"]
-    gm = joint_pass(joint.gm, bucket_plan=plan, reorder=reorder)
-    gm.graph.lint()
-    after = [node for node in gm.graph.nodes if node in set(before)]
-    chains = {
-        node for node in after if only_feeds_collectives(node) or comes_from_collectives(node)
-    }
-    kept = [node for node in before if node in set(after) - chains]
-    assert len(kept) > 50
-    assert [node for node in after if node not in chains] == kept
-
-
-def only_feeds_collectives(node):
-    """Part of a chain from a parameter to its all-gather."""
-    return not any(not is_chain_user(user) for user in node.users)
-
-
-def is_chain_user(node):
-    return node.target is ALL_GATHER or node.meta.get("fsdp_bucket", {}).get("direction") == "fwd"
-
-
-def comes_from_collectives(node):
-    """Part of a chain from a reduce-scatter to the output."""
-    return any(
-        source.meta.get("fsdp_bucket", {}).get("direction") == "bwd"
-        for source in node.all_input_nodes
-    )
-
-
 def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
     """Nothing is used before it is made, and no wait is the launch's neighbour where there is
     compute to hide.

@@ -1,10 +1,7 @@
-"""Operands and types of a text, as the values that they stand for: nodes, literals, constants,
-sizes, fake tensors.
-"""
+"""Evaluate the operands and types of a text: nodes, literals, constants, sizes, fake tensors."""
 
 import ast
 import contextlib
-import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +26,7 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
 from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
-from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refuse, shown
+from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refuse, shown, unexpected
 
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 _FUNCTIONS: dict[str, Any] = {
@@ -64,10 +61,19 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 _LARGEST = 2**62
+_NO_TENSOR = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    AttributeError,
+    AssertionError,
+    KeyError,
+)
+"""What torch may raise for the shape and strides of a text that nobody has checked."""
 _QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-_NUMBER = re.compile(
-    r"-?(inf|nan|\d)(?!inity)"
-)  # Python reads `+5` and `-infinity`, too, which nothing writes
+# What ``repr`` writes; Python's own ``int`` and ``float`` read ``+5`` and ``-infinity``, too.
+_NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")
 _GROWING = (
     operator.pow,
     functions.FloatPow,
@@ -75,24 +81,25 @@ _GROWING = (
     functions.LShift,
     functions.RShift,
 )
-_HIGHEST = (
-    64  # the highest power: numbers are evaluated at once, and one such line could take forever
-)
+# The highest power in a size: sympy evaluates numbers at once, which could take forever.
+_HIGHEST = 64
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
-_ANY_SIZE = 61  # the example of a symbol whose text tells none
+_ANY_SIZE = 61  # the example of a symbol whose text gives none
 _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 
 def may_be_symbolic(text: str) -> bool:
-    """Return whether a text may name a symbol; the first shape environment of a process takes
-    seconds to import.
+    """Return whether a text may name a symbol.
+
+    Most texts do not, and the first shape environment of a process takes seconds to make.
     """
     return _SYMBOL.search(text) is not None
 
 
 class Sizes:
-    """Symbols of one parsed text: backed ones are defined at the head, others are new where they
-    are first named.
+    """The sizes, symbols and types of one parsed text.
+
+    Backed symbols are defined at the head; an unbacked one is new where it is first named.
     """
 
     def __init__(self, *, symbolic: bool) -> None:
@@ -103,33 +110,31 @@ class Sizes:
         self._unbacked: dict[tuple[Layer | None, str], Any] = {}
 
     def body(self) -> "Sizes":
-        """For a body: the same backed symbols, data-dependent ones of its own."""
+        """Return the sizes of a body: the same backed symbols, unbacked ones of its own."""
         other = Sizes(symbolic=False)
         other._env, other.mode, other._backed = self._env, self.mode, self._backed
         return other
 
     def define(self, name: str, example: int | float | None) -> None:
         place = len(self._backed)
-        self._backed[name] = backed_symbol(
-            self._env, place, _ANY_SIZE + place if example is None else example
-        )
+        if example is None:
+            # Guards are evaluated on examples, where two symbols of one example are equal.
+            example = _ANY_SIZE + place
+        self._backed[name] = backed_symbol(self._env, place, example)
 
     def number(self, node: ast.expr, place: LinePlace, kind: type = int) -> Any:
-        """A size: a number, or a symbolic one."""
+        """Return a number of the given kind (int, float or bool), symbolic or not."""
         if (number := integer(node)) is not None:
             if abs(number) > _LARGEST:
                 raise refuse(node, f"{number} is no size of a tensor")
             return kind(number)
-        if isinstance(node, ast.Constant) and kind is type(node.value):
-            return node.value
-        if kind is float and isinstance(node, ast.Name) and node.id in ("inf", "nan"):
-            return float(node.id)
-        if (
-            kind is float
-            and isinstance(node, ast.UnaryOp)
-            and isinstance(node.operand, ast.Constant | ast.Name)
-        ):
-            return -self.number(node.operand, place, kind)
+        match node:
+            case ast.Constant(literal) if kind is type(literal):
+                return literal
+            case ast.Name("inf" | "nan" as word) if kind is float:
+                return float(word)
+            case ast.UnaryOp(_, ast.Constant() | ast.Name() as positive) if kind is float:
+                return -self.number(positive, place, kind)
         value = self._expression(node, place)
         try:
             if value.free_symbols:
@@ -141,15 +146,14 @@ class Sizes:
         raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`")
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
-        """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or
-        any other.
-        """
+        """Return the number ``sym(...)``, of the kind that its expression has."""
         expression = self._expression(node, place)
+        kind: type = float
         if expression.is_Relational or expression.is_Boolean:
-            return self.number(node, place, bool)
-        return self.number(
-            node, place, int if expression.is_integer or expression.is_rational else float
-        )
+            kind = bool
+        elif expression.is_integer or expression.is_rational:
+            kind = int
+        return self.number(node, place, kind)
 
     def _expression(self, node: ast.expr, place: LinePlace) -> Any:
         parts: Sequence[ast.expr] = ()
@@ -168,20 +172,15 @@ class Sizes:
             case ast.Call(ast.Name(name), parts):
                 function = _FUNCTIONS.get(name)
         if function is None:
-            raise refuse(
-                node, f"expected a size like `4`, `s0` or `2*u0 + 1`, found `{shown(node)}`"
-            )
+            raise unexpected(node, "a size like `4`, `s0` or `2*u0 + 1`")
         values = [self._expression(part, place) for part in parts]
         if function in _GROWING and not self._is_moderate(values):
-            raise refuse(
-                node, f"expected a power of a symbol, at most {_HIGHEST}, found `{shown(node)}`"
-            )
+            raise unexpected(node, f"a power of a symbol, at most {_HIGHEST}")
         try:
             return function(*values)
         except (TypeError, ValueError, ZeroDivisionError, AssertionError) as error:
-            raise refuse(
-                node, f"`{shown(node)}` is no size: {error or type(error).__name__}"
-            ) from None
+            reason = error or type(error).__name__
+            raise refuse(node, f"`{shown(node)}` is no size: {reason}") from None
 
     def _is_moderate(self, values: Sequence[Any]) -> bool:
         """Return whether a power is quick to evaluate, with the examples of its symbols too."""
@@ -199,17 +198,14 @@ class Sizes:
             return self._backed[name]
         if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
-        owner = (
-            split_layer(syntax.path_at(path, place.layer))[0] if path else None
-        )  # a layer's own is `L.u0`
+        # An unbacked symbol belongs to the layer that it is spelled with, ``L.u0``.
+        owner = split_layer(syntax.path_at(path, place.layer))[0] if path else None
         if (owner, name) not in self._unbacked:
             self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
 
     def value(self, node: ast.expr, place: LinePlace) -> Any:
-        """Return what a type stands for: a fake tensor, a number, a container of them, None for
-        ``_``; else a TextError.
-        """
+        """Return a fake tensor of a type, a number, a container of them, or None for ``_``."""
         device = self.device
         match node:
             case ast.Name("_"):
@@ -218,58 +214,46 @@ class Sizes:
                 return tuple([self.value(item, place) for item in items])
             case ast.List(items):
                 return [self.value(item, place) for item in items]
-            case ast.BinOp(kind, ast.MatMult(), name):
-                device, node = device_named(shown(name), name), kind
-        match node:
             case ast.Subscript(ast.Name("int"), size) if (number := integer(size)) is not None:
                 return number
             case ast.Subscript(ast.Name("int" | "float" | "bool" as word), size):
                 return self.number(size, place, _NUMBERS[word])
+            case ast.BinOp(kind, ast.MatMult(), name):
+                device, node = device_named(shown(name), name), kind
         dtype, shape, strides = self._layout(node, place)
         try:
+            # With numbers only, the constructor saves the dispatch through the fake tensor mode.
             if all(type(number) is int for number in shape + strides):
-                return FakeTensor(
-                    self.mode,
-                    torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
-                    device,
-                )
+                meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                return FakeTensor(self.mode, meta, device)
             with self.mode:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            AttributeError,
-            AssertionError,
-        ) as error:
+        except _NO_TENSOR as error:
             reason = str(error).partition("\n")[0]
+            if isinstance(error, KeyError):  # a miss in torch's table of the ranges of symbols
+                reason = f"the bounds of {error} are not known"
             raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
-        except KeyError as error:  # torch's, of the table in which it looks for bounds
-            raise refuse(
-                node, f"there is no tensor `{shown(node)}`: the bounds of {error} are not known"
-            ) from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
+        """Return dtype, shape and strides of ``f32[2, 4]`` or ``f32[2, 4][1, 2]``."""
         whole, steps = node, None
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             steps, node = _elements(node.slice), node.value
         if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
-            raise refuse(
-                whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`"
-            )
+            raise unexpected(whole, "a type like `f32[2, 4]`, `int[u0]` or `_`")
         if (dtype := DTYPE_OF.get(node.value.id)) is None:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
         shape = tuple([self.number(extent, place) for extent in _elements(node.slice)])
-        if steps is None:  # row by row
-            extents = [max(extent, 1) if type(extent) is int else extent for extent in shape[:0:-1]]
-            strides = list(
-                itertools.accumulate(extents, lambda step, extent: extent * step, initial=1)
-            )
-            return dtype, shape, tuple(strides[::-1][: len(shape)])
-        if len(steps) != len(shape):
-            raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
-        return dtype, shape, tuple([self.number(step, place) for step in steps])
+        if steps is not None:
+            if len(steps) != len(shape):
+                raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
+            return dtype, shape, tuple([self.number(step, place) for step in steps])
+        strides: list[Any] = [1]
+        for extent in shape[:0:-1]:
+            # Contiguous strides of torch count an empty dimension as one of a single element.
+            extent = max(extent, 1) if type(extent) is int else extent
+            strides.insert(0, strides[0] * extent)
+        return dtype, shape, tuple(strides[: len(shape)])
 
 
 def is_quantised(kind: ast.expr) -> bool:
@@ -285,7 +269,7 @@ def _elements(node: ast.expr) -> Sequence[ast.expr]:
 
 
 def device_named(name: str, node: ast.expr) -> torch.device:
-    """The device that a text names at ``node``."""
+    """Return the device that a text names at ``node``."""
     try:
         return torch.device(name)
     except RuntimeError:
@@ -331,36 +315,32 @@ class Operands:
             case ast.List(items):
                 return [self.operand(item, place) for item in items]
             case ast.Dict(keys, values) if all(
-                isinstance(k, ast.Constant) or integer(k) is not None for k in keys
+                isinstance(key, ast.Constant) or integer(key) is not None for key in keys
             ):
-                told = [ast.literal_eval(key) for key in keys if key is not None]
-                return dict(
-                    zip(told, [self.operand(value, place) for value in values], strict=True)
-                )
+                pairs = zip(filter(None, keys), values, strict=True)
+                return {ast.literal_eval(key): self.operand(value, place) for key, value in pairs}
             case ast.Call():
                 return self._called(node, place)
         spelled = ast.unparse(node).replace(" ", "")
         if _NUMBER.match(spelled):
-            for kind in (
-                int,
-                float,
-                complex,
-            ):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
+            # ``-1``, ``-inf``, ``-0-1j``: arithmetic would lose the signs of zeros.
+            for kind in (int, float, complex):
                 with contextlib.suppress(ValueError):
                     return kind(spelled)
-        raise refuse(node, f"expected an operand, found `{shown(node)}`")
+        raise unexpected(node, "an operand")
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
-        """Return what a name stands for: an input, a value or an output of it, a definition, a
-        constant, an operator.
+        """Return the value of a name.
+
+        It is an input, a computed value or an item of it, a definition, a constant or an operator.
         """
         head, name, items = syntax.reference(node)
         if not name:
-            if (key := syntax.input_key_at(head, place.layer)) not in self._inputs:
+            key = syntax.input_key_at(head, place.layer)
+            if key not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
-                raise refuse(
-                    node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}"
-                )
+                advice = nearest(f"{key.space}.{key.fqn}", names)
+                raise refuse(node, f"there is no input `{shown(node)}`{advice}")
             return self._inputs[key]
         if not head and name in self.names:
             found = self.names[name]
@@ -375,9 +355,7 @@ class Operands:
         return found
 
     def _constant_named(self, node: ast.expr, name: str, scope: Scope, *, is_bare: bool) -> Any:
-        """Return what a name stands for that no value has: a word of torch, or an operator as an
-        argument.
-        """
+        """Return the constant of a name: a word of torch, or an operator as an argument."""
         if is_bare and name in CONSTANTS:
             return CONSTANTS[name]
         if not is_bare:
@@ -387,19 +365,18 @@ class Operands:
         if scope in self._values:
             hint = nearest(name, self._values[scope])
             raise refuse(node, f"no `{name}` before this line in {scope.space} of `{where}`{hint}")
-        hint = nearest(
-            where, [", ".join(known.owners) for known in self._values if known.space == scope.space]
-        )
+        modules = [", ".join(known.owners) for known in self._values if known.space == scope.space]
+        hint = nearest(where, modules)
         raise refuse(
             node, f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{hint}"
         )
 
     def _item(self, source: Any, item: int, at: ast.expr) -> fx.Node:
-        """One of several outputs, or a row of a tensor, as a graph of Python takes it."""
+        """Return the node that takes one of several outputs, or a row of a tensor."""
         if not isinstance(source, fx.Node):
             raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
-        if (taken := self._items.get((source, item))) is not None:
-            return taken
+        if (source, item) in self._items:
+            return self._items[source, item]
         value, known = source.meta.get("val"), None
         if isinstance(value, tuple | list):
             if not -len(value) <= item < len(value):
@@ -420,19 +397,16 @@ class Operands:
         return taken
 
     def _called(self, node: ast.Call, place: LinePlace) -> Any:
+        """Return the value of an operand that is spelled as a call, such as ``slice(0, 4)``."""
         match node:
-            case ast.Call(
-                ast.Name("const"), [ast.Constant(told)] | [ast.Constant(), ast.Constant(told)], []
-            ):
-                return self._by_digest(str(told), node)  # `const("Enum", "digest")`
+            case ast.Call(ast.Name("const"), [ast.Constant(digest)], []):
+                return self._by_digest(str(digest), node)
+            case ast.Call(ast.Name("const"), [ast.Constant(), ast.Constant(digest)], []):
+                return self._by_digest(str(digest), node)  # `const("Enum", "digest")`
             case ast.Call(ast.Name("const"), [kind, *content], []) if len(content) < 2:
-                key = ast.unparse(
-                    node
-                )  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
-                if is_quantised(kind):
-                    return self._getter(key, lambda: self._quantised(kind, content, node))
+                # `const(f32[2], [1.0, 2.0])` or `const(f32[64], "sha256:...")`
                 return self._getter(
-                    key, lambda: self._tensor(self._sizes.value(kind, place), content, node)
+                    ast.unparse(node), lambda: self._tensor(kind, content, node, place)
                 )
             case ast.Call(ast.Name("slice" | "range" as name), [_, *more], []) if len(more) < 3:
                 ends = [self.operand(end, place) for end in node.args]
@@ -455,7 +429,7 @@ class Operands:
         )
 
     def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
-        """The ``get_attr`` of a body or constant, one for all its uses."""
+        """Return the ``get_attr`` of a body or constant, one for all its uses."""
         if key not in self._getters:
             value = make()
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
@@ -471,35 +445,39 @@ class Operands:
             raise refuse(node, f"`{shown(node)}` is given by its digest only: {give}")
         return self._given[digest]
 
-    def _quantised(self, kind: ast.expr, content: list[ast.expr], node: ast.Call) -> Any:
-        """A quantised constant, which is given: no text holds its scales, and torch has no fake
-        ones.
-        """
-        if len(content) != 1 or not isinstance(content[0], ast.Constant):
-            raise refuse(node, f'expected `const(quint8[2], "sha256:...")`, found `{shown(node)}`')
-        given = self._by_digest(str(content[0].value), node)
-        found = f"{spell_dtype(given.dtype)}[{', '.join(map(str, given.shape)) or '()'}]"
-        if found != ast.unparse(kind):
-            raise refuse(node, f"the constant given is {found}, not `{shown(kind)}`")
-        return given
+    def _tensor(
+        self, kind: ast.expr, content: Sequence[ast.expr], node: ast.Call, place: LinePlace
+    ) -> Any:
+        """Return a constant tensor: given by its digest, with its elements, or fake (``None``)."""
+        # No text holds the scales of a quantised tensor, and torch has no fake ones.
+        quantised = is_quantised(kind)
+        like = None if quantised else self._sizes.value(kind, place)
+        is_tensor = isinstance(like, torch.Tensor)
+        match content:
+            case [ast.Constant(str(digest))] if like is None or is_tensor:
+                given = self._by_digest(digest, node)
+                if not quantised:
+                    return _view_as(given, like, node)
+                found = f"{spell_dtype(given.dtype)}[{', '.join(map(str, given.shape)) or '()'}]"
+                if found != ast.unparse(kind):
+                    raise refuse(node, f"the constant given is {found}, not `{shown(kind)}`")
+                return given
+            case _ if quantised:
+                raise unexpected(node, '`const(quint8[2], "sha256:...")`')
+            case [ast.Constant(None)] if is_tensor:
+                return like
+            case [elements] if is_tensor:
+                return self._tensor_of(elements, like, node)
+        raise unexpected(node, "`const(f32[2], [1.0, 2.0])`")
 
-    def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> Any:
-        told = (
-            content[0].value if len(content) == 1 and isinstance(content[0], ast.Constant) else ...
-        )
-        if isinstance(told, str) and (like is None or isinstance(like, torch.Tensor)):
-            return _as_told(self._by_digest(told, node), like, node)
-        if not isinstance(like, torch.Tensor) or len(content) != 1:
-            raise refuse(node, f"expected `const(f32[2], [1.0, 2.0])`, found `{shown(node)}`")
-        if told is None:
-            return like
-        values = self.operand(content[0], LinePlace("fwd", None))
+    def _tensor_of(self, elements: ast.expr, like: torch.Tensor, node: ast.Call) -> torch.Tensor:
+        values = self.operand(elements, LinePlace("fwd", None))
         try:
             tensor = torch.tensor(values, dtype=like.dtype).reshape(like.shape)
             made = _laid_out(tensor, like)
-            # one without elements may still have many rows
+            # One without elements may still have many rows.
             if made.numel() and repr(made.tolist()) != repr(tensor.tolist()):
-                raise ValueError("elements of one place in memory are told to differ")
+                raise ValueError("elements of one place in memory differ")
         except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
             message = str(error).partition("\n")[0]
             raise refuse(node, f"these values do not make the constant's type: {message}") from None
@@ -507,24 +485,22 @@ class Operands:
 
 
 def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values with strides and device of ``like``; what is expanded is stored once."""
-    shape, strides = like.shape, like.stride()
-    stored = [
-        1 if stride == 0 and extent else extent
-        for extent, stride in zip(shape, strides, strict=True)
-    ]
-    for dim, extent in enumerate(stored):
-        values = values.narrow(dim, 0, extent)
-    return (
-        torch.empty_strided(stored, strides, dtype=values.dtype)
-        .copy_(values)
-        .to(like.device)
-        .expand(shape)
-    )
+    """Return the values with strides and device of ``like``."""
+    strides, stored = like.stride(), list(like.shape)
+    for dim, stride in enumerate(strides):
+        # What is expanded is stored once.
+        if stride == 0 and stored[dim]:
+            stored[dim] = 1
+            values = values.narrow(dim, 0, 1)
+    dense = torch.empty_strided(stored, strides, dtype=values.dtype).copy_(values)
+    return dense.to(like.device).expand(like.shape)
 
 
-def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
-    """A constant by its digest, which is of its bytes: equal bytes of other types have one digest."""
+def _view_as(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
+    """Return a given constant with the type of the text.
+
+    A digest is of bytes, so constants of equal bytes and other types have one digest.
+    """
     if like is None or not isinstance(given, torch.Tensor):
         return given
     ours, theirs = [
@@ -535,8 +511,6 @@ def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
         return given
     flat = bytes_of(given)
     if flat.numel() != like.numel() * like.element_size():
-        raise refuse(
-            node,
-            f"the constant given is {given.dtype} {list(given.shape)}, not `{shown(node.args[0])}`",
-        )
+        found = f"{given.dtype} {list(given.shape)}"
+        raise refuse(node, f"the constant given is {found}, not `{shown(node.args[0])}`")
     return _laid_out(flat.view(like.dtype).reshape(like.shape), like)

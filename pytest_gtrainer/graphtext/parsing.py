@@ -1,9 +1,10 @@
-"""From a text to the graph again: ``parse(render(gm))`` is ``gm``, runnable.
+"""Parse graph text: ``parse(render(gm))`` is ``gm`` again, and it runs.
 
-A text may be what a person writes, with another indentation, lines that go on, comments. It is read
-by the standard library's ``ast``; what is not in the grammar is refused, and nothing is ever
-evaluated as Python. Linear in nodes. A *definition* is an assignment at the head; a *body* is a
-graph inside the graph.
+A person may write the text, too, with another indentation, lines that go on, and comments. The
+standard library's ``ast`` reads it. What is not in the grammar is refused, and nothing is ever
+evaluated as Python. Cost: linear in nodes.
+
+A *definition* is an assignment at the head of a text; a *body* is a graph inside the graph.
 """
 
 import ast
@@ -46,15 +47,16 @@ from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     LinePlace,
     chain,
-    integer,
     path_at,
     refuse,
     shown,
+    unexpected,
 )
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
 _SPACES = (*syntax.INPUT_SPACES, *COMPUTED_SPACES, "out")
+_CONVENTIONS = {"owners": ("inferred",), "returns": ("list", "value")}
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
@@ -65,17 +67,17 @@ def parse(
     groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
 ) -> fx.GraphModule:
-    """The graph of a text, with the metadata that passes read.
+    """Return the graph of a text, with the metadata that passes read.
 
     Args:
         text: graph text, written by ``render`` or by a person; or one graph of ``print_readable``,
-            tlparse or an ``fx_graph_runnable`` file, without modules and directions, and with the
-            types of constants only.
+            tlparse or an ``fx_graph_runnable`` file. Such a dump has neither modules nor
+            directions, and of constants it has the types only.
         constants: values that the text gives by a digest or a path only, from
             ``graphtext.constants(gm)``.
         groups: names of process groups by their symbol in the text; by default this process's group
-            with the ranks of the text, or the symbol itself. ``allow``: namespaces of operators
-            that the text may call besides torch's.
+            with the ranks of the text, or the symbol itself.
+        allow: namespaces of operators that the text may call besides torch's.
 
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
@@ -83,15 +85,14 @@ def parse(
     gm = parser_of(text, constants, groups, allow).module()
     inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    is_told = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
-    if (
-        is_dump(text) and not is_told and mode is not None
-    ):  # its file tells the types of inputs alone
+    has_types = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+    # An ``fx_graph_runnable`` file has the types of inputs only.
+    if is_dump(text) and not has_types and mode is not None:
         try:
             FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
         except Exception as error:
             raise TextError(
-                f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1
+                f"the file has types of inputs only, and no fake tensor passes: {error}", 1
             ) from error
     return gm
 
@@ -102,27 +103,24 @@ def parser_of(
     groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
 ) -> "_Parser":
-    """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
+    """Parse a text up to its ``graph``, without compiling a module. Arguments as of ``parse``."""
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:
         raise TextError(
             f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1
         )
     if version is not None and version != header.VERSION:
-        advice = (
-            f"remake it with `{fields['remake']}`"
-            if "remake" in fields
-            else "render the graph again"
-        )
+        advice = "render the graph again"
         if version > header.VERSION:
             advice = "it was made by a newer pytest-gtrainer, so upgrade"
+        elif "remake" in fields:
+            advice = f"remake it with `{fields['remake']}`"
         raise TextError(
             f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1
         )
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # an odd escape in a string is no news to anybody
+        # Python warns of an odd escape in a string of the text, which nobody needs to know.
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text)
     except SyntaxError as error:
         raise TextError(
@@ -140,42 +138,41 @@ def parser_of(
         raise TextError("something in this text is nested too deeply", 1) from None
 
 
-def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
-    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for, by what
-    ``like(...)`` calls them.
-    """
+def _sections_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
+    """Return the sections of ``if fwd:`` or ``for i in fwd.layers[0:8]:``, by name."""
     if node.orelse:
         raise refuse(node.orelse[0], "a section has no `else`")
-    where = node.test if isinstance(node, ast.If) else node.iter
-    word = "if" if isinstance(node, ast.If) else f"for {ast.unparse(node.target)} in"
+    if isinstance(node, ast.If):
+        where, word, expected = node.test, "if", f"one of {', '.join(_SPACES)}"
+    else:
+        where, word = node.iter, f"for {ast.unparse(node.target)} in"
+        expected = "`for i in fwd.layers[0:8]:`"
     names = section_names(f"{word} {ast.unparse(where)}:", node.lineno, where.col_offset + 1)
     space, *path = chain(where.value if isinstance(where, ast.Subscript) else where)
     if not names[0] or space.value not in _SPACES or bool(path) == isinstance(node, ast.If):
         found = shown(where)
-        expected = (
-            f"one of {', '.join(_SPACES)}"
-            if isinstance(node, ast.If)
-            else "`for i in fwd.layers[0:8]:`"
-        )
         raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
         raise refuse(where, "a section's own path is not relative")
     if not path:
         return {names[0]: SectionKey(names[0], None)}
-    container, numbers = (
-        syntax.static_path(path),
-        [int(name[name.rindex("[") + 1 : -1]) for name in names],
-    )
-    return {
-        name: SectionKey(str(space.value), Layer(container, n))
-        for name, n in zip(names, numbers, strict=True)
-    }
+    container = syntax.static_path(path)
+    sections = {}
+    for name in names:
+        number = int(name[name.rindex("[") + 1 : -1])
+        sections[name] = SectionKey(str(space.value), Layer(container, number))
+    return sections
+
+
+def _parameter_name(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(str(name)):
+            return name
+    raise unexpected(node, "a list of parameter names")
 
 
 def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Iterator[Line]:
-    """Statements under their names, each with its syntax tree and that of the module or bucket it
-    stands under.
-    """
+    """Yield statements by their names, with their syntax tree and that of their ``with``."""
     heading = "" if scope is None else ast.unparse(scope)
     for node in statements:
         match node:
@@ -193,32 +190,22 @@ def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Ite
             ):
                 name = ast.unparse(node)
             case _:
-                raise refuse(
-                    node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`"
-                )
+                raise unexpected(node, "`mm: f32[2, 4] = aten.mm(x, y)`")
         yield Line(heading, name, (node, scope))
-
-
-def _kind_and_tags(node: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
-    """Split ``f32[2] | must_save`` at its bars."""
-    tags: list[ast.expr] = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        tags.insert(0, node.right)
-        node = node.left
-    return node, tags
 
 
 @dataclass
 class _Limits:
-    """What a text may come to, with the graphs inside it: a small one must not take all memory."""
+    """The size that a text may have, bodies included: a small text must not take all memory."""
 
     lines: LineBudget
     ranks: int = _MOST_RANKS
 
 
 class _Parser:
-    """Makes one graph; a body has a parser of its own. All of a text is read and counted before
-    anything is made.
+    """Makes one graph; a body has a parser of its own.
+
+    The whole text is read and counted before any node is made.
     """
 
     def __init__(
@@ -237,15 +224,12 @@ class _Parser:
         self._targets: dict[ast.expr, tuple[str, Any]] = {}
         self._results: list[Any] = []
         self._result_names: list[str] = []
-        self._whole: list[Any] = []
         self._ranks: dict[str, tuple[int, ...] | None] = {}
         self._blocks: list[TextBlock] = []
-        self._keys: dict[str, SectionKey] = {}  # by what ``like(...)`` calls them
-        self._modules: dict[str, ast.Assign] = {}  # definitions of called modules, by path
-        self._bodies = {
-            body.name: _Parser(body.body, sizes.body(), given, allow, limits)
-            for body in self._read(statements)
-        }
+        self._keys: dict[str, SectionKey] = {}  # by the name that ``like(...)`` takes
+        self._modules: dict[str, ast.expr] = {}  # definitions of called modules, by path
+        self._bodies: dict[str, _Parser] = {}
+        self._read(statements)
         self._sections = expand(self._blocks, limits.lines)
 
     def make(self, group_names: Mapping[str, str]) -> "_Parser":
@@ -265,32 +249,33 @@ class _Parser:
     def module(self) -> fx.GraphModule:
         try:
             gm = fx.GraphModule(self.operands.attributes, self.graph)
-        except (
-            SyntaxError,
-            AttributeError,
-        ) as error:  # of a constant that is given and has no `repr` in Python
+        except (SyntaxError, AttributeError) as error:
+            # FX writes the `repr` of a constant that was given into its code.
             raise TextError(f"torch.fx cannot write the code of this graph: {error}", 1) from error
         gm.meta["gt_groups"] = self.groups
         return gm
 
-    def _read(self, statements: Sequence[ast.stmt]) -> list[ast.FunctionDef]:
-        """Evaluate the definitions, keep the sections as blocks; gives the bodies."""
+    def _read(self, statements: Sequence[ast.stmt]) -> None:
+        """Evaluate the definitions, and keep sections and bodies for ``make``."""
         defined: set[str] = set()
-        bodies: dict[str, ast.FunctionDef] = {}
+        bodies: list[ast.FunctionDef] = []
         for node in statements:
             match node:
                 case ast.FunctionDef(name):
                     if node.decorator_list or node.returns or ast.unparse(node.args):
                         raise refuse(
                             node,
-                            f"a body takes its inputs in a section `if A:`: expected `def {name}():`",
+                            "a body takes its inputs in a section `if A:`: "
+                            f"expected `def {name}():`",
                         )
-                    if name in bodies or not _BODY_NAME.fullmatch(name):
+                    if name in defined or not _BODY_NAME.fullmatch(name):
                         raise refuse(
                             node,
-                            f"a body's name is its own and ends like `cond_graph_0`, found `{name}`",
+                            "a body's name is its own and ends like `cond_graph_0`, "
+                            f"found `{name}`",
                         )
-                    bodies[name] = node
+                    defined.add(name)
+                    bodies.append(node)
                 case ast.Assign([ast.Name(name)]):
                     if name in defined:
                         raise refuse(node, f"`{name}` is defined twice")
@@ -302,22 +287,22 @@ class _Parser:
                     path = path_at(chain(target)[1:], None)
                     if path in self._modules:
                         raise refuse(node, f"the module `{path}` is defined twice")
-                    self._modules[path] = node
+                    self._modules[path] = node.value
+                case ast.Assign():
+                    raise unexpected(node, "a definition like `fsdp = group([0, 4])`")
                 case ast.For() | ast.If():
-                    named = _keys_of(node)
-                    self._keys |= named
-                    block = TextBlock(node.lineno, tuple(named), tuple(_lines(node.body)))
+                    sections = _sections_of(node)
+                    self._keys |= sections
+                    block = TextBlock(node.lineno, tuple(sections), tuple(_lines(node.body)))
                     self._limits.lines.spend(block, max(len(block.lines), 1))
                     self._blocks.append(block)
                 case _:
-                    expected = "a section (`if fwd:`, `for i in fwd.layers[0]:`)"
-                    expected = (
-                        "a definition like `fsdp = group([0, 4])`"
-                        if isinstance(node, ast.Assign)
-                        else expected
-                    )
-                    raise refuse(node, f"expected {expected}, found `{shown(node)}`")
-        return list(bodies.values())
+                    raise unexpected(node, "a section (`if fwd:`, `for i in fwd.layers[0]:`)")
+        for body in bodies:
+            # Bodies share the symbols of the graph, all of which are defined now.
+            self._bodies[body.name] = _Parser(
+                body.body, self._sizes.body(), self._given, self._allow, self._limits
+            )
 
     def _define(self, name: str, node: ast.expr) -> None:
         nowhere = LinePlace("fwd", None)
@@ -327,61 +312,47 @@ class _Parser:
             case ast.Call(ast.Name("size"), [], []):
                 self._sizes.define(name, None)
             case ast.Call(ast.Name("size"), [argument]):
-                example = (
-                    argument.value if isinstance(argument, ast.Constant) else integer(argument)
-                )
-                if not isinstance(example, int | float) or isinstance(example, bool):
-                    raise refuse(
-                        argument,
-                        f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`",
-                    )
+                example = self.operands.operand(argument, nowhere)
+                if type(example) not in (int, float):
+                    raise unexpected(argument, "the example of a symbol, `size(16)`")
                 self._sizes.define(name, example)
             case ast.Call(ast.Name("device")) if name == "default":
                 self._sizes.device = self.operands.operand(node, nowhere)
-            case ast.Name(word) if (name, word) in (
-                ("owners", "inferred"),
-                ("returns", "list"),
-                ("returns", "value"),
-            ):
+            case ast.Name(word) if word in _CONVENTIONS.get(name, ()):
                 self._settings[name] = word
             case _ if name == "hooks":
                 raise refuse(
                     node,
-                    "no text holds the hooks of a graph: remove this line to read the graph without them",
+                    "no text holds the hooks of a graph: remove this line to read the graph "
+                    "without them",
                 )
             case _ if name == "structure":
                 self._settings[name] = ast.unparse(node)
             case ast.List(items) if name == "managed":
-                for item in items:
-                    if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
-                        raise refuse(
-                            item, f"expected a list of parameter names, found `{shown(item)}`"
-                        )
-                self._settings[name] = tuple(ast.literal_eval(node))
+                self._settings[name] = tuple(map(_parameter_name, items))
             case _:
-                raise refuse(
-                    node,
-                    f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`",
-                )
+                raise unexpected(node, f"a definition like `{name} = group(range(0, 8))`")
 
     def _group(self, node: ast.expr, ranks: Any) -> tuple[int, ...] | None:
-        """The ranks of a group, ``range(0, 8)``, ``[0, 4]`` or None."""
+        """Return the ranks of a group, ``range(0, 8)``, ``[0, 4]`` or None."""
         if ranks is None:
             return None
+        # A range of 2**60 ranks is a short text, so its length is checked before its items.
         if isinstance(ranks, range | list) and ranks[self._limits.ranks :]:
-            said = f"the groups of a text have at most {_MOST_RANKS} ranks together"
-            raise refuse(node, f"{said}, and with `{shown(node)}` they have more")
+            raise refuse(
+                node,
+                f"the groups of a text have at most {_MOST_RANKS} ranks together, and with "
+                f"`{shown(node)}` they have more",
+            )
         if not isinstance(ranks, range | list) or not all(
             type(rank) is int and rank >= 0 for rank in ranks
         ):
-            raise refuse(
-                node,
-                f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`",
-            )
+            raise unexpected(node, "the ranks of a group, `range(0, 8)` or `[0, 4]`")
         self._limits.ranks -= len(ranks)
         return tuple(ranks)
 
     def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
+        """Make the node of one statement."""
         place = LinePlace(*key)
         match node:
             case _ if key.space == "out":
@@ -391,44 +362,34 @@ class _Parser:
             case ast.AnnAssign(ast.Name(name), kind, ast.Call() as call) if (
                 key.space in COMPUTED_SPACES
             ):
-                place.scope = syntax.scope_at(
-                    syntax.links_of("_") if heading is None else chain(heading), place
-                )
-                self.operands.add(
-                    place.scope, name, self._computed(name, kind, call, place), node.target
-                )
+                links = syntax.links_of("_") if heading is None else chain(heading)
+                place.scope = syntax.scope_at(links, place)
+                made = self._computed(name, kind, call, place)
+                self.operands.add(place.scope, name, made, node.target)
             case _:
-                raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
+                raise unexpected(node, "`name: type = operator(...)`")
 
     def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
         links, space = chain(node.target), place.space
-        has_default = node.value is not None and space in ("A", "I")
-        if (
-            (node.value is not None and not has_default)
-            or len(links) < 2
-            or links[0].value != space
-        ):
-            raise refuse(
-                node,
-                f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`",
-            )
-        _, fqn, _ = key = syntax.input_key_at(links, place.layer)
-        name = fqn.replace(".", "_") or "arg"
+        may_have_value = node.value is None or space in ("A", "I")
+        if not may_have_value or len(links) < 2 or links[0].value != space:
+            raise unexpected(node, f"an input like `{space}.layers[0].w: f32[2, 4]`")
+        key = syntax.input_key_at(links, place.layer)
+        name = key.fqn.replace(".", "_") or "arg"
         default = () if node.value is None else (self.operands.operand(node.value, place),)
         name_of_node = name if name.isidentifier() else f"arg_{name}"
         made = append_node(self.graph, name_of_node, "placeholder", name, default, {})
         made.target = made.name
         if space in _KIND_OF_SPACE:
-            made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
-        elif not fqn.isdecimal():
-            made.meta["gt_argument"] = fqn
-        kind, tags = _kind_and_tags(node.annotation)
-        write_tags(made.meta, tags, place, owned=False)
-        self._set_value(made, kind, place)
+            made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": key.fqn}
+        elif not key.fqn.isdecimal():
+            made.meta["gt_argument"] = key.fqn
+        self._write_annotation(made, node.annotation, place, owned=False)
         self.operands.add_input(key, made, node.target)
 
-    def _computed(self, name: str, kind: ast.expr, call: ast.Call, place: LinePlace) -> fx.Node:
-        kind, tags = _kind_and_tags(kind)
+    def _computed(
+        self, name: str, annotation: ast.expr, call: ast.Call, place: LinePlace
+    ) -> fx.Node:
         op, target = self._targets.get(call.func) or self._target(call.func)
         args = tuple([self.operands.operand(argument, place) for argument in call.args])
         kwargs = {}
@@ -437,16 +398,27 @@ class _Parser:
                 raise refuse(item.value, "expected named arguments, found `**`")
             kwargs[item.arg.removesuffix("__kw")] = self.operands.operand(item.value, place)
         made = append_node(self.graph, name, op, target, args, kwargs)
-        write_tags(made.meta, tags, place, owned=self._settings.get("owners") != "inferred")
-        self._set_value(made, kind, place)
+        owned = self._settings.get("owners") != "inferred"
+        self._write_annotation(made, annotation, place, owned=owned)
         return made
 
-    def _set_value(self, node: fx.Node, kind: ast.expr, place: LinePlace) -> None:
-        if (value := self._sizes.value(kind, place)) is not None:
+    def _write_annotation(
+        self, node: fx.Node, annotation: ast.expr, place: LinePlace, *, owned: bool
+    ) -> None:
+        """Write type and tags, ``f32[2] | must_save``, into the metadata of a node."""
+        tags: list[ast.expr] = []
+        while isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+            tags.insert(0, annotation.right)
+            annotation = annotation.left
+        write_tags(node.meta, tags, place, owned=owned)
+        if (value := self._sizes.value(annotation, place)) is not None:
             node.meta["val"] = value
 
     def _target(self, node: ast.expr) -> tuple[str, Any]:
-        """Return what a line calls; looked up once, as a line may stand for a hundred layers."""
+        """Return kind and target of the node that a line makes.
+
+        A line may stand for a hundred layers, so the result is kept.
+        """
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
@@ -455,8 +427,9 @@ class _Parser:
             if word not in self._given:
                 raise refuse(
                     node,
-                    f"no text holds the function `{shown(node)}`: give constants=graphtext.constants(gm) of the "
-                    f"graph that was rendered, or {{{word!r}: function}}",
+                    f"no text holds the function `{shown(node)}`: give "
+                    "constants=graphtext.constants(gm) of the graph that was rendered, or "
+                    f"{{{word!r}: function}}",
                 )
             found = "call_function", self._given[word]
         elif first == "method" and len(links) == 2:
@@ -472,51 +445,50 @@ class _Parser:
         return found
 
     def _module(self, path: str, node: ast.expr) -> str:
-        """Add the module that a line calls: a body of the text, or one that was given and is what
-        the text says.
+        """Attach the module that a line calls, a body of the text or a given one; return its path.
+
+        A given module has to be the one that the text describes.
         """
         definition = self._modules.get(path)
-        said = None if definition is None else definition.value
-        if isinstance(said, ast.Name) and isinstance(
-            body := self.operands.names.get(said.id), fx.GraphModule
-        ):
-            self.operands.attributes.setdefault(path, body)
-            return path
-        if path not in self._given:
+        module = self._given.get(path)
+        if isinstance(definition, ast.Name) and definition.id in self._bodies:
+            module = self.operands.names[definition.id]
+        elif path not in self._given:
             raise refuse(
                 node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}"
             )
-        if said is not None and isinstance(given := self._given[path], nn.Module):
-            found = ast.unparse(ast.parse(spell_description(given), mode="eval"))
-            if found != ast.unparse(said):
+        elif definition is not None and isinstance(module, nn.Module):
+            found = ast.unparse(ast.parse(spell_description(module), mode="eval"))
+            if found != ast.unparse(definition):
                 raise refuse(
-                    said,
+                    definition,
                     f"the module given for `{path}` is another one than the text's: expected "
-                    f"`{ast.unparse(said)}`, found `{found}`",
+                    f"`{ast.unparse(definition)}`, found `{found}`",
                 )
-        self.operands.attributes.setdefault(path, self._given[path])
+        self.operands.attributes.setdefault(path, module)
         return path
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
+        """Read one result; ``yield from`` has all of them in one structure."""
         match node:
-            case ast.Assign([_], value) | ast.Expr(ast.Yield(ast.expr() as value)):
-                if isinstance(node, ast.Assign):
-                    self._result_names.append(path_at(chain(node.targets[0]), place.layer))
+            case ast.Assign([target], value):
+                self._result_names.append(path_at(chain(target), place.layer))
+                self._results.append(self.operands.operand(value, place))
+            case ast.Expr(ast.Yield(ast.expr() as value)):
                 self._results.append(self.operands.operand(value, place))
             case ast.Expr(ast.YieldFrom(value)):
-                self._whole.append(self.operands.operand(value, place))
+                self._settings.setdefault("whole", self.operands.operand(value, place))
             case _:
-                raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
+                raise unexpected(node, "`loss = ...` or `yield ...`")
 
     def _finish(self) -> None:
-        by_convention = {
-            "list": self._results,
-            "value": self._results[0] if self._results else None,
-        }
-        results: Any = by_convention.get(
-            self._settings.get("returns", "tuple"), tuple(self._results)
-        )
-        results = self._whole[0] if self._whole else results
+        results: Any = tuple(self._results)
+        if "whole" in self._settings:
+            results = self._settings["whole"]
+        elif self._settings.get("returns") == "list":
+            results = self._results
+        elif self._settings.get("returns") == "value":
+            results = self._results[0] if self._results else None
         output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
@@ -529,45 +501,43 @@ class _Parser:
 def unfaithful(
     gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
 ) -> str | None:
-    """Return where the full view ``text`` reads back as another graph; None if nowhere, or if it
-    calls functions of Python.
+    """Return the first difference between the full view ``text`` and the text of what it parses to.
+
+    Returns None if there is none, or if the graph calls functions of Python, which no text holds.
     """
-    if (namespaces := _namespaces(gm)) is None:
+    namespaces = _namespaces(gm)
+    if namespaces is None:
         return None
     try:
-        reread = render(
-            parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes
-        )
+        again = parse(text, constants=constants_of(gm), allow=namespaces)
+        reread = render(again, mesh=mesh, sizes=sizes)
     except TextError as error:
-        return f"{error}\n  text:  {_shown(text.splitlines()[error.line - 1])}"
-    told, again = header.body(text).splitlines(), header.body(reread).splitlines()
-    first = len(text.splitlines()) - len(told) + 1
-    for number, (one, other) in enumerate(zip_longest(told, again), start=first):
-        if one != other:
-            return f"line {number}\n  text:  {_shown(one)}\n  again: {_shown(other)}"
+        return f"{error}\n  text:  {text.splitlines()[error.line - 1].strip()}"
+    old, new = header.body(text).splitlines(), header.body(reread).splitlines()
+    first = len(text.splitlines()) - len(old) + 1
+    end = "(ends here)"
+    for number, (line, other) in enumerate(zip_longest(old, new, fillvalue=end), start=first):
+        if line != other:
+            return f"line {number}\n  text:  {line.strip()}\n  again: {other.strip()}"
     return None
 
 
-def _shown(line: str | None) -> str:
-    return "(ends here)" if line is None else line.strip()
-
-
 def _namespaces(gm: fx.GraphModule) -> set[str] | None:
-    """The namespaces of the operators that a graph calls, bodies included.
+    """Return the namespaces of the operators that a graph and its bodies call.
 
-    None if it calls anything else, as hooks.
+    Returns None if they call anything else, or have hooks.
     """
-    if any(isinstance(module, fx.GraphModule) and hooks_of(module) for module in gm.modules()):
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    if any(map(hooks_of, graphs)):
         return None
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    calls = [node for graph in graphs for node in graph.nodes]
+    calls = [node for module in graphs for node in module.graph.nodes]
     targets = {node.target for node in calls if node.op == "call_function"}
     namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
     methods = {str(node.target) for node in calls if node.op == "call_method"}
     try:
-        are_known = all(
-            operator_named(function_of(target).text, namespaces) is target for target in targets
-        )
+        for target in targets:
+            if operator_named(function_of(target).text, namespaces) is not target:
+                return None
     except UnknownOperator:
         return None
-    return namespaces if are_known and all(map(is_method, methods)) else None
+    return namespaces if all(map(is_method, methods)) else None

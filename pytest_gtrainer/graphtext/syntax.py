@@ -35,6 +35,11 @@ def shown(node: ast.AST) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def unexpected(node: ast.AST, expected: str) -> TextError:
+    """Return the error for a part of the text in place of what was ``expected``."""
+    return refuse(node, f"expected {expected}, found `{shown(node)}`")
+
+
 def integer(node: ast.expr | None) -> int | None:
     """A whole number, with its sign; None if it is something else."""
     if isinstance(node, ast.Constant):

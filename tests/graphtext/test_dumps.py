@@ -131,7 +131,7 @@ def test_a_runnable_file_tells_types_of_inputs_alone():
         (
             "(4, 8), is",
             "(4, 7), is",
-            "line 1: the file tells types of inputs alone, and no fake tensor passes: ",
+            "line 1: the file has types of inputs only, and no fake tensor passes: ",
         ),
         (
             "aten.mm.default",

@@ -1,7 +1,5 @@
 """The examples in docstrings are specifications: all of them run, and they are true."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib

@@ -6,8 +6,6 @@ for so many seconds of CPU time. Batch n of a run draws its examples from the se
 so each can be drawn again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 are not.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

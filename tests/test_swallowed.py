@@ -2,8 +2,6 @@
 and on ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Every test module that asserts bitwise equality also has a run that must differ (L5)."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

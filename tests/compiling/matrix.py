@@ -7,8 +7,6 @@ Two versions of torch, each in its environment, then the two compared up to the 
     python -m tests.compiling.matrix compare build/texts-2.13 build/texts-2.15
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress

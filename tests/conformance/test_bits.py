@@ -2,8 +2,6 @@
 nodes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours

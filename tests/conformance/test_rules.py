@@ -1,7 +1,5 @@
 """Each rule can fail: a pass that breaks it is told, by its sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -2,8 +2,6 @@
 all else holds.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from fixtures import torch_passes

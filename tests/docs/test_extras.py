@@ -1,7 +1,5 @@
 """Every extra that a page, a message or a package of the examples names can be installed."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

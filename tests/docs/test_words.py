@@ -2,8 +2,6 @@
 page.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A small project with goldens, run by a real pytest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run leaves in ``--gt-artifacts DIR``."""
 
-from __future__ import annotations
-
 import errno
 import os
 

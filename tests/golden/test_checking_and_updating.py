@@ -1,7 +1,5 @@
 """What a run does with goldens: missing, different, updated, refused."""
 
-from __future__ import annotations
-
 import pytest
 
 ONE = "def test_a(gt_golden): gt_golden.check('one')"

@@ -1,7 +1,5 @@
 """What a failing golden says: words, notes, then bounded lines that fit a terminal."""
 
-from __future__ import annotations
-
 import gc
 import glob
 import json

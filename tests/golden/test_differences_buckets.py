@@ -2,8 +2,6 @@
 group.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gtrainer.graphtext import diff

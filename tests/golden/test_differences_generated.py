@@ -2,8 +2,6 @@
 linear time.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Diffs of lines: right, about shortest, and linear in time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Sentences on the schedule: collectives moved against compute, and orders that results depend on."""
 
-from __future__ import annotations
-
 from pytest_gtrainer.graphtext import diff
 
 HEAD = """\

@@ -1,7 +1,5 @@
 """Sentences on values: operators, dtypes, literals, operands, tags, inputs and outputs."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gtrainer.graphtext import diff

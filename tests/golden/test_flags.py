@@ -1,7 +1,5 @@
 """What each flag lets a run write, flags that exclude each other, and where none may write."""
 
-from __future__ import annotations
-
 import pytest
 
 SOURCE = """

@@ -1,7 +1,5 @@
 """Files: where they lie, and what makes a graph unreadable (a file: test_safety_reading)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs and layouts as goldens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo

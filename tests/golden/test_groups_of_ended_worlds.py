@@ -1,7 +1,5 @@
 """A table of process groups that outlives its world, as torchtitan's registry of extra groups does."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Process groups of all ranks in goldens: they divide the ranks, and the golden tells all of them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

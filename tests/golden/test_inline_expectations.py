@@ -1,7 +1,5 @@
 """``assert_expected_inline`` under the flags of goldens: in functions and classes, under xdist."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Editing string literals in source: only those, wherever they stand and however they are spelled."""
 
-from __future__ import annotations
-
 import ast
 import string
 

@@ -1,7 +1,5 @@
 """Numbers as goldens: exact, one entry an environment, never judged by those of another."""
 
-from __future__ import annotations
-
 import json
 import math
 

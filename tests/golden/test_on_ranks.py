@@ -2,8 +2,6 @@
 In two runs.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 unused.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch  # noqa: F401 - once for all runs in this process
 

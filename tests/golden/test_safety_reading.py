@@ -1,7 +1,5 @@
 """What may lie where a golden should: one sentence each, at once, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 new one.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import os

@@ -1,7 +1,5 @@
 """What the small functions around goldens give, each by an example."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import PurePosixPath
 from types import SimpleNamespace

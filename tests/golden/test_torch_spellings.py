@@ -2,8 +2,6 @@
 difference.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

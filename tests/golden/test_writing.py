@@ -2,8 +2,6 @@
 whole runs.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time

@@ -1,7 +1,5 @@
 """What one GPU can judge, and the table of what held that ends such a run (``make gpu``)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

@@ -2,8 +2,6 @@
 that runs op by op.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """GPUs are counted, named and leased without starting CUDA in the process that owns the tests."""
 
-from __future__ import annotations
-
 import pytest
 
 SUITE = """

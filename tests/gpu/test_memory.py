@@ -1,7 +1,5 @@
 """Memory of a GPU: what a test leaves there is told, and a training run leaves nothing."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Stream jitter: a run that waits for its inputs keeps its bits, one that forgets to is caught."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs of Dynamo and AOTAutograd, of one call of a compiled function."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

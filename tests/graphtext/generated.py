@@ -2,8 +2,6 @@
 constants, devices, memory formats, branches, symbolic sizes.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether two graphs are the same in all that a text promises to keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

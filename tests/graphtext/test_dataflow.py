@@ -1,7 +1,5 @@
 """The digest of a dataflow: what changes it and what does not, read from text without torch."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

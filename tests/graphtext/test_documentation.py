@@ -1,7 +1,5 @@
 """The examples of docs/graph-text.md are graph text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

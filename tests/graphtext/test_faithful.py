@@ -1,7 +1,5 @@
 """What a text does not say is found before the text becomes a golden."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Equal layers are told once, and what was folded can be read back."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs inside the graph, of other tracers: their inputs are named as what the call gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 sizes.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """The view ``layout``: which parameter sits at which byte of which collective."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import operator

@@ -1,7 +1,5 @@
 """The bundled models, traced and bucketed: their text folds, is Python, and loses no line."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

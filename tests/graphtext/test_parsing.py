@@ -1,7 +1,5 @@
 """A text read back is the graph that it was made from, and runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

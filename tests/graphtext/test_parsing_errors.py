@@ -1,7 +1,5 @@
 """What is no graph text is refused with line, column and the nearest thing expected."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``parse(render(gm))`` is ``gm``, whatever the graph."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading a text runs nothing of it: hostile texts are refused, and damaged ones never do worse."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

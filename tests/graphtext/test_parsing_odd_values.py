@@ -1,7 +1,5 @@
 """Values, names and annotations that are rare, and are read back all the same."""
 
-from __future__ import annotations
-
 import enum
 import math
 

@@ -1,7 +1,5 @@
 """Sizes of a text: symbols, what is computed from them, and symbolic operands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

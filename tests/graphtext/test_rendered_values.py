@@ -1,7 +1,5 @@
 """What a line of graph text says about a value."""
 
-from __future__ import annotations
-
 import ast
 import math
 

@@ -1,7 +1,5 @@
 """The view ``schedule``: launches, waits, and the compute between them, at a glance."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """What the small functions of graph text give, each by an example."""
 
-from __future__ import annotations
-
 import ast
 
 import torch

@@ -1,7 +1,5 @@
 """What must not change a text, and what a change may touch."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

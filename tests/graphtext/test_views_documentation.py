@@ -1,7 +1,5 @@
 """What the documentation of the views shows is what goldens hold."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

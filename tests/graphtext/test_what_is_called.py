@@ -2,8 +2,6 @@
 structures.
 """
 
-from __future__ import annotations
-
 import collections
 import enum
 import functools

@@ -1,7 +1,5 @@
 """A toy model of equal layers, traced without any of our tracing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

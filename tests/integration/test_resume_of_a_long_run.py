@@ -2,8 +2,6 @@
 in the table.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

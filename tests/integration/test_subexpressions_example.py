@@ -2,8 +2,6 @@
 that they tell.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

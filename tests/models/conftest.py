@@ -1,7 +1,5 @@
 """Debug models, a batch that fits all of them, and one step's results by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Cross entropy, whole and in chunks: C1 to C3."""
 
-from __future__ import annotations
-
 from functools import reduce
 from operator import add
 from typing import Any

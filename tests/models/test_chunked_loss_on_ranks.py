@@ -1,7 +1,5 @@
 """Chunked cross entropy with a sharded head, eager and traced: C4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

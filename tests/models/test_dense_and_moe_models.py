@@ -1,7 +1,5 @@
 """What both architectures promise: names, order, shapes, initial values, gradients, sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Expert parallelism on real ranks equals the model with all experts in one place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """llama3: grouped queries, rotary embedding, sizes that fit together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """deepseek_v3's MoE layers: routing, counts, bias, shared and routed experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

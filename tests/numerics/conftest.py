@@ -1,7 +1,5 @@
 """Fixtures of the numerics tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Made-up runs, every dtype, and a way to spoil one bit."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

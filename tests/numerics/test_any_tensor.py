@@ -1,7 +1,5 @@
 """Whatever a tensor is, its bytes are compared, hashed and recorded: views of one element, narrow dtypes, quantised."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

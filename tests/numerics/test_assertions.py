@@ -1,7 +1,5 @@
 """Equal must be equal, the control must differ, and each of the two can fail (L5)."""
 
-from __future__ import annotations
-
 import pickle
 import re
 

@@ -3,8 +3,6 @@
 Each test runs in a Python of its own: once imported, ``common_utils`` forbids it until the process ends.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

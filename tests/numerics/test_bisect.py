@@ -1,7 +1,5 @@
 """The pass that changes a bit is named, with the node where it begins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

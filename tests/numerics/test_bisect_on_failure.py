@@ -1,7 +1,5 @@
 """--gt-bisect: a failing comparison names the pass; without the flag, and in passing tests, nothing is replayed."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gtrainer import bisect_passes, facts

@@ -1,7 +1,5 @@
 """Raw bytes of every kind of tensor, elements for a person, distances in ULP."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import struct

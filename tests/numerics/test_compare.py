@@ -1,7 +1,5 @@
 """Three verdicts, and a difference named at its origin."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Everything that `deterministic` sets is set, and put back whatever happens."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What a digest must notice (L1), and what it works for (L2)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Every way to compute a digest notices every listed mutation (L1): leaves, torch's own operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest import mock
 

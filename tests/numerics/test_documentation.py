@@ -1,7 +1,5 @@
 """The examples of docs/numerics.md and docs/determinism.md run, one after the other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 V2, with twins that are equal.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of switches: every one exists in this torch, and the documentation shows this very table."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

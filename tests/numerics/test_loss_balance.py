@@ -1,7 +1,5 @@
 """The mean over all tokens from ranks with different numbers of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """V6: a run that is not finite says so, and proves nothing: NaN and inf have the same bits whatever computes them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

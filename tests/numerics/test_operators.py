@@ -1,7 +1,5 @@
 """The first operator that differs: eager and graph aligned, the difference named where it begins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Five faults of the kind that cost days, each planted in a run and reported where it was planted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

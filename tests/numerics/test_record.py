@@ -1,7 +1,5 @@
 """Records: what is kept, under which name, merged over ranks, on disk."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

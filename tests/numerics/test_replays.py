@@ -1,7 +1,5 @@
 """Runs of a graph from one start, whatever has happened since."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

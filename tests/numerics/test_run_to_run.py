@@ -1,7 +1,5 @@
 """Every pressure breaks what depends on it, by name; what depends on none of them passes under all."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The states of all generators: as tensors for a record, and put back."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

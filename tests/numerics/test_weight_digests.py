@@ -1,7 +1,5 @@
 """Lines of weight digests: how they are made of weights that lie on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ A test that has passed, or was skipped, is a line of the file, with what it told
 does not run again, and the table at the end has its row. Failures run again.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ products of matrices add up as gamma(n + m), and a ReLU passes them on (Higham, 
 Stability of Numerical Algorithms, 2002, 3.1 and 3.5).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -7,8 +7,6 @@ payloads in another order or, where that does not show, gradients reduced in bf1
 has the command for all cells; ``make test`` and ``make check`` run some.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

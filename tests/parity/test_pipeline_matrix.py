@@ -5,8 +5,6 @@ On 4 and 8 ranks. The control of every cell reduces gradients in bf16, and must 
 CONTRIBUTING.md has the command for all cells, ``make check`` runs some.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ On two nodes, where the order of a payload shows: the cells in execution order m
 net shows nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +97,7 @@ class Trained:
     are kept.
     """
 
-    _latest: tuple[Any, Trained] | None = None
+    _latest: "tuple[Any, Trained] | None" = None
 
     def __init__(self, name: str, cell: Cell, world: World) -> None:
         def config(mesh):
@@ -109,7 +107,7 @@ class Trained:
         self.eager = train_eager(config, world=world)
 
     @classmethod
-    def of(cls, name: str, cell: Cell, world: World) -> Trained:
+    def of(cls, name: str, cell: Cell, world: World) -> "Trained":
         key = name, [(axis, value) for axis, value in cell.settings if axis not in REWRITTEN]
         if cls._latest is None or cls._latest[0] != key:
             cls._latest = key, cls(name, cell, world)

@@ -1,7 +1,5 @@
 """What is alive while a graph runs: storages counted by a mode, against what ``peak_memory`` tells."""
 
-from __future__ import annotations
-
 import gc
 import time
 

@@ -5,8 +5,6 @@ The model as ``names=`` says what inputs are, and whose gradients come last: the
 and eager judges it.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

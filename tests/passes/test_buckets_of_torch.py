@@ -2,8 +2,6 @@
 judges them by name.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from itertools import accumulate

@@ -2,8 +2,6 @@
 name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Activation checkpointing by its own configuration: eager and graph recompute, and every field arrives."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``TrainConfig(chunk=)``: both sides run their blocks in chunks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

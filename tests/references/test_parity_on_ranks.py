@@ -1,7 +1,5 @@
 """``assert_parity`` on real ranks: equal layouts and bits, and a check that could have failed (S3, L5)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What training records beyond weights: gradients after clipping, random states; and its lines of weight digests."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

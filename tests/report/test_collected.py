@@ -2,8 +2,6 @@
 that runs again.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gtrainer.report.collected import Test as Collected

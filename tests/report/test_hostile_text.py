@@ -2,8 +2,6 @@
 everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

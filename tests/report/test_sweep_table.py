@@ -2,8 +2,6 @@
 fail.
 """
 
-from __future__ import annotations
-
 import unittest
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole table of a failed comparison is among the artifacts; the terminal shows the origin."""
 
-from __future__ import annotations
-
 import pytest
 import torch  # noqa: F401  # the runs inside forget what they imported, and torch cannot be imported twice
 

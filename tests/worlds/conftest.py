@@ -1,7 +1,5 @@
 """Real pytest runs of small suites on ranks, and what they reported."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """T8: whatever a test changes in its process is as before when it has ended, each thing by itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """Leases on slots: all or nothing, disjoint, larger worlds first, freed when their holder dies."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

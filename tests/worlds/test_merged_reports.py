@@ -1,7 +1,5 @@
 """From what each rank came to, to the reports of a test: the headline, a line for each rank, and who must agree."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

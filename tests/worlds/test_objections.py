@@ -1,7 +1,5 @@
 """What the parent makes of a check that fails after the ranks have given their reports."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """``--gt-one-rank``: tests of one rank in pytest's own process, where a debugger is; otherwise as on a rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 The same file runs without ranks as rank 0, without ranks as rank 1, and on two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

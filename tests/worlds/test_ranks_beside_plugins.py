@@ -1,7 +1,5 @@
 """Ranks in a run with other plugins and with the options that stop, select and debug."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

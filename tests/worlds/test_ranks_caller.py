@@ -1,7 +1,5 @@
 """``gt_ranks.run``: the test stays in the parent, a function runs on the ranks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

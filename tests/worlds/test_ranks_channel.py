@@ -1,7 +1,5 @@
 """Messages between the parent and a rank arrive whole and in order, and wake nobody but who waits for them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """T: breakpoints, --pdb and --trace on ranks, through a real terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

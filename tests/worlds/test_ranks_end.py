@@ -1,7 +1,5 @@
 """What fails on a rank outside of its tests' phases fails the run: as its session ends, and in hooks."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

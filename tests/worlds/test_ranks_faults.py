@@ -1,7 +1,5 @@
 """T: what goes wrong on ranks is reported as the right error of the right rank, and ends with its test."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of hypothesis on ranks: every rank draws the same examples, however a test sets its seed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.worlds.conftest import Suite

@@ -1,7 +1,5 @@
 """T6: however a run ends, no process and no folder is left behind; and no rank waits for who sits at the terminal."""
 
-from __future__ import annotations
-
 import signal
 import time
 

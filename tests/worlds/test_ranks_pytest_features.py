@@ -1,7 +1,5 @@
 """A test on ranks is a pytest test: fixtures, parameters, marks, output, warnings, skips."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a test on ranks reports is what pytest reports of the same test without the plugin."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

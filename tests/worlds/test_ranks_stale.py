@@ -1,7 +1,5 @@
 """What earlier tests leave in warm ranks: a failure that comes of it says so."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

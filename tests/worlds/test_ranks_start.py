@@ -1,7 +1,5 @@
 """How ranks start: under ``-W error``, with modules of the user, beside what killed runs left; and if they do not."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

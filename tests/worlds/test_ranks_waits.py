@@ -1,7 +1,5 @@
 """T: ranks that wait for each other for ever are told at once, with the odd one out, and slow ones are left alone."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a rank did not report, did in a later phase, or marked later, is no silent pass: reports as ranks send them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Worlds that modules share, in runs of their own: where they end, and what cannot share one."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.second_tier

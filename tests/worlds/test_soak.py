@@ -1,7 +1,5 @@
 """Many tests on ranks in one run, one in ten with a fault: every verdict right, nothing left over, memory flat."""
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

@@ -4,8 +4,6 @@
 Seconds are from the moment of the fault to the report; nothing is asserted of them.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

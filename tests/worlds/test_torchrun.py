@@ -1,7 +1,5 @@
 """The same test files under ``torchrun -m pytest``: one launcher, and two as on two nodes."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

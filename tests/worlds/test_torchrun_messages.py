@@ -1,7 +1,5 @@
 """Under torchrun, what nodes tell each other: read only if it is signed, and unable to execute."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """What ranks bring along when they are forked, and what they put away between tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A module, or a class, shares a world, and what it has built on its mesh, between tests on one team."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A bucket of two parameters, packed both ways round."""
 
-from __future__ import annotations
-
 import torch
 
 LENGTHS = (

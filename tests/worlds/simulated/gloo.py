@@ -8,8 +8,6 @@ that takes a list of tensors adds in another order and is not modelled.
 Established against torch 2.13's gloo: no differing element for 2 to 8 ranks, fp64, fp32, bf16 and fp16.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Small graphs, and what a rank by itself makes of them."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import fx

@@ -4,8 +4,6 @@ The nets of ``worlds.simulated`` are compared with this; nothing here is shared 
 for each rank, which yields while it waits for a peer. Each function names the lines that it restates.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 
 import torch

@@ -3,8 +3,6 @@
 The models in ``worlds.simulated`` are compared with this. Nothing here is shared with them.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

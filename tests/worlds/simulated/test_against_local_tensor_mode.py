@@ -1,7 +1,5 @@
 """Data movement against torch's own simulation of ranks, LocalTensorMode: another implementation, the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

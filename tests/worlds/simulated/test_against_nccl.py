@@ -1,7 +1,5 @@
 """The nets against what NCCL's kernels do, restated in ``nccl``: bit for bit, on every rank."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

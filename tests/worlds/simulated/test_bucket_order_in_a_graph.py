@@ -1,7 +1,5 @@
 """The order of a bucket in the gradients of a rewritten training step (S1)."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The gloo net against real gloo (S8)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

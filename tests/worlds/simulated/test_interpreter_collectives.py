@@ -1,7 +1,5 @@
 """Collectives in a graph that is replayed for all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The interpreter with gloo's net against real gloo ranks, bit for bit (S8)."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Operators with something special: random numbers, sizes that depend on data, graphs in graphs, compiled code."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

@@ -1,7 +1,5 @@
 """Uniform values, values of groups and ranks, and memory that ranks write to."""
 
-from __future__ import annotations
-
 import operator
 import weakref
 

@@ -1,7 +1,5 @@
 """Net models against their specification, and what they make visible."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What a failed check on many nodes tells: both layouts, the step, the element, and who adds it when."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

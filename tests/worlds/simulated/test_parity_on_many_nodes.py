@@ -1,7 +1,5 @@
 """The rewritten graph against eager ``fully_shard`` on 8 and 16 ranks of two nodes, in one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

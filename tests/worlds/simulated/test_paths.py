@@ -1,7 +1,5 @@
 """The path of an element that differs, through the reductions of its rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Replicas: hybrid sharding and DDP, by graph and eagerly, on ranks of two nodes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rings from files and logs (S6)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A graph that differs between the first and the last rank is refused (S4)."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

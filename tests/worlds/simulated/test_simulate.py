@@ -1,7 +1,5 @@
 """Graphs of other tracers and eager functions on all ranks of a simulated world, by public names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

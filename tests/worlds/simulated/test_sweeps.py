@@ -1,7 +1,5 @@
 """Sweeps over nets: one test under many of them, and the table at the end of the run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

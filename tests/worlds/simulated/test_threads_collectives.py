@@ -1,7 +1,5 @@
 """Every collective on threads gives what it gives on real gloo ranks."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

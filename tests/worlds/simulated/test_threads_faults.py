@@ -1,7 +1,5 @@
 """S5: what goes wrong on threads is one error that says what, where and on which ranks, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

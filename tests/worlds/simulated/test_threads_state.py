@@ -1,7 +1,5 @@
 """What a process has once and each rank for itself, and that a run changes none of it for others."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

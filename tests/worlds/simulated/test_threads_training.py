@@ -1,7 +1,5 @@
 """Unmodified eager trainers on threads: the bits of real ranks, and of another net where the net is another."""
 
-from __future__ import annotations
-
 import functools
 import threading
 

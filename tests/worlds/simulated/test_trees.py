@@ -1,7 +1,5 @@
 """Training, graph against eager code, where reductions go through trees; and a net of one's own."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

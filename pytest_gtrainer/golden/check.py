@@ -75,7 +75,7 @@ class Golden:
                 for numbers.
             HiddenValue: the graph calls or holds something that no text can show, and a golden
                 would accept any other.
-            UntoldGroup: a process group of the graph is not known here, so a golden cannot name its
+            HiddenGroup: a process group of the graph is not known here, so a golden cannot name its
                 ranks.
             TypeError: ``value`` is none of these.
         """
@@ -167,10 +167,10 @@ class Golden:
 
     def _graph_text(self, value: Any, view: str, sizes: str) -> str:
         from pytest_gtrainer.graphtext import render
-        from pytest_gtrainer.graphtext.operators import refuse_untold
+        from pytest_gtrainer.graphtext.operators import refuse_hidden_groups
         from pytest_gtrainer.graphtext.spelling import refuse_hidden
 
-        refuse_untold(value)
+        refuse_hidden_groups(value)
         if view == WHOLE:
             refuse_hidden(value)
         text = render(value, view, header=self._header(), mesh=self._mesh, sizes=sizes)

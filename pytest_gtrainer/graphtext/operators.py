@@ -1,14 +1,14 @@
-"""Operators and process groups by name, both ways: what the text writes for them, and what a name
-in it stands for.
+"""Names of operators and process groups in graph text, written and read.
 
-An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``, and found in
+An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``. It is found in
 torch's registries only, never by evaluating a text. Since a parsed graph can be run, operators that
-touch files or run code which the graph does not show are refused. A process group is a symbol,
-``fsdp = group(range(0, 8))``, as its name drifts.
+touch files or run code which the graph does not show are refused.
+
+A process group is a symbol, ``fsdp = group(range(0, 8))``: its name in torch depends on how many
+groups the process has made before.
 """
 
 import functools
-import itertools
 import keyword
 import math
 import operator
@@ -34,15 +34,15 @@ class Operator:
 
     text: str  # its full spelling
     short: str  # what its values are named after
-    group_arguments: frozenset[int | str] = (
-        frozenset()
-    )  # positions and names of those that name process groups
-    floats: bool = False  # it communicates, or packs for it: its lines stand among other layers'
-    launches: bool = False  # it starts a collective, a send or a receive
+    # positions and names of the arguments that name process groups
+    group_arguments: frozenset[int | str] = frozenset()
+    # It communicates, or packs for it: its line may stand in the section of another layer.
+    floats: bool = False
+    launches: bool = False  # It starts a collective, a send or a receive.
 
 
 def operator_of(node: fx.Node) -> Operator:
-    """The operator of a node that computes something."""
+    """Return the operator of a node that computes something."""
     if node.op == "call_function":
         return function_of(node.target)
     path = str(node.target)
@@ -52,29 +52,26 @@ def operator_of(node: fx.Node) -> Operator:
 
 @functools.lru_cache(maxsize=1 << 12)
 def function_of(target: Callable[..., Any]) -> Operator:
-    """The operator that a ``call_function`` calls."""
+    """Return the operator that a ``call_function`` calls."""
     if isinstance(target, OpOverload):
-        told = schema(target)
-        namespace, _, name = told.name.partition("::")
-        names = enumerate(argument.name for argument in told.arguments)
+        found = schema(target)
+        namespace, _, name = found.name.partition("::")
+        text = ".".join(word(part) for part in (namespace, name, found.overload_name) if part)
+        names = enumerate(argument.name for argument in found.arguments)
         places = [place for place, argument in names if argument in ("group_name", "process_group")]
-        text = ".".join(word(part) for part in (namespace, name, told.overload_name) if part)
         groups: frozenset[int | str] = frozenset([*places, "group_name"] if places else ())
-        return Operator(
-            text, name, groups, floats=namespace in _FLOATING, launches=launches(target)
-        )
+        return Operator(text, name, groups, namespace in _FLOATING, launches(target))
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
-    home = target.__module__ if hasattr(target, "__module__") else ""
     name = getattr(target, "__name__", type(target).__name__)
-    # `operator.add` is really `_operator.add`
-    path = [*(home or "").removeprefix("_").split("."), name]
+    # The home of ``operator.add`` is the module ``_operator``.
+    path = [*(getattr(target, "__module__", "") or "").removeprefix("_").split("."), name]
     return Operator(".".join(word(part) for part in path if part), word(name))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def word(text: str) -> str:
-    """A name that Python accepts: keywords get an escape, other characters become ``_``."""
+    """Return a name that Python accepts: keywords get an escape, other characters become ``_``."""
     if keyword.iskeyword(text):
         return f"{text}__kw"
     if text.isidentifier():
@@ -88,7 +85,8 @@ NAMESPACES = frozenset(
 )
 """Namespaces whose operators compute and communicate, and do nothing else."""
 
-FORBIDDEN = frozenset({"aten.from_file"})  # operators of these namespaces that touch files
+FORBIDDEN = frozenset({"aten.from_file"})
+"""Operators of these namespaces that touch files."""
 
 HIGHER_ORDER = frozenset(
     {
@@ -177,11 +175,19 @@ class UnknownOperator(LookupError):
     """A name that is no operator, or one that a text may not call; the message says which."""
 
 
+def _name_of(spelled: str) -> str:
+    """Return the name of an operator; ``word`` has marked keywords in it by ``__kw``."""
+    return ".".join(part.removesuffix("__kw") for part in spelled.split("."))
+
+
 def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
-    """The operator of a name, or UnknownOperator; ``__kw`` marks a keyword in it, ``allow`` adds
-    namespaces.
+    """Return the operator of a name that a text may call; ``allow`` adds namespaces.
+
+    Raises:
+        UnknownOperator: there is no such operator, or no text may call it; the message says which.
     """
-    if (name := ".".join(part.removesuffix("__kw") for part in spelled.split("."))) in FUNCTIONS:
+    name = _name_of(spelled)
+    if name in FUNCTIONS:
         return FUNCTIONS[name]
     if name == "torch.distributed.tensor._api.from_local":
         from torch.distributed.tensor import DTensor
@@ -201,7 +207,8 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
         return known[rest]
     if not rest:
         raise UnknownOperator(
-            f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`"
+            f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or "
+            "`hop.cond`"
         )
     if space == "torch" and (found := _torch_function(name)) is not None:
         return found
@@ -210,9 +217,9 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
             f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}"
         )
     if space not in NAMESPACES.union(allow):
-        advice = f"if its operators are safe to run, give allow=[{space!r}]"
         raise UnknownOperator(
-            f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: {advice}"
+            f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: if its "
+            f"operators are safe to run, give allow=[{space!r}]"
         )
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
@@ -223,13 +230,12 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
 
 
 def targets_named(spelled: str) -> list[Callable[..., Any]]:
-    """Return what a name in a text stands for in this process, nothing if that is not known. Not to
-    be called.
+    """Return the operators of a name in this process, none if it is not known; not to be called.
 
     A method, or a function of torch, stands for all overloads of the operator of its name in
     ``aten``.
     """
-    name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
+    name = _name_of(spelled)
     space, _, rest = name.partition(".")
     if space == "operator" and hasattr(operator, rest):
         return [getattr(operator, rest)]
@@ -247,8 +253,9 @@ def targets_named(spelled: str) -> list[Callable[..., Any]]:
 
 
 def _torch_function(name: str) -> Callable[..., Any] | None:
-    """A function of ``torch``, as Dynamo's graphs call it, that is an operator or made of
-    operators; else None.
+    """Return the function of ``torch`` that graphs of Dynamo call by this name.
+
+    Returns None unless it is an operator, or a function of ``torch.nn.functional``.
     """
     home, _, last = name.rpartition(".")
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
@@ -288,22 +295,17 @@ def is_method(name: str) -> bool:
 
 def is_operator(name: str) -> bool:
     """Return whether ``aten`` has an operator of that name."""
-    return any(
-        found == f"aten::{name}" or found.startswith(f"aten::{name}.")
-        for found in graph_text.operator_names()
-    )
+    return any(found.partition(".")[0] == f"aten::{name}" for found in graph_text.operator_names())
 
 
 def _alternatives(space: str, packet: str) -> str:
-    """The overloads of a known operator, or the operator that looks most like an unknown one."""
-    names = [
-        name.partition("::")[2]
-        for name in graph_text.operator_names()
-        if name.startswith(f"{space}::")
-    ]
-    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
-        return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
-    return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
+    """Return the overloads of a known operator, or the operator nearest to an unknown one."""
+    names = [name.replace("::", ".", 1) for name in graph_text.operator_names()]
+    overloads = [name for name in names if f"{name}.".startswith(f"{space}.{packet}.")]
+    if overloads:
+        return f": it has {', '.join(sorted(overloads))}"
+    packets = {".".join(name.split(".")[:2]) for name in names if name.startswith(f"{space}.")}
+    return nearest(f"{space}.{packet}", packets)
 
 
 _MESH = "mesh_"
@@ -321,16 +323,25 @@ class Group:
 
 
 def spell_ranks(ranks: Sequence[int] | None) -> str:
-    """Ranks as a range where they are one."""
-    if ranks is not None and len(ranks) > 1 and (step := ranks[1] - ranks[0]) > 0:
+    """Spell ranks, as a range where they are one.
+
+    >>> spell_ranks([0, 2, 4]), spell_ranks([0, 1, 4]), spell_ranks(None)
+    ('range(0, 6, 2)', '[0, 1, 4]', 'None')
+    """
+    if ranks is None:
+        return "None"
+    if len(ranks) > 1 and (step := ranks[1] - ranks[0]) > 0:
         found = range(ranks[0], ranks[0] + step * len(ranks), step)
         if list(found) == list(ranks):
             return repr(found)
-    return repr(None if ranks is None else list(ranks))
+    return repr(list(ranks))
 
 
 def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
-    """The dimension of a mesh over all ranks, outermost first, along which these ranks lie."""
+    """Return the dimension of a mesh over all ranks along which these ranks lie; None for none.
+
+    ``mesh`` has extents by dimension, outermost first.
+    """
     stride = math.prod(mesh.values())
     for name, extent in mesh.items():
         stride //= extent
@@ -341,87 +352,98 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
 
 
 def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
-    """The groups that a graph's collectives name, in order of first use."""
-    told: Mapping[str, tuple[int, ...] | None] = gm.meta.get(
-        "gt_groups", {}
-    )  # what the text said that it came from
+    """Return the groups that a graph's collectives name, in order of first use."""
+    # The groups of the text that the graph was parsed from.
+    parsed: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})
     groups: dict[str, Group] = {}
     taken: set[str] = set()
     for node in gm.graph.nodes:
-        has_group = node.op == "call_function" and function_of(node.target).group_arguments
-        if has_group and (name := group_of(node)) is not None and name not in groups:
-            found = graph_text.resolve_group(name)
-            role = word(name) if found is None and name in told else _role(found, mesh)
-            groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
+        if node.op != "call_function" or not function_of(node.target).group_arguments:
+            continue
+        name = group_of(node)
+        if name is None or name in groups:
+            continue
+        found = graph_text.resolve_group(name)
+        if found is not None:
+            groups[name] = Group(_unused(_role(found, mesh), taken), found.ranks)
+        else:
+            symbol = word(name) if name in parsed else "group"
+            groups[name] = Group(_unused(symbol, taken), parsed.get(name))
     return groups
 
 
-class UntoldGroup(ValueError):
-    """A collective whose process group or reduction the text of its graph cannot tell: two of them
-    look alike.
-    """
+class HiddenGroup(ValueError):
+    """A text does not show the ranks, or the reduction, of a collective of its graph."""
 
 
-def refuse_untold(gm: fx.GraphModule) -> None:
-    """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs
-    inside included.
+def refuse_hidden_groups(gm: fx.GraphModule) -> None:
+    """Check that a text shows the ranks and the reduction of every collective, bodies included.
+
+    Raises:
+        HiddenGroup: another group or reduction would have the same text.
     """
-    for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
         groups = groups_of(module, {})
         for node in module.graph.nodes:
             if node.op != "call_function" or not function_of(node.target).launches:
                 continue
             where, name = f"{node.name} ({function_of(node.target).text})", group_of(node)
             if hides(node):
-                raise UntoldGroup(
-                    f"{where} is a collective in place: its graph holds group and reduction as objects that no text "
-                    "can tell, so a golden would accept others; trace torch.distributed._functional_collectives instead"
+                raise HiddenGroup(
+                    f"{where} is a collective in place: its graph holds group and reduction as "
+                    "objects that no text can show, so a golden would accept others; trace "
+                    "torch.distributed._functional_collectives instead"
                 )
             if name is not None and groups[name].ranks is None:
-                raise UntoldGroup(
-                    f"{where} communicates in process group {name!r}, which does not exist in this process, so a "
-                    "golden would say group(None) and accept any ranks: check it in the world of its trace. If that is "
-                    "this one, a table of groups has outlived the world of an earlier test: empty it with its world"
+                raise HiddenGroup(
+                    f"{where} communicates in process group {name!r}, which does not exist in this "
+                    "process, so a golden would say group(None) and accept any ranks: check it in "
+                    "the world of its trace. If that is this one, a table of groups has outlived "
+                    "the world of an earlier test: empty it with its world"
                 )
 
 
 def names_of_groups(
-    told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]
+    ranks_of: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """For each symbol of a text a group of its ranks in this process, best one of that name; else
-    the symbol itself.
+    """Return the name of a process group for each symbol of a text.
+
+    It is the ``given`` one, else a group of this process with the ranks of the text, best one with
+    that symbol, else the symbol itself.
     """
-    names = {symbol: given[symbol] for symbol in told if symbol in given}
+    names = {symbol: given[symbol] for symbol in ranks_of if symbol in given}
     for any_name in (False, True):
-        for symbol, ranks in told.items():
-            for name, group in graph_text.named_groups().items() if symbol not in names else ():
-                is_named = (
-                    any_name or group.description == _MESH + symbol or symbol == _role(group, {})
-                )
+        for symbol, ranks in ranks_of.items():
+            if symbol in names:
+                continue
+            for name, group in graph_text.named_groups().items():
+                is_named = any_name or symbol == _role(group, {})
                 if is_named and group.ranks == ranks and name not in names.values():
                     names[symbol] = name
                     break
-    return {symbol: names.get(symbol, symbol) for symbol in told}
+    return {symbol: names.get(symbol, symbol) for symbol in ranks_of}
 
 
 def groups_of_ranks(
     needed: Iterable[tuple[int, ...]], mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
 ) -> dict[tuple[int, ...], Group]:
-    """Groups that are known by their ranks alone, in order of first use; some may have a symbol
-    already.
+    """Return a group for each tuple of ranks, in order of first use.
+
+    ``known`` has symbols by ranks. Any other symbol is that of a group of these ranks in this
+    process, of a mesh if there is one, else the dimension of ``mesh``.
     """
     groups: dict[tuple[int, ...], Group] = {}
     taken = set(known.values())
     for ranks in dict.fromkeys(needed):
-        if (
-            symbol := known.get(ranks)
-        ) is None:  # as the mesh that made a group of these ranks called it, else any
-            alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
-            found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
-            symbol = _unused(
-                _role(found[0] if found else graph_text.ResolvedGroup(ranks, ""), mesh), taken
-            )
-        groups[ranks] = Group(symbol, ranks)
+        if ranks in known:
+            groups[ranks] = Group(known[ranks], ranks)
+            continue
+        alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
+        alike.sort(key=lambda group: (not _is_of_mesh(group), group.description))
+        found = alike[0] if alike else graph_text.ResolvedGroup(ranks, "")
+        groups[ranks] = Group(_unused(_role(found, mesh), taken), ranks)
     return groups
 
 
@@ -429,24 +451,21 @@ def _is_of_mesh(group: graph_text.ResolvedGroup) -> bool:
     return group.description.startswith(_MESH) and group.description != "mesh_default"
 
 
-def _role(found: graph_text.ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
-    if found is None:
-        return "group"
-    if _is_of_mesh(found):
-        return word(found.description.removeprefix(_MESH))
-    if (dimension := mesh_dimension(found.ranks, mesh)) is not None:
+def _role(group: graph_text.ResolvedGroup, mesh: Mapping[str, int]) -> str:
+    """Return the symbol of a group: the dimension of a mesh, or the description of its maker."""
+    if _is_of_mesh(group):
+        return word(group.description.removeprefix(_MESH))
+    if (dimension := mesh_dimension(group.ranks, mesh)) is not None:
         return word(dimension)
-    unsaid = {"default_pg": "world", "undefined": "group"}
-    return unsaid.get(
-        found.description, found.description if found.description.isidentifier() else "group"
-    )
+    # Torch's words for the world, and for a group without a description.
+    role = {"default_pg": "world", "undefined": "group"}.get(group.description, group.description)
+    return role if role.isidentifier() else "group"
 
 
 def _unused(symbol: str, taken: set[str]) -> str:
-    name = next(
-        n
-        for count in itertools.count(1)
-        if (n := f"{symbol}_{count}" if count > 1 else symbol) not in taken
-    )
+    name, count = symbol, 1
+    while name in taken:
+        count += 1
+        name = f"{symbol}_{count}"
     taken.add(name)
     return name

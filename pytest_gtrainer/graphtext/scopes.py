@@ -1,16 +1,15 @@
-"""What the metadata of a node says in a text, both ways: its module or bucket, its space, its name
-there, and its tags.
+"""Metadata of nodes in graph text: module or bucket, space, name, and tags, written and read.
 
-Where no module is said (a gradient that autograd accumulates has none), it follows from the
-operands: such nodes are *unowned*. *Tags* stand beside the type, ``f32[2] | must_save |
+A node is *unowned* if its metadata names no module, as of a gradient that autograd accumulates. Its
+module follows from the operands. *Tags* stand beside the type, ``f32[2] | must_save |
 custom(stage=1)``:
 
 - a policy of activation checkpointing, from ``meta["recompute"]``;
-- ``unowned``: no module is said, the heading's follows from the operands;
-- ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its
+- ``unowned``: the metadata names no module; that of the heading follows from the operands;
+- ``at(path)``: the module of a node in a bucket, if it has one (a bucket of one member keeps its
   own);
-- ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path,
-  split_boundary)``, what stands at its boundary; with ``, eager`` where eager code made the chunks;
+- ``chunk(path, 0)``: a node of chunk 0 of the chunked module, or ``chunk(path, split_boundary)``,
+  one at its boundary; with ``, eager`` if eager code made the chunks;
 - ``held_as("Shard(dim=0) over dp=2 of [0, 1]")``: placements of a DTensor, or the layout of a
   sparse tensor;
 - ``mismarked``: a node in a bucket of one direction that carries the mark of the other;
@@ -49,7 +48,7 @@ from pytest_gtrainer.graphtext.syntax import (
     chain,
     path_at,
     refuse,
-    shown,
+    unexpected,
 )
 
 UNOWNED, MISMARKED, HELD_AS = "unowned", "mismarked", "held_as"
@@ -62,41 +61,33 @@ _CALLS = ("call_function", "call_module", "call_method")
 
 @dataclass(slots=True)
 class Scopes:
-    """Where the nodes of a graph belong."""
+    """The scopes and inputs of a graph."""
 
-    of: dict[fx.Node, Scope] = field(default_factory=dict)  # of all nodes that have a value
-    computed: list[fx.Node] = field(
-        default_factory=list
-    )  # with a line of their own in the schedule, in order
-    inputs: dict[fx.Node, InputKey] = field(default_factory=dict)  # their names
-    unowned: set[fx.Node] = field(default_factory=set)  # computed nodes without a module
+    # the scopes of all nodes that have a value
+    of: dict[fx.Node, Scope] = field(default_factory=dict)
+    # nodes with a line of their own in the schedule, in its order
+    computed: list[fx.Node] = field(default_factory=list)
+    inputs: dict[fx.Node, InputKey] = field(default_factory=dict)
+    unowned: set[fx.Node] = field(default_factory=set)
 
 
 def is_item(node: fx.Node) -> bool:
     """Return whether a node only takes one output of its operand; it is spelled ``operand[0]``.
 
-    A node with marks of its own has a line of its own.
+    An item with marks that its source lacks has a line of its own. A mark that the item lacks is
+    that of its source.
     """
     if node.target is not operator.getitem or node.op != "call_function" or len(node.args) != 2:
         return False
     source, place = node.args
+    if type(place) is not int or not isinstance(source, fx.Node):
+        return False
+    policy, custom = node.meta.get("recompute"), _own_annotations(node)
     return (
-        type(place) is int
-        and isinstance(source, fx.Node)
-        and source.op not in ("placeholder", "get_attr")
-        and not _is_marked_otherwise(node, source)
-    )
-
-
-def _is_marked_otherwise(item: fx.Node, source: fx.Node) -> bool:
-    """Return whether an item has a mark that its source lacks. A mark that it lacks itself is the
-    source's.
-    """
-    policy, custom = item.meta.get("recompute"), _own_annotations(item)
-    return (
-        (policy is not None and policy != source.meta.get("recompute"))
-        or (bool(custom) and custom != _own_annotations(source))
-        or marks.direction(item) != marks.direction(source)
+        source.op not in ("placeholder", "get_attr")
+        and policy in (None, source.meta.get("recompute"))
+        and custom in ({}, _own_annotations(source))
+        and marks.direction(node) == marks.direction(source)
     )
 
 
@@ -112,7 +103,7 @@ def is_computed(node: fx.Node) -> bool:
 
 
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that a value goes into, looking through the picking of outputs."""
+    """Yield the nodes that a value goes into; items are looked through."""
     for user in node.users:
         yield from users_of(user) if is_item(user) else [user]
 
@@ -126,41 +117,43 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             found.of[node] = found.of.get(node.args[0], NOWHERE)
         elif node.op in _CALLS:
             found.computed.append(node)
-            if bucket := node.meta.get("fsdp_bucket"):
-                found.of[node] = Scope(
-                    tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True
-                )
+            bucket = node.meta.get("fsdp_bucket")
+            fqn = marks.node_fqn(node)
+            if bucket:
+                owners, space = tuple(bucket["plan_fqns"]), bucket["direction"]
+                found.of[node] = Scope(owners, space, is_bucket=True)
                 continue
-            if not (fqn := marks.node_fqn(node)) and (fqn := _inferred(node, found.of)):
+            if not fqn and (fqn := _infer_module(node, found.of)):
                 found.unowned.add(node)
             found.of[node] = Scope((fqn,), marks.direction(node))
         elif node.op == "placeholder":
-            told = node.meta.get("gt_input")  # without it an argument by its use, or by position
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
-            if told is not None:
-                key = (_SPACE_OF_KIND[told["kind"]], told["fqn"])
+            if (source := node.meta.get("gt_input")) is not None:
+                key = (_SPACE_OF_KIND[source["kind"]], source["fqn"])
             found.inputs[node] = InputKey(*key, seen[key])
             seen[key] += 1
             found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])
     return found
 
 
-def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
-    """The module that all operands share; where they lie in several layers, the latest one's layer."""
+def _infer_module(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
+    """Return the module that all operands share, or the layer of the last one; "" if none is known.
+
+    Inputs count only where no operand is computed.
+    """
     operands = [scopes[operand] for operand in node.all_input_nodes if operand in scopes]
-    known = [s for s in operands if not s.is_nowhere and s.space in ("fwd", "bwd")]
-    known = known or [s for s in operands if not s.is_nowhere]
-    if not (fqns := [fqn for scope in known for fqn in scope.owners]):
+    known = [scope for scope in operands if not scope.is_nowhere]
+    known = [scope for scope in known if scope.space in ("fwd", "bwd")] or known
+    if not known:
         return ""
+    fqns: list[str] = []
+    for scope in known:
+        fqns += scope.owners
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
         return common
-    layers = [
-        f"{scope.layer.container}.{scope.layer.number}"
-        for scope in known
-        if scope.layer is not None
-    ]
-    return layers[-1] if layers else common
+    layers = [scope.layer for scope in known if scope.layer is not None]
+    return f"{layers[-1].container}.{layers[-1].number}" if layers else common
 
 
 WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kwlist)
@@ -168,8 +161,9 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope of every computed value and its name there: ``mul``, ``add``, ``mul_1``; ``is_`` as
-    ``is`` is taken.
+    """Return the scope of every computed value and its name there: ``mul``, ``add``, ``mul_1``.
+
+    A name that is a ``WORD`` or ``taken`` gets an underscore, ``is_``.
     """
     words = WORDS | frozenset(taken)
     uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
@@ -178,7 +172,8 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
         scope, short = scopes.of[node], operator_of(node).short
         here = uses[scope]
         name = base = f"{short}_" if short in words else short
-        while name in here:  # also where an operator is itself called `view_1`
+        # Counting is not enough: an operator may itself be called ``view_1``.
+        while name in here:
             here[base] += 1
             name = f"{base}_{here[base] - 1}"
         here[name] = 1
@@ -187,14 +182,14 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
 
 
 def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[str]:
-    """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from
-    the line.
-    """
+    """Return the tags of a node in a fixed order; ``spell`` spells a path as seen from the line."""
     meta = node.meta
     tags = [UNOWNED] if unowned else []
     if bucket := meta.get("fsdp_bucket"):
-        tags += [f"{AT}({spell(fqn)})"] if (fqn := marks.node_fqn(node)) else []
-        tags += [MISMARKED] if marks.direction(node) != bucket["direction"] else []
+        if fqn := marks.node_fqn(node):
+            tags.append(f"{AT}({spell(fqn)})")
+        if marks.direction(node) != bucket["direction"]:
+            tags.append(MISMARKED)
     if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     if held := meta.get("gt_held_as") or held_as(meta.get("val")):
@@ -209,15 +204,18 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
 
 
 def _annotations(custom: dict[Any, Any]) -> list[str]:
-    """Annotations that a text can hold; other values are left out."""
-    told = {
-        key: custom[key]
-        for key in custom
-        if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])
-    }
-    words = sorted(key for key in told if isinstance(key, str) and is_word(key))
-    odd = {key: value for key, value in sorted(told.items(), key=str) if key not in words}
-    spelled = [f"{key}={told[key]!r}" for key in words] + ([f"**{odd!r}"] if odd else [])
+    """Return ``custom(stage=1, **{2: 3})``, the annotations that are literals."""
+    spelled: list[str] = []
+    odd: dict[Any, Any] = {}
+    for key, value in sorted(custom.items(), key=str):
+        if key == OWN_KEY or type(key) not in _PLAIN or not _is_literal(value):
+            continue
+        if isinstance(key, str) and is_word(key):
+            spelled.append(f"{key}={value!r}")
+        else:
+            odd[key] = value
+    if odd:
+        spelled.append(f"**{odd!r}")
     return [f"custom({', '.join(spelled)})"] if spelled else []
 
 
@@ -230,19 +228,21 @@ def _is_literal(value: Any) -> bool:
 def write_tags(
     meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool
 ) -> None:
-    """Write what a line's tags and scope say into the metadata of its node; what is no tag is a
-    TextError.
+    """Write the tags and the scope of a line into the metadata of its node.
+
+    Raises:
+        TextError: this is no tag.
     """
     flags: set[str] = set()
     own_fqn = ""
-    told: dict[str, Any] = {}
+    region: dict[str, Any] = {}
     custom: dict[str, Any] = {}
     for node in tags:
         match node:
             case ast.Call(ast.Name("at"), [path]):
                 own_fqn = path_at(chain(path), place.layer)
             case ast.Call(ast.Name("chunk"), [path, *more]):
-                told = _chunk(node, path, more, place)
+                region = _chunk(node, path, more, place)
             case ast.Call(ast.Name("held_as"), [ast.Constant(str(held))], []):
                 meta["gt_held_as"] = held
             case ast.Call(ast.Name("custom"), [], keywords):
@@ -254,10 +254,7 @@ def write_tags(
             case ast.Name(kind) if kind != "custom":
                 raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
             case _:
-                raise refuse(
-                    node,
-                    f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`",
-                )
+                raise unexpected(node, "a tag like `must_save` or `custom(stage=1)`")
     scope = place.scope
     if (scope.space == "bwd") != (MISMARKED in flags):
         meta["autograd_backward"] = True
@@ -265,51 +262,49 @@ def write_tags(
     if scope.is_bucket:
         meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
         fqn = own_fqn
-    if fqn or custom or told:
-        meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
+    if fqn or custom or region:
+        meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | region | custom
 
 
 def _chunk(
     node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace
 ) -> dict[str, Any]:
-    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
-    words: list[Any] = [
-        w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more
-    ]
+    """Return the annotation of ``chunk(path, 0)`` or ``chunk(path, split_boundary, eager)``."""
+    words: list[Any] = []
+    for word in more:
+        words.append(word.id if isinstance(word, ast.Name) else getattr(word, "value", None))
     boundaries = (marks.SPLIT_BOUNDARY, marks.MATERIALIZATION)
-    known = words and (type(words[0]) is int or words[0] in boundaries)
-    if not known or words[1:] not in ([], [marks.EAGER]):
-        raise refuse(
-            node,
-            f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`",
-        )
-    at, producer = words[0], marks.EAGER if words[1:] else marks.GRAPH
-    role, chunk = (marks.BODY, at) if isinstance(at, int) else (at, None)
-    return marks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
+    is_known = words and (type(words[0]) is int or words[0] in boundaries)
+    if not is_known or words[1:] not in ([], [marks.EAGER]):
+        raise unexpected(node, "`chunk(path, 0)` or `chunk(path, split_boundary)`")
+    producer = marks.EAGER if words[1:] else marks.GRAPH
+    fqn = path_at(chain(path), place.layer)
+    if type(words[0]) is int:
+        return marks.annotation(fqn, marks.BODY, producer, words[0])
+    return marks.annotation(fqn, words[0], producer, None)
 
 
 class _Numbers(ast.NodeTransformer):
-    """The numbers that Python has no literal for."""
+    """Replaces the numbers that Python has no literal for, as ``literal_eval`` refuses names."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return (
-            ast.copy_location(ast.Constant(float(node.id)), node)
-            if node.id in ("inf", "nan")
-            else node
-        )
+        if node.id not in ("inf", "nan"):
+            return node
+        return ast.copy_location(ast.Constant(float(node.id)), node)
 
 
 def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
-    """``custom(stage=1, **{2: 3})``."""
+    """Return the values of ``custom(stage=1, **{2: 3})``."""
     values: dict[str, Any] = {}
     for item in keywords:
         try:
             value = ast.literal_eval(_Numbers().visit(item.value))
         except (ValueError, TypeError):
-            raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
-        if item.arg is None and not isinstance(value, dict):
-            raise refuse(
-                item.value, f"expected a table like `**{{2: 3}}`, found `{shown(item.value)}`"
-            )
-        values |= value if item.arg is None else {item.arg: value}
+            raise unexpected(item.value, "a literal") from None
+        if item.arg is not None:
+            values[item.arg] = value
+        elif isinstance(value, dict):
+            values |= value
+        else:
+            raise unexpected(item.value, "a table like `**{2: 3}`")
     return values

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import graphtext
-from pytest_gtrainer.graphtext.operators import UntoldGroup
+from pytest_gtrainer.graphtext.operators import HiddenGroup
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 from tests.graphtext.toy import small_graph
@@ -50,7 +50,7 @@ def test_a_golden_refuses_a_group_that_does_not_exist_here(gt_golden):
         assert "group(None)" in graphtext.render(stale)
         for view in ("full", "schedule"):
             with pytest.raises(
-                UntoldGroup, match=r"all_reduce.* process group '.*outlived the world"
+                HiddenGroup, match=r"all_reduce.* process group '.*outlived the world"
             ):
                 gt_golden.check(stale, view, view=view)
     NAMES.clear()

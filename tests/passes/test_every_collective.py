@@ -17,7 +17,7 @@ from pytest_gtrainer.graph.collectives import _STANDS_BESIDE, kind_of, launches
 from pytest_gtrainer.graph.nodes import COMMUNICATING
 from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.graphtext import render
-from pytest_gtrainer.graphtext.operators import refuse_untold
+from pytest_gtrainer.graphtext.operators import refuse_hidden_groups
 
 pytestmark = pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 
@@ -91,7 +91,7 @@ READERS = {
     "schedule": lambda gm: render(gm, "schedule"),
     "timeline": lambda gm: " ".join(f"{span.kind} {span.label}" for span in timeline(gm).spans),
     "sequence": lambda gm: " ".join(line.text for line in collective_lines(gm)),
-    "golden": lambda gm: refuse_untold(gm) or render(gm),
+    "golden": lambda gm: refuse_hidden_groups(gm) or render(gm),
 }
 
 

@@ -29,16 +29,21 @@ counting, 3 of 4: 0 s so far
 """
 
 import base64
+import functools
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 Fact = dict[str, Any]
 Watcher = Callable[..., None]
 Listener = TypeVar("Listener")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 FIRST_SECONDS = 4.0
 EVERY_SECONDS = 10.0
@@ -92,9 +97,9 @@ def _registered(listeners: list[Listener], own: Listener) -> Iterator[Listener]:
 
 
 class FailedCheck(AssertionError):
-    """A check of this package has failed.
+    """The verdict of a check: it failed, or could not have failed.
 
-    Who is registered by ``failing_checks`` is called with it, also if the test then catches it.
+    The listener of ``failing_checks`` gets it when it is made, also if the test then catches it.
     """
 
     def __init__(self, *args: object) -> None:
@@ -103,13 +108,43 @@ class FailedCheck(AssertionError):
             _noting[-1](self)
 
 
-_noting: list[Callable[[FailedCheck], None]] = []
+def check(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function a check: an exception of any class that leaves it is a failed check, too.
+
+    A check that was given the wrong type, or a file that it cannot read, has checked nothing.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        __tracebackhide__ = True
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if _noting:
+                _noting[-1](error)
+            raise
+
+    return checked
 
 
-def failing_checks(note: Callable[[FailedCheck], None]) -> AbstractContextManager[object]:
-    """Call ``note`` with each ``FailedCheck`` that is made inside the block, in any thread.
+def caller_of_check() -> FrameType:
+    """Return the frame that called the innermost check that is running, for its file and line."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "checked" or frame.f_code.co_filename != __file__:
+        assert frame.f_back is not None, "only a check calls this"
+        frame = frame.f_back
+    assert frame.f_back is not None
+    return frame.f_back
 
-    Of several blocks the innermost counts: a pytest run inside a test judges its own tests.
+
+_noting: list[Callable[[Exception], None]] = []
+
+
+def failing_checks(note: Callable[[Exception], None]) -> AbstractContextManager[object]:
+    """Call ``note`` with each failed check of the block, in any thread.
+
+    A check that calls another one may give the same exception twice. Of several blocks the
+    innermost counts: a pytest run inside a test judges its own tests.
     """
     return _registered(_noting, note)
 

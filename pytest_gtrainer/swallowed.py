@@ -1,9 +1,12 @@
-"""Fail a test that has caught the exception of a failed check: a golden, a control, a comparison, a
-graph check.
+"""Fail a test that has caught the exception of a failed check.
 
-``contextlib.suppress``, an ``except``, or the end of a thread would hide it. A check that fails
-inside ``pytest.raises`` or ``assertRaises`` is expected to. What a mark makes of a hidden failure
-is left to pytest: it is raised where the phase ends.
+``contextlib.suppress``, an ``except``, or the end of a thread would hide it. The rule of what
+counts is in ``facts``: every ``FailedCheck``, and every exception that leaves a ``facts.check``.
+
+A check that fails inside ``pytest.raises`` or ``assertRaises`` is expected to. An exception that
+the test raises from a failed check, or while handling it, stands for it: a block or a mark that
+expects the one expects the other. What a mark makes of a hidden failure is left to pytest: it is
+raised where the phase ends.
 """
 
 import unittest
@@ -14,7 +17,6 @@ import pytest
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import active_xfail, caught_by, open_expectations
-from pytest_gtrainer.facts import FailedCheck
 
 _ADVICE = (
     "The test has caught this exception. A check that fails counts all the same, unless pytest.raises expects it. "
@@ -28,13 +30,20 @@ class FailedChecks:
     """The checks that failed in a phase of a test."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[FailedCheck, list[object]]] = []
+        self._noted: list[tuple[Exception, list[object]]] = []
 
-    def note(self, error: FailedCheck) -> None:
+    def note(self, error: Exception) -> None:
+        if isinstance(error, _SKIPS):
+            return
         # The first that nobody waits for decides. Do not search memory again for each of a hundred
         # generated examples.
-        if all(expectations or other.__traceback__ is None for other, expectations in self._noted):
-            self._noted.append((error, open_expectations()))
+        for other, expectations in self._noted:
+            if other is error or (not expectations and other.__traceback__ is not None):
+                return
+        self._noted.append((error, open_expectations()))
+
+    def clear(self) -> None:
+        self._noted = []
 
     def forget(self, error: BaseException) -> None:
         """Leave out what ``error`` is, comes from or was raised while handling: it is not hidden."""
@@ -47,21 +56,21 @@ class FailedChecks:
         """Raise the first check that has failed and that nobody has expected, if there is one."""
         __tracebackhide__ = True
         for error, expectations in self._noted:
-            if error.__traceback__ is not None and not any(map(_expects_a_check, expectations)):
+            if error.__traceback__ is not None and not any(map(self._is_expected, expectations)):
                 error.add_note(_ADVICE)
                 raise error
 
+    def _is_expected(self, expectation: object) -> bool:
+        """Return whether a block has caught a failed check.
 
-def _expects_a_check(expectation: object) -> bool:
-    """Return whether a block has caught a failed check.
-
-    Any one will do: of checks that fail in several threads, a block catches the first. A block that
-    has caught something else waits for something else.
-    """
-    caught = caught_by(expectation)
-    if caught is None:
-        return False
-    return any(isinstance(each, FailedCheck) for each in chain_of(caught))
+        Any one will do: of checks that fail in several threads, a block catches the first. A block
+        that has caught something else waits for something else.
+        """
+        caught = caught_by(expectation)
+        if caught is None:
+            return False
+        noted = [error for error, _ in self._noted]
+        return any(each is error for each in chain_of(caught) for error in noted)
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
@@ -96,7 +105,10 @@ def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> 
         ):
             failed.raise_hidden()
         raise
-    failed.raise_hidden()
+    else:
+        failed.raise_hidden()
+    finally:
+        failed.clear()  # exceptions keep frames, and these keep what the test has made
 
 
 class SwallowedChecks:

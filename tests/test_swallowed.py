@@ -3,13 +3,18 @@ and on ranks.
 """
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
 
-from pytest_gtrainer import BitwiseDifference, assert_bitwise_equal, facts
+import pytest_gtrainer
+from pytest_gtrainer import BitwiseDifference, CompileRecord, assert_bitwise_equal, facts
 from pytest_gtrainer._pytest_private import has_caught, open_expectations
-from pytest_gtrainer.swallowed import FailedChecks
+from pytest_gtrainer.golden.check import Golden
+from pytest_gtrainer.ranks.caller import RankCaller
+from pytest_gtrainer.swallowed import FailedChecks, raised_at_the_end
 from pytest_gtrainer.testing import ProjectRun, run_project
 from tests.golden.conftest import QUICK
 
@@ -19,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest, torch
 from torch import fx
 from pytest_gtrainer import (
-    BitwiseDifference, assert_bitwise_different, assert_bitwise_equal, assert_graph
+    BitwiseDifference, CheckError, Rule, Sweep, VacuousCheck, assert_bitwise_different, assert_bitwise_equal,
+    assert_graph, assert_same_layout, simulate_eager
 )
 
 pytestmark = {mark}
@@ -31,16 +37,38 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return torch.relu(x)
 
+def alone(x):
+    return x + 1
+
+def fails_on_ranks():
+    raise OSError("on a rank")
+
+def sweep(claim, reason):
+    sweep = Sweep("small", {{"size": [1]}}, [Rule(claim, reason=reason)])
+    return sweep.judging(sweep.cells[0])
+
+def nothing_compared():
+    with sweep("different", "known"):
+        pass
+
 CHECKS = {{
     "golden": lambda golden: golden.check("is missing"),
     "comparison": lambda golden: differ(),
     "unverified": lambda golden: assert_bitwise_equal([], []),
     "control": lambda golden: assert_bitwise_different(torch.ones(2), torch.ones(2), on="every rank"),
     "graph": lambda golden: assert_graph(fx.symbolic_trace(Model()), "never relu"),
+    "unread check": lambda golden: assert_graph(fx.symbolic_trace(Model()), "nevr relu"),
+    "no graph": lambda golden: assert_graph(None, "never relu"),
+    "no tensor": lambda golden: assert_bitwise_equal(torch.ones(1), 1.0),
+    "no layout": lambda golden: assert_same_layout("a", "b"),
+    "no golden": lambda golden: golden.check(torch.ones(1)),
+    "two goldens": lambda golden: golden.check("text", per="numpy"),
+    "vacuous": lambda golden: simulate_eager(alone, [(torch.ones(1),)] * 2, 2),
+    "sweep": lambda golden: nothing_compared(),
 }}
 
 def suppressed(check):
-    with contextlib.suppress(AssertionError):
+    with contextlib.suppress(Exception):
         check()
 
 def excepted(check):
@@ -187,6 +215,49 @@ def test_another_error_is_known():
     suppressed(differ)
     raise ValueError("known")
 
+@pytest.mark.xfail(reason="known", raises=ValueError)
+def test_an_error_raised_from_it_is_known():
+    try:
+        differ()
+    except AssertionError as error:
+        raise ValueError("known") from error
+
+@pytest.mark.xfail(reason="known", raises=OSError)
+def test_another_error_raised_from_it_is_known():
+    try:
+        differ()
+    except AssertionError as error:
+        raise ValueError("known") from error
+
+def test_expected_of_other_classes(gt_golden):
+    with pytest.raises(CheckError):
+        CHECKS["unread check"](gt_golden)
+    with pytest.raises(TypeError):
+        CHECKS["no golden"](gt_golden)
+    with pytest.raises(VacuousCheck):
+        CHECKS["vacuous"](gt_golden)
+
+def test_another_class_is_expected(gt_golden):
+    with pytest.raises(TypeError):
+        suppressed(lambda: CHECKS["no golden"](gt_golden))
+        raise TypeError
+
+def test_refused_as_a_sweep_claims(gt_golden):
+    with sweep("refused", "a golden is made"):
+        gt_golden.check(torch.ones(1))
+
+def test_skipped_by_a_sweep():
+    with sweep("not judged", "not here") as judge:
+        judge(1, 2)
+
+@pytest.mark.parametrize("function", [fails_on_ranks, lambda: None], ids=["raises", "lambda"])
+def test_hidden_on_called_ranks(gt_ranks, function):
+    suppressed(lambda: gt_ranks.run(function, size=2))
+
+def test_expected_on_called_ranks(gt_ranks):
+    with pytest.raises(Exception, match="on a rank"):
+        gt_ranks.run(fails_on_ranks, size=2)
+
 def test_in_a_subtest(subtests):
     with subtests.test("shown"):
         differ()
@@ -238,8 +309,13 @@ def test_passes():
     assert_bitwise_equal(torch.ones(2), torch.ones(2))
 '''
 
-HIDDEN = [f"test_hidden[{name}-{how}]" for name in ("golden", "comparison", "unverified", "control", "graph")
-          for how in ("suppressed", "excepted", "in_a_thread", "in_a_pool")]  # fmt: skip
+CHECKS = """golden, comparison, unverified, control, graph, unread check, no graph, no tensor, no layout,
+    no golden, two goldens, vacuous, sweep"""
+HIDDEN = [
+    f"test_hidden[{name.strip()}-{how}]"
+    for name in CHECKS.split(",")
+    for how in ("suppressed", "excepted", "in_a_thread", "in_a_pool")
+]
 OUTCOMES = {
     **dict.fromkeys(HIDDEN, "failed"),
     "test_expected": "passed",
@@ -266,6 +342,15 @@ OUTCOMES = {
     "test_known": "skipped",
     "test_known_by_its_text": "skipped",
     "test_another_error_is_known": "failed",
+    "test_an_error_raised_from_it_is_known": "skipped",
+    "test_another_error_raised_from_it_is_known": "failed",
+    "test_expected_of_other_classes": "passed",
+    "test_another_class_is_expected": "failed",
+    "test_refused_as_a_sweep_claims": "passed",
+    "test_skipped_by_a_sweep": "skipped",
+    "test_hidden_on_called_ranks[raises]": "failed",
+    "test_hidden_on_called_ranks[lambda]": "failed",
+    "test_expected_on_called_ranks": "passed",
     "test_in_a_subtest": "failed",
     "test_hidden_in_a_subtest": "failed",
     "test_hidden_in_a_subtest_that_skips": "failed",
@@ -349,3 +434,32 @@ def test_a_block_is_open_until_it_catches():
             torch.zeros(1), torch.ones(1), what=found.extend(open_expectations()) or ""
         )
     assert [has_caught(each) for each in found] == [True]
+
+
+def test_every_assertion_of_the_package_is_a_check():
+    """An error of any class that leaves it counts."""
+    for name in pytest_gtrainer.__all__:
+        if name.startswith("assert_"):
+            assert hasattr(getattr(pytest_gtrainer, name), "__wrapped__"), name
+    methods = [Golden.check, RankCaller.run]
+    methods += [each for name, each in vars(CompileRecord).items() if name.startswith("assert_")]
+    for method in methods:
+        assert hasattr(method, "__wrapped__"), method
+
+
+def test_a_check_that_failed_is_not_kept_after_its_phase():
+    class Held:
+        pass
+
+    held = Held()
+    kept = weakref.ref(held)
+
+    def fail(held):
+        assert_bitwise_equal(torch.zeros(1), torch.ones(1))
+
+    failed = FailedChecks()
+    with raised_at_the_end(failed), pytest.raises(BitwiseDifference):
+        fail(held)
+    del held
+    gc.collect()
+    assert kept() is None

@@ -8,19 +8,19 @@ FileCheck does. So the cost is one walk over the schedule for a run of checks, a
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.checks.predicates import Check
 from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject, Unknown
 from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
-_HERE = os.path.dirname(__file__)
 _MOST = 8  # a failure shows so many nodes of a count
 
 
+@facts.check
 def assert_graph(
     gm: AnyGraph,
     checks: str,
@@ -47,21 +47,14 @@ def assert_graph(
         CheckFailure: the graph is not as a check says.
         CheckError: a check cannot be read, cannot match or cannot fail, or there is none.
     """
-    file, found = _place().rpartition(":")[0], list[Check]()
+    file = facts.caller_of_check().f_code.co_filename
+    if not os.path.relpath(file).startswith(".."):
+        file = os.path.relpath(file)
+    found: list[Check] = []
     for number, line in enumerate(checks.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             found.append(parse_check(line, f"{file}, line {number} of the checks"))
     run_checks(Subject(gm, before=before, mesh=mesh, names=names), found)
-
-
-def _place() -> str:
-    """File and line of the code that called this package, relative to where one stands if below."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
-        frame = frame.f_back
-    path = os.path.relpath(frame.f_code.co_filename)
-    file = frame.f_code.co_filename if path.startswith("..") else path
-    return f"{file}:{frame.f_lineno}"
 
 
 def run_checks(subject: Subject, checks: Iterable[Check]) -> None:

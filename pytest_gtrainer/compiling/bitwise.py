@@ -46,6 +46,7 @@ class SameGraph(ValueError):
     """The graphs before and after a pass are the same, so a comparison proves nothing."""
 
 
+@facts.check
 def assert_pass_bitwise(
     run: RecordedPass | tuple[fx.GraphModule, fx.GraphModule], *, seeds: Sequence[int] = (0, 1)
 ) -> None:
@@ -286,6 +287,7 @@ def _check_readable(outputs: Any) -> None:
 _READABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device)
 
 
+@facts.check
 def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdict:
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager.
 

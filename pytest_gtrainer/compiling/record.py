@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.facts import FailedCheck, counted
 
 STAGES = {
@@ -276,6 +277,7 @@ class CompileRecord:
             lines.append(f"  {run.name} ({run.slot}) in {place}, {result}")
         raise NotRecorded("\n".join(lines))
 
+    @facts.check
     def assert_no_graph_breaks(self) -> None:
         """Fail if Dynamo left the graph anywhere, with each place and reason.
 
@@ -290,6 +292,7 @@ class CompileRecord:
             raise FailedCheck("\n".join(lines))
         self._check_not_empty()
 
+    @facts.check
     def assert_compiles(self, graphs: int, recompiles: int = 0) -> None:
         """Fail unless ``graphs`` graphs were compiled first, and ``recompiles`` again.
 
@@ -304,6 +307,7 @@ class CompileRecord:
             found = f"{counted(first, 'graph')} and {counted(again, 'recompilation')}"
             raise FailedCheck(f"expected {expected}, found {found}{self._events()}")
 
+    @facts.check
     def assert_launch_order(
         self, *names: str, direction: str = "forward", place: int | None = None
     ) -> None:

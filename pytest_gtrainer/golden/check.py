@@ -42,6 +42,7 @@ class Golden:
             "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"]),
         }
 
+    @facts.check
     def check(
         self,
         value: Any,

@@ -512,6 +512,7 @@ def _module_of(launch: fx.Node) -> str:
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
 
 
+@facts.check
 def assert_same_layout(
     actual: BucketLayout | AnyGraph,
     expected: BucketLayout | AnyGraph,

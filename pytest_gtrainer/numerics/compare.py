@@ -9,7 +9,6 @@ bytes must agree, between tensors also the stride, between DTensors the placemen
 """
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -284,6 +283,7 @@ class ControlFailed(VerdictError):
     __module__ = "pytest_gtrainer"
 
 
+@facts.check
 def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:
     """Fail unless every tensor of both sides is equal bit for bit.
 
@@ -342,6 +342,7 @@ def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list
     return verdict, explanations
 
 
+@facts.check
 def assert_bitwise_different(
     actual: Tensors,
     expected: Tensors,
@@ -383,7 +384,7 @@ def assert_bitwise_different(
         )
     outcome = "different as required" if complaint is None else f"{verdict.outcome}, control failed"
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
-        caller = sys._getframe(1)
+        caller = facts.caller_of_check()
         place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
         equal = verdict.outcome == "equal" or nothing != ""
         facts.emit("control", equal=equal, what=what or place)

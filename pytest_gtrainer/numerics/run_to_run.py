@@ -302,6 +302,7 @@ class RunToRun:
         )
 
 
+@facts.check
 def assert_run_to_run(
     function: Function, runs: int = 3, *, pressures: Sequence[Pressure] = PRESSURES, what: str = ""
 ) -> RunToRun:

@@ -23,7 +23,7 @@ Claim = Literal["equal", "different", "refused", "not judged"]
 Judge = Callable[[Tensors, Tensors], None]
 
 
-class UnknownCell(AssertionError):
+class UnknownCell(facts.FailedCheck):
     """Nothing is claimed about a cell."""
 
 
@@ -144,6 +144,8 @@ class Judging:
     def __init__(self, sweep: Sweep, cell: Cell) -> None:
         self._sweep, self._cell, self._rule = sweep, cell, sweep.rule(cell)
         self._judged: list[Verdict] = []
+        # An error that refuses the cell is what the rule expects. Nothing else catches it here.
+        self._refusals = facts.failing_checks(lambda error: None)
 
     def __enter__(self) -> Judge:
         __tracebackhide__ = True
@@ -156,6 +158,8 @@ class Judging:
         if rule.claim == "not judged":
             self._tell("not judged", rule.reason)
             raise unittest.SkipTest(f"not judged: {rule.reason}")
+        if rule.claim == "refused":
+            self._refusals.__enter__()
         compare = assert_bitwise_equal if rule.claim == "equal" else assert_bitwise_different
 
         def judge(actual: Tensors, expected: Tensors) -> None:
@@ -168,6 +172,8 @@ class Judging:
         __tracebackhide__ = True
         rule = self._rule
         assert rule is not None
+        if rule.claim == "refused":
+            self._refusals.__exit__(None, None, None)
         refused = (
             kind is not None
             and issubclass(kind, ValueError | TypeError)
@@ -175,7 +181,7 @@ class Judging:
         )
         if rule.claim == "refused" and kind is None:
             self._tell("FAILED", "nothing refused it")
-            raise AssertionError(
+            raise facts.FailedCheck(
                 f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}"
             )
         if rule.claim == "refused" and refused:
@@ -185,7 +191,7 @@ class Judging:
             return False
         elif not self._judged:
             self._tell("FAILED", "nothing was compared")
-            raise AssertionError(
+            raise facts.FailedCheck(
                 f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing"
             )
         else:

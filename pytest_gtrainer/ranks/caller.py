@@ -40,6 +40,7 @@ class RankCaller:
             )
         self._plugin, self._item, self._config = plugin, request.node, request.config
 
+    @facts.check
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
 

@@ -122,6 +122,7 @@ class Parity:
     unread: tuple[str, ...] = ()
 
 
+@facts.check
 def assert_parity(
     config: TrainConfig | ConfigOfMesh,
     world: World,
@@ -176,6 +177,7 @@ def assert_parity(
     )
 
 
+@facts.check
 def assert_simulated_parity(
     config: TrainConfig | ConfigOfMesh, world: World, **options: Unpack[ParityOptions]
 ) -> Parity:

@@ -23,11 +23,11 @@ from pytest_gtrainer.worlds import ranks_by
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 
 
-class ReplicasDiffer(AssertionError):
+class ReplicasDiffer(facts.FailedCheck):
     """Ranks that hold the same tensor, or train on the same batch, have other bits."""
 
 
-class RanksDisagree(AssertionError):
+class RanksDisagree(facts.FailedCheck):
     """Ranks have other graphs, or issue other collectives; the message names the first."""
 
 
@@ -68,6 +68,7 @@ def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     return rows
 
 
+@facts.check
 def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None:
     """What the ranks along the dimension ``over`` of ``mesh`` hold as a whole must have the same
     bits on all of them.

@@ -182,6 +182,7 @@ class _Run:
             raise facts.FailedCheck(f"{self._file.file}: {what}\n{change}")
 
 
+@facts.check
 def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> list[str]:
     """Fail unless two graphs do the same bit for bit, on the same inputs and random states.
 
@@ -239,7 +240,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     return silent
 
 
-class NothingButNan(AssertionError):
+class NothingButNan(facts.FailedCheck):
     """Two graphs are equal on ordinary inputs, and a result is nothing but NaN."""
 
 

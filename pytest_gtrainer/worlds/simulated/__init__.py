@@ -13,12 +13,14 @@ A simulated world refuses with the errors of this module. Each message is one se
 author of the test.
 """
 
+from pytest_gtrainer.facts import FailedCheck
+
 
 class NoModel(NotImplementedError):
     """A collective, a reduction or another operator that a simulated world does not model."""
 
 
-class CollectiveMismatch(AssertionError):
+class CollectiveMismatch(FailedCheck):
     """Ranks come to the same collective with different operations, sizes, dtypes or splits."""
 
 
@@ -26,7 +28,7 @@ class DependsOnRank(ValueError):
     """A graph, or an input of it, is valid for one rank only."""
 
 
-class VacuousCheck(Exception):
+class VacuousCheck(FailedCheck):
     """The check cannot fail.
 
     Its control, packed otherwise, gives the same bits, or nobody communicates.

@@ -27,6 +27,7 @@ from types import FrameType
 import torch
 
 from pytest_gtrainer._torch.random_states import GeneratorStates
+from pytest_gtrainer.facts import FailedCheck
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 _HERE = str(Path(__file__).parent)
@@ -35,11 +36,11 @@ _MOST_STACKS = 6
 _MOST_FRAMES = 12
 
 
-class Standstill(AssertionError):
+class Standstill(FailedCheck):
     """Every rank that has not ended waits for another one."""
 
 
-class TimeLimit(AssertionError):
+class TimeLimit(FailedCheck):
     """A rank ran for too long without coming to a collective or to its end."""
 
 

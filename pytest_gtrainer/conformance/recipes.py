@@ -1,5 +1,6 @@
-"""The graphs that rules are judged on: small models by recipe, sharded and traced as one rank of a
-fake world.
+"""Recipes of the graphs that rules are judged on.
+
+A recipe describes a small model, which is sharded and traced as one rank of a fake world.
 """
 
 import copy
@@ -40,80 +41,99 @@ LINEARS, PREFIXES = ("w1", "w2", "w3"), ("w", "w1", "w1_out")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a model is like, and how it is sharded and traced."""
+    """The model of a rule, and how it is sharded and traced.
 
-    layers: int = 2  # blocks
-    dim: int = 8  # the extent of every weight; 4 ranks shard 10 unevenly
-    registered: tuple[str, ...] = (
-        LINEARS  # a block's linear layers; where the next differs an order can be wrong
-    )
+    Attributes:
+        layers: the number of blocks.
+        dim: the extent of every weight; 4 ranks shard 10 unevenly.
+        registered: the linear layers of a block, or the weights of its experts.
+        executed: the same in the order of their use. If it is the order of registration, no wrong
+            order of a payload shows.
+        bias: the linear layers that have one.
+        tied: head and embedding share their weight.
+        reduced: the dtype that gradients are reduced in. Parameters are gathered in bfloat16
+            unless it is None.
+        mixed: norms are gathered in float32.
+        mesh: names and extents. The last dimension shards; "replicate" holds replicas; over "tp"
+            activations are exchanged.
+        beside: the dimension that activations are exchanged over.
+        gathers_again: parameters are gathered again in the backward.
+        moe: blocks have experts, which are in a bucket of their own.
+        inside: an addition to a block, or to its experts; see ``_add_inside``.
+        batch: rows of tokens.
+        sequence: tokens of a row.
+        given: "canonical", or a graph where the work of a pass is not done yet: "traced",
+            "duplicates", "tagged", "ddp" or "chunks".
+        chunks: the number of chunks.
+        waits: the waits of gathered parameters stand "late", before their first readers, or have
+            an "alias".
+        updates: a shard is doubled before its second gather, or else before the backward.
+        traps: the graph is ``TRAPS``.
+        part: "forward" or "backward" of the joint graph, as a graph of its own.
+    """
+
+    layers: int = 2
+    dim: int = 8
+    registered: tuple[str, ...] = LINEARS
     executed: tuple[str, ...] = ("w1", "w3", "w2")
-    bias: tuple[str, ...] = ("w1",)  # those of them that have one
-    tied: bool = False  # head and embedding share their weight
-    reduced: torch.dtype | None = (
-        torch.float32
-    )  # of gradients; parameters are gathered in bfloat16 unless it is None
-    mixed: bool = False  # norms are gathered in float32
-    # the last dimension shards, one called "replicate" holds replicas, over one called "tp"
-    # activations are exchanged
+    bias: tuple[str, ...] = ("w1",)
+    tied: bool = False
+    reduced: torch.dtype | None = torch.float32
+    mixed: bool = False
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
-    beside: str = "tp"  # or another of its dimensions
-    gathers_again: bool = False  # parameters, in the backward
-    moe: bool = False  # blocks of experts, which are in a bucket of their own
-    inside: str = ""  # what a block, or its experts, do besides: see ``_besides``
+    beside: str = "tp"
+    gathers_again: bool = False
+    moe: bool = False
+    inside: str = ""
     batch: int = 2
-    sequence: int = 3  # tokens of a row
-    # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
+    sequence: int = 3
     given: str = "canonical"
     chunks: int = 2
-    waits: str = (
-        ""  # for gathered parameters stand "late", before their first readers, or have an "alias"
-    )
-    updates: bool = (
-        False  # a shard is doubled before its second gather, or else before the backward
-    )
-    traps: bool = False  # the graph is ``TRAPS``
-    part: str = ""  # "forward" or "backward" of the joint graph, as a graph of its own
+    waits: str = ""
+    updates: bool = False
+    traps: bool = False
+    part: str = ""
 
     def __str__(self) -> str:
-        """Return what is not as by default, as a person would ask for it."""
-        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
-        return f"Recipe({', '.join(f'{name}={value}' for name, value, default in values if value != default)})"
+        """Return the fields that differ from their defaults, as a call would name them."""
+        changed = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                changed.append(f"{each.name}={value}")
+        return f"Recipe({', '.join(changed)})"
 
     @property
     def size(self) -> int:
-        """Ranks of its mesh."""
+        """The number of ranks in its mesh."""
         return math.prod(extent for _, extent in self.mesh)
 
     @property
     def plan(self) -> BucketPlan:
-        """A bucket a layer; what is tied is in one."""
-        layers: list[Any] = [f"layers.{index}" for index in range(self.layers)]
-        if self.moe:
-            layers = [
-                part
-                for fqn in layers
-                for part in ([f"{fqn}.norm", f"{fqn}.moe.router"], [f"{fqn}.moe.experts"])
-            ]
+        """A bucket for each layer; tied parameters are in one bucket."""
+        layers: list[Any] = []
+        for fqn in [f"layers.{index}" for index in range(self.layers)]:
+            if self.moe:
+                layers += [[f"{fqn}.norm", f"{fqn}.moe.router"], [f"{fqn}.moe.experts"]]
+            else:
+                layers.append(fqn)
         if self.tied:
             return [["tok_embeddings", "norm", "lm_head"], *layers]
         return ["tok_embeddings", *layers, ["norm", "lm_head"]]
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        return (
-            MixedPrecisionPolicy()
-            if self.reduced is None
-            else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
-        )
+        if self.reduced is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(torch.bfloat16, self.reduced)
 
     def tokens(self, step: int, coordinate: int) -> tuple[torch.Tensor]:
-        """The inputs of a step: rows of tokens."""
+        """Return the inputs of a step: int64 tokens of shape ``[batch, sequence]``."""
         generator = torch.Generator().manual_seed(100 * step + coordinate)
         return (torch.randint(VOCABULARY, (self.batch, self.sequence), generator=generator),)
 
     def config(self, mesh: DeviceMesh) -> TrainConfig:
-        """Its training on a mesh, two steps."""
+        """Return its training on a mesh, for two steps."""
         return TrainConfig(
             model=lambda: Net(self),
             step=step,
@@ -126,41 +146,34 @@ class Recipe:
 
     @property
     def chunking(self) -> ChunkConfig:
-        """Its blocks by batch, or its experts by sequence, as the bits of eager chunking need it."""
-        what = ("layers.*.moe", SEQUENCE) if self.moe else ("layers.*", BATCH)
-        return ChunkConfig(*what, self.chunks, early_grad_accumulation=False)
+        """Its blocks chunked by batch, or its experts by sequence."""
+        chunked = ("layers.*.moe", SEQUENCE) if self.moe else ("layers.*", BATCH)
+        # Eager chunking reduces the gradient of each chunk by itself; early accumulation adds them
+        # before, which has other bits.
+        return ChunkConfig(*chunked, self.chunks, early_grad_accumulation=False)
 
     def model(self, meshes: DeviceMesh | None) -> "Net":
-        """The model on this rank of a mesh, not sharded."""
-        return Net(
-            self,
-            meshes[self.beside].get_group() if meshes and self.beside in dict(self.mesh) else None,
-        )
+        """Return the model on this rank of a mesh, not sharded."""
+        if meshes is None or self.beside not in dict(self.mesh):
+            return Net(self)
+        return Net(self, meshes[self.beside].get_group())
 
     def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """The joint graph of a step on this rank of a mesh that has its dimensions, and at the
-        extent of a chunk.
+        """Return the joint graph of a step on this rank, and its twin at the extent of a chunk.
+
+        ``meshes`` is a mesh with the dimensions of the recipe; None for a model of one process.
         """
         if self.traps:
             return parse(TRAPS), None
         if self.part:
             return _cut(graph_of(replace(self, part="")), self.part), None
         if self.given in ("canonical", "tagged"):
-            return self._prepare(
-                graph_of(replace(self, given="traced", gathers_again=False, updates=False))
-            ), None
+            traced_before = replace(self, given="traced", gathers_again=False, updates=False)
+            return self._prepare(graph_of(traced_before)), None
         model: nn.Module = self.model(meshes)
-        if meshes is not None and self.given not in (
-            "chunks",
-            "ddp",
-        ):  # the former are compared in one process
-            names = tuple(name for name, _ in self.mesh if name != "tp")
-            shards = meshes[names] if len(names) > 1 else meshes[names[0]]
-            mode = "hybrid_shard" if "replicate" in names else "fully_shard"
-            if self.mixed:  # the norms first, in their own dtype
-                for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
-                    data_parallel(module, shards, mode=mode)
-            model = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
+        # Chunks are compared in one process; DDP does not shard.
+        if meshes is not None and self.given not in ("chunks", "ddp"):
+            model = self._shard(model, meshes)
         tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
         chunk = self.chunking if self.given == "chunks" else None
         traced = trace_step(
@@ -172,11 +185,22 @@ class Recipe:
             _average_gradients(traced.gm, meshes["replicate"])
         return self._prepare(traced.gm), traced.twin and canonicalize_graph_pass(traced.twin)
 
+    def _shard(self, model: nn.Module, meshes: DeviceMesh) -> nn.Module:
+        names = tuple(name for name, _ in self.mesh if name != "tp")
+        shards = meshes[names] if len(names) > 1 else meshes[names[0]]
+        mode = "hybrid_shard" if "replicate" in names else "fully_shard"
+        if self.mixed:
+            # A parameter that is sharded keeps its policy, so the norms come before the model.
+            for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
+                data_parallel(module, shards, mode=mode)
+        return data_parallel(model, shards, mode=mode, mp_policy=self.policy)
+
     def _prepare(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Return what other passes do before those of its kind."""
+        """Run the passes that come before those of the recipe's kind."""
         gm = canonicalize_graph_pass(gm)
         if "replicate" in dict(self.mesh) and self.given != "ddp":
-            gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it
+            # DTensor traces the all-reduce between replicas first; FSDP2 reduce-scatters first.
+            gm = reduce_scatter_before_all_reduce_pass(gm)
         if self.gathers_again or self.given == "tagged":
             gm = tag_with_memory_policy_pass(gm)
         if self.given == "tagged":
@@ -184,7 +208,7 @@ class Recipe:
         elif self.gathers_again:
             gm = selective_activation_remat_pass(gm)
         if self.waits:
-            _wait_otherwise(gm, self.waits)
+            _change_waits(gm, self.waits)
         if self.updates:
             _double_a_shard(gm)
         return gm
@@ -207,14 +231,15 @@ if out:
   yield fwd._.sub
   yield fwd._.detach
 """
-"""What looks like an identity and is none: copies that are returned, or of what is written to, or
-for their strides.
+"""Copies that look like identities and are none: one is returned, one is of a tensor that is
+written to, one changes strides.
 """
 
 
 def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
-    """One direction as a graph of its own, which takes what it reads of the other; its results have
-    their names.
+    """Return one direction as a graph of its own, whose inputs are what it reads of the other.
+
+    Results of the whole graph keep their names; those that the other direction reads have none.
     """
     whole, results = gm.graph.output_node(), results_of(gm)
     part_of = {
@@ -232,21 +257,20 @@ def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
 
 
 def _tag_blocks(gm: fx.GraphModule) -> None:
-    """Of each block all but the last value is computed again."""
-    calls = [
-        node for node in gm.graph.nodes if node.op == "call_function" and direction(node) == FORWARD
-    ]
-    inside = [node for node in calls if node_fqn(node).startswith("layers.")]
-    last = {".".join(node_fqn(node).split(".")[:2]): node for node in inside}.values()
-    for node in inside:
-        if node not in last:
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    """Tag the forward of each block for recomputation, all but its last value."""
+    latest: dict[str, fx.Node] = {}
+    for node in gm.graph.nodes:
+        block = ".".join(node_fqn(node).split(".")[:2])
+        if node.op != "call_function" or direction(node) != FORWARD:
+            continue
+        if block.startswith("layers."):
+            if block in latest:
+                latest[block].meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+            latest[block] = node
 
 
 def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
-    """Each on its own, where it is computed, as DDP under torch.compile has it: divided, and summed
-    over replicas.
-    """
+    """Average each gradient over replicas where it is computed, as DDP under torch.compile does."""
     output, group = gm.graph.output_node(), replicas.get_group().group_name
     loss, *gradients = output.args[0]
     for at, gradient in enumerate(gradients):
@@ -259,8 +283,8 @@ def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
     output.args = ([loss, *gradients],)
 
 
-def _wait_otherwise(gm: fx.GraphModule, how: str) -> None:
-    """Waits in another order than launches, or with an alias that stands for them."""
+def _change_waits(gm: fx.GraphModule, how: str) -> None:
+    """Move the waits of parameters to their first readers ("late"), or put an alias behind them."""
     for wait in [member.wait for member in fsdp_all_gathers(gm)]:
         if how == "late":
             min(wait.users).prepend(wait)
@@ -274,26 +298,23 @@ def _wait_otherwise(gm: fx.GraphModule, how: str) -> None:
 
 
 def _double_a_shard(gm: fx.GraphModule) -> None:
-    first, *second = [
+    """Write to a shard before its second gather; before the backward if there is none."""
+    first, *again = [
         each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"
     ]
-    behind = next(
-        node
-        for node in gm.graph.nodes
-        if direction(node) == BACKWARD and node.op == "call_function"
-    )
-    if second:
-        behind, *_ = *second[0].chain, second[0].launch
+    if again:
+        reader = [*again[0].chain, again[0].launch][0]
+    else:
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        reader = next(node for node in calls if direction(node) == BACKWARD)
     shard = gm.graph.find_nodes(op="placeholder")[first.position]
-    with gm.graph.inserting_before(behind):
+    with gm.graph.inserting_before(reader):
         doubled = gm.graph.call_function(torch.ops.aten.mul_.Scalar, (shard, 2))
-    doubled.meta = {**behind.meta, "val": shard.meta["val"]}
+    doubled.meta = {**reader.meta, "val": shard.meta["val"]}
 
 
 class Experts(nn.Module):
-    """One for each row of a batch; weights are used in the recipe's order, not in that of
-    registration.
-    """
+    """An expert for each row of a batch; weights are used in the recipe's order of execution."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -310,7 +331,7 @@ class Experts(nn.Module):
 
 
 class Moe(nn.Module):
-    """A router, and experts; what they do besides, they do to what the experts give."""
+    """Experts and a router, which scales what the experts return."""
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -318,11 +339,11 @@ class Moe(nn.Module):
         self._recipe, self._beside = recipe, beside
 
     def forward(self, x: torch.Tensor) -> Any:
-        return _besides(self.experts(x), self._recipe, self._beside) * self.router(x)
+        return _add_inside(self.experts(x), self._recipe, self._beside) * self.router(x)
 
 
 class MoeBlock(nn.Module):
-    """A norm, and a layer of experts."""
+    """A residual block of a norm and experts."""
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -332,21 +353,24 @@ class MoeBlock(nn.Module):
         return x + self.moe(self.norm(x))
 
 
-def _besides(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) -> torch.Tensor:
-    if recipe.inside == "drops":
-        return nn.functional.dropout(h, 0.5)
-    if recipe.inside == "mixes":  # what chunks hold apart
-        return h - h.mean(recipe.chunking.dim, keepdim=True)
-    if recipe.inside == "noise":  # views in vain
-        return h.view(h.shape).transpose(0, 1).transpose(0, 1)
-    if recipe.inside == "buffers":
-        return _with_fresh_buffers(h)
-    if recipe.inside == "exchanges" and beside is not None:
-        return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
-    if (
-        recipe.inside == "routes" and beside is not None
-    ):  # rows to other ranks, as expert parallelism does
-        return functional_collectives.all_to_all_single_autograd(h.contiguous(), None, None, beside)
+def _add_inside(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) -> torch.Tensor:
+    match recipe.inside:
+        case "drops":
+            return nn.functional.dropout(h, 0.5)
+        case "mixes":
+            # The mean over the dimension that is chunked depends on rows of other chunks.
+            return h - h.mean(recipe.chunking.dim, keepdim=True)
+        case "noise":
+            # Views and transposes that change nothing.
+            return h.view(h.shape).transpose(0, 1).transpose(0, 1)
+        case "buffers":
+            return _with_fresh_buffers(h)
+        case "exchanges" if beside is not None:
+            return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
+        case "routes" if beside is not None:
+            # Rows go to other ranks, as in expert parallelism.
+            rows = h.contiguous()
+            return functional_collectives.all_to_all_single_autograd(rows, None, None, beside)
     return h
 
 
@@ -380,8 +404,10 @@ def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Its order of use is neither that of registration nor that of modules: no wrong order of a
-    payload looks right.
+    """A residual block of linear layers with a norm, a scale and a shift.
+
+    It uses parameters neither in the order of registration nor module by module, so that no wrong
+    order of a payload looks right.
     """
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
@@ -399,13 +425,15 @@ class Block(nn.Module):
         h = self.norm(x)
         for name in self._recipe.executed:
             h = torch.tanh(self.get_submodule(name)(h))
-        h = _besides(h, self._recipe, self._beside)
+        h = _add_inside(h, self._recipe, self._beside)
         return x + (h + self.shift) * self.scale
 
 
 class Net(nn.Module):
-    """An embedding, blocks, a norm and a head; between blocks activations are exchanged over
-    ``beside``.
+    """An embedding, blocks, a norm and a head.
+
+    Behind each block activations are exchanged over ``beside``, unless the block itself adds
+    something (``Recipe.inside``).
     """
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
@@ -433,23 +461,22 @@ class Net(nn.Module):
 
 
 def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """A loss that every token and every logit is in."""
+    """Return a loss that depends on every token and every logit."""
     logits: torch.Tensor = model(tokens)
     return logits.float().logsumexp(-1).mean()
 
 
+# Meshes by default group and extents: a second mesh would have groups of its own.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
-"""By default group and extents: one mesh, and so one set of groups."""
+# Graph, twin and names of the mesh's groups, by recipe, rank and backend. The world of these groups
+# may have ended.
 _traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
-"""By recipe, rank and backend: graph, twin, and the groups of the mesh's dimensions, of a world
-that may be gone.
-"""
 
 
 def mesh_of(recipe: Recipe) -> DeviceMesh:
-    """Its mesh over all ranks of the default group: the same one at each call."""
+    """Return the mesh of a recipe over all ranks of the default group: the same at each call."""
     made, extents = _meshes.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
     if recipe.mesh not in made:
         made[recipe.mesh] = init_device_mesh(
@@ -459,26 +486,26 @@ def mesh_of(recipe: Recipe) -> DeviceMesh:
 
 
 def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
-    """Its graph on this rank, or the one at the extent of a chunk; the caller's own.
+    """Return a copy of the graph of a recipe on this rank, or of its twin.
 
-    A process traces it once. Another world has other names for the groups of the same mesh, which
-    are put in.
+    A process traces a recipe once. In another world the groups of the same mesh have other names;
+    they replace those of the trace.
     """
     mesh = mesh_of(recipe) if recipe.mesh else None
     names = [mesh.get_group(name).group_name for name, _ in recipe.mesh] if mesh is not None else []
     key = recipe, dist.get_rank(), dist.get_backend()
     if key not in _traced:
         _traced[key] = *recipe.trace(mesh), names
-    *graphs, named = _traced[key]
-    gm, now = copy.deepcopy(graphs[twin]), dict(zip(named, names, strict=True))
-    for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
-        node.meta = {
-            name: copy.copy(value) if isinstance(value, dict) else value
-            for name, value in node.meta.items()
-        }
+    *graphs, traced_names = _traced[key]
+    gm, renamed = copy.deepcopy(graphs[twin]), dict(zip(traced_names, names, strict=True))
+    for node in gm.graph.nodes:
+        # A deep copy of a graph copies the metadata of its nodes shallowly.
+        for name, value in node.meta.items():
+            if isinstance(value, dict):
+                node.meta[name] = copy.copy(value)
         if launches(node.target):
             group = group_of(node)
-            node.args = tuple(now[str(group)] if each == group else each for each in node.args)
-    if named != names:
+            node.args = tuple(renamed[str(group)] if each == group else each for each in node.args)
+    if traced_names != names:
         gm.recompile()
     return gm

@@ -13,10 +13,10 @@ import contextlib
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -37,7 +37,7 @@ from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unkno
 from pytest_gtrainer.graph.nodes import leaves_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
-from pytest_gtrainer.graphtext.operators import FUNCTIONS, function_of, operator_of, word
+from pytest_gtrainer.graphtext.operators import FUNCTIONS, Group, function_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import is_item
 
 OUTPUT = "output"
@@ -53,7 +53,22 @@ class OperatorPattern(Predicate):
         if node.op == "output" or self.text == OUTPUT:
             return node.op == self.text
         found = operator_of(node)
-        return _fits(self.text, found.text.split("."), found.short)
+        path = found.text.split(".")
+        if node.op == "call_module":  # a graph's text writes `module.layers[0].up`
+            path = ["module", *str(node.target).split(".")]
+        return _fits(self.text, path, found.short)
+
+    def names_leaf(self, subject: Subject) -> bool:
+        """Return whether this is the path of a leaf, ``module.up``: it names no operator inside."""
+        return "." in self.text and any(map(self.matches, subject.leaves))
+
+    def may_run_in(self, node: fx.Node, subject: Subject) -> bool:
+        """Return whether a graph, leaf or operator that ``node`` calls may be such an operator."""
+        if isinstance(self.difference(node, subject), Unknown):
+            return True
+        if any(map(self.matches, subject.inside(node))):
+            return True
+        return subject.leaf_in(node) is not None and not self.names_leaf(subject)
 
     def check(self, subject: Subject) -> None:
         """Raise ``CheckError`` if neither the graph nor torch has such an operator."""
@@ -396,81 +411,139 @@ def _is_overload(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload)
 
 
+class Slot(NamedTuple):
+    """One argument of a node, and what decides how its pattern is compared."""
+
+    value: Any
+    name: str = ""  # by the schema, or as a keyword; "" if neither says one
+    rank: int | None = None  # extents of the operand, which a negative dimension counts back from
+    default: Any = inspect.Parameter.empty
+    is_given: bool = True  # else the value is the default
+
+
+_ADDS_DIMENSION = ("unsqueeze", "stack", "diag_embed")
+"""Operators whose dimension counts those of the result, one more than those of the operand."""
+
+
+def _slots_of(node: fx.Node) -> tuple[list[Slot], dict[str, Slot]]:
+    """Return a node's arguments that have a place, in order, and all that have a name.
+
+    Those of an operator with a schema include the ones that are not given, with their defaults.
+    """
+    rank = None
+    if node.all_input_nodes:
+        meta = node.all_input_nodes[0].meta
+        value = meta.get("val", meta.get("example_value"))
+        if isinstance(value, torch.Tensor):
+            # A scalar takes the dimensions 0 and -1, as a vector does.
+            rank = max(value.ndim, 1) + operator_of(node).short.startswith(_ADDS_DIMENSION)
+    if not isinstance(node.target, OpOverload):
+        by_name = {name: Slot(value, name, rank) for name, value in node.kwargs.items()}
+        return [Slot(value) for value in node.args], by_name
+    in_order, by_name = [], {}
+    for place, argument in enumerate(schema(node.target).arguments):
+        name, default = argument.name, inspect.Parameter.empty
+        if argument.has_default_value():
+            default = argument.default_value
+        if place < len(node.args):
+            slot = Slot(node.args[place], name, rank, default)
+        elif name in node.kwargs:
+            slot = Slot(node.kwargs[name], name, rank, default)
+        else:
+            slot = Slot(default, name, rank, default, is_given=False)
+        by_name[name] = slot
+        if not argument.kwarg_only:
+            in_order.append(slot)
+    return in_order, by_name
+
+
 def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
     """Return where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
-        results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
-        return _items_mismatch(pattern.arguments, results, subject)
-    groups = operator_of(node).group_arguments
+        return _results_mismatch(pattern.arguments, node.args[0], subject)
     wanted = dict(pattern.keywords)
-    by_name, in_order = dict(node.kwargs), list(range(len(node.args)))
-    named_groups = {name for name in groups if isinstance(name, str)}
-    if isinstance(node.target, OpOverload):  # an argument in its place may be asked for by its name
-        for place, argument in enumerate(schema(node.target).arguments[: len(node.args)]):
-            if argument.name in wanted:
-                by_name[argument.name] = node.args[place]
-                in_order.remove(place)
-                if place in groups:
-                    named_groups.add(argument.name)
-    values = [node.args[place] for place in in_order]
-    _add_defaults(pattern, node, values, by_name)
-    group_places = frozenset(new for new, place in enumerate(in_order) if place in groups)
-    if found := _items_mismatch(pattern.arguments, values, subject, group_places):
+    in_order, by_name = _slots_of(node)
+    asked_in_order = [slot for slot in in_order if slot.name not in wanted]
+    slots = _slots_for(pattern.arguments, asked_in_order, subject)
+    found = _items_mismatch(pattern.arguments, slots, subject)
+    if found is not None and not isinstance(found, Unknown):
         return found
     for name, value in wanted.items():
-        if name not in by_name:
+        # ``_`` asks for an argument that the graph gives.
+        if name not in by_name or (value == ANY and not by_name[name].is_given):
             return f"it has no argument {name}=, expected {name}={value}"
-        if found := _mismatch(value, by_name[name], subject, is_group=name in named_groups):
-            return _at(name, found)
-    extra = [name for name in node.kwargs if name not in wanted]
-    if extra and pattern.arguments[-1:] != (REST,):
-        return f"it has {extra[0]}= too (`...` at the end would leave it open)"
-    return None
+        differs = _mismatch(value, by_name[name], subject)
+        if differs and not isinstance(differs, Unknown):
+            return _at(name, differs)
+        found = found or (_at(name, differs) if differs else None)
+    if pattern.arguments[-1:] != (REST,):
+        in_place = {slot.name for slot in in_order}
+        for name in node.kwargs:
+            if name not in {*wanted, *in_place} and not _is_default(by_name[name], subject):
+                return f"it has {name}= too (`...` at the end would leave it open)"
+    return found
 
 
-def _add_defaults(
-    pattern: CallPattern, node: fx.Node, values: list[Any], by_name: dict[str, Any]
-) -> None:
-    """Add the defaults of arguments that a pattern asks for and a node does not give.
+def _slots_for(
+    patterns: Sequence[Argument], slots: Sequence[Slot], subject: Subject
+) -> Sequence[Slot]:
+    """Return the given arguments, with or without the defaults behind them, as a pattern asks.
 
-    ``sum(_, [0], False)`` is ``sum(x, [0])``; but ``_`` asks for an argument that the graph gives.
+    ``sum(_, [0], False)`` is ``sum(x, [0])``, and the other way round.
     """
-    if not isinstance(node.target, OpOverload):
-        return
-    defaults = {
-        each.name: each.default_value
-        for each in schema(node.target).arguments[len(node.args) :]
-        if each.has_default_value() and each.name not in node.kwargs
-    }
-    for name, asked in pattern.keywords:
-        if name in defaults and asked != ANY:
-            by_name[name] = defaults.pop(name)
-    further = pattern.arguments[len(values) :] if REST not in pattern.arguments else ()
-    for asked, value in zip(further, defaults.values(), strict=False):
-        if asked == ANY:
-            break
-        values.append(value)
+    end = max((place + 1 for place, slot in enumerate(slots) if slot.is_given), default=0)
+    if REST not in patterns:
+        while end > len(patterns) and _is_default(slots[end - 1], subject):
+            end -= 1
+    if REST not in patterns[:-1]:
+        for asked in patterns[end:]:
+            if asked in (ANY, REST) or end == len(slots):
+                break
+            end += 1
+    return slots[:end]
+
+
+def _is_default(slot: Slot, subject: Subject) -> bool:
+    """Return whether an argument has its default, whether the graph gives it or not."""
+    if not slot.is_given or _is_same_number(slot.value, slot.default):
+        return True
+    return _shown(slot.value, subject) == _shown(slot.default, subject)
+
+
+def _results_mismatch(patterns: Sequence[Argument], results: Any, subject: Subject) -> str | None:
+    """Return where results differ: ``(a, b)``, or as one list, ``([a, b])``, as Python has them.
+
+    A pattern without lists stands for all results in order, as graph text shows them.
+    """
+    values: Sequence[Any] = leaves_of(results)
+    if any(isinstance(pattern, List) for pattern in patterns):
+        if isinstance(results, Mapping):
+            results = list(results.values())
+        values = results if isinstance(results, list | tuple) else [results]
+    found = _items_mismatch(patterns, [Slot(value) for value in values], subject)
+    if found and len(patterns) == 1 and isinstance(patterns[0], List):
+        return _results_mismatch(patterns[0].items, results, subject)
+    return found
 
 
 def _items_mismatch(
-    patterns: Sequence[Argument],
-    values: Sequence[Any],
-    subject: Subject,
-    groups: frozenset[int | str] = frozenset(),
+    patterns: Sequence[Argument], slots: Sequence[Slot], subject: Subject
 ) -> str | None:
-    """How a list differs; ``groups`` are the places in it that name a process group."""
+    """Return where the items of a list differ; of what nobody can decide, only if all else fits."""
     expected = len(patterns) - (REST in patterns)
-    if len(values) < expected or (len(values) > expected and REST not in patterns):
+    if len(slots) < expected or (len(slots) > expected and REST not in patterns):
         more = " or more" if REST in patterns else ""
-        return (
-            f"there are {len(values)}, expected {expected}{more}: ({', '.join(map(str, patterns))})"
-        )
+        shown = ", ".join(map(str, patterns))
+        return f"there are {len(slots)}, expected {expected}{more}: ({shown})"
     gap = patterns.index(REST) if REST in patterns else len(patterns)
-    spread = [*patterns[:gap], *[ANY] * (len(values) - expected), *patterns[gap + 1 :]]
-    for place, (pattern, value) in enumerate(zip(spread, values, strict=True)):
-        if found := _mismatch(pattern, value, subject, is_group=place in groups):
+    spread = [*patterns[:gap], *[ANY] * (len(slots) - expected), *patterns[gap + 1 :]]
+    unknown: str | None = None
+    for place, (pattern, slot) in enumerate(zip(spread, slots, strict=True)):
+        found = _mismatch(pattern, slot, subject)
+        if found and not isinstance(found, Unknown):
             return _at(f"number {place + 1}", found)
-    return None
+        unknown = unknown or (_at(f"number {place + 1}", found) if found else None)
+    return unknown
 
 
 def _at(where: str, found: str) -> str:
@@ -479,43 +552,85 @@ def _at(where: str, found: str) -> str:
     return Unknown(words) if isinstance(found, Unknown) else words
 
 
-def _mismatch(
-    pattern: Argument, value: Any, subject: Subject, *, is_group: bool = False
-) -> str | None:
-    """How an argument differs from its pattern, in words; None if it does not."""
+def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
+    """Return how an argument differs from its pattern, in words; None if it does not."""
+    value = slot.value
     if pattern == ANY:
         return None
-    if is_group and isinstance(value, str) and (group := subject.groups.get(value)):
-        if not isinstance(pattern, List):
-            return (
-                None
-                if str(pattern) == group.symbol
-                else f"it is the group {group}, expected {pattern}"
-            )
-        if str(pattern) == str(list(group.ranks or ())):
-            return None
-        words = f"it is {group}, expected the ranks {pattern}"
-        return Unknown(words) if group.ranks is None else words
+    group = subject.groups.get(value) if isinstance(value, str) else None
+    if group is not None and slot.name in ("group_name", "process_group"):
+        return _group_mismatch(pattern, group)
+    is_number = isinstance(pattern, str) and pattern[-1:].isdecimal()
+    # A list of one number may be given as that number.
+    if is_number and isinstance(value, list | tuple) and len(value) == 1:
+        return _mismatch(pattern, slot._replace(value=value[0]), subject)
     if isinstance(pattern, List):
+        if type(value) is int:
+            value = [value]
         if not isinstance(value, list | tuple):
             return f"it is {_shown(value, subject)}, expected the list {pattern}"
-        return _items_mismatch(pattern.items, value, subject)
+        items = [slot._replace(value=item) for item in value]
+        return _items_mismatch(pattern.items, items, subject)
     words = f"it is {_shown(value, subject)}, expected {pattern}"
-    if not isinstance(value, fx.Node):
-        # by spelling: True is not 1, and -0.0 is not 0.0
-        fits = str(pattern) == spell_literal(value)
-    elif isinstance(pattern, CallPattern):
-        source = _whole(value)
-        fits = source in subject.place and pattern.operator.matches(source)
-        if fits and (found := call_mismatch(pattern, source, subject)):
-            return _at(f"in {pattern.operator.text}", found)
-    else:
+    if isinstance(pattern, CallPattern) and isinstance(value, fx.Node):
+        return _operand_mismatch(pattern, _whole(value), words, subject)
+    fits: bool | None
+    if isinstance(value, fx.Node):
         fits = isinstance(pattern, Name) and _is_named(pattern, value, subject)
+        number = value.meta.get("val")
+    else:
+        fits, number = _is_constant(pattern, slot), value
     if fits:
         return None
-    number = value.meta.get("val") if isinstance(value, fx.Node) else value
-    is_number = isinstance(pattern, str) and pattern[-1:].isdecimal()
+    if fits is None:
+        return Unknown(f"{words}, and nobody knows how many dimensions it counts")
     return Unknown(words) if is_number and isinstance(number, SYMBOLIC) else words
+
+
+def _operand_mismatch(
+    pattern: CallPattern, node: fx.Node, words: str, subject: Subject
+) -> str | None:
+    """Return how the node that computes an operand differs from a call; ``words`` name both."""
+    if node not in subject.place:
+        return words
+    if not pattern.operator.matches(node):
+        return Unknown(words) if pattern.operator.may_run_in(node, subject) else words
+    found = call_mismatch(pattern, node, subject)
+    return _at(f"in {pattern.operator.text}", found) if found else None
+
+
+def _group_mismatch(pattern: Argument, group: Group) -> str | None:
+    if not isinstance(pattern, List):
+        fits = str(pattern) == group.symbol
+        return None if fits else f"it is the group {group}, expected {pattern}"
+    if str(pattern) == str(list(group.ranks or ())):
+        return None
+    words = f"it is {group}, expected the ranks {pattern}"
+    return Unknown(words) if group.ranks is None else words
+
+
+def _is_constant(pattern: Argument, slot: Slot) -> bool | None:
+    """Return whether an argument is a constant; None if the rank of its operand would decide it."""
+    if str(pattern) == spell_literal(slot.value):
+        return True
+    if not isinstance(pattern, str):
+        return False
+    wanted, found = _value_of(pattern), slot.value
+    if "dim" not in slot.name or type(wanted) is not int or type(found) is not int:
+        return _is_same_number(wanted, found)
+    if (wanted < 0) != (found < 0):
+        return None if slot.rank is None else abs(wanted - found) == slot.rank
+    return _is_same_number(wanted, found)
+
+
+def _is_same_number(one: object, other: object) -> bool:
+    """Return whether two numbers are equal, as 2 and 2.0 are.
+
+    True is not 1, and 0.0 not -0.0: an operator gives other results for them.
+    """
+    if type(one) not in (int, float) or type(other) not in (int, float):
+        return False
+    return one == other and str(one).startswith("-") == str(other).startswith("-")
 
 
 def _whole(value: fx.Node) -> fx.Node:

@@ -124,7 +124,7 @@ class Matcher:
         found = check.pattern.mismatch(node, self._subject)
         if isinstance(found, Unknown):
             return found
-        if found is None and check.kind == "never":
+        if found is None and (check.kind == "never" or node in self._subject.leaves):
             return True
         return check.pattern.may_fit_inside(node, self._subject) or found is None
 
@@ -223,10 +223,17 @@ class Matcher:
             for p, node in enumerate(self._schedule)
             if pattern.has_operator(node) and p not in besides
         ]
+        if not places and besides:
+            return []
         if not places:
-            inside = any(pattern.may_fit_inside(node, subject) for node in self._schedule)
-            where = "graph, but one in a graph that it calls," if inside else "graph"
-            return [] if besides else [f"no node of the {where} has that operator"]
+            for node in self._schedule:
+                why = pattern.may_fit_inside(node, subject)
+                if why is not None and node in subject.leaves:
+                    return [f"no node of the graph has that operator; {why}"]
+                if why is not None:
+                    where = "graph, but one in a graph that it calls,"
+                    return [f"no node of the {where} has that operator"]
+            return ["no node of the graph has that operator"]
         distances = [
             (len(pattern.differences(self._schedule[place], subject)), place <= at, place)
             for place in places

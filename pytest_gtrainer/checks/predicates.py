@@ -19,7 +19,7 @@ from pytest_gtrainer.checks.subject import (
     is_called,
     is_within,
 )
-from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graph.nodes import BACKWARD, spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 
@@ -80,6 +80,15 @@ class InBucket(Predicate):
 @dataclass(frozen=True, slots=True)
 class InDirection(Predicate):
     direction: str
+
+    def check_exists(self, subject: Subject) -> None:
+        """Raise ``CheckError`` if the graph has no node of this direction."""
+        if self.direction not in subject.directions:
+            name = "backward" if self.direction == BACKWARD else "forward"
+            raise CheckError(
+                f"the graph has no {name}, so no node is in {self.direction}: check the graph of "
+                f"the whole step, or leave out `in {self.direction}`"
+            )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         found = subject.direction(node)
@@ -188,10 +197,9 @@ class UsedBy(Predicate):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
         words = f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
-        # A graph that a user calls reads the value where no check looks.
-        inside = [inner for user in users for inner in subject.inside(user)]
-        may_fit = captured is None and not self.only and any(map(self.user.matches, inside))
-        return Unknown(words) if may_fit else words
+        # What a user calls reads the value where no check looks.
+        may_fit = any(self.user.may_run_in(user, subject) for user in users)
+        return Unknown(words) if may_fit and captured is None and not self.only else words
 
     def names(self) -> Iterable[str]:
         return [self.user.text]
@@ -260,7 +268,7 @@ class Pattern:
                 if others:
                     wrong = "the output has no module, direction, type or users"
                     raise CheckError(f"{wrong}, so no node can match")
-            if is_negative and isinstance(predicate, InBucket):
+            if is_negative and isinstance(predicate, InBucket | InDirection):
                 predicate.check_exists(subject)
 
     def differences(self, node: fx.Node, subject: Subject) -> list[str]:
@@ -283,14 +291,31 @@ class Pattern:
         return unknown
 
     def may_fit_inside(self, node: fx.Node, subject: Subject) -> Unknown | None:
-        """Return why a graph that ``node`` calls may have a node that fits, by operator and type."""
+        """Return why a graph or leaf that ``node`` calls may have a node that fits.
+
+        Operator, type and direction decide it: the nodes inside have the direction of their call.
+        """
+        operators = []
+        for predicate in self.predicates:
+            if isinstance(predicate, OperatorPattern):
+                operators.append(predicate)
+            elif isinstance(predicate, InDirection):
+                difference = predicate.difference(node, subject)
+                if difference is not None and not isinstance(difference, Unknown):
+                    return None
         local = Pattern(tuple(p for p in self.predicates if isinstance(p, _OF_A_NODE_INSIDE)))
         for inner in subject.inside(node):
             found = local.mismatch(inner, subject)
             if found is None or isinstance(found, Unknown):
                 what = operator_of(inner).text
                 return Unknown(f"it calls a graph that has {what}: check that graph by itself")
-        return None
+        leaf = subject.leaf_in(node)
+        if leaf is None or any(operator.names_leaf(subject) for operator in operators):
+            return None
+        return Unknown(
+            f"the graph does not show what the leaf {subject.leaves[leaf]} calls: trace into it, or "
+            "check for the leaf itself by this path"
+        )
 
     def has_operator(self, node: fx.Node) -> bool:
         """Return whether the node's operator is the one that is asked for, if any is."""

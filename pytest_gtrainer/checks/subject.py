@@ -2,13 +2,13 @@
 a check.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import is_kernel_call
-from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
 from pytest_gtrainer.facts import FailedCheck
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import (
@@ -16,6 +16,7 @@ from pytest_gtrainer.graph.nodes import (
     FORWARD,
     direction,
     graphs_called,
+    held,
     mutates,
     storage_of,
     walked,
@@ -109,9 +110,21 @@ class Subject:
             if scope.is_bucket
         }
         self.has_items = any(map(is_item, nodes))
+        spaces = [scope.space for scopes in all_scopes for scope in scopes.of.values()]
+        self.directions = {*spaces, *map(direction, self.schedule)} & {FORWARD, BACKWARD}
+        self.leaves: dict[fx.Node, str] = {}
+        """Nodes that call a module or function which the tracer did not look into, with its name.
+
+        Such are the leaf modules of a tracer of FX, and functions under ``fx.wrap``.
+        """
+        for node in self.schedule:
+            self._note_leaf(gm, node)
         self._inside: dict[fx.Node, list[fx.Node]] = {}
         self._writes = writes(gm.graph)
-        self._writing_anywhere = list(filter(_writes_without_schema, self.schedule))
+        self._writing_anywhere = []
+        for node in self.schedule:
+            if node in self.leaves or _writes_without_schema(node):
+                self._writing_anywhere.append(node)
         self._lines: list[str] = []
 
     def inside(self, node: fx.Node) -> list[fx.Node]:
@@ -121,8 +134,34 @@ class Subject:
         """
         found = self._inside.get(node)
         if found is None:
-            found = self._inside[node] = list(_computed_inside(self._gm, node))
+            found = self._inside[node] = []
+            self._add_nodes_inside(self._gm, node, found)
         return found
+
+    def _add_nodes_inside(self, gm: fx.GraphModule, node: fx.Node, found: list[fx.Node]) -> None:
+        for body in graphs_called(gm, node):
+            for inner in body.graph.nodes:
+                if is_computed(inner):
+                    self._note_leaf(body, inner)
+                    found.append(inner)
+                    self._add_nodes_inside(body, inner, found)
+
+    def _note_leaf(self, gm: fx.GraphModule, node: fx.Node) -> None:
+        if node.op == "call_module":
+            module = held(gm, str(node.target))
+            if not isinstance(module, fx.GraphModule):
+                self.leaves[node] = f"module.{node.target} ({type(module).__name__})"
+        elif node.op == "call_function" and not _is_of_torch_or_python(node.target):
+            owner = getattr(node.target, "__self__", None)
+            of_class = f" ({owner.__name__})" if isinstance(owner, type) else ""
+            self.leaves[node] = operator_of(node).text + of_class
+
+    def leaf_in(self, node: fx.Node) -> fx.Node | None:
+        """Return ``node`` if it is a leaf, else the first leaf in the graphs that it calls."""
+        for inner in (node, *self.inside(node)):
+            if inner in self.leaves:
+                return inner
+        return None
 
     def sources_of(self, node: fx.Node, *, anywhere: bool = False) -> set[fx.Node]:
         """Return the nodes from which a node is computed, over any number of steps.
@@ -215,12 +254,14 @@ class Subject:
         return f"{place:>6}  {self._lines[place]}"
 
 
-def _computed_inside(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    for body in graphs_called(gm, node):
-        for inner in body.graph.nodes:
-            if is_computed(inner):
-                yield inner
-                yield from _computed_inside(body, inner)
+def _is_of_torch_or_python(function: object) -> bool:
+    """Return whether a function is an operator, or torch's or Python's own."""
+    if isinstance(function, OpOverload | HigherOrderOperator):
+        return True
+    # ``apply`` of an autograd function is a method of torch, bound to the class of a user.
+    owner = getattr(function, "__self__", None)
+    home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or ""
+    return home.partition(".")[0] in ("torch", "builtins", "math", "operator", "_operator")
 
 
 def _writes_without_schema(node: fx.Node) -> bool:

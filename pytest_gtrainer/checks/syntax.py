@@ -52,6 +52,21 @@ class Token(NamedTuple):
 END = Token("end", "")
 
 
+_SEPARATORS = {
+    ";": "write one check a line",
+    ",": "clauses have no comma between them",
+    "/": "write dots in the path of a module, `layers.0.wq`",
+    "[": "write dots in the path of a module, `layers.0.wq`",
+    ".": "write dots in the path of a module, `layers.0.wq`",
+    ":": "write dots in the path of an operator, `aten.mm.default`",
+}
+"""Advice for what people write where a check has something else, or nothing."""
+
+
+def _advice(text: str) -> str:
+    return f": {_SEPARATORS[text]}" if text in _SEPARATORS else ""
+
+
 def tokens_of(text: str) -> list[Token]:
     """The tokens of a text, ``END`` behind them; a CheckError at a character that no check has.
 
@@ -66,9 +81,8 @@ def tokens_of(text: str) -> list[Token]:
         kind, place = str(match.lastgroup), match.end()
         found.append(Token(kind, match[kind][1:-1] if kind == "string" else match[kind]))
     if place < len(text):
-        raise CheckError(
-            f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check"
-        )
+        mark = text[place:].lstrip()[:1]
+        raise CheckError(f"{mark!r} at column {place + 1} is not part of a check{_advice(mark)}")
     return [*found, END]
 
 
@@ -158,7 +172,7 @@ class _Grammar:
             only = self._accept("only")
             self._expect("by")
             return [must.UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
-        hint = nearest(self._next.text, CLAUSES)
+        hint = _advice(self._next.text) or nearest(self._next.text, CLAUSES)
         raise CheckError(f"expected {', '.join(CLAUSES)} or the end, found {self._shown()}{hint}")
 
     def _place(self) -> list[Predicate]:

@@ -327,6 +327,10 @@ def test_an_argument_in_its_place_is_found_by_its_name(gm):
         ("aten.add.Tensor(I.x, I.x)", "add(..., alpha=1)", "add(..., alpha=2)"),
         ("aten.slice.Tensor(I.x, 0, 1)", "slice(_, 0, 1, None, 1)", "slice(_, 0, 1, None, 2)"),
         ("aten.slice.Tensor(I.x, 0, 1)", "slice(_, 0, 1, step=1)", "slice(_, 0, 1, step=2)"),
+        ("aten.slice.Tensor(I.x, 0, 1)", "slice(_, 0, 1, None, ...)", "slice(_, 0, 1, 2, ...)"),
+        ("aten.slice.Tensor(I.x, 0, step=2)", "slice(_, 0, None, None, 2)", "slice(_, 0)"),
+        ("aten.sum.dim_IntList(I.x, dim=[0])", "sum(_, [0])", "sum(_)"),
+        ("aten.sum.dim_IntList(I.x, dim=[0])", "sum(_, dim=_)", "sum(_, dim=_, keepdim=_)"),
     ],
 )
 def test_an_argument_that_is_not_given_has_its_default(call, holds, fails):
@@ -336,6 +340,145 @@ def test_an_argument_that_is_not_given_has_its_default(call, holds, fails):
     assert_graph(gm, f"count 1 {holds}\nnever {fails}")
     with pytest.raises(CheckFailure):
         assert_graph(gm, f"never {holds}")
+
+
+@pytest.mark.parametrize(
+    ("call", "holds", "fails"),
+    [
+        ("aten.sum.dim_IntList(I.x, [0], False)", "sum(_, [0])", "sum(_)"),
+        ("aten.sum.dim_IntList(I.x, [0], True)", "sum(_, [0], ...)", "sum(_, [0])"),
+        ("aten.sum.dim_IntList(I.x, [0], False, dtype=None)", "sum(_, [0])", "sum(_, [1])"),
+        ("aten.add.Tensor(I.x, I.x, alpha=1)", "add(_, _)", "add(_)"),
+        ("aten.add.Tensor(I.x, I.x, alpha=1.0)", "add(_, _)", "add(_, _, alpha=2)"),
+        ("aten.add.Tensor(I.x, I.x, alpha=2)", "add(_, _, ...)", "add(_, _)"),
+    ],
+)
+def test_an_argument_that_is_given_as_its_default_may_be_left_out(call, holds, fails):
+    gm = graph_of(call)
+    assert_graph(gm, f"count 1 {holds}")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, f"never {holds}")
+    if fails.count("_") > 1:  # else no call has so few arguments
+        assert_graph(gm, f"never {fails}")
+
+
+@pytest.mark.parametrize(
+    ("call", "same", "different"),
+    [
+        ("aten.mul.Scalar(I.x, 2)", ["2", "2.0", "2e0"], ["-2", "3", "2.5", "True"]),
+        ("aten.mul.Scalar(I.x, 2.0)", ["2", "2.0"], ["-2", "3"]),
+        ("aten.mul.Scalar(I.x, 1)", ["1", "1.0"], ["True", "-1"]),
+        ("aten.mul.Scalar(I.x, True)", ["True"], ["1", "1.0", "False"]),
+        ("aten.mul.Scalar(I.x, 0)", ["0", "0.0"], ["-0.0", "False"]),
+        ("aten.mul.Scalar(I.x, -0.0)", ["-0.0"], ["0", "0.0"]),
+        ("aten.mul.Scalar(I.x, inf)", ["inf"], ["-inf", "1e300", "nan"]),
+        ("aten.mul.Scalar(I.x, nan)", ["nan"], ["inf", "0"]),
+        ("aten.mul.Scalar(I.x, 1e-05)", ["1e-5", "0.00001"], ["1e-6"]),
+    ],
+)
+def test_numbers_are_compared_by_value(call, same, different):
+    """True is not 1 and -0.0 not 0.0: an operator gives another dtype or sign for them."""
+    gm = graph_of(call)
+    for number in same:
+        assert_graph(gm, f"count 1 mul(_, {number})\nthen mul(_, {number})")
+        with pytest.raises(CheckFailure):
+            assert_graph(gm, f"never mul(_, {number})")
+    for number in different:
+        assert_graph(gm, f"count 0 mul(_, {number})\nnever mul(_, {number})")
+
+
+@pytest.mark.parametrize(
+    ("call", "same", "different"),
+    [
+        ("aten.softmax.int(I.x, 1)", ["(_, 1)", "(_, -1)", "(_, dim=-1)"], ["(_, 0)", "(_, -2)"]),
+        ("aten.softmax.int(I.x, -1)", ["(_, 1)", "(_, -1)"], ["(_, 0)", "(_, -2)", "(_, 2)"]),
+        ("aten.sum.dim_IntList(I.x, [1])", ["(_, [-1])", "(_, -1)", "(_, 1)"], ["(_, [-2])"]),
+        ("aten.sum.dim_IntList(I.x, [0, 1])", ["(_, [-2, -1])"], ["(_, [-1, -2])"]),
+        ("aten.transpose.int(I.x, 0, 1)", ["(_, -2, -1)", "(_, 0, -1)"], ["(_, -1, -1)"]),
+        ("aten.unsqueeze(I.x, 2)", ["(_, -1)"], ["(_, -2)", "(_, -3)"]),
+        ("aten.stack([I.x, I.x], 0)", ["(_, -3)", "([_, _], 0)", "(_)"], ["(_, -2)", "(_, -1)"]),
+        ("aten.cat([I.x, I.x], 1)", ["(_, -1)"], ["(_, -2)", "(_)"]),
+        ("aten.view(I.x, [-1])", ["(_, [-1])", "(_, -1)"], ["(_, [16])", "(_, 1)"]),
+    ],
+)
+def test_a_dimension_may_be_counted_from_either_end(call, same, different):
+    gm = graph_of(call)
+    name = call.split(".")[1].partition("(")[0]
+    for arguments in same:
+        assert_graph(gm, f"count 1 {name}{arguments}")
+        with pytest.raises(CheckFailure):
+            assert_graph(gm, f"never {name}{arguments}")
+    for arguments in different:
+        assert_graph(gm, f"never {name}{arguments}")
+
+
+@pytest.mark.parametrize("kind", ["never", "count 0", "count 1"])
+def test_a_dimension_of_a_tensor_whose_rank_is_not_known(kind):
+    gm = graph_of("aten.softmax.int(I.x, 1)")
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    for arguments in ("(_, -1)", "(_, dim=-2)"):
+        text = error_of(gm, f"{kind} softmax{arguments}")
+        assert "nobody knows how many dimensions it counts" in text
+    assert_graph(gm, "count 1 softmax(_, 1)\nnever softmax(_, 0)\nnever softmax(mm(...), -1)")
+
+
+def graph_of(call):
+    name = call.split(".")[1].partition("(")[0]
+    return parse(
+        f"if I:\n  I.x: f32[4, 4]\nif fwd:\n  {name}: f32[4, 4] = {call}\n"
+        f"if out:\n  yield fwd._.{name}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("results", "same", "different"),
+    [
+        (lambda a, b: (a, b), ["a, b", "[a, b]", "(a, b)", "[a, ...]"], ["b, a", "[b, a]", "[a]"]),
+        (lambda a, b: [b], ["b", "[b]", "[_]", "[...]"], ["a", "[a]", "[b, b]"]),
+        (lambda a, b: b, ["b", "[b]"], ["a", "[a]"]),
+        (lambda a, b: ((a, b), a), ["a, b, a", "[a, b], a", "[[a, b], a]"], ["a, [b, a]"]),
+        (lambda a, b: {"x": a, "y": b}, ["a, b", "[a, b]"], ["b, a", "[a]"]),
+        (lambda a, b: (a, [b], None), ["a, b, None", "a, [b], None"], ["a, b", "[a], b, None"]),
+    ],
+)
+def test_the_results_may_be_written_as_a_list(results, same, different):
+    """As graph text shows them, or with the lists around them that Python has."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a, b = (graph.call_function(op, (x,)) for op in (torch.relu, torch.sin))
+    graph.output(results(a, b))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    names = "then relu as a\nthen sin as b\n"
+    for pattern in same:
+        assert_graph(gm, f"{names}count 1 output({pattern})\nthen output({pattern})")
+        with pytest.raises(CheckFailure):
+            assert_graph(gm, f"{names}never output({pattern})")
+    for pattern in different:
+        assert_graph(gm, f"{names}never output({pattern})\ncount 0 output({pattern})")
+
+
+@pytest.mark.parametrize("kind", ["never", "count 0"])
+@pytest.mark.parametrize("node", ["mm in bwd", "in bwd", "* in bwd layers.0.wo", "t in bwd -> f32"])
+def test_a_direction_that_the_graph_does_not_have(gm, kind, node):
+    import copy
+
+    forward = copy.deepcopy(gm)
+    for one in forward.graph.nodes:
+        one.meta.pop("autograd_backward", None)
+        one.meta.get("fsdp_bucket", {}).update(direction="fwd")
+    wrong = "the graph has no backward, so no node is in bwd"
+    assert wrong in error_of(forward, f"{kind} {node}")
+    assert_graph(forward, f"{kind} t in bwd", before=gm)  # a pass may have removed it
+    assert_graph(gm, f"{kind} t in bwd")
+    backward = copy.deepcopy(gm)
+    for one in backward.graph.nodes:
+        one.meta["autograd_backward"] = True
+        one.meta.get("fsdp_bucket", {}).update(direction="bwd")
+    wrong = "the graph has no forward, so no node is in fwd"
+    assert wrong in error_of(backward, f"{kind} {node.replace('bwd', 'fwd')}")
+    with pytest.raises(CheckFailure):
+        assert_graph(forward, "then mm in bwd")
 
 
 def test_keywords_of_functions_that_dynamo_calls():
@@ -380,8 +523,15 @@ def test_keywords_of_functions_that_dynamo_calls():
         ("then mm as layers.0", "a node's name is a plain word, not 'layers.0'"),
         ("then mm as a as b", "a node gets one name, not a and b"),
         ("start mm", "`start` stands alone"),
-        ("then mm; never t", "';' at column 8 is not part of a check"),
-        ("then layers[0].wq", "'.' at column"),
+        ("then mm; never t", "';' at column 8 is not part of a check: write one check a line"),
+        ("then mm, in fwd", "found ',': clauses have no comma between them"),
+        (
+            "then aten::mm",
+            "':' at column 10 is not part of a check: write dots in the path of an op",
+        ),
+        ("then mm in layers/0", "write dots in the path of a module, `layers.0.wq`"),
+        ("then mm in layers[0]", "found '[': write dots in the path of a module, `layers.0.wq`"),
+        ("then layers[0].wq", "'.' at column 15 is not part of a check: write dots in the path of"),
     ],
 )
 def test_what_cannot_be_read(gm, check, words):

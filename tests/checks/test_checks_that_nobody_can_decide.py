@@ -84,6 +84,109 @@ def test_a_node_in_a_graph_that_is_called(call, body, kind):
     assert_graph(body, "count 1 sin" if body is sin else "count 0 exp")
 
 
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.GELU())
+
+    def forward(self, x):
+        return self.up(x)
+
+
+@fx.wrap
+def not_traced(x):
+    return torch.nn.functional.gelu(x)
+
+
+class Smooth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.nn.functional.gelu(x)
+
+
+LEAVES = {
+    "module": (lambda graph, x: graph.call_module("leaf.up", (x,)), "module.leaf.up"),
+    "own module": (lambda graph, x: graph.call_module("leaf", (x,)), "module.leaf"),
+    "function": (lambda graph, x: graph.call_function(not_traced, (x,)), f"{__name__}.not_traced"),
+    "autograd function": (
+        lambda graph, x: graph.call_function(Smooth.apply, (x,)),
+        "torch.autograd.function.apply",
+    ),
+}
+
+
+def graph_with_leaf(kind):
+    graph, root = fx.Graph(), torch.nn.Module()
+    root.leaf = Block()
+    x = graph.call_function(aten.sin.default, (graph.placeholder("x"),))
+    leaf = LEAVES[kind][0](graph, x)
+    graph.output(graph.call_function(aten.tanh.default, (leaf,)))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["", "nested"])
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_whose_inside_the_graph_does_not_show(leaf, is_nested):
+    gm, path = graph_with_leaf(leaf), LEAVES[leaf][1]
+    if is_nested:
+        gm = graph_with(cos, gm, call=CALLS["cond"])
+    for kind in ("never", "count 0", "count 1"):
+        for node in ("gelu", "aten.gelu", "gelu in fwd", "linear", "gelu -> bf16", "gelu(_)"):
+            message = error_of(gm, f"{kind} {node}")
+            assert f"the graph does not show what the leaf {path}" in message
+            assert "trace into it, or check for the leaf itself by this path" in message
+    assert_graph(gm, "then tanh\nnever gelu\nthen output")  # not between these
+    if is_nested:
+        return
+    assert_graph(gm, f"then {path}\nnext tanh\ncount 1 {path}\nnever gelu in fwd used only by sin")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, f"never {path}")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, f"count 2 {path}")
+    with pytest.raises(CheckFailure, match="no node of the graph has that operator"):
+        assert_graph(gm, "then gelu")
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_as_user_and_as_operand(leaf):
+    """The leaf itself has another operator; what it calls may be the one that is asked for."""
+    gm = graph_with_leaf(leaf)
+    path = LEAVES[leaf][1]
+    assert "it is used by" in error_of(gm, "never sin used by gelu")
+    assert "expected gelu(...)" in error_of(gm, f"then {path}\nnever tanh(gelu(...))")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, f"never sin used by {path}")
+    assert_graph(gm, f"then tanh({path}(_))")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_of_a_graph_as_operand(call):
+    gm = graph_with(cos, sin, call=CALLS[call])
+    assert "expected sin(_)" in error_of(gm, "then relu\nnext *\nnever tanh(sin(_))")
+    assert_graph(gm, "never tanh(exp(_))")
+
+
+def test_functions_of_torch_and_of_python_are_no_leaves():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function in (torch.relu, torch.nn.functional.gelu, operator.neg, abs, aten.sin):
+        x = graph.call_function(function, (x,))
+    graph.output(graph.call_method("tanh", (x,)))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    assert_graph(gm, "never linear\ncount 1 relu\ncount 0 mm")
+
+
+def test_a_leaf_may_write_what_is_read_later():
+    graph = fx.Graph()
+    x, weight, buffer = map(graph.placeholder, ("x", "weight", "buffer"))
+    graph.call_function(not_traced, (weight, buffer))
+    graph.output(graph.call_function(torch.mm, (x, buffer)))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    names = "then not_traced\n"
+    assert "wrote before" in error_of(gm, f"{names}never mm from A.1")
+    assert_graph(gm, f"{names}then mm from A.2")
+
+
 def test_only_calls_between_the_matches_count():
     gm = graph_with(sin, cos, call=CALLS["cond"])
     assert_graph(gm, "then hop.cond\nnever sin\nthen tanh\nstart\nnever sin\nthen relu")

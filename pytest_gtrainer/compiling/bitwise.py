@@ -1,6 +1,7 @@
 """Bitwise comparisons: a graph before and after a pass, and a compiled function with eager."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from pytest_gtrainer.bisect import (
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import refuse_fake
-from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare
+from pytest_gtrainer.numerics.compare import (
+    BitwiseDifference,
+    ControlFailed,
+    compare,
+    compare_control,
+)
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
@@ -31,6 +37,7 @@ from pytest_gtrainer.numerics.graph_run import (
     only_nan,
     random_states_afterwards,
     run_graph,
+    why_nothing_shows,
 )
 from pytest_gtrainer.numerics.verdict import Verdict
 
@@ -114,7 +121,7 @@ def assert_pass_bitwise(
         idle = f"{what}: every output is NaN on {extreme}, so these inputs prove nothing"
         facts.emit("idle", what=idle)
     # The control comes last: one rank alone may fail it, and nothing behind it communicates.
-    control = compare(of_seeds[0], of_seeds[1])
+    control = compare_control(of_seeds[0], of_seeds[1])
     always_nan = set.intersection(*nan)
     if always_nan:
         raise ControlFailed(
@@ -126,7 +133,8 @@ def assert_pass_bitwise(
 
     if control.outcome != "different":
         raise ControlFailed(
-            f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control
+            f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail\n{control}",
+            control,
         )
 
 
@@ -297,7 +305,8 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     same random states, and with copies of the inputs.
 
     Raises:
-        BitwiseDifference: they differ; with the cause and the operators of the graph.
+        BitwiseDifference: they differ, with the cause and the operators of the graph; or no
+            difference could be seen, because an output is NaN in every element, or all are empty.
         NotRecorded: nothing was compiled.
         ValueError: a collective under a fake process group, which moves no data.
         TypeError: a result is an object that is no pytree.
@@ -327,12 +336,21 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         for graph in record:
             refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
         verdict = compare(actual, expected)
+        nothing = why_nothing_shows(expected)
+        if verdict.outcome == "equal" and nothing:
+            verdict = replace(verdict, outcome="unverified", reasons=(nothing,))
         facts.emit(
             "verdict",
             outcome=verdict.label,
             tensors=verdict.compared,
             what="compiled against eager",
         )
+        if verdict.outcome == "unverified":
+            raise BitwiseDifference(
+                f"compiled against eager: no difference could be seen\n{verdict}\n"
+                "Give inputs for which the results are tensors of numbers",
+                verdict,
+            )
         if verdict.outcome != "equal":
             nodes = first.stages.get("forward", first.dynamo).graph.nodes
             operators = {str(node.target) for node in nodes if node.op == "call_function"}

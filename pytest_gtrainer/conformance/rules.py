@@ -68,7 +68,7 @@ from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
 from pytest_gtrainer.references.parity import VacuousCheck, assert_parity
 from pytest_gtrainer.report.timeline import CostModel, timeline
-from pytest_gtrainer.testing.running import NothingButNan, assert_same_values, sample
+from pytest_gtrainer.testing.running import NothingShows, assert_same_values, sample
 from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import WorldSpec
@@ -179,7 +179,7 @@ def keeps_values(run: Run) -> None:
             silent = assert_same_values(
                 run.after, run.before, f"after {run.adapter.name} against before"
             )
-    except NothingButNan as error:
+    except NothingShows as error:
         raise Nothing(str(error)) from None
     except (RuntimeError, TypeError, ValueError) as error:
         raise AssertionError(f"the result does not run: {type(error).__name__}: {error}") from None

@@ -376,7 +376,7 @@ def assert_bitwise_different(
             complaint += ", because NaN and inf hide what differs: take inputs for which all results are finite"
     elif verdict.outcome == "unverified":
         complaint = "the control run is unverified: it says nothing about this check"
-    elif nothing := _shows_nothing(verdict, entries(actual), entries(expected)):
+    elif nothing := why_control_shows_nothing(verdict, entries(actual), entries(expected)):
         complaint = nothing
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
         complaint = (
@@ -403,7 +403,22 @@ def _is_random_state(key: Key) -> bool:
     return key.phase == "rng" or key.name.startswith("random state of ")
 
 
-def _shows_nothing(
+def compare_control(actual: Tensors, expected: Tensors) -> Verdict:
+    """Compare a control, which has to differ, with the run that it controls.
+
+    Returns:
+        The verdict, which is unverified, with a reason, if the differing bits prove nothing: see
+        ``why_control_shows_nothing``.
+    """
+    sides = entries(actual), entries(expected)
+    verdict = compare_entries(*sides)
+    nothing = why_control_shows_nothing(verdict, *sides)
+    if nothing:
+        return replace(verdict, outcome="unverified", reasons=(*verdict.reasons, nothing))
+    return verdict
+
+
+def why_control_shows_nothing(
     verdict: Verdict, actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]
 ) -> str:
     """Return why the differing bits of a control prove nothing, or an empty string if they do.

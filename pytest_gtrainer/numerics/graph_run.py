@@ -19,6 +19,10 @@ from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
 
 K = TypeVar("K")
 
+# Names of what is compared with the results, and is no value that was computed.
+_STRUCTURE = "output structure "
+_RANDOM_STATE = "random state of "
+
 
 @dataclass(frozen=True, slots=True)
 class GraphRun:
@@ -79,7 +83,7 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
             leaf = torch.tensor(leaf)
         if isinstance(leaf, Tensor):
             found[name] = leaf
-    found[f"output structure {_structure(outputs)}"] = torch.tensor(len(leaves))
+    found[f"{_STRUCTURE}{_structure(outputs)}"] = torch.tensor(len(leaves))
     return found
 
 
@@ -127,7 +131,7 @@ def inputs_afterwards(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Te
 
 def random_states_afterwards(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """States of generators, by their names among what a graph leaves."""
-    return {f"random state of {name}{AFTERWARDS}": state for name, state in states.items()}
+    return {f"{_RANDOM_STATE}{name}{AFTERWARDS}": state for name, state in states.items()}
 
 
 def attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
@@ -191,6 +195,20 @@ def all_nan(outputs: Mapping[str, Tensor]) -> bool:
     """
     floating = [name for name, tensor in outputs.items() if _can_be_nan(tensor) and tensor.numel()]
     return floating != [] and only_nan(outputs) == floating
+
+
+def why_nothing_shows(results: Mapping[str, Tensor]) -> str:
+    """Return why equal results prove nothing, or an empty string if some element could differ.
+
+    The structure of results, and random states, are no elements.
+    """
+    nan = only_nan(results)
+    if nan:
+        return f"{', '.join(nan)}: nothing but NaN"
+    for name, tensor in results.items():
+        if tensor.numel() and not name.startswith((_STRUCTURE, _RANDOM_STATE)):
+            return ""
+    return "no result has an element"
 
 
 def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:

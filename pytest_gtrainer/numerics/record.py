@@ -289,9 +289,14 @@ OUTSIDE_A_RUN = ""
 
 
 def entries(value: Tensors) -> dict[Key, Tensor]:
-    """Every tensor in ``value`` by its key, the phase empty outside a ``Record``; None is no entry."""
+    """Return every tensor in ``value`` by its key; None is no entry.
+
+    The phase is empty outside a ``Record`` and what ``Record.select`` returns.
+    """
     if isinstance(value, Record):
         return dict(value.items())
+    if isinstance(value, Mapping) and value and all(isinstance(key, Key) for key in value):
+        return dict(value)
     found: dict[Key, Tensor] = {}
     for name, tensor in _named(value, ""):
         key = Key(0, 0, OUTSIDE_A_RUN, normalised(name))

@@ -22,7 +22,7 @@ from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor, try_extremes
-from pytest_gtrainer.numerics.graph_run import all_nan, only_nan, run_graph, with_one_nan
+from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, why_nothing_shows, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -195,7 +195,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
 
     Raises:
         BitwiseDifference: the graphs differ.
-        NothingButNan: a result is NaN in every element on ordinary inputs.
+        NothingShows: on ordinary inputs a result is NaN in every element, or all are empty.
         PassFileError: an input is not a tensor of known sizes.
     """
     __tracebackhide__ = True
@@ -231,17 +231,17 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     (mine, _), (expected, outputs) = run(gm, inputs), run(before, inputs)
     assert_bitwise_equal(mine, expected, what=what)
     silent = try_extremes(inputs, check)
-    nan = only_nan(outputs)
-    if nan:
-        raise NothingButNan(
-            f"{what}: {', '.join(nan)}: nothing but NaN on normally distributed inputs, "
+    nothing = why_nothing_shows(outputs)
+    if nothing:
+        raise NothingShows(
+            f"{what}: {nothing} on normally distributed inputs, "
             "where no difference shows: take a graph that gives numbers, or leave out `# values:`"
         )
     return silent
 
 
-class NothingButNan(facts.FailedCheck):
-    """Two graphs are equal on ordinary inputs, and a result is nothing but NaN."""
+class NothingShows(facts.FailedCheck):
+    """Two graphs are equal on ordinary inputs, where a result is nothing but NaN, or all are empty."""
 
 
 def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:

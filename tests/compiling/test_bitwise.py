@@ -268,6 +268,39 @@ def test_compiled_against_eager_blames_generated_code():
         assert_compiled_bitwise(function, torch.randn(64, 1000).bfloat16())
 
 
+NAN = torch.full((3,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: (x * NAN).sin(), "output 0: nothing but NaN"),
+        (lambda x: (x.exp(), x * NAN), "output 1: nothing but NaN"),
+        (lambda x: x[:0].exp(), "no result has an element"),
+        (lambda x: [x[:0].exp(), {"a": x[:0]}], "no result has an element"),
+        (lambda x: (x.exp(), None)[1], "no result has an element"),
+        (lambda x: (x.mul_(NAN), None)[1], "input 0, which is written to: nothing but NaN"),
+    ],
+    ids=["NaN", "the second is NaN", "empty", "all empty", "nothing", "NaN in place"],
+)
+def test_results_that_cannot_differ_are_unverified(function, words):
+    """V6: neither the structure of results nor random states are values."""
+    with pytest.raises(BitwiseDifference, match=f"no difference could be seen(?s:.)*{words}"):
+        assert_compiled_bitwise(function, torch.ones(3))
+
+
+def test_results_of_which_some_are_empty_are_equal():
+    """V6: and a call that returns nothing may write to an input."""
+    assert assert_compiled_bitwise(lambda x: (x[:0], x.relu()), torch.ones(3)).outcome == "equal"
+
+    def write(x):
+        x.add_(1)
+
+    assert assert_compiled_bitwise(write, torch.ones(3)).outcome == "equal"
+    partly = torch.tensor([float("nan"), 1.0])
+    assert assert_compiled_bitwise(torch.relu, partly).label == "equal (not finite)"
+
+
 def test_compiled_and_eager_draw_the_same_numbers():
     """And leave the generator as it was; with Inductor's own numbers a dropout differs."""
     state, x = torch.get_rng_state(), torch.ones(8, 8)

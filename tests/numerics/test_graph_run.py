@@ -22,7 +22,7 @@ from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
 from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, with_one_nan
-from pytest_gtrainer.testing.running import NothingButNan, assert_same_values
+from pytest_gtrainer.testing.running import NothingShows, assert_same_values
 
 
 def by_pass(before, after):
@@ -103,7 +103,7 @@ def test_where_every_result_is_nan_the_check_says_so():
     ):
         by_pass(before, after)
     with pytest.raises(
-        NothingButNan, match="output 0: nothing but NaN on normally distributed inputs"
+        NothingShows, match="output 0: nothing but NaN on normally distributed inputs"
     ):
         by_values(before, after)
     inputs = [torch.randn(4, 4), torch.randn(3, 4)]
@@ -112,6 +112,19 @@ def test_where_every_result_is_nan_the_check_says_so():
         "no pass of 1 changes a bit (2 replays); every result is NaN on the inputs as they were given, so nothing "
         "could differ there"
     )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_results_that_are_all_empty_prove_nothing(several):
+    """V6: one element is enough."""
+
+    def empty(weight, rows):
+        return (rows[:0].exp(), weight[:, :0]) if several else rows[:0].exp()
+
+    with pytest.raises(NothingShows, match="no result has an element on normally distributed"):
+        by_values(*graphs_of(empty, empty))
+    some = graphs_of(*[lambda weight, rows: (rows[:0].exp(), rows.exp())] * 2)
+    by_values(*some)
 
 
 def root(weight, rows):
@@ -132,7 +145,7 @@ def test_one_result_that_is_nothing_but_nan_is_named(last):
     name = "output 1" if last else "output 0"
     with pytest.raises(ControlFailed, match=f"so no difference could be seen: {name}"):
         by_pass(before, after)
-    with pytest.raises(NothingButNan, match=f"{name}: nothing but NaN"):
+    with pytest.raises(NothingShows, match=f"{name}: nothing but NaN"):
         by_values(before, after)
     inputs = [torch.randn(4, 4), torch.randn(3, 4)]
     stages = [Stage("", before), Stage("the pass", after)]

@@ -15,6 +15,7 @@ from pytest_gtrainer import (
     compare,
     facts,
 )
+from pytest_gtrainer.numerics.compare import compare_control
 from pytest_gtrainer.numerics.run_to_run import PRESSURES
 
 BAD = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -252,3 +253,48 @@ def test_a_control_that_differs_in_the_random_state_of_results_alone():
         assert_bitwise_different(one, other)
     other["loss"] = torch.zeros(1)
     assert_bitwise_different(one, other)
+
+
+def control_of(*changed: tuple[str, float], rng: int = 0) -> Record:
+    """A run of one step; ``changed`` are elements by phase, and ``rng`` is a random state."""
+    record = Record()
+    for phase in ("loss", "gradient"):
+        record.add(0, 0, phase, "loss" if phase == "loss" else "w", torch.ones(3))
+    for phase, value in changed:
+        record[0, 0, phase, "loss" if phase == "loss" else "w"][1] = value
+    record.add(0, 0, "rng", "torch.cpu", torch.tensor([rng], dtype=torch.uint8))
+    return record
+
+
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.parametrize(
+    ("control", "outcome"),
+    [
+        (control_of(), "equal"),
+        (control_of(("gradient", 2.0)), "different"),
+        (control_of(("gradient", 2.0), ("loss", math.nan), rng=1), "different"),
+        (control_of(("gradient", math.nan)), "unverified"),
+        (control_of(("gradient", math.inf), ("loss", math.nan), rng=1), "unverified"),
+        (control_of(rng=1), "unverified"),
+    ],
+)
+def test_a_control_proves_nothing_by_nan_or_a_random_state_alone(control, outcome, selects):
+    """V6: nor if a step is selected of both records."""
+    sides = [control, control_of()]
+    if selects:
+        sides = [side.select(step=0) for side in sides]
+    verdict = compare_control(*sides)
+    assert verdict.outcome == outcome
+    assert bool(verdict.reasons) == (outcome == "unverified")
+    if outcome == "different":
+        assert_bitwise_different(*sides)
+    else:
+        with pytest.raises(ControlFailed):
+            assert_bitwise_different(*sides)
+
+
+def test_what_is_selected_keeps_its_places():
+    """V1: messages say step, rank and phase, as of whole records."""
+    verdict = compare(control_of(("gradient", 2.0)).select(step=0), control_of().select(step=0))
+    assert "first at step 0, rank 0, gradient of w, element (1)" in str(verdict)
+    assert verdict.origin == (0, 0)

@@ -14,6 +14,7 @@ from pytest_gtrainer import (
     assert_bitwise_equal,
     assert_parity,
     construct_default_graph_passes,
+    facts,
     train_eager,
     train_graph,
 )
@@ -161,6 +162,56 @@ def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
         BitwiseDifference, match=f"the run is not finite: step 0, rank {gt_world.rank}, {what}"
     ):
         assert_parity(training(batch=batch), gt_world)
+
+
+def nan_at_call(number: int, rank: int):
+    """A batch function that gives NaN when it is called for the last time, by the control."""
+    calls: list[int] = []
+
+    def batch(step, coordinate):
+        calls.extend([coordinate] * (coordinate == rank))
+        generator = torch.Generator().manual_seed(9 * step + coordinate)
+        scale = float("nan") if coordinate == rank and len(calls) == number else 1.0
+        return (scale * torch.randn(5, 6, generator=generator),)
+
+    return batch
+
+
+NO_PROOF = "in another order the control run differs only where one side is NaN or infinite"
+
+
+@FOUR
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_control_that_differs_by_nan_alone_proves_nothing(training, gt_world, rank):
+    """W4, V6: on all ranks. The rank itself traces, runs eagerly, by the graph, and for the control."""
+    with pytest.raises(VacuousCheck, match=NO_PROOF):
+        assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world)
+    parity = assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world, invisible="report")
+    assert set(texts_of_ranks(parity.control.outcome)) == {"unverified"}
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+def test_a_control_that_differs_by_nan_alone_proves_nothing_under_a_net(gt_world):
+    """W4, V6: rank 1 does not trace."""
+
+    def config(mesh):
+        return TrainConfig(
+            model=lambda: Sums((8, 3), (8,)),
+            step=lambda model, x: model(x) * x.mean(),
+            batch=batch,
+            bucket_plan=[["values", ""]],
+            mesh=mesh,
+            steps=1,
+        )
+
+    batch = nan_at_call(3, 1)
+    with facts.collecting() as seen, pytest.raises(VacuousCheck, match=NO_PROOF):
+        assert_parity(config, gt_world)
+    batch = nan_at_call(3, 1)
+    assert assert_parity(config, gt_world, invisible="report").control.outcome == "unverified"
+    assert [fact["result"] for fact in seen if fact["kind"] == "net"] == [
+        "equal, but the control proves nothing"
+    ]
 
 
 @pytest.mark.second_tier

@@ -295,8 +295,10 @@ def entries(value: Tensors) -> dict[Key, Tensor]:
     """
     if isinstance(value, Record):
         return dict(value.items())
-    if isinstance(value, Mapping) and value and all(isinstance(key, Key) for key in value):
-        return dict(value)
+    if isinstance(value, Mapping):
+        selected = {key: tensor for key, tensor in value.items() if isinstance(key, Key)}
+        if selected and len(selected) == len(value):
+            return selected
     found: dict[Key, Tensor] = {}
     for name, tensor in _named(value, ""):
         key = Key(0, 0, OUTSIDE_A_RUN, normalised(name))

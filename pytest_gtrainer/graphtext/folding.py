@@ -1,9 +1,10 @@
-"""Folding and unfolding: runs of equal layers print once, and layers much like another as
-differences.
+"""Folding and unfolding of graph texts. No torch here.
 
-Presentation only: ``unfold`` gives the same lines whatever was folded. It reads canonical texts
-line by line and does not look inside statements, which is all that comparing goldens needs; no
-torch here.
+A run of equal layers is printed once, and layers much like another run as edits of it.
+
+Folding is presentation only: ``unfold`` returns the same lines whatever was folded. It reads
+canonical texts line by line and does not look inside statements, which is all that comparing
+goldens needs.
 """
 
 import bisect
@@ -20,14 +21,15 @@ INDENT = "  "
 MOST_LAYERS = 10_000
 """Layers of one heading: a damaged number must take neither all memory nor minutes."""
 MOST_LINES = 1 << 20
-"""Lines of a text to compare, its layers counted out."""
+"""Lines of a text to compare, those of each layer counted."""
 MOST_ADDED = 1 << 16
 """Lines that layers may add to a text to parse. Each becomes a node, which takes a hundred times
 longer.
 """
-_SHORT = 8  # sections of at most so many lines are read faster than their differences from another
+_SHORT = 8  # people read sections of at most so many lines faster than edits of another
 _LAYERS = re.compile(
-    r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
+    r"for i in (?P<path>.+)"
+    r"\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
 )
 _SPACE = re.compile(r"if (?P<space>\w+):")
 _UNDER_A_MODULE = 2 * INDENT
@@ -41,11 +43,11 @@ class LayerRun:
     section: Section
     count: int
     step: int
-    visit: int  # for the how many-th time the schedule comes to each of them
+    visit: int  # 1 if the schedule comes to each of them for the first time
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """Space, container and visit: where runs may be told by one another."""
+        """Space, container and visit: runs that share them may be edits of one another."""
         space, layer = self.section.key
         return space, layer.container if layer else "", self.visit
 
@@ -63,23 +65,19 @@ class LayerRun:
 
 
 def fold(sections: Sequence[Section]) -> list[str]:
-    """The text of the sections."""
+    """Return the text of the sections."""
     runs = list(_runs_of(sections))
-    models: dict[
-        tuple[str, str, int], LayerRun
-    ] = {}  # at each place the run of most layers: others are told by it
+    # At each place, the run of most layers, of which the others may be edits.
+    models: dict[tuple[str, str, int], LayerRun] = {}
     for run in runs:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
-            models[run.place] = max(
-                models.get(run.place, run), run, key=lambda r: (r.count, len(r.section.lines))
-            )
+            best = models.get(run.place, run)
+            models[run.place] = max(best, run, key=lambda r: (r.count, len(r.section.lines)))
     text: list[str] = []
     for run in runs:
         model, size = models.get(run.place, run), len(run.section.lines)
-        edits = None if model is run else _difference(model.section.lines, run.section.lines)
-        if (
-            edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT)
-        ):  # not much shorter
+        edits = None if model is run else _edits(model.section.lines, run.section.lines)
+        if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):
             text += [run.heading, *_body(run.section.lines)]
             continue
         visit = f", visit={model.visit}" if model.visit > 1 else ""
@@ -90,6 +88,7 @@ def fold(sections: Sequence[Section]) -> list[str]:
 
 
 def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
+    """Yield the longest runs of equal sections whose layers rise, or fall, by one."""
     seen: Counter[SectionKey] = Counter()
     visits = []
     for section in sections:
@@ -97,25 +96,18 @@ def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
         visits.append(seen[section.key])
     place = 0
     while place < len(sections):
-        section, count, step = sections[place], 1, 0
+        section, visit, count, step = sections[place], visits[place], 1, 0
         space, layer = section.key
-        for other, visit in zip(sections[place + 1 :], visits[place + 1 :], strict=True):
-            found = other.key.layer
-            if (
-                layer is None
-                or found is None
-                or visit != visits[place]
-                or other.lines != section.lines
-            ):
+        while layer is not None and place + count < len(sections):
+            other = sections[place + count]
+            if other.key.layer is None or visits[place + count] != visit:
                 break
-            step = step or found.number - layer.number
-            if abs(step) != 1 or other.key != (
-                space,
-                Layer(layer.container, layer.number + step * count),
-            ):
+            step = step or other.key.layer.number - layer.number
+            expected = Layer(layer.container, layer.number + step * count)
+            if abs(step) != 1 or other != Section(SectionKey(space, expected), section.lines):
                 break
             count += 1
-        yield LayerRun(section, count, step if count > 1 else 0, visits[place])
+        yield LayerRun(section, count, step if count > 1 else 0, visit)
         place += count
 
 
@@ -131,13 +123,14 @@ def _body(lines: Iterable[Line]) -> list[str]:
 
 
 def _edit_name(line: Line) -> str:
-    """How an edit names a line: ``bucket(L).wait_tensor``."""
+    """Return the name of a line in an edit: ``bucket(L).wait_tensor``."""
     return f"{line.heading}.{line.name}" if line.heading else line.name
 
 
-def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
-    """``lines`` as edits of ``model``: ``drop(name)``, new lines, ``after``; None if names do not
-    tell lines apart.
+def _edits(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
+    """Return the edits of ``model`` that give ``lines``: ``drop(name)``, new lines, ``after``.
+
+    Returns None if several lines of one side have one name.
     """
     old = {_edit_name(line): line for line in model}
     new = {_edit_name(line): line for line in lines}
@@ -145,23 +138,25 @@ def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | Non
         return None
     places = {name: place for place, name in enumerate(old)}
     common = [name for name in new if name in places]
-    kept = {
-        common[place] for place in rising([places[name] for name in common])
-    }  # most names in one order
+    # The most names that stand in one order on both sides stay where they are.
+    kept = {common[place] for place in rising([places[name] for name in common])}
     text = [f"{INDENT}drop({name})" for name in old if name not in kept]
     text += _body(line for name, line in new.items() if name in kept and line != old[name])
     anchor = ""
     for is_kept, members in itertools.groupby(new, kept.__contains__):
-        names_here = list(members)
+        names = list(members)
         if not is_kept:
-            text += [f"{INDENT}after({anchor})", *_body(new[name] for name in names_here)]
-        anchor = names_here[-1]
+            text += [f"{INDENT}after({anchor})", *_body(new[name] for name in names)]
+        anchor = names[-1]
     return text
 
 
 def rising(numbers: Sequence[int]) -> list[int]:
-    """Places of a longest rising subsequence of different numbers; n log n (patience sorting)."""
-    ends: list[int] = []  # ends[k]: the smallest number with which k+1 rising ones end
+    """Return the places of a longest rising subsequence of different numbers.
+
+    Patience sorting, n log n: ``ends[k]`` is the smallest number that ends k+1 rising ones so far.
+    """
+    ends: list[int] = []
     lengths = []
     for number in numbers:
         lengths.append(bisect.bisect_left(ends, number))
@@ -175,21 +170,21 @@ def rising(numbers: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """A heading's layers (none: one section without a layer) and the lines below, as printed."""
+    """A heading and the lines below it, as printed."""
 
-    number: int
-    keys: tuple[str, ...]
+    number: int  # of the heading's line
+    keys: tuple[str, ...]  # the names of its sections, one for each layer
     lines: tuple[Line, ...]
 
     @property
     def model(self) -> str | None:
-        """The section that this one is told by."""
+        """The section that this one is an edit of."""
         edit = _EDIT.fullmatch(self.lines[0].text) if self.lines else None
         return edit["name"] if edit and edit["kind"] == "like" else None
 
 
 class LineBudget:
-    """How many lines a text, with the graphs inside it, may still have, its layers counted out."""
+    """The number of lines that a text may have, those of each layer and of its bodies counted."""
 
     def __init__(self, most: int) -> None:
         self.most, self.spent = most, 0
@@ -203,9 +198,12 @@ class LineBudget:
 
 
 def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]:
-    """The lines of a graph text, without comments at its head; a TextError says the line.
+    """Return the lines of a graph text, without comments at its head.
 
-    Graphs inside a graph share one ``budget``.
+    Bodies share the ``budget`` of their graph.
+
+    Raises:
+        TextError: this is no graph text; says the line.
     """
     budget = budget or LineBudget(MOST_LINES)
     unfolded = []
@@ -218,23 +216,22 @@ def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]
 def expand(
     blocks: Sequence[TextBlock], budget: LineBudget
 ) -> list[tuple[TextBlock, Sequence[Line]]]:
-    """Give every block the lines of each of its layers, edits applied; a TextError if an edit names
-    nothing.
+    """Return every block with the lines of each of its layers, edits applied.
 
-    The budget pays for lines that edits add; those that stand in the text have been counted by its
-    reader.
+    The reader of the text has spent the budget of its lines; here it pays for those that edits add.
+
+    Raises:
+        TextError: an edit names a section or a line that does not exist.
     """
-    models: dict[
-        str, Sequence[Line]
-    ] = {}  # what `like` may name: sections printed in full, by key and visit
+    # Sections printed in full, by the names that ``like`` may give.
+    models: dict[str, Sequence[Line]] = {}
     visits: Counter[str] = Counter()
     for block in blocks:
         visits.update(block.keys)
         if block.model is None:
-            models |= {
-                f"{key}, visit={visits[key]}" if visits[key] > 1 else key: block.lines
-                for key in block.keys
-            }
+            for key in block.keys:
+                name = f"{key}, visit={visits[key]}" if visits[key] > 1 else key
+                models[name] = block.lines
     expanded: list[tuple[TextBlock, Sequence[Line]]] = []
     for block in blocks:
         lines: Sequence[Line] = block.lines
@@ -242,24 +239,26 @@ def expand(
             if block.model not in models:
                 hint = nearest(block.model, models)
                 raise TextError(
-                    f"like({block.model}): no section of that name is told in full{hint}",
+                    f"like({block.model}): no section of that name is printed in full{hint}",
                     block.number,
                 )
-            lines = tuple(_edited(models[block.model], block))
+            lines = _edited(models[block.model], block)
             budget.spend(block, max(len(lines) - len(block.lines), 0))
         expanded.append((block, lines))
     return expanded
 
 
 def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
+    """Yield the headings and definitions of a text, each with its lines."""
     head: tuple[int, tuple[str, ...]] | None = None
     lines: list[Line] = []
     heading = ""
-    for number, raw in enumerate([*text.splitlines(), "."], start=1):  # the last one ends the text
+    # The point stands for a last heading, which ends the block before it.
+    for number, raw in enumerate([*text.splitlines(), "."], start=1):
         line = raw.removeprefix(INDENT)
         if raw.startswith("#") or not raw or raw.isspace():
             continue
-        if not raw.startswith(INDENT):  # a heading, or a definition at the head of the text
+        if not raw.startswith(INDENT):
             if head:
                 block = TextBlock(*head, tuple(lines))
                 budget.spend(block, max(len(block.lines), 1))
@@ -268,10 +267,8 @@ def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
             lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
         elif not head:
             raise TextError("expected a section (`if fwd:`), found an indented line", number)
-        elif lines and lines[0].text.startswith(
-            "def "
-        ):  # a graph inside the graph: as it stands there
-            lines.append(Line("", raw))
+        elif lines and lines[0].text.startswith("def "):
+            lines.append(Line("", raw))  # a body is one definition, whatever its lines are
         elif raw.startswith(_UNDER_A_MODULE):
             lines.append(Line(heading, raw[len(_UNDER_A_MODULE) :]))
         elif line.startswith("with ") and line.endswith(":"):
@@ -282,7 +279,7 @@ def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
 
 
 def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
-    """The sections that a heading stands for; a definition stands for itself."""
+    """Return the names of a heading's sections; that of a definition is empty."""
     if found := _SPACE.fullmatch(raw):
         return (found["space"],)
     if not raw.startswith("for "):
@@ -301,6 +298,8 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
 
 
 def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
+    """Return the lines of ``model`` after the edits of a block."""
+    # Each line of the model, with the lines that were added after it.
     lines = {_edit_name(line): [line] for line in model}
     front: list[Line] = []
     target: list[Line] | None = None
@@ -318,4 +317,4 @@ def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
             del lines[name]
         else:
             target = lines[name] if name else front
-    return front + [line for group in lines.values() for line in group]
+    return list(itertools.chain(front, *lines.values()))

@@ -128,7 +128,7 @@ def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
         ),
         (
             "for i in fwd.layers[0]:\n  like(fwd.layers[9])",
-            "line 1: like(fwd.layers[9]): no section of that name is told in full",
+            "line 1: like(fwd.layers[9]): no section of that name is printed in full",
         ),
         (
             "if fwd:\n  a: b\nfor i in fwd.layers[0]:\n  like(fwd)\n  drop(L.x)",

@@ -10,9 +10,9 @@ Sections are those of the full text, and a collective has the name that it has t
   module of all of them;
 - ``call(L.moe, cond, cond_graph_0)``: runs a graph inside the graph that communicates itself.
 
-*Packing* serves one launch only (the cast of a parameter, the copy into a bucket's payload) or one
-wait (the copies out of it), and stands next to it: it is shown as a part of it. A *free* node costs
-nothing: a view, the arithmetic of sizes, a guard. All others compute.
+*Packing* is work for one launch only (the cast of a parameter, the copy into a bucket's payload) or
+for one wait (the copies out of it), next to it in the schedule. It has no line of its own. A *free*
+node costs nothing: a view, the arithmetic of sizes, a guard. All others compute.
 """
 
 import itertools
@@ -30,7 +30,14 @@ from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
-from pytest_gtrainer.graphtext.sections import Line, Scope, Section, common_parent, section_keys
+from pytest_gtrainer.graphtext.sections import (
+    Line,
+    Scope,
+    Section,
+    common_parent,
+    section_keys,
+    stretches,
+)
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 
 _GUARDS = frozenset(
@@ -52,11 +59,13 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Return whether a node costs nothing; an operator that copies only where it must counts as a
-    view.
+    """Return whether a node costs nothing.
+
+    An operator that copies only if it must counts as a view.
     """
     short = operator_of(node).short
-    if short in _SYNCS or is_launch(node):  # that of some collectives is the operand itself
+    # The result of some collectives is a view of their operand, and that of a sync is a number.
+    if short in _SYNCS or is_launch(node):
         return False
     if isinstance(node.meta.get("val"), _NUMBERS) or short in _GUARDS:
         return True
@@ -64,10 +73,9 @@ def is_free(node: fx.Node) -> bool:
 
 
 def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[fx.Node, fx.Node]:
-    """The launch or wait that a node is shown as a part of."""
-    from_inputs: set[fx.Node] = (
-        set()
-    )  # nothing but graph inputs has gone into these, and no collective
+    """Return the launch or wait that each packing node works for."""
+    # Only graph inputs, and no collectives, have gone into these nodes.
+    from_inputs: set[fx.Node] = set()
     for node in nodes:
         operands = operands_of(node)
         known = all(operand in from_inputs or operand.op == "placeholder" for operand in operands)
@@ -77,12 +85,10 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
     def same_bucket(node: fx.Node, event: fx.Node) -> bool:
         return scopes[node].is_bucket and scopes[node] == scopes[event]
 
-    before = _serving(
-        reversed(nodes),
-        is_launch,
-        users_of,
-        lambda n, event: n in from_inputs or same_bucket(n, event),
-    )
+    def packs(node: fx.Node, launch: fx.Node) -> bool:
+        return node in from_inputs or same_bucket(node, launch)
+
+    before = _serving(reversed(nodes), is_launch, users_of, packs)
     return before | _serving(nodes, is_wait, operands_of, same_bucket)
 
 
@@ -92,8 +98,9 @@ def _serving(
     neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
 ) -> dict[fx.Node, fx.Node]:
-    """The one event that a node's neighbours are or serve, with nothing but such nodes and free
-    ones between them.
+    """Return the one event that all neighbours of a node are, or serve themselves.
+
+    Only such nodes and free ones may stand between a node and its event.
     """
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()
@@ -111,7 +118,7 @@ def _serving(
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The values that go into a node, looking through the picking of outputs."""
+    """Return the values that go into a node; items are looked through."""
     return [_source(operand) for operand in node.all_input_nodes]
 
 
@@ -122,106 +129,100 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
-    """Return what a collective moves: its result, or its operands where these are known to be
-    larger; if fused, nothing.
+    """Return the tensors that a collective moves: its result, or operands known to be larger.
+
+    Returns none of a fused collective, whose operands are those of its matmul.
     """
     if is_fused(launch):
         return []
-    sides = [
-        [node.meta.get("val") for node in nodes] for nodes in (sent_operands(launch), [launch])
+    sent, received = [
+        [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        for values in (
+            [node.meta.get("val") for node in sent_operands(launch)],
+            launch.meta.get("val"),
+        )
     ]
-    sent, received = (
-        [leaf for leaf in pytree.tree_leaves(s) if isinstance(leaf, torch.Tensor)] for s in sides
-    )
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
+    # Comparing symbolic sizes would add a guard to the graph's shape environment.
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
 
 
 def communicates(gm: fx.GraphModule) -> bool:
     """Return whether a graph, or one inside it, launches a collective."""
-    computed = filter(is_computed, gm.graph.nodes)
     return any(
-        is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed
+        is_launch(node) or any(map(communicates, bodies_of(gm, node).values()))
+        for node in filter(is_computed, gm.graph.nodes)
     )
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-_NOTHING = (
-    "schedule = []"  # what a schedule without any operator says, so that its text is not empty
-)
+_NOTHING = "schedule = []"  # the text of a schedule without any operator, as none may be empty
 
 
 def draw(
     gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None
 ) -> tuple[list[str], list[Section]]:
-    """Groups, symbols (unless there is an ``outer`` graph) and graphs inside that communicate; then
-    the sections.
+    """Return the lines at the head and the sections of a schedule.
+
+    The head has groups, symbols and the bodies that communicate. Symbols of a body are those of its
+    ``outer`` graph.
     """
     backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
-    calls: dict[fx.Node, list[str]] = {}  # names of these graphs
-    told: dict[str, str] = {}
+    called: dict[fx.Node, list[str]] = {}  # names of these bodies
+    names: dict[str, str] = {}  # by the body's text, so equal bodies have one name
     for node in speller.scopes.computed:
         for body in filter(communicates, bodies_of(gm, node).values()):
             definitions, sections = draw(body, mesh, backed)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
-            name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
-            calls.setdefault(node, []).append(name)
-    text = [
-        line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]
-    ]
-    sections = list(_Schedule(speller, calls).sections())
-    preamble = [
-        *map(str, speller.groups.values()),
-        *(backed.definitions() if outer is None else ()),
-        *text,
-    ]
-    return preamble if preamble or sections or outer else [_NOTHING], sections
+            name = names.setdefault(content, word(f"{operator_of(node).short}_graph_{len(names)}"))
+            called.setdefault(node, []).append(name)
+    sections = list(_Schedule(speller, called).sections())
+    head = list(map(str, speller.groups.values()))
+    if outer is None:
+        head += backed.definitions()
+    for content, name in names.items():
+        head += [f"def {name}():", *content.splitlines()]
+    return head if head or sections or outer else [_NOTHING], sections
 
 
 class _Schedule:
-    """Spells the lines of one graph, as seen from the section that it has come to."""
+    """Spells the lines of one graph, as seen from the section that was entered last."""
 
-    def __init__(self, speller: Speller, calls: Mapping[fx.Node, list[str]]) -> None:
-        self._speller, self._calls = speller, calls
+    def __init__(self, speller: Speller, called: Mapping[fx.Node, list[str]]) -> None:
+        self._speller, self._called = speller, called
         self._nodes, self._scopes = speller.scopes.computed, speller.scopes.of
         self._serves = packing(self._nodes, self._scopes)
-        served = (
-            (operand, event)
-            for node, event in self._serves.items()
-            for operand in node.all_input_nodes
-        )
-        packed = {
-            (operand, event)
-            for operand, event in served
-            if self._serves.get(_source(operand)) is not event
-        }
-        self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
+        packed = set()
+        for node, event in self._serves.items():
+            for operand in node.all_input_nodes:
+                if self._serves.get(_source(operand)) is not event:
+                    packed.add((operand, event))
+        # the number of tensors that are packed for each launch
+        self._packed = Counter(event for _, event in packed)
 
     def sections(self) -> Iterable[Section]:
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
-        scopes = [self._scopes[node] for node in shown]
-        operators = [operator_of(node) for node in shown]
-        floats = [
-            scope.floats or op.floats or op.launches
-            for op, scope in zip(operators, scopes, strict=True)
-        ]
-        keys = section_keys([scope.key for scope in scopes], floats)
-        for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
+        floating = []
+        for node in shown:
+            operator = operator_of(node)
+            floating.append(self._scopes[node].floats or operator.floats or operator.launches)
+        keys = section_keys([self._scopes[node].key for node in shown], floating)
+        for key, here in stretches(keys):
             self._speller.enter_section(key)
-            stretches = itertools.groupby([node for _, node in members], self._stretch)
-            yield Section(key, tuple([Line("", self._line(list(nodes))) for _, nodes in stretches]))
+            lines = [list(nodes) for _, nodes in itertools.groupby(shown[here], self._stretch)]
+            yield Section(key, tuple([Line("", self._line(nodes)) for nodes in lines]))
 
     def _stretch(self, node: fx.Node) -> Hashable:
-        """Equal for neighbours that share a line."""
+        """Return a value that is equal for neighbours that share a line."""
         if is_wait(node):
             return "wait", operands_of(node)[0]
-        if is_launch(node) or node in self._calls:
+        if is_launch(node) or node in self._called:
             return node
         scope = self._scopes[node]
-        return scope.space, scope.owners if scope.is_bucket else scope.layer or scope.owners[
-            0
-        ].partition(".")[0]
+        if scope.is_bucket:
+            return scope.space, scope.owners
+        return scope.space, scope.layer or scope.owners[0].partition(".")[0]
 
     def _line(self, nodes: Sequence[fx.Node]) -> str:
         first = nodes[0]
@@ -230,29 +231,33 @@ class _Schedule:
         if is_wait(first):
             return f"wait({self._speller.reference(operands_of(first)[0])})"
         scopes = [self._scopes[node] for node in nodes]
-        if first in self._calls:
-            return f"call({self._module(scopes)}, {operator_of(first).short}, {', '.join(self._calls[first])})"
-        # the operators with their numbers: waits for the device, then products, then others
+        if first in self._called:
+            bodies = ", ".join(self._called[first])
+            return f"call({self._module(scopes)}, {operator_of(first).short}, {bodies})"
         counts = Counter(operator_of(node).short for node in nodes)
-        kinds = sorted(
-            counts,
-            key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]),
-        )
-        told = [
-            f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short)
-            for short in kinds[:_MOST_KINDS]
-        ]
-        told += ["..."] * (len(kinds) > _MOST_KINDS)
-        return f"compute({self._module(scopes)}, {', '.join(told)}, ops={len(nodes)})"
+
+        def weight(short: str) -> tuple[bool, bool, int]:
+            # Waits of the host for the device come first, then products of matrices.
+            return short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]
+
+        kinds = sorted(counts, key=weight)
+        operators = []
+        for short in kinds[:_MOST_KINDS]:
+            operators.append(word(short) + (f"*{counts[short]}" if counts[short] > 1 else ""))
+        if len(kinds) > _MOST_KINDS:
+            operators.append("...")
+        return f"compute({self._module(scopes)}, {', '.join(operators)}, ops={len(nodes)})"
 
     def _launch(self, node: fx.Node) -> Iterable[str]:
-        """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements),
-        and sums.
+        """Yield the name, the group, the payload of each dtype, and the sums of a launch.
+
+        A payload is ``bf16[256, 64]``, or the number of all elements of several tensors.
         """
         if hides(node):
             raise ValueError(
-                f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds the group and the "
-                "reduction as objects without a text form; trace torch.distributed._functional_collectives instead"
+                f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds "
+                "the group and the reduction as objects without a text form; trace "
+                "torch.distributed._functional_collectives instead"
             )
         yield self._speller.reference(node)
         if (group := group_of(node)) is not None:
@@ -262,7 +267,7 @@ class _Schedule:
         payload = payload_of(node)
         for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
             alike = [tensor for tensor in payload if tensor.dtype == dtype]
-            # a tensor's `numel` keeps symbols, that of a size puts numbers in their place
+            # ``numel`` of a tensor keeps symbols; that of a ``torch.Size`` specializes them.
             shape = alike[0].shape if len(alike) == 1 else [sum(tensor.numel() for tensor in alike)]
             yield f"{spell_dtype(dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
         if (reduction := reduction_of(node)) is not None:
@@ -274,10 +279,8 @@ class _Schedule:
             yield f"tensors={tensors}"
 
     def _module(self, scopes: Sequence[Scope]) -> str:
-        first = scopes[0]
-        owners = (
-            first.owners
-            if first.is_bucket
-            else (common_parent([scope.owners[0] for scope in scopes]),)
-        )
-        return self._speller.heading(Scope(owners, first.space, first.is_bucket))
+        """Return the bucket, or the module that all of the scopes have in common."""
+        if scopes[0].is_bucket:
+            return self._speller.heading(scopes[0])
+        parent = common_parent([scope.owners[0] for scope in scopes])
+        return self._speller.heading(Scope((parent,), scopes[0].space))

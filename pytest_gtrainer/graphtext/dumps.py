@@ -1,10 +1,9 @@
-"""Text of ``print_readable``, which tlparse shows and ``fx_graph_runnable`` files hold, as graph
-text.
+"""Translate the code of a graph, as ``print_readable`` writes it, into graph text.
 
-``translated`` makes the syntax tree of the one into that of the other; nothing of the dump is ever
-run. Lines keep their numbers, so errors tell those of the file. A dump tells neither modules nor
-directions: all values stand in ``fwd`` of ``_``, and inputs in ``A`` by the names that they have
-there.
+Tlparse shows this code, and ``fx_graph_runnable`` files hold it. ``translated`` makes its syntax
+tree into that of graph text; nothing of the dump is ever run. Lines keep their numbers, so errors
+name those of the file. A dump has neither modules nor directions: all values stand in ``fwd`` of
+``_``, and inputs in ``A`` by their names in the dump.
 """
 
 import ast
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_gtrainer.graphtext.literals import TORCH_WORDS
-from pytest_gtrainer.graphtext.syntax import refuse, shown
+from pytest_gtrainer.graphtext.syntax import refuse, shown, unexpected
 
 _CLASS = re.compile(r"^class \w+\((torch\.)?nn\.Module\):", re.MULTILINE)
 _TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?([a-z]*)[:\d]*")
@@ -51,10 +50,12 @@ def is_dump(text: str) -> bool:
 
 
 def translated(tree: ast.Module) -> list[ast.stmt]:
-    """The statements of graph text for a dump; a TextError if it holds several graphs, or an
-    unreadable line.
+    """Return the statements of graph text for a dump.
+
+    Raises:
+        TextError: it holds several graphs, or a line that cannot be read.
     """
-    first, *others = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    first, *others = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     if others:
         raise refuse(
             others[0],
@@ -62,47 +63,50 @@ def translated(tree: ast.Module) -> list[ast.stmt]:
         )
     types = _types_in_load_args(tree)
     statements = _Dump(first, types).statements
-    symbols = sorted(set(_BACKED.findall(" ".join([*map(_told, ast.walk(tree)), *types]))))
-    return [*ast.parse("\n".join(f"{name} = size()" for name in symbols)).body, *statements]
+    # Symbols are named in types only; a dump does not have their values.
+    symbols = set(_BACKED.findall(" ".join([*map(_annotation, ast.walk(tree)), *types])))
+    definitions = [f"{name} = size()" for name in sorted(symbols)]
+    return [*ast.parse("\n".join(definitions)).body, *statements]
 
 
-def _told(node: ast.AST) -> str:
-    """The annotation of a line or an argument, where a dump writes types."""
+def _annotation(node: ast.AST) -> str:
+    """Return the type of a line or an argument, ``"f32[2, 8][8, 1]cpu"``; "" if there is none."""
     annotation = getattr(node, "annotation", None)
     return str(annotation.value) if isinstance(annotation, ast.Constant) else ""
 
 
 def _types_in_load_args(tree: ast.Module) -> list[str]:
-    """The types of the inputs of an ``fx_graph_runnable`` file, which tells no others."""
+    """Return the types of inputs in ``load_args`` of an ``fx_graph_runnable`` file."""
     types = []
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if (name := ast.unparse(call.func)) == "reader.symint":
-            told = [item.value for item in call.keywords if item.arg == "expr"]
-            types.append(f"Sym({ast.literal_eval(told[0]) if told else ast.unparse(call.args[0])})")
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        keywords = {item.arg: item.value for item in call.keywords}
+        name = ast.unparse(call.func)
+        if name == "reader.symint":
+            expression = ast.unparse(call.args[0])
+            if "expr" in keywords:
+                expression = ast.literal_eval(keywords["expr"])
+            types.append(f"Sym({expression})")
         elif name == "reader.tensor":
-            sizes = "".join(
-                f"[{ast.unparse(argument).strip('(,)')}]" for argument in call.args[1:3]
-            )
-            dtypes = [
-                _CONSTANTS[ast.unparse(item.value)] for item in call.keywords if item.arg == "dtype"
-            ]
-            types.append((dtypes or ["f32"])[0] + sizes)
+            dtype = _CONSTANTS[ast.unparse(keywords["dtype"])] if "dtype" in keywords else "f32"
+            sizes = [f"[{ast.unparse(argument).strip('(,)')}]" for argument in call.args[1:3]]
+            types.append(dtype + "".join(sizes))
     return types
 
 
-def _type(told: str, at: ast.AST) -> ast.expr:
-    """``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text; ``_`` where nothing is
-    told.
-    """
-    spelled = told or "_"
-    if (number := _NUMBER.fullmatch(told)) is not None:
-        spelled = f"{'float' if re.search(r'[.]|[0-9]e', number[1]) else 'int'}[{number[1]}]"
-    elif (tensor := _TENSOR.fullmatch(told)) is not None:
+def _type(text: str, at: ast.AST) -> ast.expr:
+    """Return ``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text, "" as ``_``."""
+    spelled = text or "_"
+    if number := _NUMBER.fullmatch(text):
+        kind = "float" if re.search(r"[.]|[0-9]e", number[1]) else "int"
+        spelled = f"{kind}[{number[1]}]"
+    elif tensor := _TENSOR.fullmatch(text):
         dtype, shape, strides, device = tensor.groups()
         spelled = f"{dtype}[{shape or '()'}]" + (f"[{strides}]" if strides else "")
         spelled += f" @ {device}" if device not in ("", "cpu") else ""
-    elif told:
-        raise refuse(at, f"expected a type like `f32[2, 4][4, 1]cpu` or `Sym(s0)`, found `{told}`")
+    elif text:
+        raise refuse(at, f"expected a type like `f32[2, 4][4, 1]cpu` or `Sym(s0)`, found `{text}`")
     return _expression(spelled)
 
 
@@ -111,119 +115,111 @@ def _expression(text: str) -> Any:
 
 
 def _at(place: ast.AST, made: Any) -> Any:
-    """``made`` with the line of what it stands for."""
+    """Give ``made`` the line of the statement that it stands for."""
     for node in ast.walk(made):
         node.lineno, node.col_offset = place.lineno, place.col_offset  # type: ignore[attr-defined]
     return made
 
 
 class _Dump(ast.NodeTransformer):
-    """One class as sections: ``statements``."""
+    """Translates one class into the ``statements`` of graph text."""
 
     def __init__(self, graph: ast.ClassDef, types: Sequence[str] = ()) -> None:
-        forward = next(
-            (node for node in graph.body if getattr(node, "name", "") == "forward"), None
-        )
+        functions = [node for node in graph.body if getattr(node, "name", "") == "forward"]
+        forward = functions[0] if functions else None
         if not isinstance(forward, ast.FunctionDef):
             raise refuse(graph, f"{graph.name} has no forward, so it holds no graph's code")
-        self.statements: list[ast.stmt]
         self._bodies = {node.name: node for node in graph.body if isinstance(node, ast.ClassDef)}
         self._names: dict[str, ast.expr] = {}
         self._inputs: list[ast.stmt] = []
         self._values: dict[str, ast.AnnAssign] = {}
         self._results: list[ast.stmt] = []
-        head: list[ast.stmt] = []
-        has_lines = any(
-            "tree_flatten_spec" in ast.unparse(node) for node in forward.body
-        )  # the inputs, of their own
-        arguments = [] if has_lines else forward.args.args[1:]
-        told = [_told(argument) for argument in arguments]
-        if not any(told) and types:
+        self.statements: list[ast.stmt] = []
+        # Code that flattens its arguments has a line for each input.
+        flattens = any("tree_flatten_spec" in ast.unparse(node) for node in forward.body)
+        arguments = [] if flattens else forward.args.args[1:]
+        annotations = list(map(_annotation, arguments))
+        if not any(annotations) and types:
             if len(types) != len(arguments):
                 raise refuse(
-                    forward, f"there are {len(arguments)} inputs, and load_args tells {len(types)}"
+                    forward, f"there are {len(arguments)} inputs, and load_args has {len(types)}"
                 )
-            told = list(types)
-        for argument, kind in zip(arguments, told, strict=True):
-            self._input(argument.arg, kind, argument)
+            annotations = list(types)
+        for argument, annotation in zip(arguments, annotations, strict=True):
+            self._input(argument.arg, annotation, argument)
         for node in forward.body:
             if isinstance(node, ast.Return):
-                head = self._return(node.value, node)
+                self.statements = self._return(node.value, node)
             else:
                 self._line(node)
         for body in self._bodies.values():
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
-            head.append(made)
-        sections = (
-            ("A", self._inputs),
-            ("fwd", list[ast.stmt](self._values.values())),
-            ("out", self._results),
-        )
-        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in sections if lines)
-        self.statements = [
-            ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)
-        ]
+            self.statements.append(made)
+        computed: list[ast.stmt] = list(self._values.values())
+        for name, lines in (("A", self._inputs), ("fwd", computed), ("out", self._results)):
+            if lines:
+                self.statements.append(ast.If(ast.Name(name), lines, []))
+        for node in self.statements:
+            ast.fix_missing_locations(ast.copy_location(node, graph))
 
-    def _input(self, name: str, told: str, at: ast.AST) -> None:
+    def _input(self, name: str, annotation: str, at: ast.AST) -> None:
         self._names[name] = _expression(f"A.{name}")
-        self._inputs.append(
-            _at(at, ast.AnnAssign(_expression(f"A.{name}"), _type(told, at), None, 0))
-        )
+        kind = _type(annotation, at)
+        self._inputs.append(_at(at, ast.AnnAssign(_expression(f"A.{name}"), kind, None, 0)))
 
     def _line(self, node: ast.stmt) -> None:
-        """A line of the code, whose value is an input, another name for a value, or computed."""
-        value, told = getattr(node, "value", None), _told(node)
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(node, ast.Assign) and (
-            ast.unparse(value or node) == "None" or isinstance(target, ast.Tuple)
-        ):
-            # `mm = None`, where nobody reads it any more; or the inputs, which have lines of their
-            # own
-            return
+        """Read a line of the code: an input, another name of a value, or a computed value."""
+        value, annotation = getattr(node, "value", None), _annotation(node)
+        target = getattr(node, "target", None)
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            # ``mm = None`` frees a value; a tuple is that of the inputs, which have their lines.
+            if ast.unparse(node.value) == "None" or isinstance(target, ast.Tuple):
+                return
         if not isinstance(target, ast.Name) or not isinstance(node, ast.Assign | ast.AnnAssign):
-            raise refuse(node, f"expected a line of a graph's code, found `{shown(node)}`")
+            raise unexpected(node, "a line of a graph's code")
         name = target.id
         if value is None:
-            self._input(name, told, node)
+            self._input(name, annotation, node)
         elif isinstance(value, ast.Name):  # Dynamo's `l_x_ = L_x_`
             self._names[name] = self.visit(value)
         elif isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
-            if value.attr not in self._bodies and not told:
+            if value.attr in self._bodies:
+                self._names[name] = ast.Name(f"{value.attr}_graph_0")
+                return
+            if not annotation:
                 raise refuse(
                     node, f"the dump does not hold `{shown(value)}`: render the graph itself"
                 )
-            body = ast.Name(f"{value.attr}_graph_0")  # of a constant a dump tells the type alone
-            kept = ast.Call(ast.Name("const"), [_type(told, node), ast.Constant(None)], [])
-            self._names[name] = body if value.attr in self._bodies else kept
+            # Of a constant, a dump has the type only.
+            constant = [_type(annotation, node), ast.Constant(None)]
+            self._names[name] = ast.Call(ast.Name("const"), constant, [])
         else:
-            kind, source = _type(told, node), getattr(value, "value", None)
-            if (
-                told
-                and isinstance(value, ast.Subscript)
-                and isinstance(source, ast.Name)
-                and source.id in self._values
-            ):
-                self._tell_item(self._values[source.id], value.slice, kind)
-            self._values[name] = _at(
-                node, ast.AnnAssign(ast.Name(name), kind, self._call(value), 1)
-            )
+            kind = _type(annotation, node)
+            if annotation and isinstance(value, ast.Subscript):
+                self._note_type_of_item(value, kind)
+            call = self._call(value)
+            self._values[name] = _at(node, ast.AnnAssign(ast.Name(name), kind, call, 1))
 
-    def _tell_item(self, source: ast.AnnAssign, index: ast.expr, kind: ast.expr) -> None:
-        """Of several outputs a dump tells the types of those that are read."""
-        whole = source.annotation
-        if (
-            isinstance(index, ast.Constant)
-            and type(index.value) is int
-            and isinstance(whole, ast.Name | ast.Tuple)
-        ):
-            known = whole.elts if isinstance(whole, ast.Tuple) else []
-            items = [*known, *(ast.Name("_") for _ in range(index.value + 1 - len(known)))]
-            items[index.value] = kind
-            source.annotation = _at(source, ast.Tuple(items))
+    def _note_type_of_item(self, item: ast.Subscript, kind: ast.expr) -> None:
+        """Write the type of an item into that of its source.
+
+        Of several outputs, a dump has only the types of those that are read.
+        """
+        source = self._values.get(ast.unparse(item.value))
+        index = getattr(item.slice, "value", None)
+        if source is None or type(index) is not int:
+            return
+        if not isinstance(source.annotation, ast.Name | ast.Tuple):
+            return
+        known = source.annotation.elts if isinstance(source.annotation, ast.Tuple) else []
+        items = known + [ast.Name("_") for _ in range(index + 1 - len(known))]
+        items[index] = kind
+        source.annotation = _at(source, ast.Tuple(items))
 
     def _return(self, value: ast.expr | None, at: ast.Return) -> list[ast.stmt]:
-        """Fills the results; gives how they are returned, unless as a tuple."""
+        """Read the results; return the convention ``returns = list``, none of a tuple."""
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "pytree.tree_unflatten":
             value = value.args[0]
         several = value.elts if isinstance(value, ast.Tuple | ast.List) else None
@@ -233,34 +229,32 @@ class _Dump(ast.NodeTransformer):
                 if isinstance(node, ast.Name) and node.id in self._values:
                     node.id = f"fwd._.{node.id}"
             self._results.append(_at(at, ast.Expr(ast.Yield(_expression(ast.unparse(named))))))
-        how = "value" if several is None else "list"
-        return [] if isinstance(value, ast.Tuple) else ast.parse(f"returns = {how}").body
+        if isinstance(value, ast.Tuple):
+            return []
+        return ast.parse(f"returns = {'value' if several is None else 'list'}").body
 
     def _call(self, value: ast.expr) -> ast.Call:
-        """Return what a line computes, as a call of an operator."""
+        """Return the right-hand side of a line as a call of an operator."""
         keywords: list[ast.keyword] = []
         match value:
             case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]) if (
                 type(sign) in _OPERATORS
             ):
-                name, given = f"operator.{_OPERATORS[type(sign)]}", [left, right]
+                name, operands = f"operator.{_OPERATORS[type(sign)]}", [left, right]
             case ast.UnaryOp(sign, operand) if type(sign) in _OPERATORS:
-                name, given = f"operator.{_OPERATORS[type(sign)]}", [operand]
+                name, operands = f"operator.{_OPERATORS[type(sign)]}", [operand]
             case ast.Subscript(source, index):
-                name, given = "operator.getitem", [source, index]
-            case ast.Call(ast.Attribute(source, method) as function, given, keywords):
-                name = ast.unparse(function)
-                if name.partition(".")[0] in {*self._values, *self._names}:
-                    name, given = f"method.{method}", [source, *given]
-                name = (
-                    name.removeprefix("torch.ops.")
-                    .replace("higher_order.", "hop.", 1)
-                    .removesuffix(".default")
-                )
+                name, operands = "operator.getitem", [source, index]
+            case ast.Call(ast.Attribute(source, method) as function, operands, keywords):
+                name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
+                name = name.replace("higher_order.", "hop.", 1)
+                first = name.partition(".")[0]
+                if first in self._values or first in self._names:
+                    name, operands = f"method.{method}", [source, *operands]
             case _:
-                raise refuse(value, f"expected a call of an operator, found `{shown(value)}`")
+                raise unexpected(value, "a call of an operator")
         named = [ast.keyword(each.arg, self.visit(each.value)) for each in keywords]
-        return ast.Call(_expression(name), [self.visit(argument) for argument in given], named)
+        return ast.Call(_expression(name), [self.visit(operand) for operand in operands], named)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self._names.get(node.id, node)

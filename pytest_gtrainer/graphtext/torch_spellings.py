@@ -1,9 +1,9 @@
-"""What versions of torch call differently, so that one golden serves them all. No torch here.
+"""Operators that versions of torch call differently, so one golden serves all. No torch here.
 
 An operator is in the table if a version put it in place of another that computes the same value
 with the same strides. Texts made before and since such a version are compared in the words of the
-newer one, all others as they are, so that a spelling hides nothing while torch stays.
-docs/goldens.md says why it is so.
+newer one. All others are compared as they are, so a spelling hides nothing while torch stays.
+docs/goldens.md gives the reasons.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Spelling:
     since: tuple[int, int]  # the version that brought it
     before: str  # the operator in older versions, without ``.default``
     after: str  # the operator in newer ones
-    reason: str  # what changed in torch, and what therefore cannot be told apart
+    reason: str  # the change in torch, and the difference that no check can see because of it
     of: str = ""  # the operator that the first operand comes from; "" for any
 
     def __str__(self) -> str:
@@ -34,36 +34,37 @@ SPELLINGS = (
         since=(2, 14),
         before="aten.detach",
         after="aten.alias",
-        reason="below autograd a detach is an alias, and since 2.14 it is dispatched as one. An alias that a user "
-        "wrote looks the same: across 2.14 it is not told from a detach. Both give their operand, in its storage.",
+        reason="below autograd a detach is an alias, and since 2.14 it is dispatched as one. An "
+        "alias that a user wrote looks the same, so across 2.14 it passes for a detach. Both "
+        "return their operand, in its storage.",
     ),
     Spelling(
         since=(2, 15),
         before="aten.view",
         after="aten._unsafe_view",
         of="aten.addmm",
-        reason="`linear` with a bias flattens an input of three dimensions. It folds the product back by "
-        "`_unsafe_view`, as `matmul` always did: a view that autograd does not track, which the values do not show.",
+        reason="`linear` with a bias flattens an input of three dimensions. It folds the product "
+        "back by `_unsafe_view`, as `matmul` always did: a view that autograd does not track, "
+        "which the values do not show.",
     ),
 )
 
 
 def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, ...]:
-    """Return what one of two versions of torch spells differently; nothing if a version is not
-    known.
-    """
-    versions = [minor_version(version) if version else None for version in (made, running)]
-    known = [version for version in versions if version is not None]
-    if len(known) < 2:
+    """Return the spellings that differ between two versions; none if a version is not known."""
+    old, new = [minor_version(version) if version else None for version in (made, running)]
+    if old is None or new is None:
         return ()
-    return tuple(spelling for spelling in SPELLINGS if min(known) < spelling.since <= max(known))
+    old, new = sorted([old, new])
+    return tuple([spelling for spelling in SPELLINGS if old < spelling.since <= new])
 
 
 def same_but_for(
     spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]
 ) -> bool:
-    """Return whether two graphs are equal, line by line, in one spelling. Names of values follow
-    from it, and may differ.
+    """Return whether two graphs are equal, line by line, in one spelling.
+
+    A value is named after its operator, so names may differ.
     """
     return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 
@@ -71,36 +72,35 @@ def same_but_for(
 def respelled(
     lines: Sequence[GraphLine], spellings: Iterable[Spelling]
 ) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
-    """The lines in the words of the newer torch, for people to read, and the spellings that these
-    lines needed.
-    """
-    made, used = list(lines), set()
+    """Return the lines in the words of the newer torch, and the spellings that they needed."""
+    found, used = list(lines), set()
     graph = dataflow(lines)
     for value in graph.values:
-        if (spelling := _spelling_of(value, graph, spellings)) is not None:
+        spelling = _spelling_of(value, graph, spellings)
+        if spelling is not None:
             used.add(spelling)
-            before, after = (f" = {operator}(" for operator in (spelling.before, spelling.after))
-            line = made[value.line]
-            made[value.line] = line._replace(text=line.text.replace(before, after, 1))
-    return tuple(made), used
+            line = found[value.line]
+            text = line.text.replace(f" = {spelling.before}(", f" = {spelling.after}(", 1)
+            found[value.line] = line._replace(text=text)
+    return tuple(found), used
 
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
+    """Return the spelling that applies to a value; None for none."""
     source = graph.values[value.sources[0]].operator if value.sources else ""
-    return next(
-        (each for each in spellings if value.operator == each.before and each.of in ("", source)),
-        None,
-    )
+    for spelling in spellings:
+        if value.operator == spelling.before and spelling.of in ("", source):
+            return spelling
+    return None
 
 
 def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:
-    """All that a graph's text says but the names of its values, in the words of the newer torch."""
+    """Return the content of a text without names of values, in the words of the newer torch."""
     graph, values = dataflow(lines), []
     for value in graph.values:
         spelling = _spelling_of(value, graph, spellings)
-        values.append(
-            value._replace(name="", operator=spelling.after if spelling else value.operator)
-        )
+        operator = spelling.after if spelling else value.operator
+        values.append(value._replace(name="", operator=operator))
     places = [(section, heading) for section, heading, _ in lines]
     bodies = [(name, _content(body, spellings)) for name, body in graph.bodies.items()]
     return [places, values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]

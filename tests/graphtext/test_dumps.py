@@ -157,7 +157,7 @@ def test_a_runnable_file_tells_types_of_inputs_alone():
         (
             "(self, primals_1, ",
             "(self, ",
-            "line 8, column 5: there are 1 inputs, and load_args tells 2",
+            "line 8, column 5: there are 1 inputs, and load_args has 2",
         ),
         ("def forward", "def backward", "line 4, column 1: Repro has no forward"),
         (

@@ -89,7 +89,7 @@ class PassFile:
         passes: to be run in this order.
         world: the fake world they run in, None for none.
         golden: the view of the golden to compare with, None for none.
-        raises: what the error of the last pass says, None if it must not raise.
+        raises: words of the error that the last pass raises, None if it must not raise.
         values, result, again: whether these are asked for, see the table in
             ``docs/graph-checks.md``.
         checks: the ``# check:`` lines.
@@ -122,7 +122,7 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
     """
     root, marker = Path(folder), getattr(pytest.mark, MARKER)
     found = []
-    for path in sorted(root.rglob(f"*{SUFFIX}")):
+    for path in _files_below(root):
         try:
             world = read_pass_file(path).world
         except PassFileError:
@@ -139,6 +139,18 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
     return found
 
 
+def _files_below(root: Path) -> list[Path]:
+    """Return the pass files below a folder, also those in folders that are links, in order."""
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        above = {os.path.realpath(path) for path in (folder, *Path(folder).parents)}
+        for name in list(folders):
+            if os.path.realpath(os.path.join(folder, name)) in above:  # it would have no end
+                folders.remove(name)
+        found += [Path(folder, name) for name in names if name.lower().endswith(SUFFIX)]
+    return sorted(found)
+
+
 def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     """Read and check a pass file; a PassFileError names file and line in one sentence."""
     relative = os.path.relpath(path)
@@ -152,6 +164,12 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     for name in ("golden", "raises"):
         if name in once and not once[name].value:
             raise PassFileError(f"{once[name].place}: `# {name}:` says nothing")
+    # Fewer letters are in the message of nearly any error.
+    if "raises" in once and not re.search(r"[^\W\d_]{4}", once["raises"].value):
+        raise PassFileError(
+            f"{once['raises'].place}: {once['raises'].value!r} may be in any message: write the "
+            "class of the error, or words of its message"
+        )
     for name, word in _WORDS.items():
         if name in once and once[name].value != word:
             raise PassFileError(
@@ -338,11 +356,15 @@ def _calls(directive: Directive) -> Iterator[PassCall]:
             )
         options = {}
         for keyword in keywords:
-            try:
-                options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-            except ValueError:
-                told = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
+            value = ast.unparse(keyword.value)
+            if keyword.arg is None:
                 raise PassFileError(
-                    f"{place}: an option is a literal of Python, and {told} is not"
+                    f"{place}: write each option with its name, `n=2`, and not as **{value}"
+                )
+            try:
+                options[keyword.arg] = ast.literal_eval(keyword.value)
+            except (ValueError, TypeError):
+                raise PassFileError(
+                    f"{place}: an option is a literal of Python, and {keyword.arg}={value} is not"
                 ) from None
         yield PassCall(called.id, MappingProxyType(options), place)

@@ -1,7 +1,9 @@
 """Running a pass file: parse its graph, run the passes, judge what comes out."""
 
 import copy
+import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -69,6 +71,11 @@ def run_pass_file(
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
             raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
+        try:
+            inspect.signature(known[call.name]).bind_partial(**call.options)
+        except TypeError as error:
+            # Else ``# raises: TypeError`` would hold of a misspelled option.
+            raise PassFileError(f"{call.place}: {call.name}: {error}") from None
 
     with _enter_world(file.world):
         return _Run(file, known).judge(golden)
@@ -109,6 +116,7 @@ class _Run:
 
     def __init__(self, file: PassFile, known: Mapping[str, Pass]) -> None:
         self._file, self._known = file, known
+        self._running = 0  # place of the pass that runs, or ran last
         self._mesh = file.world.mesh if file.world else None
         try:
             self._before, self._gm = graphtext.parse(file.text), graphtext.parse(file.text)
@@ -155,7 +163,10 @@ class _Run:
             message = f"{type(error).__name__}: {error}"
             if expected is None:
                 raise
-            if expected in message:
+            # Whole words: "bucket" is not in "buckets".
+            words = rf"(?:\b|(?=\W)){re.escape(expected)}(?:\b|(?<=\W))"
+            if re.search(words, message):
+                self._refuse_passes_left(message)
                 return
             found = f"but it says\n  {message}"
 
@@ -164,8 +175,20 @@ class _Run:
                 f"{self._file.file}: expected an error that says\n  {expected}\n{found}"
             )
 
+    def _refuse_passes_left(self, message: str) -> None:
+        """Fail if the pass that raised the expected error is not the last one."""
+        __tracebackhide__ = True
+        names = [call.name for call in self._file.passes]
+        left = names[self._running + 1 :]
+        if left:
+            raise facts.FailedCheck(
+                f"{self._file.file}: {names[self._running]} raised the expected error, so "
+                f"{', '.join(left)} did not run: end the passes with the one that raises\n  {message}"
+            )
+
     def _run(self) -> None:
-        for call in self._file.passes:
+        for place, call in enumerate(self._file.passes):
+            self._running = place
             try:
                 a_pass = as_pass(self._known[call.name])
                 self._gm = returned(a_pass(self._gm, self._inputs, **call.options))

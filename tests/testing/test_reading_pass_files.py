@@ -128,8 +128,20 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
         ),
         (
             "# passes: a_pass(**{'n': print()})",
-            "an option is a literal of Python, and **={'n': print()} is not",
+            "write each option with its name, `n=2`, and not as **{'n': print()}",
         ),
+        ("# passes: a_pass(**{})", "write each option with its name, `n=2`, and not as **{}"),
+        ("# passes: a_pass(**{'n': 1})", "and not as **{'n': 1}"),
+        ("# passes: a_pass(m=1, **{1: 2})", "and not as **{1: 2}"),
+        ("# passes: a_pass(n={[]: 1})", "an option is a literal of Python, and n={[]: 1} is not"),
+        (
+            "# passes: canonicalize_graph_pass(rule=1)",
+            "canonicalize_graph_pass: got an unexpected keyword argument 'rule'",
+        ),
+        ("# raises: e", "'e' may be in any message: write the class of the error, or words of its"),
+        ("# raises: an", "'an' may be in any message"),
+        ("# raises: ...", "'...' may be in any message"),
+        ("# raises: 1234", "'1234' may be in any message"),
     ],
 )
 def test_lines_that_are_refused(write, line, words):
@@ -201,3 +213,23 @@ def test_values_need_inputs_of_known_sizes(write):
 def test_a_folder_without_files_is_an_error(tmp_path):
     with pytest.raises(PassFileError, match=r"there is no \*.fxgraph file below"):
         pass_files(tmp_path)
+
+
+def test_files_of_any_case_and_in_linked_folders_are_found(tmp_path):
+    """A file that is left out would be a test that nobody misses."""
+    graphs, elsewhere = tmp_path / "graphs", tmp_path / "elsewhere"
+    for folder in (graphs / "a", elsewhere / "deep"):
+        folder.mkdir(parents=True)
+    for file in (graphs / "a/x.FXGRAPH", graphs / "y.fxgraph", elsewhere / "deep/z.FxGraph"):
+        file.write_text("# gtrainer graph v2\n")
+    (graphs / "linked").symlink_to(elsewhere)
+    (graphs / "a/up").symlink_to(graphs)  # a circle
+    (graphs / "w.fxgraph").symlink_to(graphs / "y.fxgraph")
+    (graphs / "broken.fxgraph").symlink_to(graphs / "nothing")
+    assert [parameter.id for parameter in pass_files(graphs)] == [
+        "a.x",
+        "broken",
+        "linked.deep.z",
+        "w",
+        "y",
+    ]

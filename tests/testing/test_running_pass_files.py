@@ -139,6 +139,7 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
     """D11."""
     refused = 'joint_transformer_block_bucketing_reordering_pass(bucket_plan=["layers.0"])'
     run(write("# raises: PlanError: the bucket plan names 'layers.0'", passes=refused))
+    run(write("# raises: 'layers.0'", passes=f"deduplicate_fsdp_unshard_chains_pass; {refused}"))
     for words, passes, found in (
         (
             "PlanError: no bucket",
@@ -147,6 +148,16 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
         ),
         ("PlanError", "canonicalize_graph_pass", "but none was raised"),
         ("no such bucket", "half_done_pass", "which had to stay as it was"),
+        ("Plan", refused, "but it says\n  PlanError"),
+        ("rror: the bucket plan", refused, "but it says\n  PlanError"),
+        ("the bucket plan name", refused, "but it says\n  PlanError"),
+        (
+            "PlanError: the bucket plan",
+            f"{refused}; canonicalize_graph_pass; {refused}",
+            "joint_transformer_block_bucketing_reordering_pass raised the expected error, so "
+            "canonicalize_graph_pass, joint_transformer_block_bucketing_reordering_pass did not "
+            "run: end the passes with the one that raises\n  PlanError: the bucket plan names",
+        ),
     ):
         with pytest.raises(AssertionError) as failure:
             run(write(f"# raises: {words}", passes=passes))

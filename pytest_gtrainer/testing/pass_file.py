@@ -143,7 +143,7 @@ def _files_below(root: Path) -> list[Path]:
     """Return the pass files below a folder, also those in folders that are links, in order."""
     found = []
     for folder, folders, names in os.walk(root, followlinks=True):
-        above = {os.path.realpath(path) for path in (folder, *Path(folder).parents)}
+        above = {os.path.realpath(path) for path in Path(folder, "_").parents}
         for name in list(folders):
             if os.path.realpath(os.path.join(folder, name)) in above:  # it would have no end
                 folders.remove(name)

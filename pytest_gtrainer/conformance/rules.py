@@ -1,6 +1,4 @@
-"""The rules, each with its sentence, the graphs and the world that it needs, and the function that
-judges it.
-"""
+"""The rules: each with its sentence, its graphs and its world, and the function that judges it."""
 
 import cProfile
 import itertools
@@ -13,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -117,43 +114,37 @@ def is_idempotent(run: Run) -> None:
 
 @rule("D11", "a pass that cannot finish raises and leaves the graph as it was", KINDS)
 def leaves_what_it_refuses(run: Run) -> None:
-    """Of a collective without a value, of random numbers, of options that do not fit the model."""
-    spoilt, random, wrong = (
-        graph_of(run.recipe),
-        graph_of(replace(run.recipe, inside="drops")),
-        dict[str, Any](),
-    )
+    """Give the pass a collective without a value, random numbers, and options that do not fit."""
+    spoilt = graph_of(run.recipe)
     for launch in [node for node in spoilt.graph.nodes if launches(node.target)][-1:]:
         del launch.meta["val"]
+    random = graph_of(replace(run.recipe, inside="drops"))
+    unfit: dict[str, Any] = {}
     if run.adapter.kind == "chunking":
-        wrong = {"config": replace(run.recipe, chunks=3).chunking}
+        unfit = {"config": replace(run.recipe, chunks=3).chunking}
     elif run.adapter.takes_plan:
-        wrong = {"bucket_plan": [*run.recipe.plan, "no.such.module"]}
-    could_fail = False
-    cases = {
-        "a collective without a value": spoilt,
-        "random numbers": random,
-        "what does not fit": run.before,
-    }
-    for what, gm in cases.items():
-        told = wrong if gm is run.before else {}
+        unfit = {"bucket_plan": [*run.recipe.plan, "no.such.module"]}
+    refuses_any = False
+    for what, gm, options in (
+        ("a collective without a value", spoilt, {}),
+        ("random numbers", random, {}),
+        ("what does not fit", run.before, unfit),
+    ):
         text = str(gm.graph)
         try:
-            run.of(gm, **told)
+            run.of(gm, **options)
         except Raised:
-            could_fail = True
-            if (now := str(gm.graph)) != text:
-                line = next(
-                    (line.strip() for line in now.splitlines() if line not in text),
-                    "nodes are gone",
-                )
+            refuses_any = True
+            lines = str(gm.graph).splitlines()
+            if lines != text.splitlines():
+                changed = [line.strip() for line in lines if line not in text] or ["nodes are gone"]
                 raise AssertionError(
-                    f"it refused {what} and left the graph half rewritten: {line}"
+                    f"it refused {what} and left the graph half rewritten: {changed[0]}"
                 ) from None
         else:
-            if told:
-                raise AssertionError(f"{told} does not fit the model, and was taken in silence")
-    if not could_fail:
+            if options:
+                raise AssertionError(f"{options} does not fit the model, and was taken in silence")
+    if not refuses_any:
         raise Nothing("it refuses none of the graphs")
 
 
@@ -168,11 +159,10 @@ def leaves_what_it_refuses(run: Run) -> None:
     AGAIN,
 )
 def keeps_values(run: Run) -> None:
-    """In a fake world an all-gather repeats the shard and a reduction leaves it, so payloads add
-    alike.
+    """Run both graphs, and compare which elements they reduce.
 
-    No value depends there on the reduction, nor on which ranks take part: these are read from the
-    graphs.
+    In a fake world an all-gather repeats the shard and a reduction leaves it. So no value depends
+    on the kind of a reduction, nor on the ranks that take part: these are read from the graphs.
     """
     try:
         with facts.failing_checks(lambda error: None):  # a vacuous check judges nothing here
@@ -183,27 +173,26 @@ def keeps_values(run: Run) -> None:
         raise Nothing(str(error)) from None
     except (RuntimeError, TypeError, ValueError) as error:
         raise AssertionError(f"the result does not run: {type(error).__name__}: {error}") from None
-    for each in silent:
+    for inputs in silent:
         facts.emit(
-            "idle", what=f"{run.adapter.name}: every result of {run.recipe} is NaN on {each}"
+            "idle", what=f"{run.adapter.name}: every result of {run.recipe} is NaN on {inputs}"
         )
     before, after = map(_communication, run.graphs)
     for what in sorted(before.keys() | after.keys()):
-        may_repeat = (
-            run.adapter.kind in AGAINST_MEMORY and before[what] and after[what] >= before[what]
-        )
-        if before[what] != after[what] and not may_repeat:
+        # A pass that recomputes may repeat the collectives of the forward.
+        if run.adapter.kind in AGAINST_MEMORY and 0 < before[what] <= after[what]:
+            continue
+        if before[what] != after[what]:
             raise AssertionError(
                 f"{what}: {before[what]} elements before the pass, {after[what]} behind it"
             )
 
 
 def _communication(gm: fx.GraphModule) -> Counter[str]:
-    """Count the elements that are reduced, by reduction, dtype and ranks; other collectives count
-    as one a kind.
+    """Count the reduced elements by reduction, dtype and ranks.
 
-    A pass may gather once what was gathered twice, and gather as bytes; it may not reduce more,
-    less or otherwise.
+    Other collectives count as one for each kind and ranks: a pass may gather once what was gathered
+    twice, and gather as bytes. It may not reduce more, less or otherwise.
     """
     found = Counter[str]()
     for launch in gm.graph.nodes:
@@ -214,12 +203,10 @@ def _communication(gm: fx.GraphModule) -> Counter[str]:
         if reduction is None:
             found[f"{kind_of(launch)} over ranks {list(ranks)}"] = 1
             continue
-        reduction = plain_reduction(reduction, len(ranks))
+        kind = f"{kind_of(launch)} {plain_reduction(reduction, len(ranks))}"
         for operand in pytree.tree_leaves(launch.args[0]):
             value = operand.meta["val"]
-            found[f"{kind_of(launch)} {reduction} of {value.dtype} over ranks {list(ranks)}"] += (
-                value.numel()
-            )
+            found[f"{kind} of {value.dtype} over ranks {list(ranks)}"] += value.numel()
     return found
 
 
@@ -231,41 +218,45 @@ def _communication(gm: fx.GraphModule) -> Counter[str]:
     AGAIN,
 )
 def keeps_metadata(run: Run) -> None:
-    given = graph_of(run.recipe)  # a pass that makes a new graph leaves no node of this one
+    given = graph_of(run.recipe)
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
     for node in run.of(given).graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise AssertionError(f'{node} = {node.target} has no meta["val"]')
-        if before.get(node, now := f"{node_fqn(node)} {direction(node)}") != now:
+        # A pass that makes a new graph leaves no node of the given one.
+        now = f"{node_fqn(node)} {direction(node)}"
+        if before.get(node, now) != now:
             raise AssertionError(f"{node} was of {before[node]} and is of {now}")
 
 
 @rule("ranks", "the graph is the same on every rank that holds as much", IN_PLACE, DENSE, TIED)
 def is_same_on_ranks(run: Run) -> None:
-    mesh = dict(run.recipe.mesh)  # by which groups are named
+    mesh = dict(run.recipe.mesh)
     here = render(run.after, mesh=mesh)
     for rank in set(range(run.recipe.size)) - {dist.get_rank()}:
         with fake_group_beside(rank, run.recipe.size):
             there = render(replace(run).after, mesh=mesh)
         if there != here:
-            told = difference("graph", here, there)
             raise AssertionError(
-                f"rank {rank} has another graph than rank {dist.get_rank()}\n{told}"
+                f"rank {rank} has another graph than rank {dist.get_rank()}\n"
+                f"{difference('graph', here, there)}"
             )
 
 
-def tell_texts() -> None:
-    """In the other process: write the texts of the graphs as a line of JSON, or what is wrong with
-    the import.
+def print_texts() -> None:
+    """Print the texts of the graphs as a line of JSON, or the error of importing the pass.
+
+    This runs in the other process, which reads pass and recipes from its standard input.
     """
-    path, kind, adapter, recipes = pickle.load(sys.stdin.buffer)  # of the parent
+    path, kind, adapter, recipes = pickle.load(sys.stdin.buffer)
     try:
         adapter = adapter_at(path, kind) if path else pickle.loads(adapter)
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
         return
     with fake_world(WorldSpec("fake", 4, {}, rank=1)):
-        runs = [Run(adapter, recipe, None) for recipe in recipes]  # type: ignore[arg-type]  # it keeps no graph
+        # A run needs its request only to keep a graph.
+        runs = [Run(adapter, recipe, None) for recipe in recipes]  # type: ignore[arg-type]
         print(json.dumps([render(run.after, mesh=dict(run.recipe.mesh)) for run in runs]))
 
 
@@ -280,7 +271,7 @@ def is_same_elsewhere(run: Run) -> None:
     given = pickle.dumps((adapter.path, adapter.kind, pickled, [each.recipe for each in runs]))
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "from pytest_gtrainer.conformance import rules; rules.tell_texts()"
+    code = "from pytest_gtrainer.conformance import rules; rules.print_texts()"
     done = subprocess.run(
         [sys.executable, "-c", code], input=given, capture_output=True, env=environment, check=False
     )
@@ -293,12 +284,17 @@ def is_same_elsewhere(run: Run) -> None:
     for each, text in zip(runs, there, strict=True):
         here = render(each.after, mesh=dict(each.recipe.mesh))
         if here != text:
-            told = difference("graph", here, text)
-            raise AssertionError(f"another process has another graph of {each.recipe}\n{told}")
+            raise AssertionError(
+                f"another process has another graph of {each.recipe}\n"
+                f"{difference('graph', here, text)}"
+            )
 
 
 def _calls(function: Callable[..., Any], *args: Any) -> int:
-    """Of functions, Python's and built-in ones: the same number at each run, which times are not."""
+    """Count the calls of functions, Python's and built-in ones, while ``function`` runs.
+
+    The number is the same in each run; a time is not.
+    """
     profile = cProfile.Profile()
     with collector_off():
         profile.runcall(function, *args)
@@ -310,7 +306,8 @@ def is_linear(run: Run) -> None:
     calls = []
     for layers in (4, 16):
         larger = replace(run, recipe=replace(run.recipe, layers=layers))
-        given, after = larger.before, larger.after  # what is made once
+        # The first run imports modules and fills caches.
+        given, after = larger.before, larger.after
         calls.append(_calls(larger.of, given))
     if render(after) == render(graph_of(larger.recipe)):
         raise Nothing("it changes nothing")
@@ -327,10 +324,12 @@ def is_linear(run: Run) -> None:
     Recipe(layers=16),
 )
 def is_cheap(run: Run) -> None:
-    _ = run.after  # what is made once
-    mine, once = _calls(run.of, graph_of(run.recipe)), _calls(run.before.recompile)
-    if mine > 10 * once:
-        raise AssertionError(f"{mine} calls, a recompile {once}: {mine / once:.1f} times")
+    _ = run.after  # the first run imports modules and fills caches
+    calls, recompile = _calls(run.of, graph_of(run.recipe)), _calls(run.before.recompile)
+    if calls > 10 * recompile:
+        raise AssertionError(
+            f"{calls} calls, a recompile {recompile}: {calls / recompile:.1f} times"
+        )
 
 
 @rule(
@@ -413,24 +412,26 @@ def holds_on_generated(run: Run) -> None:
     AGAIN,
 )
 def can_be_read(run: Run) -> None:
-    def held(gm: fx.GraphModule) -> set[str]:
-        return {
-            f"{payload.collective} of {slot.parameter} in {way}, {slot.nbytes} bytes a rank"
-            for payload in bucket_layout(gm).payloads
-            for slot in payload.slots
-            for way in (
-                payload.directions if payload.collective == "all_gather" else (BACKWARD,)
-            )  # or unmarked
-        }
+    def slots(gm: fx.GraphModule) -> set[str]:
+        found = set[str]()
+        for payload in bucket_layout(gm).payloads:
+            # A reduction of gradients may be unmarked; it is always of the backward.
+            is_gather = payload.collective == "all_gather"
+            for way in payload.directions if is_gather else (BACKWARD,):
+                found.update(
+                    f"{payload.collective} of {slot.parameter} in {way}, {slot.nbytes} bytes a rank"
+                    for slot in payload.slots
+                )
+        return found
 
     try:
-        before, after = map(held, run.graphs)
+        before, after = map(slots, run.graphs)
     except ValueError as error:
         raise AssertionError(str(error)) from None
-    for told in sorted(before - after):
-        raise AssertionError(f"it is gone: {told}")
-    for told in sorted(after - before):
-        raise AssertionError(f"it was not there before: {told}")
+    for slot in sorted(before - after):
+        raise AssertionError(f"it is gone: {slot}")
+    for slot in sorted(after - before):
+        raise AssertionError(f"it was not there before: {slot}")
 
 
 @rule(
@@ -444,7 +445,7 @@ def can_be_read(run: Run) -> None:
     MIXED,
 )
 def merges_each_bucket(run: Run) -> None:
-    plan, expected = Plan(run.recipe.plan), dict[Any, list[str]]()
+    plan, buckets = Plan(run.recipe.plan), dict[Any, list[str]]()
     for kind, members in (
         ("all_gather", fsdp_all_gathers),
         ("reduce_scatter", fsdp_reduce_scatters),
@@ -452,40 +453,40 @@ def merges_each_bucket(run: Run) -> None:
         for member in members(run.before):
             bucket = plan.bucket_of(member.parameter)
             label = bucket.label if bucket else "the root"
-            expected.setdefault((kind, member.direction, label, member.signature), []).append(
-                member.parameter
-            )
-    if all(len(parameters) == 1 for parameters in expected.values()):
+            key = kind, member.direction, label, member.signature
+            buckets.setdefault(key, []).append(member.parameter)
+    if all(len(parameters) == 1 for parameters in buckets.values()):
         raise Nothing("no bucket has two members")
     layout = bucket_layout(run.after)
-    for (kind, way, label, _), parameters in expected.items():
-        held = [set(payload.parameters) for payload in layout.of(kind) if way in payload.directions]
-        parts = [part for part in held if not part.isdisjoint(parameters)]
-        if parts != [set(parameters)]:
-            told = "; ".join(", ".join(sorted(part)) for part in parts) or "none"
+    for (kind, way, label, _), parameters in buckets.items():
+        found = [
+            set(payload.parameters)
+            for payload in layout.of(kind)
+            if way in payload.directions and not set(parameters).isdisjoint(payload.parameters)
+        ]
+        if found != [set(parameters)]:
+            listed = "; ".join(", ".join(sorted(names)) for names in found) or "none"
             raise AssertionError(
-                f"bucket {label!r}, {kind} in {way}: expected one of {', '.join(parameters)}, found {len(parts)}, "
-                f"{told}"
+                f"bucket {label!r}, {kind} in {way}: expected one of {', '.join(parameters)}, "
+                f"found {len(found)}, {listed}"
             )
 
 
 @rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", MERGING, *ORDERS)
 def packs_in_managed_order(run: Run) -> None:
     managed = run.before.graph.output_node().meta["gt_managed_order"]
-    members = (
-        *fsdp_all_gathers(run.before),
-        *fsdp_reduce_scatters(run.before),
-    )  # a backward has the latter alone
+    # The graph of a backward alone has reduce-scatters only.
+    members = (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before))
     executed = [member.parameter for member in members]
     could_fail = False
     for payload in run.merged:
-        order = sorted(payload.parameters, key=managed.index)
-        could_fail |= order != sorted(payload.parameters, key=executed.index)
-        for packed_one, expected in zip(payload.parameters, order, strict=True):
-            if packed_one != expected:
+        expected = sorted(payload.parameters, key=managed.index)
+        could_fail |= expected != sorted(payload.parameters, key=executed.index)
+        for parameter, other in zip(payload.parameters, expected, strict=True):
+            if parameter != other:
                 raise AssertionError(
-                    f"bucket {payload.label!r}, {payload.collective}: {packed_one} stands where FSDP2 packs "
-                    f"{expected}; packed are {', '.join(payload.parameters)}"
+                    f"bucket {payload.label!r}, {payload.collective}: {parameter} stands where "
+                    f"FSDP2 packs {other}; packed are {', '.join(payload.parameters)}"
                 )
     if not could_fail:
         raise Nothing("in each payload the order of the graph is FSDP2's, too")
@@ -511,24 +512,23 @@ def leaves_other_collectives(run: Run) -> None:
         )
 
     before, after = map(of_tp, run.graphs)
-    for told in (before - after) + (after - before):
-        raise AssertionError(f"{told}: {before[told]} before the pass, {after[told]} behind it")
+    for kind in (before - after) + (after - before):
+        raise AssertionError(f"{kind}: {before[kind]} before the pass, {after[kind]} behind it")
 
 
 @rule("D7", "members that differ in dtype are never merged", MERGING, MIXED)
 def keeps_dtypes_apart(run: Run) -> None:
-    payloads = bucket_layout(run.before).payloads
-    dtypes = {
-        (payload.collective, name): payload.dtype
-        for payload in payloads
-        for name in payload.parameters
-    }
+    dtypes = {}
+    for payload in bucket_layout(run.before).payloads:
+        for parameter in payload.parameters:
+            dtypes[payload.collective, parameter] = payload.dtype
     for payload in run.merged:
         for parameter in payload.parameters:
-            if (was := dtypes[payload.collective, parameter]) is not payload.dtype:
+            was = dtypes[payload.collective, parameter]
+            if was is not payload.dtype:
                 raise AssertionError(
-                    f"bucket {payload.label!r}, {payload.collective}: {parameter} travelled as {was}, now as "
-                    f"{payload.dtype}"
+                    f"bucket {payload.label!r}, {payload.collective}: {parameter} travelled as "
+                    f"{was}, now as {payload.dtype}"
                 )
 
 
@@ -556,38 +556,40 @@ def marks_its_nodes(run: Run) -> None:
     merging=True,
 )
 def keeps_strides(run: Run) -> None:
-    """A strided view in the place of a contiguous tensor changes the bits of a later sum."""
+    """Compare the strides of what each node of the model reads.
 
-    def operands(gm: fx.GraphModule) -> dict[str, list[tuple[int, ...]]]:
-        nodes = [node for node in gm.graph.nodes if computes(node)]  # no collectives
-        values = {
-            node.name: [each.meta.get("val") for each in node.all_input_nodes] for node in nodes
-        }
-        return {
-            name: [each.stride() for each in read if hasattr(each, "stride")]
-            for name, read in values.items()
-        }
+    A strided view in the place of a contiguous tensor changes the bits of a later sum.
+    """
 
-    before, after = map(operands, run.graphs)
-    for name in [name for name, was in before.items() if after.get(name, was) != was]:
-        raise AssertionError(
-            f"{name} reads operands of strides {after[name]}, before the pass {before[name]}"
-        )
+    def strides_of_operands(gm: fx.GraphModule) -> dict[str, list[tuple[int, ...]]]:
+        found = {}
+        for node in gm.graph.nodes:
+            if computes(node):  # leaves collectives out
+                values = [operand.meta.get("val") for operand in node.all_input_nodes]
+                found[node.name] = [value.stride() for value in values if hasattr(value, "stride")]
+        return found
+
+    before, after = map(strides_of_operands, run.graphs)
+    for name, was in before.items():
+        if after.get(name, was) != was:
+            raise AssertionError(
+                f"{name} reads operands of strides {after[name]}, before the pass {was}"
+            )
 
 
 def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]]:
-    """The collectives of a kind and direction that are not for activations: name, place of launch,
-    place of wait.
+    """Return name, place of launch and place of wait of each collective of a kind and direction.
+
+    All-gathers of activations are left out: tensor parallelism places them.
     """
     place, sent = {node: at for at, node in enumerate(gm.graph.nodes)}, packed(gm)
-    found = [
-        node
-        for node in place
-        if is_collective(node) and kind_of(node) == kind and direction(node) == way
-    ]
-    if kind == "all_gather":
-        found = [node for node in found if ACTIVATION not in sent.get(node, ())]
-    return [(node.name, place[node], place[wait_of(node)]) for node in found]
+    found = []
+    for node in place:
+        if not is_collective(node) or kind_of(node) != kind or direction(node) != way:
+            continue
+        if kind != "all_gather" or ACTIVATION not in sent.get(node, ()):
+            found.append((node.name, place[node], place[wait_of(node)]))
+    return found
 
 
 _NEXT_FIRST = "the next all-gather of the forward is launched before this one is waited for"
@@ -600,7 +602,8 @@ def prefetches(run: Run) -> None:
     ):
         if launch > wait:
             raise AssertionError(
-                f"{later} is launched behind the wait of {name}: the gather of a bucket hides nothing"
+                f"{later} is launched behind the wait of {name}: "
+                "the gather of a bucket hides nothing"
             )
 
 
@@ -624,29 +627,20 @@ def waits_late(run: Run) -> None:
 
 @rule("E4", "only collective chains move", (*MERGING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
 def moves_no_compute(run: Run) -> None:
-    moving = {
-        node.name
-        for member in (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before))
-        for node in (member.launch, member.wait, *member.chain)
-    }
-    before, after = (
-        [node.name for node in gm.graph.nodes if node.name not in moving] for gm in run.graphs
-    )
-    left, known = set(after), set(before)
-    stayed = zip(
-        (name for name in before if name in left),
-        (name for name in after if name in known),
-        strict=True,
-    )
-    for was, now in stayed:
-        if was != now:
-            raise AssertionError(f"{now} runs where {was} ran: compute has moved")
+    moving = set[str]()
+    for member in (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before)):
+        moving.update(node.name for node in (member.launch, member.wait, *member.chain))
+    before, after = ([node.name for node in gm.graph.nodes] for gm in run.graphs)
+    stayed = (set(before) & set(after)) - moving
+    was, now = ([name for name in names if name in stayed] for names in (before, after))
+    for one, other in zip(was, now, strict=True):
+        if one != other:
+            raise AssertionError(f"{other} runs where {one} ran: compute has moved")
 
 
+# Each kernel takes 1 s and each collective 0.5 s, so a collective is hidden if one kernel runs
+# between its launch and its wait.
 SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhead=1.0, latency=0.5)
-"""A kernel takes twice as long as a collective: one that is launched a kernel before its wait is
-hidden.
-"""
 
 
 @rule(
@@ -657,34 +651,37 @@ hidden.
     AGAIN,
 )
 def hides_collectives(run: Run) -> None:
-    """As eager FSDP2 does: it waits for the first all-gather, and for the last reduce-scatter."""
+    """Count the exposed collectives.
+
+    Eager FSDP2 exposes two: nothing runs before the first all-gather has arrived, nor behind the
+    last reduce-scatter.
+    """
     after = timeline(run.after, SLOW, mesh=dict(run.recipe.mesh))
-    exposed = [span for span in after.spans if span.kind == "exposed"]
+    exposed = [span.label for span in after.spans if span.kind == "exposed"]
     if len(exposed) > 2:
-        told = f"{len(exposed)} collectives are exposed where eager exposes at most 2"
-        raise AssertionError(f"{told}: {', '.join(span.label for span in exposed)}")
+        raise AssertionError(
+            f"{len(exposed)} collectives are exposed where eager exposes at most 2: "
+            f"{', '.join(exposed)}"
+        )
 
 
-def _shared(gm: fx.GraphModule) -> list[str]:
-    """Of each output what it shares memory with: inputs, and outputs before it."""
-    generator, placeholders = (
-        torch.Generator().manual_seed(0),
-        gm.graph.find_nodes(op="placeholder"),
-    )
-    known, told = (
-        [
-            (f"input {at}", sample(node.meta["val"], generator, ""))
-            for at, node in enumerate(placeholders)
-        ],
-        [],
-    )
+def _aliases_of_outputs(gm: fx.GraphModule) -> list[str]:
+    """Run the graph; return the inputs and earlier outputs that each output shares memory with."""
+    generator = torch.Generator().manual_seed(0)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [sample(node.meta["val"], generator, "") for node in placeholders]
+    names: dict[int, list[str]] = {}
+    for at, value in enumerate(inputs):
+        names.setdefault(value.untyped_storage().data_ptr(), []).append(f"input {at}")
     gm.recompile()
-    for at, value in enumerate(pytree.tree_leaves(gm(*(each for _, each in known)))):
-        place = value.untyped_storage().data_ptr()
-        shared = [name for name, other in known if other.untyped_storage().data_ptr() == place]
-        told.append(", ".join(shared) or "nothing")
-        known.append((f"output {at}", value))
-    return told
+    found = []
+    # The outputs stay alive here: freed memory could be that of a later one.
+    outputs = pytree.tree_leaves(gm(*inputs))
+    for at, value in enumerate(outputs):
+        shared = names.setdefault(value.untyped_storage().data_ptr(), [])
+        found.append(", ".join(shared) or "nothing")
+        shared.append(f"output {at}")
+    return found
 
 
 TRAP, NOISE = Recipe(traps=True), Recipe(inside="noise")
@@ -698,7 +695,7 @@ FOUR_OF_EXPERTS = replace(FOUR, moe=True, sequence=8)
 )
 def keeps_aliases(run: Run) -> None:
     keeps_values(run)
-    for at, (was, now) in enumerate(zip(*map(_shared, run.graphs), strict=True)):
+    for at, (was, now) in enumerate(zip(*map(_aliases_of_outputs, run.graphs), strict=True)):
         if was != now:
             raise AssertionError(f"output {at} shared memory with {was}, and shares it with {now}")
 
@@ -707,10 +704,8 @@ def keeps_aliases(run: Run) -> None:
     "spelling", "views and transposes that change nothing do not show in the text", CANONICAL, NOISE
 )
 def has_one_spelling(run: Run) -> None:
-    plain, noisy = (
-        render(replace(run, recipe=replace(run.recipe, inside="")).after),
-        render(run.after),
-    )
+    plain = render(replace(run, recipe=replace(run.recipe, inside="")).after)
+    noisy = render(run.after)
     if plain != noisy:
         raise AssertionError(
             f"the same step in two spellings has two texts\n{difference('graph', plain, noisy)}"
@@ -726,20 +721,24 @@ def has_one_spelling(run: Run) -> None:
     AGAIN,
 )
 def gathers_once(run: Run) -> None:
-    before, after = (
-        {
-            each.launch.name: (each.parameter, each.direction, each.signature)
-            for each in fsdp_all_gathers(gm)
-        }
-        for gm in run.graphs
-    )
-    first = {key: name for name, key in reversed(before.items())}
-    if len(first) == len(before):
+    def launches_by_value(gm: fx.GraphModule) -> dict[Any, list[str]]:
+        found: dict[Any, list[str]] = {}
+        for member in fsdp_all_gathers(gm):
+            key = member.parameter, member.direction, member.signature
+            found.setdefault(key, []).append(member.launch.name)
+        return found
+
+    before, after = map(launches_by_value, run.graphs)
+    if all(len(names) == 1 for names in before.values()):
         raise Nothing("no parameter is gathered twice")
-    for key, name in first.items():
-        if (found := [each for each, of in after.items() if of == key]) != [name]:
-            told = f"expected the first gather, {name}, alone; found {', '.join(found) or 'none'}"
-            raise AssertionError(f"{key[0]} in {key[1]}: {told}")
+    for key, (first, *_) in before.items():
+        left = after.get(key, [])
+        if left != [first]:
+            parameter, way, _ = key
+            raise AssertionError(
+                f"{parameter} in {way}: expected the first gather, {first}, alone; "
+                f"found {', '.join(left) or 'none'}"
+            )
 
 
 _WRITTEN = "a write in between is seen: it is refused, or bits stay"
@@ -761,32 +760,36 @@ rule("fresh", _FRESH, (*ANY, *DEDUPLICATION), Recipe(inside="buffers"), may_refu
     TIED,
 )
 def marks_what_it_recomputes(run: Run) -> None:
-    names, known = {node.name for node in run.before.graph.nodes}, dict[int, str]()
+    names = {node.name for node in run.before.graph.nodes}
+    owners: dict[int, str] = {}
     for node in run.after.graph.nodes:
-        if node.name not in names and node.op == "call_function":
+        is_new = node.name not in names
+        if is_new and node.op == "call_function":
             if direction(node) != BACKWARD:
                 raise AssertionError(f"{node} is computed again and not marked as the backward's")
             if "_recomputed" not in node.name:
                 raise AssertionError(
                     f"{node} is computed again in the backward and not named *_recomputed"
                 )
-        if (custom := node.meta.get("custom")) is not None:
-            if id(custom) in known and node.name not in names:
-                raise AssertionError(f'{node} shares its meta["custom"] with {known[id(custom)]}')
-            known[id(custom)] = node.name
+        # A later pass that annotates the copy would annotate the original, too.
+        custom = node.meta.get("custom")
+        if custom is not None:
+            if is_new and id(custom) in owners:
+                raise AssertionError(f'{node} shares its meta["custom"] with {owners[id(custom)]}')
+            owners[id(custom)] = node.name
 
 
 @rule("random", "what draws random numbers is not computed again", AGAINST_MEMORY, DENSE)
 def draws_once(run: Run) -> None:
-    """It may refuse the region, or save what was drawn."""
+    """Look for new nodes that draw; the pass may refuse the region, or save what was drawn."""
     drops = replace(run, recipe=replace(run.recipe, inside="drops"))
     try:
         before, after = (
-            [node.name for node in gm.graph.nodes if is_random(node)] for gm in drops.graphs
+            {node.name for node in gm.graph.nodes if is_random(node)} for gm in drops.graphs
         )
     except Refused:
         return
-    for name in sorted(set(after) - set(before)):
+    for name in sorted(after - before):
         raise AssertionError(f"{name} draws again, other numbers than the forward had")
 
 
@@ -800,7 +803,7 @@ def needs_less_memory(run: Run) -> None:
 
 
 def _groups(gm: fx.GraphModule) -> dict[str, str]:
-    """By name of a launch its group."""
+    """Return the group of each launch, by the launch's name."""
     return {node.name: str(group_of(node)) for node in gm.graph.nodes if launches(node.target)}
 
 
@@ -814,14 +817,14 @@ def _groups(gm: fx.GraphModule) -> dict[str, str]:
     Recipe(beside="fsdp"),
 )
 def moves_gathers(run: Run) -> None:
-    members = {member.launch.name: member.parameter for member in fsdp_all_gathers(run.before)}
+    parameters = {member.launch.name: member.parameter for member in fsdp_all_gathers(run.before)}
     before, after = map(_groups, run.graphs)
     if len(run.before.graph.nodes) != len(run.after.graph.nodes) or before.keys() != after.keys():
         raise AssertionError("the graph has other nodes than before")
-    extras = dict[str, str]()
+    extras: dict[str, str] = {}
     for name, was in before.items():
         now = after[name]
-        if name not in members:
+        if name not in parameters:
             if was != now:
                 raise AssertionError(
                     f"{name} is no all-gather of a parameter and has moved from {was} to {now}"
@@ -829,7 +832,8 @@ def moves_gathers(run: Run) -> None:
             continue
         if now == was or group_ranks(now) != group_ranks(was):
             raise AssertionError(
-                f"the gather of {members[name]} is in {now}: expected another group of {was}'s ranks"
+                f"the gather of {parameters[name]} is in {now}: "
+                f"expected another group of {was}'s ranks"
             )
         if extras.setdefault(was, now) != now:
             raise AssertionError(
@@ -839,11 +843,10 @@ def moves_gathers(run: Run) -> None:
 
 @rule("F4", "a new world has new groups", REASSIGNMENT, DENSE, HYBRID)
 def forgets_groups(run: Run) -> None:
-    """Two worlds, one after the other, whose groups have equal names: as a process has them that
-    tests twice.
+    """Run the pass in two worlds, one after the other, whose groups have equal names.
 
-    A pass that keeps a table of groups, by name or by ranks, finds an entry of the first world in
-    the second.
+    Two tests in one process have such worlds. A pass that keeps a table of groups, by name or by
+    ranks, finds an entry of the first world in the second.
     """
     names = new_group_names()
     sources = []
@@ -859,9 +862,12 @@ def forgets_groups(run: Run) -> None:
                     raise AssertionError(
                         f"{name} is in {group}, a group of a world that is gone"
                     ) from None
-                if name in before and ranks != (expected := group_ranks(before[name])):
-                    wrong = f"{name} is in {group}, which was a group of a world that is gone and now has other ranks"
-                    raise AssertionError(f"{wrong}: {list(ranks)}, expected {list(expected)}")
+                expected = group_ranks(before[name]) if name in before else ranks
+                if ranks != expected:
+                    raise AssertionError(
+                        f"{name} is in {group}, which was a group of a world that is gone and now "
+                        f"has other ranks: {list(ranks)}, expected {list(expected)}"
+                    )
     if sources[0] != sources[1]:
         raise Nothing("the groups of the second world have other names than those of the first")
 
@@ -876,8 +882,9 @@ def forgets_groups(run: Run) -> None:
     FOUR_OF_EXPERTS,
 )
 def has_bits_of_chunks(run: Run) -> None:
-    """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked
-    bits must differ.
+    """Compare the chunked graph with eager chunking; unchunked bits must differ.
+
+    With four chunks and a weight that is used twice, a wrong order of addition shows.
     """
     mesh = mesh_of(run.recipe) if run.recipe.mesh else None
     model, tokens = run.recipe.model(mesh), run.recipe.tokens(0, 0)
@@ -885,26 +892,17 @@ def has_bits_of_chunks(run: Run) -> None:
     run.after.recompile()
     values = pytree.tree_leaves(run.after(*(each.detach() for each in parameters), *tokens))
 
-    def eager() -> dict[str, torch.Tensor]:
+    def eager() -> list[torch.Tensor]:
         loss = step(model, *tokens)
-        return dict(
-            zip(
-                ("loss", *names),
-                (loss.detach(), *torch.autograd.grad(loss, parameters)),
-                strict=True,
-            )
-        )
+        return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
     whole = eager()
     with eager_chunked(model, run.recipe.chunking):
         chunked = eager()
-    if all(torch.equal(whole[name], chunked[name]) for name in chunked):
+    if all(map(torch.equal, whole, chunked)):
         raise Nothing("unchunked bits are those of chunks, too")
-    assert_bitwise_equal(
-        dict(zip(chunked, values, strict=True)),
-        chunked,
-        what="chunked graph against eager chunking",
-    )
+    found, expected = (dict(zip(("loss", *names), each, strict=True)) for each in (values, chunked))
+    assert_bitwise_equal(found, expected, what="chunked graph against eager chunking")
 
 
 @rule(
@@ -943,16 +941,14 @@ def _refuses(run: Run, **wrong: Any) -> None:
     raise AssertionError(f"{made.recipe} was taken in silence")
 
 
-MIXING, EXCHANGING = (
-    partial(_refuses, inside="mixes"),
-    partial(_refuses, inside="exchanges", mesh=(("tp", 4),)),
-)
-rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)(
-    EXCHANGING
-)
-rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)(
-    MIXING
-)
+@rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)
+def refuses_exchanges(run: Run) -> None:
+    _refuses(run, inside="exchanges", mesh=(("tp", 4),))
+
+
+@rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)
+def refuses_mixing(run: Run) -> None:
+    _refuses(run, inside="mixes")
 
 
 _BITS = "on real ranks gradients and weights have eager fully_shard's bits"
@@ -960,19 +956,18 @@ _NODES = "on two simulated nodes, too, where the order of a payload shows"
 
 
 @rule("bits", _BITS, JOINT, world=("ranks", {"size": 3}))
-def has_eagers_bits(run: Run) -> None:
-    _trains_as_eager(
-        replace(run, recipe=Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None))
-    )
+def has_bits_of_eager(run: Run) -> None:
+    _train_as_eager(run, Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None))
 
 
 @rule("nodes", _NODES, JOINT, world=("simulated", {"size": 4, "nodes": 2}))
-def has_eagers_bits_on_nodes(run: Run) -> None:
-    _trains_as_eager(replace(run, recipe=Recipe(reduced=torch.bfloat16)))
+def has_bits_of_eager_on_nodes(run: Run) -> None:
+    _train_as_eager(run, Recipe(reduced=torch.bfloat16))
 
 
-def _trains_as_eager(run: Run) -> None:
-    """Both sides train for two steps; the control packs backwards and must differ."""
+def _train_as_eager(run: Run, recipe: Recipe) -> None:
+    """Train both sides for two steps; the control packs backwards and must differ."""
+    run = replace(run, recipe=recipe)
     mine = BoundPass(run.adapter.name, (), lambda gm, example_inputs=None: run.of(gm), {})
     world = run.request.getfixturevalue("gt_world")
     try:

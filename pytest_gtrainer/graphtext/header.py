@@ -1,8 +1,8 @@
-"""What a text begins with, and the one error that reading a text raises.
+"""The header of a text, and the one error that reading a text raises.
 
-The comment lines at the head say what made a golden. They are never compared, apart from the format
-version and, of a golden of real ranks, ``groups``: the process groups of all ranks, where those of
-the first do not tell them.
+Comment lines at the head say what made a golden. They are not compared, but for the format version,
+the view, and ``groups`` of a golden of real ranks: the process groups of all ranks, if those of the
+first rank do not determine them.
 """
 
 import difflib
@@ -15,9 +15,7 @@ from pytest_gtrainer.facts import escaped
 
 
 class TextError(ValueError):
-    """A text that is not graph text. ``line`` and ``column`` count from 1; column 0 means the line
-    as a whole.
-    """
+    """This is not graph text. ``line`` and ``column`` count from 1; column 0 is the whole line."""
 
     def __init__(self, message: str, line: int, column: int = 0) -> None:
         super().__init__(f"line {line}{f', column {column}' if column else ''}: {escaped(message)}")
@@ -25,7 +23,7 @@ class TextError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``", did you mean `mm`?"`` if something known looks like ``word``, else nothing."""
+    """Return ``", did you mean `mm`?"`` if something known looks like ``word``, else ""."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean `{found[0]}`?" if found else ""
 
@@ -38,9 +36,11 @@ _FIRST = re.compile(r"# gtrainer graph v(\d{1,9})(?!\d)\s*")
 
 
 def write(fields: Mapping[str, str]) -> list[str]:
-    """The header's lines; what would command a terminal that shows them is escaped."""
-    lines = [f"# {name}: {value}" for name, value in fields.items()]
-    return [f"# gtrainer graph v{VERSION}", *(escaped(" ".join(line.split())) for line in lines)]
+    """Return the lines of a header; control characters are escaped, as a terminal may show them."""
+    lines = [f"# gtrainer graph v{VERSION}"]
+    for name, value in fields.items():
+        lines.append(escaped(" ".join(f"# {name}: {value}".split())))
+    return lines
 
 
 def with_field(text: str, name: str, value: str) -> str:
@@ -54,19 +54,29 @@ def with_field(text: str, name: str, value: str) -> str:
 
 
 def version_of(text: str) -> int | None:
-    """The format version that a text says it has; None if it says none."""
+    """Return the format version of a text; None if its header has none."""
     found = _FIRST.match(text.partition("\n")[0])
     return int(found[1]) if found else None
 
 
 def read(text: str) -> dict[str, str]:
-    """The header's fields."""
-    told = (line[1:].partition(":") for line in itertools.takewhile(_is_comment, text.splitlines()))
-    return {name.strip(): value.strip() for name, colon, value in told if colon}
+    """Return the fields of a header.
+
+    >>> read("# gtrainer graph v2\\n# test: a::b\\nx")
+    {'test': 'a::b'}
+    """
+    fields = {}
+    for line in itertools.takewhile(_is_comment, text.splitlines()):
+        name, colon, value = line[1:].partition(":")
+        if colon:
+            fields[name.strip()] = value.strip()
+    return fields
 
 
 def unlike(old: str, new: str) -> str:
-    """Return how two headers differ in what their lines mean; "" if they do not, or one text has no header.
+    """Return the difference of two headers that gives equal lines another meaning.
+
+    Returns "" if there is none, or if one text has no header.
 
     >>> unlike("# gtrainer graph v1", "# gtrainer graph v2")
     'the old text has format v1, the new one v2: render both again with one pytest-gtrainer'
@@ -77,15 +87,17 @@ def unlike(old: str, new: str) -> str:
     if was is None or now is None:
         return ""
     if was != now:
-        advice = "render both again with one pytest-gtrainer"
-        return f"the old text has format v{was}, the new one v{now}: {advice}"
+        return (
+            f"the old text has format v{was}, the new one v{now}: "
+            "render both again with one pytest-gtrainer"
+        )
     for field, default in (("view", "full"), ("groups", "those of the first rank")):
-        before, after = (read(text).get(field, default) for text in (old, new))
+        before, after = read(old).get(field, default), read(new).get(field, default)
         if before != after:
             return f"the old text has {field} {before}, the new one {after}"
     return ""
 
 
 def body(text: str) -> str:
-    """The text without its header."""
+    """Return the text without its header."""
     return "".join(itertools.dropwhile(_is_comment, text.splitlines(keepends=True)))

@@ -1,8 +1,7 @@
-"""Where things stand: module paths, layers, scopes, sections, and the lines that a text unfolds to.
-No torch here.
+"""Module paths, layers, scopes, sections, and the lines that a text unfolds to. No torch here.
 
 ``layers.3.attention.wq`` is a *path*; ``layers.3`` is its *layer*. A *scope* is the module or
-bucket in which values are numbered, a *key* says to which section its lines belong.
+bucket in which values are numbered; its *key* names the section of its lines.
 """
 
 import functools
@@ -32,7 +31,11 @@ class Layer(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def split_layer(fqn: str) -> tuple[Layer | None, str]:
-    """The layer that a module belongs to, and the rest of its path."""
+    """Return the layer that a module belongs to, and the rest of its path.
+
+    >>> split_layer("layers.3.moe.experts.0"), split_layer("norm.weight")
+    ((Layer(container='layers', number=3), 'moe.experts.0'), (None, 'norm.weight'))
+    """
     parts = parts_of(fqn)
     for place, part in enumerate(parts):
         if place and _is_index(part):
@@ -46,7 +49,7 @@ def _is_index(part: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell(fqn: str) -> str:
-    """A module path as a Python expression; the root is ``_``.
+    """Return a module path as a Python expression; the root is ``_``.
 
     >>> spell("layers.3.moe.experts.0"), spell("heads.en-de"), spell("L.x"), spell("")
     ('layers[3].moe.experts[0]', 'heads["en-de"]', '_["L"].x', '_')
@@ -54,36 +57,41 @@ def spell(fqn: str) -> str:
     if not fqn:
         return "_"
     first, *rest = parts_of(fqn)
-    return (
-        first if is_word(first) and first not in RESERVED else f"_[{_quoted(name_of(first))}]"
-    ) + _tail(rest)
+    if not is_word(first) or first in RESERVED:
+        first = f"_[{_quoted(name_of(first))}]"
+    return first + _tail(rest)
 
 
 def _tail(parts: list[str]) -> str:
-    return "".join(
-        f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(name_of(p))}]"
-        for p in parts
-    )
+    spelled = ""
+    for part in parts:
+        if _is_index(part):
+            spelled += f"[{part}]"
+        else:
+            spelled += f".{part}" if is_word(part) else f"[{_quoted(name_of(part))}]"
+    return spelled
 
 
 def is_word(part: str) -> bool:
-    """Return whether Python reads it as this name: some letters it reads as others."""
+    """Return whether Python reads a name as it is: it normalizes some letters to others."""
     is_name = part.isidentifier() and not keyword.iskeyword(part)
     return is_name and (part.isascii() or unicodedata.normalize("NFKC", part) == part)
 
 
 def _quoted(part: str) -> str:
     escaped = part.replace("\\", "\\\\").replace('"', '\\"')
-    return (
-        '"'
-        + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
-        + '"'
-    )
+    printable = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped]
+    return f'"{"".join(printable)}"'
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell_from(fqn: str, here: Layer | None) -> str:
-    """A module path as seen from a layer."""
+    """Return a module path as seen from a layer.
+
+    >>> here = Layer("layers", 3)
+    >>> [spell_from(f"layers.{number}.wq", here) for number in (3, 4, 9)]
+    ['L.wq', 'layers[i+1].wq', 'layers[9].wq']
+    """
     layer, rest = split_layer(fqn)
     if layer is None or here is None or layer.container != here.container:
         return spell(fqn)
@@ -96,27 +104,27 @@ def spell_from(fqn: str, here: Layer | None) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell_input(space: str, fqn: str, here: Layer | None) -> str:
-    """A graph input as seen from a layer."""
-    return (
-        space + _tail(parts_of(fqn))
-        if _is_index(fqn.partition(".")[0])
-        else f"{space}.{spell_from(fqn, here)}"
-    )
+    """Return a graph input as seen from a layer: ``P.L.wq.weight``, ``I[0]``."""
+    if _is_index(fqn.partition(".")[0]):
+        return space + _tail(parts_of(fqn))
+    return f"{space}.{spell_from(fqn, here)}"
 
 
 def common_parent(fqns: list[str]) -> str:
-    """The longest path that all of them begin with."""
-    levels = zip(*(parts_of(fqn) for fqn in fqns))  # noqa: B905 - the shortest path ends it
-    return ".".join(
-        names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)
-    )
+    """Return the longest path that all of them begin with."""
+    common = []
+    for names in zip(*map(parts_of, fqns), strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
 
 
-_REACH = 4  # at most so many stretches of other layers lie inside one
+_REACH = 4  # at most so many stretches of other layers lie inside a section
 
 
 class SectionKey(NamedTuple):
-    """What a section belongs to: a space, and in it a layer or none."""
+    """The space of a section, and its layer if it has one."""
 
     space: str
     layer: Layer | None
@@ -126,7 +134,7 @@ class SectionKey(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Where values are numbered: the owning modules (several only of a bucket) in one space."""
+    """The module, or the modules of a bucket, in which values of one space are numbered."""
 
     owners: tuple[str, ...]
     space: str
@@ -160,13 +168,12 @@ class Line(NamedTuple):
 
     heading: str
     text: str
-    source: Any = (
-        None  # its syntax tree where ``syntax`` has read it; ``text`` is then only its name
-    )
+    # Its syntax tree, if ``parsing`` has read the line; ``text`` is then only its name.
+    source: Any = None
 
     @property
     def name(self) -> str:
-        """Return what it defines; a statement that defines nothing is its own name."""
+        """The name that it defines; a statement that defines nothing is its own name."""
         target, colon, _ = self.text.partition(": ")
         return target if colon else self.text
 
@@ -193,12 +200,17 @@ class Section(NamedTuple):
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
-    """In which section each line stands, given where it belongs and whether it may float. A
-    floating line (a collective, or a value of no known module) never opens a section: it stands
-    with its own layer if that comes next, else where the schedule has put it.
+    """Return the key of the section in which each line stands.
+
+    ``own`` has the keys of the lines' scopes, ``floating`` is true of lines that may stand in the
+    section of another layer (collectives, and values of no known module). A floating line never
+    opens a section: it stands in that of its own layer if that comes next, else where the schedule
+    has put it.
     """
+    # From each line on, the key of the next line that does not float; of a floating line before
+    # lines of its own key, this key.
     fixed: list[SectionKey | None] = [None]
-    ahead: list[SectionKey | None] = [None]  # the next key that is known
+    ahead: list[SectionKey | None] = [None]
     for here, floats in zip(reversed(own), reversed(floating), strict=True):
         fixed.append(here if not floats or fixed[-1] == here else None)
         ahead.append(fixed[-1] or ahead[-1])
@@ -209,15 +221,18 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
         elif not keys:
             keys.append(SectionKey(here.space, None))
         elif keys[-1].space != here.space and after is not None and after.space == here.space:
-            keys.append(after)  # the first collective of the backward does not stand in the forward
+            # The first collective of the backward does not stand in the forward.
+            keys.append(after)
         else:
             keys.append(keys[-1])
-    return _absorbed(keys)
+    return _absorb(keys)
 
 
-def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
-    """Give a layer the short stretches of its neighbours inside it, as prefetching puts there: else
-    none are alike.
+def _absorb(keys: list[SectionKey]) -> list[SectionKey]:
+    """Give a layer the short stretches of its neighbours inside it.
+
+    Prefetching puts collectives of one layer into the middle of another. Cut there, sections of
+    equal layers would not be equal.
     """
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
     absorbed: list[SectionKey] = []
@@ -226,8 +241,9 @@ def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
         key, last, between, place = lengths[first][0], first, 0, first + 1
         while key.layer is not None and place < min(last + 2 + _REACH, len(lengths)):
             found, length = lengths[place]
+            # The layer goes on only if the stretches between are shorter than its next one.
             if found.space != key.space or (found == key and between >= length):
-                break  # the layer goes on only if what lies between is less than what comes then
+                break
             if found == key:
                 last, between = place, 0
             else:
@@ -239,7 +255,7 @@ def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
 
 
 def stretches(keys: Sequence[SectionKey]) -> Iterable[tuple[SectionKey, slice]]:
-    """Neighbours of one key, with where they stand."""
+    """Yield each key with the slice of neighbours that have it."""
     start = 0
     for key, members in itertools.groupby(keys):
         stop = start + len(list(members))

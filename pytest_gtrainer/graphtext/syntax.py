@@ -1,15 +1,15 @@
-"""The one reader of what stands in a line: chains, paths, scopes, references. No torch here.
+"""Read chains, paths, scopes and references in the lines of a text. No torch here.
 
-It reads syntax trees of Python, for ``parsing`` and for ``dataflow``; what is not in the grammar is
-refused. A *chain* names something: ``saved.layers[i-1].mm``. As a text says most lines once for
-many layers, what it means depends on the *place* where it stands.
+``parsing`` and ``dataflow`` read syntax trees of Python with it; what is not in the grammar is
+refused. A *chain* is a name with attributes and items: ``saved.layers[i-1].mm``. A text has most
+lines once for many layers, so the meaning of a chain depends on the *place* of its line.
 """
 
 import ast
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gtrainer.graph import joined
 from pytest_gtrainer.graphtext.header import TextError
@@ -21,16 +21,16 @@ _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
 AT, CHUNK = "at", "chunk"  # tags that name a module path first
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
-"""What reading a text that nobody has checked may raise."""
+"""The errors of reading a text that nobody has checked."""
 
 
 def refuse(node: ast.AST, message: str) -> TextError:
-    """The error for what stands at ``node``."""
+    """Return the error for the part of the text at ``node``."""
     return TextError(message, getattr(node, "lineno", 1), getattr(node, "col_offset", -1) + 1)
 
 
 def shown(node: ast.AST) -> str:
-    """A part of the text for a message, cut where it is long."""
+    """Return a part of the text for a message, cut if it is long."""
     text = ast.unparse(node).partition("\n")[0]
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -41,7 +41,7 @@ def unexpected(node: ast.AST, expected: str) -> TextError:
 
 
 def integer(node: ast.expr | None) -> int | None:
-    """A whole number, with its sign; None if it is something else."""
+    """Return a whole number, with its sign; None if this is something else."""
     if isinstance(node, ast.Constant):
         return node.value if type(node.value) is int else None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -51,18 +51,16 @@ def integer(node: ast.expr | None) -> int | None:
 
 
 class Link(NamedTuple):
-    """A link of a chain: a name, a quoted word, an index, or the arguments of a call; ``node`` ends
-    with it.
-    """
+    """A link of a chain: a name, a quoted word, an index, or the arguments of a call."""
 
-    kind: str
-    value: str | int | tuple[ast.expr, ...]
-    node: ast.expr
-    relative: bool = False
+    kind: str  # "name", "word", "index" or "call"
+    value: Any  # str of a name or a word, int of an index, tuple of ``ast.expr`` of a call
+    node: ast.expr  # the chain up to this link
+    relative: bool = False  # an index like ``[i+1]``
 
 
 def chain(node: ast.expr) -> list[Link]:
-    """The links of a chain, from its first name on."""
+    """Return the links of a chain, from its first name on."""
     links: list[Link] = []
     here: ast.expr = node
     while True:
@@ -76,12 +74,12 @@ def chain(node: ast.expr) -> list[Link]:
             case ast.Call(value, arguments, []):
                 links.append(Link("call", tuple(arguments), here))
             case _:
-                raise refuse(here, f"expected a name like `L.attention.mm`, found `{shown(here)}`")
+                raise unexpected(here, "a name like `L.attention.mm`")
         here = value
 
 
 def _index(node: ast.Subscript) -> Link:
-    """``[3]``, ``["en-de"]``, ``[i+1]``."""
+    """Return the link of ``[3]``, ``["en-de"]`` or ``[i+1]``."""
     match node.slice:
         case ast.Constant(str(word)):
             return Link("word", word, node)
@@ -101,22 +99,22 @@ def _index(node: ast.Subscript) -> Link:
 
 @functools.lru_cache(maxsize=1 << 16)
 def links_of(text: str) -> tuple[Link, ...]:
-    """The links of a chain that stands alone; raises ``UNREADABLE`` if it is none."""
+    """Return the links of a chain that stands alone; raises ``UNREADABLE`` if this is none."""
     return tuple(chain(ast.parse(text, mode="eval").body))
 
 
 def static_path(links: Sequence[Link]) -> str:
-    """The module path of links that do not depend on the section."""
+    """Return the module path of links that do not depend on the section."""
     for link in links:
-        if link.kind == "call" or (link.kind == "index" and int(link.value) < 0):  # type: ignore[arg-type]
-            raise refuse(link.node, f"expected a module path, found `{shown(link.node)}`")
+        if link.kind == "call" or (link.kind == "index" and link.value < 0):
+            raise unexpected(link.node, "a module path")
     names = [str(link.value) for link in links]
     return joined(names[1:] if names[:1] == ["_"] else names)
 
 
 @dataclass(slots=True)
 class LinePlace:
-    """Where a statement stands: its section's space and layer, and the scope of its ``with``."""
+    """The place of a statement: its section's space and layer, and the scope of its ``with``."""
 
     space: str
     layer: Layer | None
@@ -124,21 +122,21 @@ class LinePlace:
 
 
 def path_at(links: Sequence[Link], here: Layer | None) -> str:
-    """The module path of a chain, as seen from a section's layer; TextError if it is none, or
-    relative to no layer.
+    """Return the module path of a chain, as seen from a section's layer.
+
+    Raises:
+        TextError: this is no path, or relative to a layer that does not exist.
     """
-    link = next((link for link in links if link.relative), None)
     if links[0].value == "L" and links[0].kind == "name":
         link, head, distance, rest = links[0], "", 0, links[1:]
-    elif link is None:
-        return static_path(links)
     else:
-        place, distance = links.index(link), int(link.value)  # type: ignore[arg-type]
-        if not place:
-            raise refuse(
-                link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`"
-            )
-        head, rest = static_path(links[:place]), links[place + 1 :]
+        relative = [place for place, each in enumerate(links) if each.relative]
+        if not relative:
+            return static_path(links)
+        place, link = relative[0], links[relative[0]]
+        if not place:  # the space before it, as in ``fwd[i-1]``, is no module
+            raise unexpected(link.node, "the layers' module before `[...]`")
+        head, distance, rest = static_path(links[:place]), link.value, links[place + 1 :]
     tail = f".{static_path(rest)}" if rest else ""
     if here is None:
         raise refuse(
@@ -150,7 +148,7 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
 
 
 def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
-    """The scope that a chain names: a module or a bucket, of the section's space or of another."""
+    """Return the scope of a chain: a module or bucket of the section's space, or of another one."""
     space = place.space
     if links[0].kind == "name" and links[0].value in _SPACES and len(links) > 1:
         space, links = _SPACES[str(links[0].value)], links[1:]
@@ -158,17 +156,14 @@ def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
         return Scope((path_at(links, place.layer),), space)
     roots = links[1].value if len(links) == 2 else None
     if not isinstance(roots, tuple) or not roots:
-        raise refuse(
-            links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`"
-        )
-    return Scope(
-        tuple([path_at(chain(root), place.layer) for root in roots]), space, is_bucket=True
-    )
+        raise unexpected(links[-1].node, "`bucket(layers[0])`")
+    owners = [path_at(chain(root), place.layer) for root in roots]
+    return Scope(tuple(owners), space, is_bucket=True)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def key_of(section: str) -> SectionKey:
-    """Return what a section's name says; one that cannot be read is a space."""
+    """Return the key of a section by its name; a name that cannot be read is a space."""
     try:
         space, *path = links_of(section)
         container, _, number = static_path(path).rpartition(".")
@@ -179,7 +174,7 @@ def key_of(section: str) -> SectionKey:
 
 @functools.lru_cache(maxsize=1 << 16)
 def absolute(text: str, layer: Layer | None) -> str:
-    """A chain by its full name, whichever layer it is seen from; as it is where it is no path."""
+    """Return the full name of a chain as seen from a layer; a text that is no path as it is."""
     try:
         return path_at(links_of(text), layer)
     except UNREADABLE:
@@ -187,17 +182,15 @@ def absolute(text: str, layer: Layer | None) -> str:
 
 
 def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
-    """``saved.L.topk[1]`` as ``saved.L``, ``topk`` and its items; an input has no name; what is
-    none is a TextError.
-    """
+    """Split ``saved.L.topk[1]`` into ``saved.L``, ``topk`` and its items; an input has no name."""
     links, items = chain(node), []
     if is_input(links):
         return links, "", []
     while len(links) > 1 and links[-1].kind == "index" and not links[-1].relative:
-        items.append(int(links.pop().value))  # type: ignore[arg-type]
+        items.append(links.pop().value)
     last = links.pop()
     if last.kind != "name":
-        raise refuse(node, f"expected a value like `L.attention.mm`, found `{shown(node)}`")
+        raise unexpected(node, "a value like `L.attention.mm`")
     return links, str(last.value), items[::-1]
 
 
@@ -215,18 +208,12 @@ class InputKey(NamedTuple):
 
 
 def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
-    """The key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
+    """Return the key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
     if not is_input(links):
-        raise refuse(
-            links[-1].node, f"expected an input like `P.L.w`, found `{shown(links[-1].node)}`"
-        )
+        raise unexpected(links[-1].node, "an input like `P.L.w`")
     space, links, repeat = str(links[0].value), links[1:], 0
-    last = links[-1]
-    if (
-        last.kind == "word"
-        and str(last.value)[:1] == "#"
-        and str(last.value)[1:].isdecimal()
-        and len(links) > 1
-    ):
-        links, repeat = links[:-1], int(str(last.value)[1:])
+    if links[-1].kind == "word" and len(links) > 1:
+        mark, number = str(links[-1].value)[:1], str(links[-1].value)[1:]
+        if mark == "#" and number.isdecimal():
+            links, repeat = links[:-1], int(number)
     return InputKey(space, path_at(links, here), repeat)

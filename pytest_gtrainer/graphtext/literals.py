@@ -1,6 +1,4 @@
-"""Literals, words of torch and tensors as graph text writes them: constants that depend on nothing
-else.
-"""
+"""Spelling of literals, words of torch, and constant tensors in graph text."""
 
 import ctypes
 import hashlib
@@ -29,8 +27,7 @@ SPELLINGS: dict[type, Callable[[Any], str]] = {
     ),
     torch.device: lambda value: f'device("{value.type}")',
 }
-"""How constants of a type are spelled; none of these types has subclasses that are spelled alike.
-"""
+"""The spelling of constants by type; instances of a subclass are objects."""
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 TORCH_WORDS = {
     SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)
@@ -43,18 +40,20 @@ CONSTANTS: dict[str, object] = {
     "infj": complex(0, float("inf")),
     "nanj": complex(0, float("nan")),
 }
-"""What a bare word that is no value of the graph stands for."""
+"""The values of bare words that name no value of the graph."""
 
 
 def spell_literal(value: Any) -> str | None:
-    """A constant that depends on nothing else; None if it has no spelling."""
-    if (spell := SPELLINGS.get(type(value))) is not None:
-        return spell(value)
+    """Return the spelling of a constant that depends on nothing else; None if it has none."""
+    if type(value) in SPELLINGS:
+        return SPELLINGS[type(value)](value)
     return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
 
 
 def held_as(value: Any) -> str:
-    """Return what the type of a value does not show: layout, or placements; "" of strided tensors.
+    """Return the layout or the placements of a value, which its type does not show.
+
+    Returns "" of strided tensors, and of values that are no tensors.
 
     >>> held_as(torch.eye(2).to_sparse())
     'sparse_coo f32[2, 2]'
@@ -79,40 +78,45 @@ def held_as(value: Any) -> str:
 
 
 def tensor_content(value: torch.Tensor) -> str:
-    """Return what a constant holds: by content, not by name, as the tracer's numbering of constants
-    drifts.
+    """Return the elements of a constant, or their digest; "None" of a fake tensor.
+
+    Names of constants are not used, because the tracer numbers them in the order of the trace.
     """
     if isinstance(value, FakeTensor) or value.is_meta:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES and not held_as(value):
+        # A tensor without elements may still have many rows: shape [1000, 0].
         rows = math.prod(extent for extent in value.shape if extent)
         return "[]" if value.numel() == 0 and rows > _SMALL else repr(value.tolist())
     return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])
 
 
 def _content(value: torch.Tensor) -> bytes:
-    """The bytes of a tensor; with scales and zero points if it is quantised; of a wrapper what it
-    holds.
+    """Return the bytes of a tensor.
+
+    Those of a quantised tensor include scales and zero points; a wrapper has its inner tensors.
     """
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
         inner = [type(value).__name__, held_as(value), repr(context)]
         for name in names:
-            part = getattr(value, name)  # of a DTensor its mesh, too, which `held_as` shows
-            inner.append(
-                f"{name}={_content(part).hex()}" if isinstance(part, torch.Tensor) else name
-            )
+            # A DTensor also has its mesh here, which is no tensor; ``held_as`` shows it.
+            part = getattr(value, name)
+            inner.append(name)
+            if isinstance(part, torch.Tensor):
+                inner[-1] += f"={_content(part).hex()}"
         return "; ".join(inner).encode()
     if value.is_quantized:
         return repr(_quantisation(value)).encode() + _content(value.int_repr())
     if value.layout is not torch.strided:
         return f"{held_as(value)} {_content(value.to_dense()).hex()}".encode()
     content = bytes_of(value)
-    return ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
+    # ``numpy()`` would need NumPy, which torch does not require.
+    return ctypes.string_at(content.data_ptr(), content.numel())
 
 
 def _quantisation(value: torch.Tensor) -> tuple[object, ...]:
-    """How the numbers of a quantised tensor are meant: scheme, scales and zero points."""
+    """Return scheme, scales and zero points of a quantised tensor."""
     if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return str(value.qscheme()), value.q_scale(), value.q_zero_point()
     scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
@@ -120,6 +124,6 @@ def _quantisation(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor holds, element by element, whatever its strides."""
+    """Return the bytes of the elements of a tensor, in their order, whatever its strides."""
     dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
     return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -1,13 +1,13 @@
-"""From an FX graph to its text: the sections of a view, folded. The view ``schedule`` has a module
-of its own.
+"""Render FX graphs and layouts as text: the sections of a view, folded.
 
-- ``full`` shows every operator, and all that it takes to make the graph again. One walk over the
-  nodes finds where each belongs, a second one names and spells them. Graphs inside the graph are
-  drawn the same way.
+- ``full`` shows every operator, and all that ``parse`` needs to make the graph again. One walk over
+  the nodes finds the scope of each, a second one names and spells them. Bodies are rendered in the
+  same way.
+- ``schedule`` has a module of its own.
 - ``layout`` shows which parameter sits at which byte of which collective. A section is a kind of
-  collective, in it a layer where all parameters of a payload belong to one. A ``payload`` line says
-  group, dtype, where the graph issues it, reduction and bytes of one rank's slice; below it stand
-  its parameters, each ``at`` a byte of it.
+  collective, and in it a layer if all parameters of a payload belong to one. A ``payload`` line has
+  group, dtype, the directions of the graph that issue it, reduction and bytes of one rank's slice;
+  below it stand its parameters, each ``at`` a byte of it.
 """
 
 import itertools
@@ -30,7 +30,6 @@ from pytest_gtrainer.graphtext.operators import groups_of, groups_of_ranks, oper
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, tags_of
 from pytest_gtrainer.graphtext.sections import (
     GraphLine,
-    Layer,
     Line,
     Section,
     SectionKey,
@@ -48,10 +47,9 @@ from pytest_gtrainer.graphtext.spelling import (
 )
 
 VIEWS = ("full", "schedule", "layout")
-NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
-_Drawn = tuple[
-    list[str], list[Section]
-]  # definitions at the head, then sections, before they are folded
+NOTHING = "payloads = []"  # the text of a layout without any payload, as none may be empty
+_Drawn = tuple[list[str], list[Section]]
+"""The lines at the head, and the sections before they are folded."""
 
 
 def render(
@@ -87,8 +85,9 @@ def render(
         raise ValueError(
             f"sizes={sizes!r}: dynamic sizes are written as {', '.join(map(repr, SIZES))}"
         )
-    drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
-    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, *drawn)
+    head, sections = _draw(adopted(gm, names), view, mesh or {}, sizes)
+    fields = {} if view == "full" else {"view": view}
+    return _write({**fields, **(header or {})}, head, sections)
 
 
 def render_layout(
@@ -97,10 +96,11 @@ def render_layout(
     header: Mapping[str, str] | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> str:
-    """The text of a layout, of a graph or of an eager model; ``header`` and ``mesh`` as for
-    ``render``.
+    """Return the text of a layout, of a graph or of an eager model.
+
+    ``header`` and ``mesh`` are those of ``render``.
     """
-    return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
+    return _write({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
 def lines_of(
@@ -110,17 +110,16 @@ def lines_of(
     mesh: Mapping[str, int] | None = None,
     names: Names | None = None,
 ) -> tuple[GraphLine, ...]:
-    """The lines of the graph's text, unfolded: what two graphs are compared by."""
-    preamble, sections = _draw(adopted(gm, names), view, mesh or {})
-    return unfold("\n".join(preamble)) + tuple(
-        line for section in sections for line in section.unfolded()
-    )
+    """Return the unfolded lines of the graph's text, by which two graphs are compared."""
+    head, sections = _draw(adopted(gm, names), view, mesh or {})
+    lines = list(unfold("\n".join(head)))
+    for section in sections:
+        lines += section.unfolded()
+    return tuple(lines)
 
 
-def _written(
-    header: Mapping[str, str], preamble: Sequence[str], sections: Sequence[Section]
-) -> str:
-    return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
+def _write(header: Mapping[str, str], head: Sequence[str], sections: Sequence[Section]) -> str:
+    return "\n".join([*headers.write(header), *head, *fold(sections)]) + "\n"
 
 
 def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "both") -> _Drawn:
@@ -129,37 +128,28 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
     if view == "schedule":
         return schedule_view.draw(gm, mesh)
     if view == "layout":
-        known = {
-            group.ranks: group.symbol
-            for group in reversed(groups_of(gm, mesh).values())
-            if group.ranks
-        }
+        # Of groups with the same ranks, the first one names them.
+        groups = reversed(groups_of(gm, mesh).values())
+        known = {group.ranks: group.symbol for group in groups if group.ranks}
         return _layout(bucket_layout(gm), mesh, known)
     raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
-    tensors = (
-        node.meta.get("val")
-        for node in gm.graph.nodes
-        if node.op != "get_attr" and not is_item(node)
-    )
-    device = next(
-        (value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu"
-    )
+    device = _default_device(gm)
     bodies, bodies_text = _bodies(gm, mesh, backed)
     speller = Speller(gm, mesh, backed, device, bodies)
     scopes, output = speller.scopes, gm.graph.output_node()
-    settings = []  # what holds for the graph as a whole, where it is not what it usually is
+    # Settings hold for the graph as a whole; the usual ones are left out.
+    settings = []
     if scopes.unowned and not any(node_fqn(node) for node in scopes.computed):
         settings.append("owners = inferred")
         scopes.unowned.clear()
     if not isinstance(output.args[0], tuple):
         settings.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
     structure = output.meta.get("gt_structure")
-    if (
-        structure is None and "gt_outputs" not in output.meta
-    ):  # names say the structure of a traced step
+    # The outputs of a traced step have names, which show their structure.
+    if structure is None and "gt_outputs" not in output.meta:
         structure = result_structure(gm.graph)
     if structure is not None and (spelled := spell_structure(structure)) is not None:
         settings.append(f"structure = {spelled}")
@@ -174,28 +164,40 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
         *_schedule_sections(speller),
         *_output_sections(output, speller),
     ]
-    definitions = [str(group) for group in speller.groups.values()]
-    definitions += [] if is_body else backed.definitions()
-    definitions += [f'default = device("{device}")'] if device != "cpu" else []
+    definitions = list(map(str, speller.groups.values()))
+    if not is_body:
+        definitions += backed.definitions()
+    if device != "cpu":
+        definitions.append(f'default = device("{device}")')
     paths = dict.fromkeys(str(node.target) for node in scopes.computed if node.op == "call_module")
     modules = [speller.module_definition(path) for path in paths]
     return definitions + settings + modules + bodies_text, sections
 
 
+def _default_device(gm: fx.GraphModule) -> str:
+    """Return the device of the first tensor; types on this device do not name it."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op != "get_attr" and not is_item(node):
+            return value.device.type
+    return "cpu"
+
+
 def _bodies(
     gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed
 ) -> tuple[dict[str, str], list[str]]:
-    """Graphs inside the graph by their attributes, and their text, as they are used; equal ones
-    have one name.
+    """Return the names of bodies by their attributes, and their text in the order of first use.
+
+    Bodies with equal text have one name.
     """
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes:
         called = {str(operand.target): body for operand, body in bodies_of(gm, user).items()}
-        if user.op == "call_module" and isinstance(
-            module := held(gm, str(user.target)), fx.GraphModule
-        ):
-            called[str(user.target)] = module
+        if user.op == "call_module":
+            module = held(gm, str(user.target))
+            if isinstance(module, fx.GraphModule):
+                called[str(user.target)] = module
         for path, body in called.items():
             if path in names:
                 continue
@@ -203,16 +205,17 @@ def _bodies(
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
             names[path] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
-    return names, [
-        line
-        for content, name in by_content.items()
-        for line in [f"def {name}():", *content.splitlines()]
-    ]
+    text = []
+    for content, name in by_content.items():
+        text += [f"def {name}():", *content.splitlines()]
+    return names, text
 
 
 def _input_sections(speller: Speller) -> Iterable[Section]:
-    inputs, told = list(speller.scopes.inputs), speller.scopes.inputs.values()
-    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in told]
+    inputs = list(speller.scopes.inputs)
+    keys = []
+    for space, fqn, _ in speller.scopes.inputs.values():
+        keys.append(SectionKey(space, split_layer(fqn)[0] if space != "I" else None))
     for key, here in stretches(keys):
         speller.enter_section(key)
         lines = []
@@ -232,21 +235,15 @@ def _schedule_sections(speller: Speller) -> Iterable[Section]:
         for scope, members in itertools.groupby(computed[here], scopes.of.__getitem__):
             heading = speller.enter_scope(scope)
             for node in members:
-                told = [
-                    speller.type_of(node.meta.get("val")),
-                    *tags_of(node, node in scopes.unowned, speller.module),
-                ]
-                lines.append(
-                    Line(
-                        heading,
-                        f"{speller.names[node][1]}: {' | '.join(told)} = {speller.call(node)}",
-                    )
-                )
+                tags = tags_of(node, node in scopes.unowned, speller.module)
+                words = " | ".join([speller.type_of(node.meta.get("val")), *tags])
+                name = speller.names[node][1]
+                lines.append(Line(heading, f"{name}: {words} = {speller.call(node)}"))
         yield Section(key, tuple(lines))
 
 
 def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
-    """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
+    """Yield a line for each result, by its name, or else in the layer that it comes from."""
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
     is_named = isinstance(result, dict) or hasattr(result, "_fields")
@@ -254,52 +251,52 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
         speller.enter_section(key := SectionKey("out", None))
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return
-    told = output.meta.get("gt_outputs") or ()
-    told = told if len(told) == len(leaves) else [None] * len(leaves)
-    layers: list[Layer | None] = []
-    for fqn, leaf in zip(told, leaves, strict=True):
-        known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
-        neighbour = layers[-1] if layers else None  # a constant stands with it
-        layers.append(
-            split_layer(fqn)[0] if fqn is not None else known.layer if known else neighbour
-        )
-    for key, here in stretches([SectionKey("out", layer) for layer in layers]):
+    fqns = output.meta.get("gt_outputs") or ()
+    if len(fqns) != len(leaves):
+        fqns = [None] * len(leaves)
+    keys: list[SectionKey] = []
+    for fqn, leaf in zip(fqns, leaves, strict=True):
+        if fqn is not None:
+            layer = split_layer(fqn)[0]
+        elif isinstance(leaf, fx.Node) and leaf in speller.scopes.of:
+            layer = speller.scopes.of[leaf].layer
+        else:
+            # A constant stands with the result before it.
+            layer = keys[-1].layer if keys else None
+        keys.append(SectionKey("out", layer))
+    for key, here in stretches(keys):
         speller.enter_section(key)
         lines = []
-        for fqn, leaf in zip(told[here], leaves[here], strict=True):
-            value = speller.argument(leaf)
-            lines.append(
-                Line(
-                    "",
-                    f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}",
-                )
-            )
+        for fqn, leaf in zip(fqns[here], leaves[here], strict=True):
+            target = "yield" if fqn is None else f"{spell_from(fqn, key.layer)} ="
+            lines.append(Line("", f"{target} {speller.argument(leaf)}"))
         yield Section(key, tuple(lines))
 
 
 def _layout(
     layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
 ) -> _Drawn:
-    """A layout; ``known`` are symbols of groups by their ranks."""
+    """Draw a layout; ``known`` has symbols of groups by their ranks."""
     groups = groups_of_ranks([payload.ranks for payload in layout.payloads], mesh, known)
     placed = []
     for payload in layout.payloads:
         layers = {split_layer(fqn)[0] for fqn in payload.parameters}
-        placed.append(
-            (SectionKey(payload.collective, layers.pop() if len(layers) == 1 else None), payload)
-        )
-    kinds = {key.space: place for place, (key, _) in reversed(list(enumerate(placed)))}
-    placed.sort(key=lambda pair: kinds[pair[0].space])
+        layer = layers.pop() if len(layers) == 1 else None
+        placed.append((SectionKey(payload.collective, layer), payload))
+    # Kinds of collectives stand in the order of their first payload.
+    kinds = list(dict.fromkeys(key.space for key, _ in placed))
+    placed.sort(key=lambda pair: kinds.index(pair[0].space))
     sections = []
     for key, members in itertools.groupby(placed, lambda pair: pair[0]):
         lines = []
         for _, payload in members:
-            told = [groups[payload.ranks].symbol, spell_dtype(payload.dtype), *payload.directions]
-            told += [f'op="{payload.op}"'] if payload.op else []
+            words = [groups[payload.ranks].symbol, spell_dtype(payload.dtype), *payload.directions]
+            if payload.op:
+                words.append(f'op="{payload.op}"')
             nbytes = sum(slot.nbytes for slot in payload.slots) + payload.padding
-            lines.append(Line("", f"payload({', '.join(told)}, bytes={nbytes:_})"))
+            lines.append(Line("", f"payload({', '.join(words)}, bytes={nbytes:_})"))
             for slot in payload.slots:
                 path = spell_from(slot.parameter, key.layer)
                 lines.append(Line("", f"{path}: at({slot.offset:_}, bytes={slot.nbytes:_})"))
         sections.append(Section(key, tuple(lines)))
-    return [str(group) for group in groups.values()] or [NOTHING], sections
+    return list(map(str, groups.values())) or [NOTHING], sections

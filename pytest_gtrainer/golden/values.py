@@ -1,12 +1,16 @@
 """Numbers as goldens: exact, and with the environment that they were obtained in.
 
 A file, in JSON, holds one *entry* for each environment that a person has accepted numbers in; only
-equal environments are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.0
-differ, and so do 1 and 1.0.
+equal environments are compared. Floats are read back bit for bit; -0.0 and 0.0 differ, so do 1 and
+1.0, and so do NaNs of other bits: one that is not Python's ``nan`` is written
+``{"NaN": "0xfff8000000000000"}``. JSON has text keys alone, so a text key that looks like a number
+gets quotes: ``{1: 0.5}`` is written ``{"1": 0.5}``, and ``{"1": 0.5}`` ``{"'1'": 0.5}``.
 """
 
 import json
+import math
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +21,10 @@ _MOST_WORDS = 12
 _DEEPEST = 50
 _KEYS = ("gtrainer", "test", "remake", "entries")
 _KEYS_OF_AN_ENTRY = ("environment", "values")
+
+_NAN = 0x7FF8000000000000
+_QUOTED_KEYS = re.compile(r"'*(-?\d+|NaN)'*", re.ASCII)
+"""Texts that get quotes as keys: integers, the mark of a NaN, and both with quotes already."""
 
 _WHEEL = re.compile(r"\+(cpu|xpu|cu\d+|rocm[\d.]+)$")
 """The tag of a wheel: which devices it was built for, besides the CPU."""
@@ -52,31 +60,37 @@ def decisive(environment: Environment) -> Environment:
 
 
 def plain(value: Any, place: str = "") -> Any:
-    """Numbers in JSON's types, sorted by key. TypeError for other values, ValueError for equal keys
-    or deep nesting.
+    """Return numbers in JSON's types, sorted by key.
 
-    >>> plain({"loss": (0.5, 1), 10: True, 2: None})
-    {'2': None, '10': True, 'loss': [0.5, 1]}
+    Raises:
+        TypeError: other values or keys.
+        ValueError: they are nested too deeply.
+
+    >>> plain({"loss": (0.5, 1), 10: True, 2: None, "2": 0})
+    {'2': None, '10': True, "'2'": 0, 'loss': [0.5, 1]}
     """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        (bits,) = struct.unpack("<Q", struct.pack("<d", value))
+        if math.isnan(value) and bits != _NAN:
+            return {"NaN": hex(bits)}
         return float(value)
     if place.count("[") > _DEEPEST:
         raise ValueError(f"numbers are nested more than {_DEEPEST} deep")
     if isinstance(value, list | tuple):
         return [plain(each, f"{place}[{index}]") for index, each in enumerate(value)]
     if isinstance(value, Mapping):
-        keys = {str(key): key for key in value}
+        keys = {}
         for key in value:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(f"keys of numbers are str or int; not {key!r}")
-            if keys[str(key)] is not key:
-                raise ValueError(
-                    f"two keys of numbers are spelled {str(key)!r}: give one another name"
-                )
+            spelled = str(key) if isinstance(key, str) else str(int(key))
+            if isinstance(key, str) and _QUOTED_KEYS.fullmatch(key):
+                spelled = f"'{key}'"
+            keys[spelled] = key
         return {
             name: plain(value[keys[name]], f"{place}[{name!r}]")
             for name in sorted(keys, key=_natural)
@@ -181,7 +195,7 @@ def not_finite(value: Any) -> list[str]:
     """
     found = []
     for place, spelled in _leaves(value):
-        if spelled in ("NaN", "Infinity", "-Infinity"):
+        if spelled in ("Infinity", "-Infinity") or spelled.startswith("NaN"):
             found.append(f"{place or 'the value'} is {spelled}")
     return found
 
@@ -247,7 +261,9 @@ def differences(old: Any, new: Any) -> list[str]:
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     """The single values with their places, spelled; an empty list or mapping is one, too."""
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and list(value) == ["NaN"]:
+        yield place, f"NaN {value['NaN']}"
+    elif isinstance(value, dict) and value:
         for name, each in value.items():
             spelled = f".{name}" if name.isidentifier() else f"[{name!r}]"
             yield from _leaves(each, (place + spelled).removeprefix("."))

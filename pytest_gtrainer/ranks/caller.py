@@ -15,6 +15,7 @@ from pytest_gtrainer.ranks.inside.session import summary_of
 from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of, missing, one_rank
 from pytest_gtrainer.ranks.watch import RanksOutcome
+from pytest_gtrainer.report.collected import merge_facts, select_shown
 from pytest_gtrainer.worlds import hygiene
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -70,6 +71,11 @@ class RankCaller:
             wanted, command, limit_of(self._config, spec), self._item.nodeid
         )
         answers = outcome.called
+        sent = {rank: answer.facts for rank, answer in answers.items()}
+        for fact in merge_facts(sent):
+            facts.emit(**fact)
+        for fact in select_shown(sent.get(0, ())):
+            facts.emit(**fact)
         if any(
             (answer.error or "").rstrip().endswith("Exit: Quitting debugger")
             for answer in answers.values()
@@ -82,11 +88,7 @@ class RankCaller:
                     f"[rank {rank}] {answer.output}",
                     end="" if answer.output.endswith("\n") else "\n",
                 )
-        for fact in answers[0].facts:
-            facts.emit(**fact)
-        for text in controls_that_never_differ(
-            {rank: answer.facts for rank, answer in answers.items()}
-        ):
+        for text in controls_that_never_differ(sent):
             raise RankError(text, None)
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
 

@@ -1,6 +1,8 @@
 """Tests of a run, put together from the reports that reach the process that ends the run."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from pytest_gtrainer.facts import Fact, of_kind
 from pytest_gtrainer.numerics.verdict import page_order
+from pytest_gtrainer.worlds import ranks_text
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes in the order of the page: failures first."""
@@ -23,6 +26,15 @@ SHOWN = (
 )
 """Kinds of the facts that only the report reads; ``witness`` explains them."""
 _ONCE_A_TEST = ("graph_text", "schedule", "memory")
+_MILDEST_FIRST = (
+    "equal on this rank",  # of a control: one rank that differs is enough
+    "equal",
+    "different as required",
+    "unverified",
+    "different",
+)
+_FOUND = ("outcome", "tensors", "equal", "result", "why", "says", "graph")
+"""Fields of a fact that say what a check found; the others say what was checked."""
 
 
 @dataclass(slots=True)
@@ -113,6 +125,8 @@ class Test:
 
 def _merge_comparisons(parts: list[Fact]) -> dict[str, Any]:
     first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))
+    if first["first"] is None:
+        first = max(parts, key=lambda part: severity(part.get("outcome", "")))
     merged = {**first, "tensors": 0, "more": 0, "differing": [], "actual": [], "expected": []}
     for part in parts:
         for name in ("tensors", "more", "differing"):
@@ -138,3 +152,51 @@ def world_label(fact: Fact) -> str:
 def select_shown(facts: Iterable[Fact]) -> list[Fact]:
     """Return the facts that only the report reads."""
     return of_kind(facts, *SHOWN)
+
+
+def severity(outcome: str) -> tuple[int, int]:
+    """Return a key that sorts the outcomes of one check on several ranks, the mildest first.
+
+    >>> sorted(["different", "equal (not finite)", "equal", "unverified"], key=severity)
+    ['equal', 'equal (not finite)', 'unverified', 'different']
+    """
+    place = len(_MILDEST_FIRST)
+    if not outcome.endswith("control failed"):
+        known = [each for each in _MILDEST_FIRST if outcome.startswith(each)]
+        # The longest: "different as required" begins with "different", too.
+        place = _MILDEST_FIRST.index(max(known, key=len)) if known else place
+    return place, len(outcome)
+
+
+def merge_facts(by_rank: Mapping[int, Sequence[Fact]]) -> list[Fact]:
+    """Return the facts of all ranks as those of one test, without those that only the page reads.
+
+    The n-th fact of one subject is one fact on all ranks. If the ranks found different outcomes,
+    the worst counts, and it names its ranks.
+
+    >>> equal = {"kind": "verdict", "outcome": "equal", "what": "loss"}
+    >>> merge_facts({0: [equal], 1: [{**equal, "outcome": "unverified"}], 2: [equal]})
+    [{'kind': 'verdict', 'outcome': 'unverified on rank 1', 'what': 'loss'}]
+    """
+    groups: dict[tuple[str, int], dict[int, Fact]] = {}
+    for rank, facts in sorted(by_rank.items()):
+        seen: Counter[str] = Counter()
+        for fact in facts:
+            if fact["kind"] not in SHOWN:
+                checked = {name: value for name, value in fact.items() if name not in _FOUND}
+                subject = json.dumps(checked, sort_keys=True, default=str)
+                seen[subject] += 1
+                groups.setdefault((subject, seen[subject]), {})[rank] = fact
+    return list(map(_worst, groups.values()))
+
+
+def _worst(by_rank: Mapping[int, Fact]) -> Fact:
+    """Return the worst of one fact on several ranks."""
+    field = "result" if "result" in next(iter(by_rank.values())) else "outcome"
+    outcomes = {rank: str(fact.get(field, "")) for rank, fact in by_rank.items()}
+    worst = max(outcomes.values(), key=severity)
+    ranks = [rank for rank, outcome in outcomes.items() if outcome == worst]
+    fact = by_rank[ranks[0]]
+    if len(ranks) < len(by_rank) and field == "outcome" and worst != "different as required":
+        return {**fact, field: f"{worst} on {ranks_text(ranks)}"}
+    return fact

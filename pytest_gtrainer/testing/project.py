@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 _JUNIT = "gtrainer-project.xml"
+_IN_TEAR_DOWN = "\n\nand in its tear-down:\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class ToldByTest:
 
     Attributes:
         outcome: "passed", "failed" (in its call), "error" (in set-up or tear-down) or "skipped".
-        message: of the failure or skip, as pytest shows it; "" if the test passed.
+            "failed" if the call and the tear-down fail.
+        message: of the failure or skip, as pytest shows it; "" if the test passed. A failure of the
+            call stands before that of the tear-down.
         world: as "ranks(2, gloo on cpu)"; "" without one.
         verdicts: "title: outcome", one for each comparison.
         goldens: "name: outcome", one for each check.
@@ -104,8 +107,13 @@ def run_project(
     tests: dict[str, ToldByTest] = {}
     if junit.exists():  # a usage error ends pytest before it writes one
         for case in ElementTree.parse(junit).getroot().iter("testcase"):
-            names = [case.get("classname"), case.get("name")]
-            tests["::".join(filter(None, names))] = _read_test(case)
+            name = "::".join(filter(None, [case.get("classname"), case.get("name")]))
+            test = _read_test(case)
+            # A test that fails and whose tear-down fails, too, has two entries, the call's first.
+            if name in tests and tests[name].outcome == "failed" and test.outcome == "error":
+                messages = tests[name].message, test.message
+                test = replace(tests[name], message=_IN_TEAR_DOWN.join(messages))
+            tests[name] = test
     return ProjectRun(done.returncode, done.stdout, tests)
 
 
@@ -115,9 +123,10 @@ def _read_test(case: ElementTree.Element) -> ToldByTest:
         values[each.get("name")].append(each.get("value") or "")
     outcome, message = "passed", ""
     for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
-        found = case.find(tag)
-        if found is not None:
-            outcome, message = word, found.text or found.get("message") or ""
+        found = case.findall(tag)
+        if found:  # two errors are those of set-up and tear-down
+            outcome = word
+            message = _IN_TEAR_DOWN.join(each.text or each.get("message") or "" for each in found)
 
     return ToldByTest(
         outcome,

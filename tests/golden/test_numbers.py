@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 
 import pytest
 import torch  # once for all runs in this process
@@ -330,6 +331,46 @@ def test_a_value_survives_its_text(value):
     assert repr(entry.values) == repr(value)
 
 
+def nan_of(bits):
+    return struct.unpack("<d", struct.pack("<Q", bits))[0]
+
+
+ALIKE = [
+    {1: 0},
+    {"1": 0},
+    {"'1'": 0},
+    {1: 0, "1": 0},
+    {-1: 0},
+    {"-1": 0},
+    {"01": 0},
+    float("nan"),
+    -nan_of(0x7FF8000000000000),
+    nan_of(0x7FF8000000000001),
+    nan_of(0xFFF8000000000001),
+    nan_of(0x7FF0000000000001),
+    "NaN",
+    {"NaN": "0xfff8000000000000"},
+    {"NaN": float("nan")},
+    {"'NaN'": "0xfff8000000000000"},
+]
+
+
+@pytest.mark.parametrize("one", range(len(ALIKE)))
+def test_keys_and_nans_that_look_alike_differ(one):
+    texts = []
+    for value in ALIKE:
+        entry = values.Entry({"torch": "x"}, values.plain({"nested": [value]}))
+        texts.append(values.text_of({}, [entry]))
+    equal = [judge("numbers", texts[one], each).outcome == "equal" for each in texts]
+    assert equal == [other == one for other in range(len(ALIKE))]
+
+
+def test_a_nan_of_other_bits_is_named_as_one():
+    assert values.not_finite(values.plain({"loss": [nan_of(0xFFF8000000000000)]})) == [
+        "loss[0] is NaN 0xfff8000000000000"
+    ]
+
+
 def test_the_order_of_keys_does_not_count():
     one, other = values.plain({"b": 1, "a": 2}), values.plain({"a": 2, "b": 1})
     assert values.text_of({}, [values.Entry({}, one)]) == values.text_of(
@@ -347,7 +388,6 @@ def test_the_order_of_keys_does_not_count():
             "*; not of Tensor at [0]: give its digest, or item() of a single value",
         ),
         ({1.5: 0}, TypeError, "keys of numbers are str or int; not 1.5"),
-        ({1: 0, "1": 0}, ValueError, "two keys of numbers are spelled '1': give one another name"),
     ],
 )
 def test_what_is_no_number_is_refused_with_its_place(value, error, sentence):

@@ -5,7 +5,7 @@ that runs again.
 import pytest
 
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.collected import world_label
+from pytest_gtrainer.report.collected import merge_facts, world_label
 
 
 def report(when="call", outcome="passed", longrepr=None, **more):
@@ -157,3 +157,69 @@ def test_a_subtest_decides_for_its_test_only_if_it_failed(outcome, mark, expecte
     subtest = Subtest("t", ("t.py", 0, "t"), {}, outcome, None, "call")
     vars(subtest).update(mark)
     assert collected(SETUP, subtest, CALL, TEARDOWN).outcome == expected
+
+
+EQUAL = {"kind": "verdict", "outcome": "equal", "tensors": 1, "what": "loss"}
+
+
+def verdict(outcome, **more):
+    return {**EQUAL, "outcome": outcome, **more}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "merged"),
+    [
+        (["equal"], "equal"),
+        (["equal", "equal"], "equal"),
+        (["equal", "equal (not finite)"], "equal (not finite) on rank 1"),
+        (["equal (not finite)", "equal"], "equal (not finite) on rank 0"),
+        (["equal (not finite)", "equal (not finite)"], "equal (not finite)"),
+        (["equal", "equal", "unverified"], "unverified on rank 2"),
+        (["unverified", "different", "different"], "different on ranks 1, 2"),
+        (["equal (not finite)", "unverified"], "unverified on rank 1"),
+        (["different", "equal, control failed"], "equal, control failed on rank 1"),
+        (["equal on this rank, judged over all", "different as required"], "different as required"),
+        (["equal, as a later version has it", "surprising"], "surprising on rank 1"),
+    ],
+)
+def test_the_worst_outcome_of_all_ranks_counts_and_names_its_ranks(outcomes, merged):
+    facts = merge_facts({rank: [verdict(each)] for rank, each in enumerate(outcomes)})
+    assert [fact["outcome"] for fact in facts] == [merged]
+
+
+def test_the_nth_fact_of_a_subject_is_one_on_all_ranks():
+    """Ranks of two groups check other things, and a rank may check more than the others."""
+    other = verdict("equal", what="state")
+    by_rank = {
+        0: [verdict("equal"), verdict("equal")],
+        1: [verdict("equal"), verdict("unverified", tensors=0)],
+        2: [other, verdict("equal")],
+        3: [other],
+    }
+    assert merge_facts(by_rank) == [
+        verdict("equal"),
+        verdict("unverified on rank 1", tensors=0),
+        other,
+    ]
+
+
+def test_facts_that_only_the_page_reads_are_not_merged():
+    """They are large, and the page has those of each rank."""
+    assert merge_facts({0: [{"kind": "graph_text", "packed": "x"}], 1: [EQUAL]}) == [EQUAL]
+
+
+def test_a_sweep_is_as_bad_as_on_its_worst_rank():
+    cell = {"kind": "sweep", "sweep": "s", "settings": {"size": 1}, "result": "equal", "why": ""}
+    failed = {**cell, "result": "FAILED", "why": "claimed to be equal"}
+    assert merge_facts({0: [cell], 1: [failed]}) == [failed]
+
+
+@pytest.mark.parametrize("worst", [0, 1, 2])
+def test_a_comparison_that_only_one_rank_could_not_verify_is_unverified(worst):
+    part = {"kind": "comparison", "first": None, "tensors": 1, "actual": [], "expected": []}
+    part |= {"more": 0, "differing": [], "what": ""}
+    shown = {}
+    for rank in range(3):
+        shown[rank] = [{**part, "outcome": "unverified" if rank == worst else "equal"}]
+    test = collected(report(gt_shown=shown))
+    assert [each["outcome"] for each in test.comparisons()] == ["unverified"]

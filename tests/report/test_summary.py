@@ -3,6 +3,8 @@
 import pytest
 
 from pytest_gtrainer.report.terminal import summary_lines
+from pytest_gtrainer.testing import run_project
+from tests.golden.conftest import QUICK
 
 
 def test_each_topic_is_one_line_and_what_did_not_happen_is_none():
@@ -36,3 +38,46 @@ def test_the_summary_counts_over_xdist_workers(pytester):
     result = pytester.runpytest_subprocess("-n", "2")
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["verdicts  4 equal"])
+
+
+NAN_ON_ONE_RANK = """
+import pytest, torch
+import torch.distributed as dist
+from pytest_gtrainer import assert_bitwise_equal
+
+def compared(last):
+    value = torch.ones(2)
+    if last and dist.get_rank() == dist.get_world_size() - 1:
+        value = torch.tensor([float("nan"), 1.0])
+    assert_bitwise_equal([value], [value.clone()])
+
+def unverified():
+    assert_bitwise_equal([torch.ones(1)], [torch.ones(1)] if dist.get_rank() == 0 else [])
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_called(gt_ranks, size):
+    gt_ranks.run(compared, True, size=size)
+
+def test_fails_where_called(gt_ranks):
+    gt_ranks.run(unverified, size=2)
+
+@pytest.mark.gt_world("ranks", size=[1, 2, 3])
+def test_marked():
+    compared(True)
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_equal():
+    compared(False)
+"""
+
+
+@pytest.mark.second_tier
+def test_a_verdict_of_one_rank_is_counted_with_its_rank(tmp_path):
+    files = {"test_it.py": NAN_ON_ONE_RANK, "pytest.ini": "[pytest]\n"}
+    run = run_project(tmp_path, *QUICK, "--gt-gpus=3", "--gt-device=cpu", files=files)
+    nan = "comparison: equal (not finite)"
+    for name in ("test_called[{}]", "test_marked[size{}]"):
+        found = [run[name.format(size)].verdicts for size in (1, 2, 3)]
+        assert found == [(nan,), (f"{nan} on rank 1",), (f"{nan} on rank 2",)]
+    assert run["test_equal"].verdicts == ("comparison: equal",)
+    assert run["test_fails_where_called"].verdicts == ("comparison: unverified on rank 1",)

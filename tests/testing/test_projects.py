@@ -81,3 +81,48 @@ def test_a_run_that_does_not_begin_is_told(tmp_path):
     assert run.status == pytest.ExitCode.USAGE_ERROR
     with pytest.raises(KeyError, match="--gt-gpus=none"):
         run["test_it"]
+
+
+BROKEN_TEARDOWN = """
+import pytest
+
+@pytest.fixture
+def breaks():
+    yield
+    raise OSError("the end")
+
+@pytest.fixture
+def broken(breaks):
+    raise OSError("the beginning")
+
+def test_both(breaks): raise ValueError("the call")
+def test_teardown(breaks): pass
+def test_setup(broken): pass
+@pytest.mark.xfail
+def test_known(breaks): raise ValueError("the call")
+def test_skips(breaks): pytest.skip("the call")
+"""
+
+
+@pytest.fixture(scope="module")
+def run_with_broken_teardown(tmp_path_factory):
+    files = {"test_it.py": BROKEN_TEARDOWN, "pytest.ini": "[pytest]\n"}
+    return run_project(tmp_path_factory.mktemp("teardown"), files=files)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "causes"),
+    [
+        ("test_both", "failed", ["the call", "and in its tear-down:", "the end"]),
+        ("test_teardown", "error", ["the end"]),
+        ("test_setup", "error", ["the beginning", "and in its tear-down:", "the end"]),
+        ("test_known", "skipped", []),
+        ("test_skips", "error", ["the end"]),
+    ],
+)
+def test_the_call_stands_before_the_tear_down(run_with_broken_teardown, name, outcome, causes):
+    test = run_with_broken_teardown[name]
+    assert test.outcome == outcome
+    places = [test.message.find(cause) for cause in causes]
+    assert -1 not in places, test.message
+    assert places == sorted(places)

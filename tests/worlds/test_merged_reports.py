@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pytest_gtrainer.ranks.inside.session import summary_of
-from pytest_gtrainer.ranks.merge import PHASES, STRICT, _Merge, result_of
+from pytest_gtrainer.ranks.merge import PHASES, STRICT, MergedTest, result_of
 from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 from pytest_gtrainer.ranks.wire import Raised
@@ -53,7 +53,7 @@ def merged(request, *calls, raised=None, setups=None, teardowns=None, reports=No
         for rank, (time, words, *more) in (raised or {}).items()
     }
     outcome = RanksOutcome(max(len(by_rank), 1), raised=told, **outcome)
-    return {told.when: told for told in _Merge(request.node, outcome, by_rank).reports()}
+    return {told.when: told for told in MergedTest(request.node, outcome, by_rank).reports()}
 
 
 def others(told):
@@ -345,3 +345,19 @@ def test_a_long_summary_ends_at_a_word_and_says_that_it_was_cut():
     assert re.search(r"\w,? …$", told)
     assert len(told) <= 300
     assert summary_of(ValueError("short")) == "ValueError: short"
+
+
+@pytest.mark.parametrize("longrepr", [None, "", " \n"])
+def test_a_failure_without_a_text_is_reported(request, longrepr):
+    """A plugin may take the text of a failure away."""
+    found = merged(request, report(outcome="failed", longrepr=longrepr), PASSED)
+    assert [each.outcome for each in found.values()] == ["passed", "failed", "passed"]
+    assert "rank 0: failed in its call, without a text" in others(found["call"])
+
+
+def test_reports_may_be_asked_for_again(request):
+    by_rank = {rank: {"call": failed(f"on {rank}")} for rank in range(2)}
+    test = MergedTest(request.node, RanksOutcome(2), by_rank)
+    texts = [[str(each.longrepr) for each in test.reports()] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert test.reports()[1].longrepr.reprcrash.message == "[rank 0] ValueError: on 0"

@@ -151,3 +151,20 @@ def test_a_mark_that_a_test_adds_expects_nothing_of_earlier_subtests(request, in
             [sent(request, "setup", gt_xfail=in_subtest), part, call, sent(request, "teardown")]
         )
     assert failed_phases(merged(request, *ranks)) == phases
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("fails", [False, True], ids=["passes", "fails"])
+def test_a_verdict_of_any_rank_is_counted(request, rank, fails):
+    """The summary does not say "equal" where one rank had nothing but NaN."""
+    ranks = []
+    for each in range(3):
+        outcome = "equal (not finite)" if each == rank else "equal"
+        facts = [{"kind": "verdict", "outcome": outcome, "tensors": 1, "what": ""}]
+        result = "failed" if fails and each == 0 else "passed"
+        call = sent(request, "call", result, gt_facts=facts)
+        ranks.append([sent(request, "setup"), call, sent(request, "teardown")])
+    found = merged(request, *ranks)
+    counted = [fact["outcome"] for report in found for fact in report.gt_facts]
+    assert counted == [f"equal (not finite) on rank {rank}"]
+    assert found[-1].gt_shown == {0: [], 1: [], 2: []}

@@ -9,6 +9,8 @@ expects the one expects the other. What a mark makes of a hidden failure is left
 raised where the phase ends.
 """
 
+import mmap
+import os
 import unittest
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,10 @@ _ADVICE = (
     "To look at a difference without a verdict: compare(actual, expected)"
 )
 _ENDS_THE_RUN = (KeyboardInterrupt, pytest.exit.Exception)
+_IN_CHILD = (
+    "a check failed in a process that the test forked, unless pytest.raises expects it there: {}"
+)
+_LONGEST = 4096
 _SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
 
@@ -31,9 +37,18 @@ class FailedChecks:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Exception, list[object]]] = []
+        # A process that the test forks shares this memory. It is all that it leaves: its exit
+        # status is the test's to read, and os._exit runs no code of ours.
+        self._in_child = mmap.mmap(-1, _LONGEST)
+        self._pid = os.getpid()
 
     def note(self, error: Exception) -> None:
         if isinstance(error, _SKIPS):
+            return
+        if os.getpid() != self._pid:
+            if not open_expectations():
+                text = f"{type(error).__name__}: {error}".encode()[:_LONGEST]
+                self._in_child[: len(text)] = text
             return
         # The first that nobody waits for decides. Do not search memory again for each of a hundred
         # generated examples.
@@ -59,6 +74,9 @@ class FailedChecks:
             if error.__traceback__ is not None and not any(map(self._is_expected, expectations)):
                 error.add_note(_ADVICE)
                 raise error
+        text = self._in_child[:].rstrip(b"\0").decode(errors="replace")
+        if text:
+            pytest.fail(_IN_CHILD.format(text), pytrace=False)
 
     def _is_expected(self, expectation: object) -> bool:
         """Return whether a block has caught a failed check.

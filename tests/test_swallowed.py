@@ -19,7 +19,7 @@ from pytest_gtrainer.testing import ProjectRun, run_project
 from tests.golden.conftest import QUICK
 
 SUITE = '''
-import contextlib, threading, unittest
+import contextlib, multiprocessing, os, threading, unittest
 from concurrent.futures import ThreadPoolExecutor
 import pytest, torch
 from torch import fx
@@ -83,12 +83,28 @@ def in_a_thread(check):
     thread.start()
     thread.join()
 
+def in_a_fork(check):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            check()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+def in_a_process(check):
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+    process.join()
+
 def in_a_pool(check):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: None, [0])), pool.submit(check)
     assert found[1].exception() is not None or {is_claim}
 
-@pytest.mark.parametrize("how", [suppressed, excepted, in_a_thread, in_a_pool], ids=lambda how: how.__name__)
+WAYS = [suppressed, excepted, in_a_thread, in_a_pool, in_a_fork, in_a_process]
+
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 @pytest.mark.parametrize("name", CHECKS)
 def test_hidden(gt_golden, name, how):
     how(lambda: CHECKS[name](gt_golden))
@@ -123,6 +139,16 @@ def test_expected_as_the_cause_of_another_error():
             differ()
         except AssertionError as error:
             raise RuntimeError("told") from error
+
+def expect_difference():
+    with pytest.raises(BitwiseDifference):
+        differ()
+
+def test_expected_in_a_fork():
+    in_a_fork(expect_difference)
+
+def test_passes_in_a_fork():
+    in_a_process(lambda: assert_bitwise_equal(torch.ones(1), torch.ones(1)))
 
 def test_expected_in_threads():
     """All of them fail, one of them is told."""
@@ -314,7 +340,7 @@ CHECKS = """golden, comparison, unverified, control, graph, unread check, no gra
 HIDDEN = [
     f"test_hidden[{name.strip()}-{how}]"
     for name in CHECKS.split(",")
-    for how in ("suppressed", "excepted", "in_a_thread", "in_a_pool")
+    for how in ("suppressed", "excepted", "in_a_thread", "in_a_pool", "in_a_fork", "in_a_process")
 ]
 OUTCOMES = {
     **dict.fromkeys(HIDDEN, "failed"),
@@ -323,6 +349,8 @@ OUTCOMES = {
     "TestOfUnittest::test_marked": "skipped",
     "TestOfUnittest::test_hidden": "failed",
     "test_expected_as_the_cause_of_another_error": "passed",
+    "test_expected_in_a_fork": "passed",
+    "test_passes_in_a_fork": "passed",
     "test_expected_in_threads": "passed",
     "test_handed_to_the_test_by_a_thread": "failed",
     "test_expected_once_and_hidden_later": "failed",

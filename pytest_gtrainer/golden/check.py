@@ -1,5 +1,6 @@
 """The ``gt_golden`` fixture: ``gt_golden.check(value)``."""
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ class Golden:
     def __init__(self, item: pytest.Item) -> None:
         self._plugin: GoldenPlugin = item.config.pluginmanager.getplugin("gtrainer-goldens")
         self._item = item
+        self._pid = os.getpid()
         self._spec = spec_of(item)
         self._mesh = self._spec.mesh if self._spec else None
         self._names: set[str] = set()
@@ -79,8 +81,15 @@ class Golden:
             HiddenGroup: a process group of the graph is not known here, so a golden cannot name its
                 ranks.
             TypeError: ``value`` is none of these.
+            RuntimeError: in a process that the test forked.
         """
         __tracebackhide__ = True
+        if os.getpid() != self._pid:
+            # What is claimed, or to be written, would end with this process.
+            raise RuntimeError(
+                "a golden is checked in the process of its test, and this one was forked from it: "
+                "hand the value to the test"
+            )
         if per not in (None, "torch"):
             raise ValueError(
                 f'per={per!r}: a golden is kept per="torch", or without it serves all versions'

@@ -48,14 +48,14 @@ from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.mixing import (
     Call,
     Content,
-    Known,
     Operand,
+    RowInfo,
     Rows,
     Statistic,
     indices_of,
     is_plain,
     is_row_numbers,
-    judge,
+    propagate,
 )
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
 from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, unknown_dims
@@ -270,7 +270,7 @@ class ForwardJudge(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.fqn, self.config = fqn, config
-        self.known: dict[Any, Known] = {}
+        self.known: dict[Any, RowInfo] = {}
         self.warned: set[str] = set()
         self.row_numbers: set[Any] = set()
         self.extents: set[int] = set()
@@ -316,7 +316,7 @@ class ForwardJudge(TorchDispatchMode):
         call.results = list(zip(results, self._dims(call, given, named, results), strict=True))
         tensors = [one.value for one in call.operands if isinstance(one.value, Tensor)]
         what = f"{func} of {', '.join(map(tensor_text, tensors))}"
-        known = judge(call, what, self.fqn, self.config, self.warned)
+        known = propagate(call, what, self.fqn, self.config, self.warned)
         for result, of_result in zip(results, known, strict=True):
             self._note(result, of_result, foreign)
         return made
@@ -342,7 +342,7 @@ class ForwardJudge(TorchDispatchMode):
         if call.name not in mixing.INDEXING:
             return given, named
         into, chosen = indices_of(call)
-        found: dict[int, Known] = {}
+        found: dict[int, RowInfo] = {}
         is_own = has_memory(into.value) and storage_id(into.value) in self.kept
         for dim, index in chosen:
             extent = into.value.shape[dim] if into.value.ndim else 0
@@ -428,7 +428,7 @@ class ForwardJudge(TorchDispatchMode):
             found = [*alone, *merged, *found]
         return tuple(found[:1]) or self._dims_by_extent(result)
 
-    def _note(self, tensor: Tensor, known: Known, foreign: Collection[int] = ()) -> None:
+    def _note(self, tensor: Tensor, known: RowInfo, foreign: Collection[int] = ()) -> None:
         if has_memory(tensor):
             if storage_id(tensor) in foreign:
                 return  # a buffer, which goes from chunk to chunk, or a parameter

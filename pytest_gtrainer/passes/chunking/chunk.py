@@ -19,11 +19,12 @@ from pytest_gtrainer.passes.chunking.mixing import (
     HOW_MANY,
     Call,
     Content,
-    Known,
+    Mixing,
     Operand,
+    RowInfo,
     Rows,
     Statistic,
-    judge,
+    propagate,
     refuse_mixing,
 )
 from pytest_gtrainer.passes.chunking.regions import (
@@ -126,7 +127,7 @@ class BodyJudge:
     """A judge of all bodies, node by node in graph order, with what is known of their values.
 
     The dimensions of rows are those in which the twins differ. Eager code that has no twin is
-    judged by ``references.chunk_judges.ForwardJudge``; both ask ``mixing.judge``.
+    judged by ``references.chunk_judges.ForwardJudge``; both ask ``mixing.propagate``.
     """
 
     def __init__(
@@ -134,9 +135,9 @@ class BodyJudge:
     ) -> None:
         self.twins, self.storages, self.config = twins, storages, config
         self.bodies = {node for region in regions for node in region.body}
-        self.known: dict[fx.Node, list[Known]] = {}
+        self.known: dict[fx.Node, list[RowInfo]] = {}
         self.warned: set[str] = set()
-        self.written: dict[fx.Node, Known] = {}  # by storage
+        self.written: dict[fx.Node, RowInfo] = {}  # by storage
 
     def judge_node(self, node: fx.Node, root: str) -> None:
         """Note what is known of a node's results; refuse it if it mixes rows."""
@@ -155,7 +156,7 @@ class BodyJudge:
         part = self.twins.part_of[node]
         part_args = (part.args, part.kwargs) if direction(node) == FORWARD else None
         call = Call(node.target, args, kwargs, self._results_of(node), part_args)
-        self.known[node] = judge(call, described(node), root, self.config, self.warned)
+        self.known[node] = propagate(call, described(node), root, self.config, self.warned)
         # What is written later is read through any view of the memory, so it is kept by storage.
         for storage in self.storages.written.get(node, ()):
             if self.storages.of[storage] in self.bodies:
@@ -169,13 +170,14 @@ class BodyJudge:
         if not isinstance(known, Rows):
             return
         if known.content in (Content.ROW_NUMBERS, Content.POSITIONAL):
-            wrong = f"depends on their number, or on {HOW_MANY},"
+            wrong, is_of_chunk = f"depends on their number, or on {HOW_MANY},", True
         elif known.content is Content.DATA and known.front != 1:
-            wrong = "has rows in another order"
+            wrong, is_of_chunk = "has rows in another order", False
         else:
             return
         wrong += f" and leaves the module in dimension {known.dims[0]}"
-        refuse_mixing(described(node), wrong, root, self.config, self.warned)
+        mixing = Mixing(wrong, is_of_chunk=is_of_chunk)
+        refuse_mixing(described(node), mixing, root, self.config, self.warned)
 
     def _results_of(self, node: fx.Node) -> list[tuple[Any, Sequence[int]]]:
         """Return the values of a node, each with its dimensions that are the chunk dimension."""
@@ -190,7 +192,7 @@ class BodyJudge:
             results.append((value, dims))
         return results
 
-    def _known_of(self, node: fx.Node) -> Known:
+    def _known_of(self, node: fx.Node) -> RowInfo:
         known = self.known.get(node, [None])[0]
         written = self.written.get(self.storages.of[node])
         if isinstance(known, Rows) and isinstance(written, Rows):
@@ -207,14 +209,14 @@ class BodyJudge:
         dims = self.twins.dims.get(node) or unknown_dims(node.meta.get("val"))
         return Rows(tuple(dims)) if dims else None
 
-    def _known_of_constant(self, node: fx.Node) -> Known:
+    def _known_of_constant(self, node: fx.Node) -> RowInfo:
         """Return what is known of a tensor that the graph holds, and not its inputs."""
         value = node.meta.get("val")
         if node not in self.twins.differing or not isinstance(value, torch.Tensor):
             return None
         dims = self.twins.dims.get(node, [])
         if len(dims) != 1:
-            return Statistic(f"{described(node)}, by {HOW_MANY}")
+            return Statistic(f"{described(node)}, by {HOW_MANY}", is_count=True)
         ours = constant(self.twins.full, node)
         theirs = constant(self.twins.part, self.twins.part_of[node])
         first = ours.select(dims[0], 0)

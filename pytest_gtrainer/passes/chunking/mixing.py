@@ -10,7 +10,8 @@ neither. An operator mixes rows if it
 
 *Routing* is free: integers may be computed across rows, and may sort and split them. No
 floating-point number may be computed from such integers. *Invariant.* An operator that no table, no
-tag of torch, no rule about dimensions and no forward of the same operator judges is refused.
+tag of torch and no rule about dimensions judges is refused. The backward of an operator in a table
+is judged by its entry.
 *Cost.* Constant for each call.
 """
 
@@ -75,12 +76,34 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A value over all rows of a chunk, and the operator that made it, in words."""
+    """A value over all rows of a chunk.
+
+    Attributes:
+        made_by: the operator that made it, in words.
+        is_count: it depends on nothing but how many rows there are.
+    """
 
     made_by: str
+    is_count: bool = False
 
 
-Known = Rows | Statistic | None
+RowInfo = Rows | Statistic | None
+"""What the analysis knows of a value; None if it depends on no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """How an operator mixes rows.
+
+    Attributes:
+        predicate: in words, "sums over dimension 0".
+        is_of_chunk: by row numbers or the number of rows, which may be meant of each chunk.
+        is_unknown: what the operator does along its dimensions is not known.
+    """
+
+    predicate: str
+    is_of_chunk: bool = False
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,7 @@ class Operand:
     """A tensor or number among the arguments of an operator, and what is known of it."""
 
     value: Any
-    known: Known
+    known: RowInfo
 
     @property
     def is_float(self) -> bool:
@@ -107,6 +130,8 @@ class Call:
         arguments: the arguments by the names of the schema.
         name: the operator without namespace and overload; with its namespace if it is not torch's.
         counts_rows: a number among the arguments depends on how many rows there are.
+        is_backward: it is the backward of an operator in the tables, whose rows it has.
+        rule: the words and dimensions of the operator in the tables, or those of its forward.
     """
 
     def __init__(
@@ -143,7 +168,11 @@ class Call:
         leaves = pytree.tree_leaves([args, kwargs])
         self.operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
         self.pointwise |= self.name in _POINTWISE
-        self.is_backward = "backward" in self.name and "::" not in self.name
+        # ``_softmax_backward_data`` is the backward of ``_softmax``.
+        forward = self.name.replace("_backward_data", "").replace("_backward", "")
+        self.is_backward = forward != self.name and forward in _RULES.keys() | _WITH_BACKWARD
+        # A backward takes its dimensions as its forward does, but numbers of rows of the gradient.
+        self.rule = _RULES.get(self.name, _ALONG.get(forward))
 
     def rows(self) -> list[tuple[Operand, Rows]]:
         """Return the operands that have the chunk dimension."""
@@ -199,7 +228,8 @@ def _batch_norm(call: Call) -> Iterable[int]:
     """Return all dimensions but the channels' where statistics are those of the batch."""
     # In evaluation it normalises by running statistics, which are the same for all rows.
     default = "no_training" not in call.name
-    training = call.arguments.get("training", call.arguments.get("train", default))
+    names = ("training", "train", "update")
+    training = next((call.arguments[name] for name in names if name in call.arguments), default)
     if not training or "no_update" in call.name:
         return ()
     return [dim for dim in range(call.ndim) if dim != 1]
@@ -485,95 +515,113 @@ _BY_DIMENSIONS = frozenset(
     }
 )
 """The dimensions of the results show whether they mix: the chunk dimension is gone, or is twice."""
+_WITH_BACKWARD = INDEXING | RESHAPES | _POINTWISE | _BY_DIMENSIONS | {"embedding_dense"}
+"""Operators without a rule whose backward is known with them."""
 _LIKE = re.compile(r"[^:]+_like$|^new_.+")
 # Another library's ``norm`` is not torch's.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
 
 
-def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, warned: set[str]) -> None:
+def refuse_mixing(
+    what: str, mixing: Mixing, where: str, config: ChunkConfig, warned: set[str]
+) -> None:
     """Refuse an operator, ``what``, in module ``where``.
 
     Row numbers and numbers of rows may be meant of each chunk, so they only warn, once a config.
 
     Args:
-        wrong: how it mixes rows, as a predicate ("sums over dimension 0").
+        mixing: how it mixes rows.
         warned: patterns of modules that have warned already.
     """
     answer = ""
-    is_of_a_chunk = HOW_MANY in wrong or "their number" in wrong
-    if "not known" in wrong:
+    if mixing.is_unknown:
         answer = (
             "; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as "
             "'mylib::norm'"
         )
-    elif is_of_a_chunk:
+    elif mixing.is_of_chunk:
         answer = (
             "; if you mean those of each chunk, say so: "
             f"ChunkConfig(row_wise=({config.module_fqn!r},))"
         )
     message = (
-        f"{what} {wrong} inside {where}: there lies the {config.chunk_dim} dimension, by which "
-        f"{where} is chunked, so rows of a chunk would not see those of the others and the numbers "
-        "would not be the model's. Keep that dimension apart from those that the operator works "
-        f"along, or chunk modules without it{answer}"
+        f"{what} {mixing.predicate} inside {where}: there lies the {config.chunk_dim} dimension, "
+        f"by which {where} is chunked, so rows of a chunk would not see those of the others and "
+        "the numbers would not be the model's. Keep that dimension apart from those that the "
+        f"operator works along, or chunk modules without it{answer}"
     )
-    if not is_of_a_chunk:
+    if not mixing.is_of_chunk:
         raise ChunkError(message)
     if config.module_fqn not in warned:
         warned.add(config.module_fqn)
         warnings.warn(message, ChunkWarning, stacklevel=2)
 
 
-def judge(call: Call, what: str, where: str, config: ChunkConfig, warned: set[str]) -> list[Known]:
+def propagate(
+    call: Call, what: str, where: str, config: ChunkConfig, warned: set[str]
+) -> list[RowInfo]:
     """Return what is known of a call's results; refuse the call if it mixes rows.
 
     Raises:
         ChunkError: in the words of ``refuse_mixing``.
     """
     if call.full_name not in config.row_wise:
-        wrong = _describe_mixing(call)
-        if wrong is not None:
-            refuse_mixing(what, wrong, where, config, warned)
-    return [_known_result(call, value, tuple(dims), what) for value, dims in call.results]
+        mixing = _find_mixing(call)
+        if mixing is not None:
+            refuse_mixing(what, mixing, where, config, warned)
+    return [_info_of_result(call, value, tuple(dims), what) for value, dims in call.results]
 
 
-def _describe_mixing(call: Call) -> str | None:
-    """Return how a call mixes rows, as a predicate ("sums over dimension 0"), or None."""
+def _find_mixing(call: Call) -> Mixing | None:
+    """Return how a call mixes rows, or None."""
     for _, dims in call.results:
         if len(dims) > 1:
             both = " and ".join(map(str, dims))
-            return f"relates every row to every other one (dimensions {both})"
+            return Mixing(f"relates every row to every other one (dimensions {both})")
     if _LIKE.match(call.name):
         return None  # ``zeros_like`` and ``new_ones`` read nothing but shape and dtype
-    # An operator of autograd has the rows of its forward, which was judged.
+    # A backward combines its gradient with statistics that its forward, which is judged, has made.
     if not call.is_backward:
         inexact = [dims for value, dims in call.results if is_inexact(value)]
-        statistic = _describe_statistic(call) if any(inexact) else None
+        statistic = _find_statistic(call) if any(inexact) else None
         if statistic is not None:
-            return f"brings into rows a value over all of them ({statistic})"
+            return Mixing(
+                f"brings into rows a value over all of them ({statistic.made_by})",
+                is_of_chunk=statistic.is_count,
+            )
         if inexact and _meets_positions(call):
-            return (
+            return Mixing(
                 "brings into rows what depends on their number, or on how many there are, and is "
-                "another one in a chunk"
+                "another one in a chunk",
+                is_of_chunk=True,
             )
     if not call.rows():
         return None
-    wrong = _describe_order(call)
-    if wrong is not None:
-        return wrong
-    return _describe_index(call) if call.name in INDEXING else _describe_dims(call)
+    predicate = _describe_order(call)
+    if predicate is None and call.name in INDEXING:
+        predicate = _describe_index(call)
+    elif predicate is None:
+        predicate = _describe_dims(call)
+        if predicate is None and _is_unknown(call):
+            dims = sorted({dim for _, known in call.rows() for dim in known.dims})
+            where = ", ".join(map(str, dims))
+            return Mixing(
+                f"may mix dimension {where}: what it does along its dimensions is not known",
+                is_unknown=True,
+            )
+    return None if predicate is None else Mixing(predicate)
 
 
-def _describe_statistic(call: Call) -> str | None:
+def _find_statistic(call: Call) -> Statistic | None:
     """Return the statistic, or routing, that a call would bring into floating-point rows."""
     if call.counts_rows and any(known.content not in _WITHOUT_DATA for _, known in call.rows()):
-        return HOW_MANY
+        return Statistic(HOW_MANY, is_count=True)
     for operand in call.operands:
         known = operand.known
         if isinstance(known, Statistic) and (operand.is_float or call.pointwise):
-            return known.made_by
+            return known
         if isinstance(known, Rows) and known.content is Content.ROUTING and call.pointwise:
-            return "integers computed across rows"
+            return Statistic("integers computed across rows")
     return None
 
 
@@ -584,7 +632,7 @@ def _meets_positions(call: Call) -> bool:
 
 
 def _describe_dims(call: Call) -> str | None:
-    """Return how a call works along the chunk dimension, or that this is not known."""
+    """Return how a call works along the chunk dimension, if a table says so."""
     rows = call.rows()
     if call.name in _SEARCHES:
         name = "boundaries" if call.name == "bucketize" else "sorted_sequence"
@@ -593,10 +641,10 @@ def _describe_dims(call: Call) -> str | None:
         if isinstance(sequence.known, Rows) and last in sequence.known.dims:
             return f"searches along dimension {last}"
         return None
-    if call.name in _RULES:
-        words, rule = _RULES[call.name]
+    if call.rule is not None:
+        words, rule = call.rule
         for operand, known in rows:
-            if call.name in _ALONG:
+            if call.name in _ALONG or call.is_backward:
                 # Integers of the data may be computed across rows: that is routing.
                 is_routing = not operand.is_float and known.content not in (
                     Content.ROW_NUMBERS,
@@ -611,15 +659,18 @@ def _describe_dims(call: Call) -> str | None:
             if hit:
                 return f"{words} dimension {min(hit)}"
         return None
-    if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or call.is_backward:
-        return None
+    return None
+
+
+def _is_unknown(call: Call) -> bool:
+    """Return whether nothing says what a call of rows does along its dimensions."""
+    is_known = call.rule is not None or call.pointwise or call.is_backward or is_view(call.target)
+    if is_known or call.name in _BY_DIMENSIONS | _SEARCHES:
+        return False
     results = [value for value, _ in call.results if isinstance(value, torch.Tensor)]
-    values = [*results, *(operand.value for operand, _ in rows)]
-    if not results or not any(map(is_inexact, values)):
-        return None  # a size, or routing
-    dims = sorted({dim for _, known in rows for dim in known.dims})
-    where = ", ".join(map(str, dims))
-    return f"may mix dimension {where}: what it does along its dimensions is not known"
+    values = [*results, *(operand.value for operand, _ in call.rows())]
+    # Without a result it is a size; of integers it is routing.
+    return bool(results) and any(map(is_inexact, values))
 
 
 def _describe_order(call: Call) -> str | None:
@@ -710,13 +761,15 @@ def _contents_beside_indices(call: Call) -> set[Content]:
     return {known.content for one, known in rows if all(one is not index for index in indices)}
 
 
-def _known_result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> Known:
+def _info_of_result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> RowInfo:
     rows = call.rows()
     statistics = [o.known for o in call.operands if isinstance(o.known, Statistic)]
     is_like = _LIKE.match(call.name) is not None
     if is_like or not (rows or statistics):  # the module makes it itself
         if not dims:
-            return Statistic(f"{what}, by {HOW_MANY}") if call.counts_rows else None
+            if not call.counts_rows:
+                return None
+            return Statistic(f"{what}, by {HOW_MANY}", is_count=True)
         if is_row_numbers(call):
             return Rows(dims, Content.ROW_NUMBERS)
         is_uniform = (is_like or call.name in _UNIFORM_FACTORIES) and not call.counts_rows

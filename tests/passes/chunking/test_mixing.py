@@ -24,7 +24,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.passes.chunking.mixing import Call, Operand, Rows, judge
+from pytest_gtrainer.passes.chunking.mixing import Call, Operand, Rows, Statistic, propagate
 
 REFUSED = (ChunkError, ChunkWarning)
 pytestmark = pytest.mark.filterwarnings("error::pytest_gtrainer.ChunkWarning")
@@ -773,12 +773,66 @@ def test_an_operator_is_refused_along_exactly_the_dimensions_that_it_mixes(
             [(result, (dim,) if dim < result.ndim else ()) for result in results],
         )
         try:
-            judge(call, str(operator), "layers.0", BATCH, set())
+            propagate(call, str(operator), "layers.0", BATCH, set())
         except ChunkError:
             refused.add(dim)
     assert refused == mixed, (
         f"{operator}{arguments} is refused along {refused}, and mixes along {mixed}"
     )
+
+
+GRAD = (2, 3, 4)
+BACKWARDS = [
+    (aten._softmax_backward_data.default, [GRAD, GRAD], (0, torch.float32), {0}),
+    (aten._softmax_backward_data.default, [GRAD, GRAD], (-1, torch.float32), {2}),
+    (aten._log_softmax_backward_data.default, [GRAD, GRAD], (1, torch.float32), {1}),
+    (aten.glu_backward.default, [(2, 3, 2), GRAD], (-1,), {2}),
+    (aten.gelu_backward.default, [GRAD, GRAD], (), set()),
+    (aten.threshold_backward.default, [GRAD, GRAD], (0,), set()),
+    (aten.native_dropout_backward.default, [GRAD, GRAD], (2.0,), set()),
+    (aten.slice_backward.default, [GRAD], ([2, 3, 9], 2, 0, 4, 1), set()),
+    (aten.mse_loss_backward.default, [GRAD, GRAD, GRAD], (0,), {0, 1, 2}),
+    (aten._cdist_backward.default, [(2, 3, 3), GRAD, GRAD], (2.0, (2, 3, 3)), {0, 1, 2}),
+    (aten.huber_loss_backward.default, [GRAD, GRAD, GRAD], (0, 1.0), {0, 1, 2}),
+    (aten.replication_pad3d_backward.default, [GRAD, GRAD], ([0] * 6,), {0, 1, 2}),
+]
+
+
+@pytest.mark.parametrize(("operator", "shapes", "arguments", "mixed"), BACKWARDS, ids=str)
+def test_a_backward_is_judged_by_the_entry_of_its_forward(operator, shapes, arguments, mixed):
+    """G3: a forward may call it, too, so its name alone says nothing."""
+    refused = {}
+    for dim in range(3):
+        rows = [Operand(torch.ones(shape), Rows((dim,))) for shape in shapes]
+        call = Call(operator, [*rows, *arguments], {}, [(torch.ones(shapes[-1]), (dim,))])
+        try:
+            propagate(call, str(operator), "layers.0", BATCH, set())
+        except ChunkError as error:
+            refused[dim] = str(error)
+    assert refused.keys() == mixed
+    is_known = "_softmax" in str(operator) or "glu" in str(operator)
+    for message in refused.values():
+        assert ("is not known" in message) != is_known
+
+
+def test_the_words_of_a_refusal_do_not_decide_its_kind():
+    """G3: a module or operator may be named as the messages are."""
+    for what, made_by in (
+        ("how many rows there are", "their number"),
+        ("what is not known", "how many rows there are"),
+    ):
+        operands = [
+            Operand(torch.ones(2, 3), Rows((0,))),
+            Operand(torch.ones(3), Statistic(made_by)),
+        ]
+        call = Call(aten.sub.Tensor, operands, {}, [(torch.ones(2, 3), (0,))])
+        with pytest.raises(ChunkError) as error:
+            propagate(call, what, what, BATCH, set())
+        assert "row_wise" not in str(error.value)
+    operands = [operands[0], Operand(torch.ones(3), Statistic("a size", is_count=True))]
+    call = Call(aten.sub.Tensor, operands, {}, [(torch.ones(2, 3), (0,))])
+    with pytest.warns(ChunkWarning, match="if you mean those of each chunk, say so"):
+        propagate(call, "sub", "what is not known", BATCH, set())
 
 
 def test_rows_that_are_put_behind_others_are_refused():
@@ -797,4 +851,4 @@ def test_rows_that_are_put_behind_others_are_refused():
             if is_refused
             else nullcontext()
         ):
-            judge(call, "cat", "layers.0", BATCH, set())
+            propagate(call, "cat", "layers.0", BATCH, set())

@@ -1,20 +1,8 @@
-"""Autograd: the number of each node, and the start of a backward.
+"""Autograd: the number of each node, the start of a backward, hooks and guards of gradients.
 
-- a ``TorchDispatchMode`` sees every operator below autograd, also those of the backward;
-- ``_pop_mode_temporarily`` gives the mode below, if ``_get_current_dispatch_mode`` has one. Its
-  ``__torch_dispatch__`` gets the arguments as they are; a call of the operator would leave out an
-  optional tensor that is undefined;
-- ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of
-  the forward, that of the node that was just made for it, plus one; a node knows its own as
-  ``_sequence_nr()``;
-- ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
-  ``torch.autograd.graph`` and ``torch.autograd``;
-- ``torch._C._current_graph_task_id`` is -1 outside of a backward;
-- a tensor holds its hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``; those on its
-  ``AccumulateGrad`` node, which DDP registers in C++, have no reader;
-- ``torch.Tensor._make_wrapper_subclass`` makes a tensor without memory on any device.
-  ``AccumulateGrad`` adds to a ``.grad`` in place, so that such a one gets the call in its
-  ``__torch_dispatch__``.
+Autograd numbers its nodes in the order of the forward. A ``TorchDispatchMode`` sees every operator
+below autograd, also those of the backward; the numbers relate an operator of the backward to the
+one of the forward that it belongs to.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,15 +39,17 @@ __all__ = ["TorchDispatchMode", "in_backward", "last_made_node", "watching_backw
 
 
 class GuardedGradient(torch.Tensor):
-    """The ``.grad`` of a tensor for as long as nobody may use it: reading its value or adding to it
-    raises.
+    """A ``.grad`` that nobody may use: reading its value or adding to it raises.
+
+    It has no memory. ``AccumulateGrad`` adds to a ``.grad`` in place, so an addition reaches its
+    ``__torch_dispatch__``.
     """
 
     message: str
 
     @staticmethod
     def __new__(cls, owner: torch.Tensor, message: str) -> "GuardedGradient":
-        """Return one that ``owner`` accepts as its gradient."""
+        """Return a gradient that ``owner`` accepts: of its shape, strides, device and dtype."""
         kind: dict[str, Any] = {
             "dtype": getattr(owner, "grad_dtype", None) or owner.dtype,
             "device": owner.device,
@@ -72,14 +62,14 @@ class GuardedGradient(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise for whatever Python does with the gradient."""
+        """Raise for every use in Python."""
         cls._raise(args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise for what autograd does with it: a backward adds to it."""
+        """Raise for every use by autograd."""
         cls._raise(args, kwargs)
 
     @classmethod
@@ -89,7 +79,10 @@ class GuardedGradient(torch.Tensor):
 
 
 def hooks_of(tensor: torch.Tensor) -> str:
-    """Return the name of the method that has registered a hook on ``tensor``; "" without one."""
+    """Return the name of the method that has registered a hook on ``tensor``; "" without one.
+
+    Hooks that DDP registers in C++, on the tensor's ``AccumulateGrad`` node, cannot be read.
+    """
     if tensor._backward_hooks:
         return "register_hook"
     return "register_post_accumulate_grad_hook" if tensor._post_accumulate_grad_hooks else ""
@@ -100,6 +93,7 @@ def dispatch_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     # The tables of a DeviceMesh are read with all other modes off.
     if isinstance(func, HigherOrderOperator) or _get_current_dispatch_mode() is None:
         return func(*args, **kwargs)
+    # A call of the operator would leave out an optional tensor that is undefined.
     with _pop_mode_temporarily() as mode:
         return mode.__torch_dispatch__(func, types, args, kwargs)
 
@@ -110,14 +104,18 @@ def in_backward() -> bool:
 
 
 def last_made_node() -> int:
-    """The number of the autograd node that was made last."""
+    """Return the number of the autograd node that was made last.
+
+    Inside an operator of the forward it is the node of this operator.
+    """
     return int(_get_sequence_nr()) - 1
 
 
 @contextmanager
 def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``begin(number)`` before each autograd node computes, ``end()`` after; sums of gradients
-    belong to none.
+    """Call ``begin(number)`` before each autograd node computes, and ``end()`` after it.
+
+    The engine adds gradients between nodes.
     """
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +126,7 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
                 hooks.callback(node.register_hook(lambda *_: end()).remove)
             return _engine_run_backward(outputs, *args, **kwargs)
 
+    # ``backward`` looks the function up in one module, ``grad`` in the other.
     with ExitStack() as replaced:
         for home in (torch.autograd.graph, torch.autograd):
             replaced.callback(setattr, home, "_engine_run_backward", home._engine_run_backward)
@@ -136,7 +135,7 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
 
 
 def _nodes(outputs: Any) -> Iterator[Any]:
-    """The autograd nodes that a backward from ``outputs`` may run."""
+    """Yield the autograd nodes that a backward from ``outputs`` may run."""
     tensors = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
     stack = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     seen = set()

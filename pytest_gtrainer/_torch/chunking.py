@@ -1,16 +1,10 @@
 """Sums of gradients, and symbols of data-dependent sizes.
 
-- nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``,
-  and the ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the
-  backward is the engine's if an operand of the backward has a smaller ``seq_nr``, because the
-  backward counts down;
-- ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols
-  are made by ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``;
-- what a trace relied on is in ``ShapeEnv.guards`` (of symbols with hints) and
-  ``deferred_runtime_asserts`` (of those without), ``ShapeEnv.simplify`` applies the equations
-  between symbols that it found.
+Chunking copies nodes. A copy of a node that makes a data-dependent size needs symbols of its own,
+and a sum that autograd's engine made is no operator of the model.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -39,21 +33,18 @@ def is_engine_addition(node: fx.Node) -> bool:
     """Return whether autograd's engine added two gradients of one tensor: older plus newer."""
     if node.target not in _ACCUMULATE or not node.meta.get("autograd_backward"):
         return False
-    if (
-        len(node.args) != 2
-        or node.kwargs
-        or not all(isinstance(operand, fx.Node) for operand in node.args)
-    ):
+    are_nodes = all(isinstance(operand, fx.Node) for operand in node.args)
+    if len(node.args) != 2 or node.kwargs or not are_nodes:
         return False
     if node.meta.get("is_gradient_acc"):
         return True
+    # Other graphs have no such mark. There the sum has the ``seq_nr`` of whatever ran before it;
+    # the backward counts down, so an operand of the backward with a smaller number shows a sum of
+    # the engine.
     own = node.meta.get("seq_nr")
-    backward = [
-        source.meta.get("seq_nr")
-        for source in node.all_input_nodes
-        if source.meta.get("autograd_backward")
-    ]
-    return own is not None and any(number is not None and number < own for number in backward)
+    backward = [each for each in node.all_input_nodes if each.meta.get("autograd_backward")]
+    numbers = [each.meta["seq_nr"] for each in backward if each.meta.get("seq_nr") is not None]
+    return own is not None and any(number < own for number in numbers)
 
 
 Symbol = sympy.Symbol
@@ -62,10 +53,12 @@ Renaming = dict[sympy.Symbol, sympy.Expr]
 
 
 def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
-    """Give a copied node that makes data-dependent sizes its own symbols; ``renaming`` keeps them
-    for its readers.
+    """Give a copied node that makes data-dependent sizes its own symbols.
+
+    ``meta`` is the metadata of the copy; ``renaming`` keeps the symbols for the node's readers.
     """
-    if bindings := meta.get("unbacked_bindings"):
+    bindings = meta.get("unbacked_bindings")
+    if bindings:
         shape_env = shape_env_of(meta["val"])
         for symbol in bindings:
             if symbol not in renaming:
@@ -78,22 +71,20 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
 
 
 def _numbers_in(value: Any) -> list[Any]:
-    """The symbolic numbers in a value or in arguments; of a tensor its extents and strides."""
-    leaves = [
-        number
-        for leaf in pytree.tree_leaves(value)
-        for number in ((*leaf.shape, *leaf.stride()) if torch.is_tensor(leaf) else (leaf,))
-    ]
-    return [number for number in leaves if isinstance(number, SYMBOLIC)]
+    """Return the symbolic numbers in a value or in arguments: of tensors extents and strides."""
+    numbers: list[Any] = []
+    for leaf in pytree.tree_leaves(value):
+        numbers += (*leaf.shape, *leaf.stride()) if torch.is_tensor(leaf) else (leaf,)
+    return [number for number in numbers if isinstance(number, SYMBOLIC)]
 
 
 def shape_env_of(value: Any) -> Any:
-    """The shape environment of the symbols in a value or in arguments; None without symbols."""
+    """Return the shape environment of the symbols in a value or in arguments; None without any."""
     return next((number.node.shape_env for number in _numbers_in(value)), None)
 
 
 def renamed_number(value: Any, renaming: Renaming) -> Any:
-    """A symbolic number in other symbols; anything else as it is."""
+    """Return a symbolic number in other symbols; anything else as it is."""
     if not isinstance(value, SYMBOLIC) or renaming.keys().isdisjoint(value.node.expr.free_symbols):
         return value
     return symbolic(value.node.shape_env, value.node.expr.xreplace(renaming), value.node.pytype)
@@ -101,29 +92,23 @@ def renamed_number(value: Any, renaming: Renaming) -> Any:
 
 def _renamed(value: Any, renaming: Renaming) -> Any:
     if torch.is_tensor(value) and _numbers_in(value):
-        extents = (
-            [renamed_number(e, renaming) for e in told] for told in (value.shape, value.stride())
-        )
-        return value_like(value, *extents)
+        shape = [renamed_number(extent, renaming) for extent in value.shape]
+        return value_like(value, shape, [renamed_number(step, renaming) for step in value.stride()])
     return renamed_number(value, renaming)
 
 
 def expression_of(value: Any) -> Any:
-    """The sympy expression of a SymInt, SymFloat or SymBool, with the equations that its trace
-    found.
-    """
+    """Return the sympy expression of a symbolic number, with the equations that its trace found."""
     return value.node.shape_env.simplify(value.node.expr)
 
 
 def symbols_of(value: Any) -> list[sympy.Symbol]:
-    """The symbols in a value or in arguments, as they are written there."""
+    """Return the symbols in a value or in arguments, as they are written there."""
     return [symbol for number in _numbers_in(value) for symbol in number.node.expr.free_symbols]
 
 
 def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
-    """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is
-    left.
-    """
+    """Return a symbolic number with numbers for symbols: a plain one if no symbol is left."""
     found = expression_of(value).xreplace(
         {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
     )
@@ -133,23 +118,23 @@ def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
 
 
 def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:
-    """Return what the trace relied on and the numbers make false, and where somebody stated it."""
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    found = next((env for value in values if (env := shape_env_of(value)) is not None), None)
-    if found is None:
+    """Return the conditions of a trace that the numbers make false, and the lines that state them.
+
+    Conditions on data-dependent sizes are deferred asserts; those on other sizes are guards.
+    """
+    env = shape_env_of([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
+    if env is None:
         return []
     table = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+    inside = os.path.dirname(torch.__file__)
     failed = []
-    for fact in (fact for facts in found.deferred_runtime_asserts.values() for fact in facts):
-        if fact.expr.xreplace(table) == sympy.false:
-            files = [frame for frame in fact.stack.summary() if os.path.isfile(frame.filename)]
-            theirs = [
-                frame
-                for frame in files
-                if not frame.filename.startswith(os.path.dirname(torch.__file__))
-            ]
-            stated = f", stated at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
-            failed.append(f"{fact.expr}{stated}")
-    return failed + [
-        str(guard.expr) for guard in found.guards if guard.expr.xreplace(table) == sympy.false
-    ]
+    for condition in itertools.chain.from_iterable(env.deferred_runtime_asserts.values()):
+        if condition.expr.xreplace(table) == sympy.false:
+            text = str(condition.expr)
+            for frame in reversed(condition.stack.summary()):
+                if os.path.isfile(frame.filename) and not frame.filename.startswith(inside):
+                    text += f", stated at {frame.filename}:{frame.lineno}"
+                    break
+            failed.append(text)
+    guards = [guard.expr for guard in env.guards if guard.expr.xreplace(table) == sympy.false]
+    return failed + [str(guard) for guard in guards]

@@ -1,21 +1,12 @@
 """torch.compile, watched from outside.
 
-- The log ``torch.__trace``, which ``TORCH_TRACE`` and tlparse read: each record has ``metadata``,
-  and a ``payload`` that is text or JSON. ``chromium_event`` tells when a phase or a pass begins
-  ("ph" is "B") and ends ("E"), in the thread and at the time at which it does; passes are named
-  ``pass.<stage's passes>.<pass>``.
-- ``torch.compile`` looks up ``torch._inductor.compile_fx.compile_fx`` when it compiles, and calls
-  it with Dynamo's graph and the user's options; its ``inner_compile`` gets each graph behind the
-  partitioner, with ``is_backward`` and ``is_inference``. It is the one name that is put in
-  another's place, while a recorder is open: options are told nowhere else. ``config_patches`` reach
-  the backward, which compiles later.
-- ``torch._inductor.config``: the user's passes, ``joint_custom_pre_pass`` first among those of the
-  joint graph. ``get_custom_graph_passes`` reads one such setting, a pass or several.
-- ``CompileContext.current_compile_id()``, whose text is "0/1", None outside of Dynamo.
-- ``ShapeEnv.guards``, each with ``expr``, and ``var_to_range``: the sizes that a compilation holds
-  for.
-- ``_recursive_post_grad_passes`` runs Inductor's passes on a forward or backward graph, under its
-  fake mode, behind ``view_to_reshape``, as ``compile_fx_inner`` does before it generates code.
+Most is read from the log ``torch.__trace``, which ``TORCH_TRACE`` and tlparse read, too. Each
+record has ``metadata``, and a ``payload`` that is text or JSON. An event ``chromium_event`` is
+logged where a phase or a pass begins ("ph" is "B") and ends ("E"), in its thread; passes are named
+``pass.<passes of the stage>.<pass>``.
+
+The options of a compilation are in no log. While a recorder is open, a function of its own stands
+in the place of Inductor's ``compile_fx``.
 """
 
 import logging
@@ -23,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
@@ -72,7 +64,7 @@ CompileFx = Callable[..., Any]
 
 
 class Watching(CustomGraphPass):
-    """A pass of Inductor that changes nothing: ``see`` is shown each graph."""
+    """A pass of Inductor that changes nothing, and calls ``see`` with each graph."""
 
     def __init__(self, name: str, see: Callable[[fx.GraphModule], None]) -> None:
         self.name, self.see = name, see
@@ -85,24 +77,21 @@ class Watching(CustomGraphPass):
 
 
 def current_compile_id() -> str:
-    """Dynamo's id of the compilation that runs now; "-" where Inductor is called without Dynamo."""
+    """Return Dynamo's id of the compilation, such as "0/1"; "-" for Inductor without Dynamo."""
     return str(CompileContext.current_compile_id() or "-")
 
 
 def own_passes(setting: str) -> list[Any]:
-    """The user's passes in a setting of Inductor, ``post_grad_custom_post_pass`` for one, as they
-    hold now.
-    """
-    return [
-        *filter(callable, get_custom_graph_passes(getattr(inductor_config, setting, None)))
-    ]  # or it is a switch
+    """Return the user's passes in a setting of Inductor such as ``post_grad_custom_post_pass``."""
+    # The setting may be a switch instead of passes.
+    given = get_custom_graph_passes(getattr(inductor_config, setting, None))
+    return [each for each in given if callable(each)]
 
 
 @contextmanager
 def heard_by(handler: logging.Handler) -> Iterator[None]:
-    """Give the structured trace to a handler, and to nobody above it, whose captured logs it would
-    fill.
-    """
+    """Give the structured trace to a handler alone."""
+    # Handlers of parents would capture it: pytest's would fill the log of a failed test.
     propagates, TRACE_LOG.propagate = TRACE_LOG.propagate, False
     TRACE_LOG.addHandler(handler)
     try:
@@ -114,20 +103,27 @@ def heard_by(handler: logging.Handler) -> Iterator[None]:
 
 @contextmanager
 def instead_of_compile_fx(made: Callable[[CompileFx], CompileFx]) -> Iterator[None]:
-    """While this is open, ``torch.compile`` calls what ``made`` gives for Inductor's own
-    ``compile_fx``.
+    """Let ``torch.compile`` call ``made(compile_fx)`` in the place of Inductor's ``compile_fx``.
+
+    It is called with Dynamo's graph and the user's options. Its ``inner_compile`` gets each graph
+    behind the partitioner, with ``is_backward`` and ``is_inference``.
     """
+    # ``torch.compile`` looks the name up each time that it compiles.
     own = compile_fx_module.compile_fx
     ours = compile_fx_module.compile_fx = made(own)
     try:
         yield
     finally:
-        if compile_fx_module.compile_fx is ours:  # else somebody else has taken the place since
+        # Somebody else may have replaced it since.
+        if compile_fx_module.compile_fx is ours:
             compile_fx_module.compile_fx = own
 
 
 def with_first_joint_pass(patches: dict[str, Any] | None, first: CustomGraphPass) -> dict[str, Any]:
-    """Options of a compile in which ``first`` runs before all other passes of the joint graph."""
+    """Return options with which ``first`` runs before all other passes of the joint graph.
+
+    These are ``config_patches``, which also reach the backward, which compiles later.
+    """
     setting, patches = "joint_custom_pre_pass", dict(patches or {})
     own = patches.get(setting, getattr(inductor_config, setting))
     return {**patches, setting: [first, *get_custom_graph_passes(own)]}
@@ -135,9 +131,7 @@ def with_first_joint_pass(patches: dict[str, Any] | None, first: CustomGraphPass
 
 @contextmanager
 def fresh(*, caches: bool) -> Iterator[None]:
-    """Dynamo as at the start of a process, before and after; without caches unless they are asked
-    for.
-    """
+    """Reset Dynamo before and after; compile without caches of graphs unless ``caches``."""
     with ExitStack() as stack:
         torch._dynamo.reset()
         counters.clear()
@@ -164,9 +158,11 @@ def with_kernels_of_eager(
     is_inference: bool,
     given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
-    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears
-    the inputs.
+    """Run Inductor's passes on a graph; return a function that runs the result by eager operators.
+
+    ``given`` is called with the inputs of each run.
     """
+    # As ``compile_fx_inner`` does before it generates code.
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         compile_fx_module.view_to_reshape(gm)
         compile_fx_module._recursive_post_grad_passes(gm, is_inference=is_inference)
@@ -179,13 +175,12 @@ def with_kernels_of_eager(
 
 
 def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:
-    """Return whether a compilation holds for these sizes, by symbol: they are in their ranges, and
-    no guard is false.
+    """Return whether a compilation holds for these sizes of symbols.
+
+    It does if all are in their ranges and no guard is false.
     """
     env = number.node.shape_env
-    in_range = all(
-        size in env.var_to_range[symbol]
-        for symbol, size in sizes.items()
-        if symbol in env.var_to_range
-    )
-    return in_range and not any(guard.expr.xreplace(sizes) == False for guard in env.guards)  # noqa: E712
+    for symbol, size in sizes.items():
+        if symbol in env.var_to_range and size not in env.var_to_range[symbol]:
+            return False
+    return not any(guard.expr.xreplace(sizes) == sympy.false for guard in env.guards)

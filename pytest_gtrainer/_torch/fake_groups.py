@@ -1,10 +1,8 @@
 """The fake backend, and a fake default group beside the groups of a process.
 
-- ``FakeStore`` has no other home; importing it registers the backend "fake".
-- ``distributed_c10d._world`` holds the process groups of a process and may be replaced. ``_World``
-  itself only looks at tables of the module; torch's ``ThreadLocalWorld`` has tables of its own, in
-  ``_world``. ``group_count`` numbers the groups, and with them their names.
-- Groups are registered by name in C++ too: ``_unregister_process_group(name)`` takes one out.
+``distributed_c10d._world`` holds the process groups of a process, and may be replaced. torch's own
+``ThreadLocalWorld`` has tables of its own; ``_World`` only reads tables of the module. Importing
+``FakeStore`` registers the backend "fake".
 """
 
 import itertools
@@ -28,36 +26,36 @@ ATTRIBUTES = {
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_world",),
 }
 
-_NAMES = itertools.count(1_000_000_000, 1_000_000)  # no name of a group means anything elsewhere
+# Names of groups are numbers. These are beyond those of any other world, so that a name that is
+# remembered finds nothing there.
+_NAMES = itertools.count(1_000_000_000, 1_000_000)
 
 
 def new_group_names() -> int:
-    """A number from which ``fake_group_beside`` names its groups, and no other world of this
-    process does.
-    """
+    """Return a number for ``fake_group_beside``, from which no other world names its groups."""
     return next(_NAMES)
 
 
 @contextmanager
 def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterator[None]:
-    """A fake default group, as another rank's; this process's own are out of sight. Make meshes
-    anew inside.
+    """Give this process a fake default group of another rank; its own groups are hidden meanwhile.
 
-    Groups are named from the number ``names``, by default a new one: two worlds of one number have
-    equal names.
+    Make meshes anew inside. Groups are named from the number ``names``, by default a new one: two
+    worlds with one number have groups with equal names.
     """
     outside = c10d._world
-    forget_meshes()  # equal meshes share caches, and with them names of groups
+    # Equal meshes share caches, and with them names of groups.
+    forget_meshes()
     c10d._world = ThreadLocalWorld()
     c10d._world.group_count = new_group_names() if names is None else names
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield
     finally:
+        # C++ has a registry of its own, by name.
         for group in list(c10d._world.pg_map):
             _unregister_process_group(group.group_name)
-        del (
-            ThreadLocalWorld._world.world
-        )  # its tables belong to the thread, and would be there again
+        # Its tables belong to the thread: the next ``ThreadLocalWorld`` would have them again.
+        del ThreadLocalWorld._world.world
         c10d._world = outside
         forget_meshes()

@@ -1,11 +1,7 @@
-"""What Dynamo and AOTAutograd say of a graph's inputs and outputs.
+"""Inputs and outputs of a graph, as Dynamo and AOTAutograd describe them.
 
-- ``node._dynamo_source``, else ``meta["grapharg"].source``, on placeholders of Dynamo: the source,
-  whose ``name`` is its expression (a method before torch 2.14).
-- ``meta["desc"]`` on placeholders of AOTAutograd and Inductor, and on the output a list of them:
-  descriptors of ``torch._functorch._aot_autograd.descriptors``. ``PlainAOTInput.idx`` counts the
-  inputs of Dynamo's graph, ``ParamAOTInput.target`` is an FQN, ``SubclassGetAttrAOTInput.base`` the
-  tensor whose attribute it is.
+AOTAutograd and Inductor put descriptors of ``torch._functorch._aot_autograd.descriptors`` into
+``meta["desc"]`` of placeholders, and a list of them into that of the output.
 """
 
 from dataclasses import dataclass
@@ -43,7 +39,7 @@ _LOCAL = "_local_tensor"
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input by its FQN, or by the index of Dynamo's input and what is taken of it."""
+    """An input by its FQN, or by the index of an input of Dynamo's graph and a part of it."""
 
     kind: str = "input"
     fqn: str | None = None
@@ -53,8 +49,8 @@ class Input:
 
 
 class Result(NamedTuple):
-    """What an output is: "output" by its place, "kept" for the backward, "gradient" or "updated" of
-    an input.
+    """An output: "output" by its place, "kept" for the backward, or "gradient" or "updated" of an
+    input.
     """
 
     kind: str
@@ -64,62 +60,72 @@ class Result(NamedTuple):
 
 
 def source_of(node: fx.Node) -> str | None:
-    """The expression by which Dynamo found the input, None if it was not Dynamo."""
-    source = getattr(node, "_dynamo_source", None) or getattr(
-        node.meta.get("grapharg"), "source", None
-    )
+    """Return the expression by which Dynamo found an input; None if the graph is not Dynamo's."""
+    source = getattr(node, "_dynamo_source", None)
+    source = source or getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
-    return str(name() if callable(name) else name) if name is not None else None
+    # A method before torch 2.14.
+    if callable(name):
+        name = name()
+    return None if name is None else str(name)
 
 
 def described_input(node: fx.Node) -> Input | None:
-    """Return what AOTAutograd says of an input, None if it says nothing."""
+    """Return AOTAutograd's description of an input; None without one."""
     return _input(node.meta.get("desc"))
 
 
-def _input(told: Any) -> Input | None:
-    match told:
+def _input(descriptor: Any) -> Input | None:
+    match descriptor:
         case d.ParamAOTInput():
-            return Input("parameter", told.target)
+            return Input("parameter", descriptor.target)
         case d.BufferAOTInput():
-            return Input("buffer", told.target)
+            return Input("buffer", descriptor.target)
         case d.PlainAOTInput():
-            return Input(index=told.idx)
+            return Input(index=descriptor.idx)
         case d.TangentAOTInput():
-            of = described_output(told.output)
+            of = described_output(descriptor.output)
             name = f"gradient.output_{of.place}" if of is not None and of.kind == "output" else None
             return Input("input", name, is_tangent=True)
         case d.SubclassGetAttrAOTInput():
-            return _part_of(told.base, "" if told.attr == _LOCAL else f".{told.attr}")
+            return _part_of(
+                descriptor.base, "" if descriptor.attr == _LOCAL else f".{descriptor.attr}"
+            )
         case d.SubclassSizeAOTInput():
-            return _part_of(told.base, f".size.{told.idx}")
+            return _part_of(descriptor.base, f".size.{descriptor.idx}")
         case d.SubclassStrideAOTInput():
-            return _part_of(told.base, f".stride.{told.idx}")
+            return _part_of(descriptor.base, f".stride.{descriptor.idx}")
     return None
 
 
 def _part_of(base: Any, suffix: str) -> Input | None:
-    if (whole := _input(base)) is None:
+    """Return an input that is an attribute of the tensor that ``base`` describes."""
+    whole = _input(base)
+    if whole is None:
         return None
     fqn = None if whole.fqn is None else whole.fqn + suffix
     return Input(whole.kind, fqn, whole.index, whole.suffix + suffix, whole.is_tangent)
 
 
-def described_output(told: Any) -> Result | None:
-    """Return what AOTAutograd says of an output, None if that is nothing that a text names."""
-    match told:
+def described_output(descriptor: Any) -> Result | None:
+    """Return AOTAutograd's description of an output; None for a kind that no text names."""
+    match descriptor:
         case d.PlainAOTOutput():
-            return Result("output", told.idx)
+            return Result("output", descriptor.idx)
         case d.SavedForBackwardsAOTOutput():
             return Result("kept")
         case d.GradAOTOutput():
-            return Result("gradient", of=of) if (of := _input(told.grad_of)) is not None else None
+            return _result_of("gradient", descriptor.grad_of)
         case d.InputMutationAOTOutput():
-            return (
-                Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
-            )
+            return _result_of("updated", descriptor.mutated_input)
         case d.SubclassGetAttrAOTOutput():
-            if (base := described_output(told.base)) is None or told.attr == _LOCAL:
+            base = described_output(descriptor.base)
+            if base is None or descriptor.attr == _LOCAL:
                 return base
-            return Result(base.kind, base.place, base.of, f"{base.suffix}.{told.attr}")
+            return Result(base.kind, base.place, base.of, f"{base.suffix}.{descriptor.attr}")
     return None
+
+
+def _result_of(kind: str, descriptor: Any) -> Result | None:
+    source = _input(descriptor)
+    return None if source is None else Result(kind, of=source)

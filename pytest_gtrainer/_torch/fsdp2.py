@@ -1,12 +1,9 @@
 """FSDP2: its parameter groups, and what their collectives carry.
 
-After a model's first forward each ``FSDPModule`` holds ``_get_fsdp_state()._fsdp_param_groups``,
-and a group its ``fsdp_params`` in payload order, its process groups, and with replicas
-(``_is_hsdp``) one more. The all-gather inputs come from FSDP2's own
-``_get_param_all_gather_inputs``, casts and pads included; ``_get_dim0_padded_size`` gives a
-gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
-Which tensors among the inputs of a forward FSDP2 hands on by its autograd function is
-``collect_grad_tensors``' to say.
+The groups exist after a model's first forward, and each holds its parameters in payload order.
+Sizes, casts and pads come from FSDP2's own functions, so that a layout is FSDP2's and no guess.
+``collect_grad_tensors`` finds the inputs of a forward that FSDP2 passes through its autograd
+function.
 """
 
 import sys
@@ -54,69 +51,67 @@ __all__ = [
 
 
 def is_block_mask(value: Any) -> bool:
-    """Return whether it is FlexAttention's ``BlockMask``, without importing what nobody has used
-    yet.
-    """
+    """Return whether ``value`` is a ``BlockMask`` of FlexAttention."""
+    # A module that nobody has imported has made no masks.
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
     return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 
 
 def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
-    """A ``BlockMask`` cut along the batch by torch itself; all of it for every chunk where it is
-    broadcast.
-    """
+    """Cut a ``BlockMask`` along the batch, as pipelining does; a broadcast mask is given whole."""
     from torch.distributed.pipelining.microbatch import _split_block_mask
 
     return list(_split_block_mask(mask, num_chunks))
 
 
 def parameter_groups(model: torch.nn.Module) -> list[Any]:
-    """FSDP2's parameter groups, each once, in module order."""
-    states = (
-        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
-    )
-    groups = {
-        id(group): group
-        for state in states
-        for group in state._fsdp_param_groups
-        if group is not None
-    }
+    """Return FSDP2's parameter groups, each once, in module order."""
+    groups = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if group is not None:
+                    groups[id(group)] = group
     return list(groups.values())
 
 
 def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
-    """Bytes that each parameter sends, in payload order, and the payload's dtype (uint8 if mixed)."""
+    """Return the bytes that each parameter sends, in payload order, and the payload's dtype.
+
+    The dtype of a payload of mixed dtypes is uint8.
+    """
     inputs = _get_param_all_gather_inputs(group.fsdp_params)
     _, _, dtype = _get_all_gather_input_metadatas(inputs)
     return [sum(t.numel() * t.element_size() for t in tensors) for tensors in inputs], dtype
 
 
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
-    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce replicas'
-    (else None).
+    """Return the process groups of all-gather, reduce-scatter and all-reduce.
+
+    The last is None without replicas.
     """
     replicas = group._all_reduce_process_group if group._is_hsdp else None
     return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:
-    """The dtype that the policy reduces in; None for that of the parameters."""
+    """Return the dtype that gradients are reduced in; None for that of the parameters."""
     return group._reduce_dtype
 
 
 def shard_numel(parameter: Any, ranks: int) -> int:
-    """Elements that each of so many ranks gets of an ``FSDPParam``'s gradient, padded so that they
-    divide dim 0.
-    """
+    """Return the elements of an ``FSDPParam``'s gradient on each rank, with padding of dim 0."""
     size, dim = list(parameter._orig_size), parameter.fsdp_placement.dim
-    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
+    # FSDP2 chunks along the sharded dim, and concatenates on dim 0 first.
+    if dim:
         size[0], size[dim] = size[0] * ranks, size[dim] // ranks
     return int(_get_dim0_padded_size(torch.Size(size), ranks).numel()) // ranks
 
 
 def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
-    """FSDP2's two reductions, such as "avg" or "premul_sum(0.25)": a reduce-scatter divides, an
-    all-reduce is plain.
+    """Return the reductions of reduce-scatter and all-reduce, such as "premul_sum(0.25)" and "sum".
+
+    Both are "avg", unless the user has set a divide factor: then the reduce-scatter divides alone.
     """
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(

@@ -1,16 +1,9 @@
 """Graphs as bytes, for other processes that run the same program.
 
-- ``torch.fx._graph_pickler.GraphPickler`` pickles what graphs hold: operators, symbolic numbers and
-  what is known about them. Its ``_unpickle_state`` stands for the reader's ``_UnpickleState``, in
-  whose ``fake_mode`` the symbols live.
-- It describes a fake tensor by a hundred attributes, and looks through all arguments of a node.
-  Here a tensor is a view of numbered memory, and a node its number, which takes a third of the
-  time.
-- ``Tensor._make_subclass`` makes a fake tensor of a meta tensor that shows a given storage, as
-  ``FakeTensor.__new__`` does in five times the time.
-- ``as_strided`` of a tensor without elements and ``resize_storage_bytes_`` ask nothing of symbolic
-  sizes. ``set_`` and ``empty`` would decide there whether the result is contiguous, which an
-  unbacked symbol cannot answer.
+``torch.fx._graph_pickler.GraphPickler`` pickles what graphs hold: operators, symbolic numbers and
+what is known about them. It describes a fake tensor by a hundred attributes, and looks through all
+arguments of a node. Here a tensor is a view of numbered memory, and a node is its number, which
+takes a third of the time.
 """
 
 import io
@@ -39,6 +32,8 @@ def _new_storage(nbytes: Any) -> torch.UntypedStorage:
     """Return a new meta storage of ``nbytes`` bytes, a number or a symbol."""
     if isinstance(nbytes, int):
         return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    # ``empty`` would decide whether the result is contiguous, which an unbacked symbol cannot
+    # answer.
     shown = torch.empty(0, dtype=torch.uint8, device="meta")
     torch.ops.inductor.resize_storage_bytes_(shown, nbytes)
     return shown.untyped_storage()
@@ -52,17 +47,17 @@ def _fake_on_storage(
     view: tuple[Any, Any, Any],
     attributes: dict[torch.device, dict[str, Any]],
 ) -> FakeTensor:
-    """Return a fake tensor that shows ``view`` (size, stride, offset) of ``storage``, without
-    dispatch.
+    """Return a fake tensor that shows ``view`` (size, stride, offset) of ``storage``.
 
-    ``attributes`` caches what a fake tensor of each device holds beside its sizes. All tensors of a
+    ``attributes`` caches what a fake tensor of each device holds beside its sizes; all tensors of a
     mode share it.
     """
-    shown = (
-        torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
-    )
+    # ``as_strided`` of a tensor without elements asks nothing of symbolic sizes; ``set_`` would.
+    empty = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,))
+    shown = empty.as_strided(*view)
     if device not in attributes:
         attributes[device] = dict(vars(FakeTensor(mode, shown, device)))
+    # ``FakeTensor.__new__`` does the same in five times the time.
     made = torch.Tensor._make_subclass(
         FakeTensor, shown, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -72,6 +67,11 @@ def _fake_on_storage(
 
 
 class _Writer(GraphPickler):
+    """Writes nodes as numbers, and tensors as views of memory.
+
+    ``_unpickle_state`` stands for the reader's state in what is written.
+    """
+
     def __init__(self, stream: io.BytesIO, device: torch.device) -> None:
         super().__init__(stream, Options(ops_filter=None))
         self.numbers, self._device = dict[fx.Node, int](), device
@@ -96,6 +96,8 @@ class _Writer(GraphPickler):
 
 
 class _Reader(_UnpickleState):
+    """Makes tensors in the reader's fake mode, on its device."""
+
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(mode)
         self.device = device
@@ -114,6 +116,8 @@ class _Reader(_UnpickleState):
 
 
 class _Nodes(_GraphUnpickler):
+    """Finds a node that was read before by its number."""
+
     def __init__(self, stream: io.BytesIO, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(stream, _Reader(mode, device))
         self.nodes: list[fx.Node] = []
@@ -123,11 +127,10 @@ class _Nodes(_GraphUnpickler):
 
 
 def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device) -> bytes:
-    """Graphs of one fake mode, with the metadata of their nodes and what they hold, and values that
-    belong to them.
+    """Return graphs of one fake mode as bytes, with their metadata, attributes and values beside.
 
-    Where they name ``device``, their own, a reader names its own.
-    Raises what pickle, or torch, raises of what cannot be written.
+    Where a graph names ``device``, the reader has its own device. Raises what pickle or torch
+    raises for an object that cannot be written.
     """
     with io.BytesIO() as stream:
         writer = _Writer(stream, device)
@@ -150,9 +153,7 @@ def bytes_of(graphs: Sequence[fx.GraphModule], beside: Any, device: torch.device
 def graphs_of(
     data: bytes, mode: FakeTensorMode, device: torch.device
 ) -> tuple[list[fx.GraphModule], Any]:
-    """Return what ``bytes_of`` was given, its tensors and symbols in a new fake mode, on another
-    device of its own.
-    """
+    """Return the graphs and values that ``bytes_of`` was given, in a fake mode, on ``device``."""
     with io.BytesIO(data) as stream:
         reader, graphs = _Nodes(stream, mode, device), []
         for _ in range(reader.load()):

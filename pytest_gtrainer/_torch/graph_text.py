@@ -1,29 +1,8 @@
-"""What graph text writes and reads: groups, operators, symbols, nodes.
+"""Groups, operators, symbols and nodes, as graph text writes and reads them.
 
-- ``ProcessGroup.group_desc`` is ``mesh_<dimension>`` for a group made by ``init_device_mesh``
-  and ``default_pg`` for the world, also where a mesh uses the world as its one dimension.
-- ``SymInt.node`` (a ``SymNode`` with ``expr`` and ``shape_env``), ``ShapeEnv.backed_var_to_val``,
-  and ``symbol_is_type`` with ``SymT`` to tell a data-dependent symbol from one with a known
-  example.
-- ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
-  the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not
-  there.
-- ``torch._ops._higher_order_ops``: higher-order operators by name.
-- ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
-  ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a
-  parser's checks.
-- ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's
-  graphs call them.
-- ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for
-  ``no_grad`` and checkpoints.
-- ``torch._higher_order_ops.triton_kernel_wrap``: a node names a Triton kernel and its constants by
-  their places in ``kernel_side_table``, as ``kernel_idx`` and ``constant_args_idx``; the places
-  depend on what was traced before.
-- ``nn.Module``: the tables of hooks that its ``__call__`` runs around ``forward``. Beside
-  ``_forward_hooks`` stand ``_forward_hooks_with_kwargs`` and ``_forward_hooks_always_called`` with
-  the same keys.
-- ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look
-  for the user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
+Graph text names a process group by its description and ranks, an operator by its name in the
+dispatcher, and a symbolic size by its sympy expression. The reader makes nodes and symbols of
+these names without torch's own constructors, which check what the parser has checked already.
 """
 
 from collections.abc import Mapping
@@ -100,51 +79,56 @@ POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.Che
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGroup:
-    """The ranks of a process group, in its order, and what its maker called it."""
+    """The ranks of a process group in its order, and its description.
+
+    The description is ``mesh_<dimension>`` for a group of ``init_device_mesh``, and ``default_pg``
+    for the world, also if the world is the only dimension of a mesh.
+    """
 
     ranks: tuple[int, ...]
     description: str
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "ResolvedGroup":
-        """Its ranks and description."""
+        """Read ranks and description of a group."""
         return cls(tuple(dist.get_process_group_ranks(group)), group.group_desc)
 
 
+# Functions without a result that Dynamo leaves in a graph: for ``no_grad``, and for counting calls
+# of checkpoints.
 FUNCTIONS_OF_DYNAMO = {
-    f"torch._C.{name}": getattr(torch._C, name)
-    for name in ("_set_grad_enabled", "_log_api_usage_once")
+    "torch._C._set_grad_enabled": torch._C._set_grad_enabled,
+    "torch._C._log_api_usage_once": torch._C._log_api_usage_once,
 }
-"""Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls.
-"""
 
+# Modules whose functions Dynamo's graphs call. ``torch._C._nn`` has those of
+# ``torch.nn.functional`` that are written in C++.
 PLAIN_FUNCTIONS = {
     "torch": torch,
     "torch.nn.functional": torch.nn.functional,
     "torch._C._nn": torch._C._nn,
 }
-"""Where functions that Dynamo's graphs call live, by the module's name."""
 
 
 def resolve_group(name: str) -> ResolvedGroup | None:
-    """The process group of that name; None if this process has none."""
+    """Return the process group of that name; None if this process has none."""
+    if not dist.is_initialized():
+        return None
     try:
-        return ResolvedGroup.of(group_named(name)) if dist.is_initialized() else None
+        return ResolvedGroup.of(group_named(name))
     except ValueError:
         return None
 
 
 def named_groups() -> dict[str, ResolvedGroup]:
-    """This process's groups by name, in the order in which they were made."""
-    return (
-        {group.group_name: ResolvedGroup.of(group) for group in live_groups()}
-        if dist.is_initialized()
-        else {}
-    )
+    """Return this process's groups by name, in the order in which they were made."""
+    if not dist.is_initialized():
+        return {}
+    return {group.group_name: ResolvedGroup.of(group) for group in live_groups()}
 
 
 def expression(value: Any) -> Any:
-    """The sympy expression of a symbolic number; an ordinary number as it is."""
+    """Return the sympy expression of a symbolic number; any other number as it is."""
     return value.node.expr if isinstance(value, SYMBOLIC) else value
 
 
@@ -154,30 +138,37 @@ def is_unbacked(symbol: Any) -> bool:
 
 
 def hint(symbol: Any, value: Any) -> int | float | None:
-    """The example that a backed symbol of a symbolic ``value`` was traced with."""
+    """Return the example that a symbol of ``value`` was traced with; None if it is unbacked."""
     known = value.node.shape_env.backed_var_to_val.get(symbol)
-    return None if known is None else int(known) if known.is_Integer else float(known)
+    if known is None:
+        return None
+    return int(known) if known.is_Integer else float(known)
 
 
 def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
-    """A symbolic size with the ``given`` numbers of symbols, else those of its trace; the symbols
-    that have neither.
+    """Return the number of a symbolic size, for the ``given`` numbers of its symbols.
+
+    A symbol that is not given has the example of its trace. If a symbol has neither, the result is
+    the list of these symbols' names.
     """
-    told = value.node.shape_env.simplify(value.node.expr)
-    numbers = {symbol: given.get(str(symbol), hint(symbol, value)) for symbol in told.free_symbols}
+    size = value.node.shape_env.simplify(value.node.expr)
+    numbers = {symbol: given.get(str(symbol), hint(symbol, value)) for symbol in size.free_symbols}
     unknown = sorted(str(symbol) for symbol, number in numbers.items() if number is None)
-    return unknown or int(
-        told.xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
-    )
+    if unknown:
+        return unknown
+    return int(size.xreplace({symbol: sympy.Integer(each) for symbol, each in numbers.items()}))
 
 
 def operator_names() -> list[str]:
-    """``aten::add.Tensor`` for every operator that the dispatcher knows now; takes 2 ms."""
+    """Return the name of every operator of the dispatcher, such as ``aten::add.Tensor``.
+
+    Operators of TorchScript alone, which can open files, are not among them. Takes 2 ms.
+    """
     return torch._C._dispatch_get_all_op_names()
 
 
 def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """An operator of the dispatcher; None if it has none of that name."""
+    """Return an operator of the dispatcher; None if it has none of that name."""
     try:
         torch._C._dispatch_find_schema_or_throw(
             f"{namespace}::{name}", "" if overload == "default" else overload
@@ -189,13 +180,14 @@ def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | 
 
 
 def register_prims_of_inductor() -> None:
-    """Register the operators that Inductor draws random numbers by; its import does."""
+    """Import the module of Inductor that registers its operators for random numbers."""
     import torch._inductor.inductor_prims  # noqa: F401
 
 
 def higher_order_operators() -> dict[str, HigherOrderOperator]:
-    """Higher-order operators by name, those that need an import of their own included."""
-    import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch
+    """Return all higher-order operators by name."""
+    # Registers two operators that torch itself does not import.
+    import torch.nn.attention.flex_attention  # noqa: F401
 
     return dict(_higher_order_ops)
 
@@ -206,35 +198,40 @@ def is_kernel_call(target: Any) -> bool:
 
 
 def kernel_of(arguments: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the Triton kernel that a node is given, None if torch's table has none there, and its
-    constants.
+    """Return the Triton kernel of a node and its constants; None for a kernel that is gone.
+
+    A node holds places in tables of torch, which depend on what the process traced before.
     """
     kernel = kernel_side_table.id_to_kernel.get(arguments["kernel_idx"])
     return kernel, kernel_side_table.constant_args.get(arguments["constant_args_idx"], {})
 
 
 def hooks_of(module: nn.Module) -> dict[str, list[Any]]:
-    """Return what runs before and after a module's forward and backward, by table: hooks, with how
-    they are called.
+    """Return the hooks around a module's forward and backward, by torch's table.
+
+    A hook with options is a tuple of the hook and their names.
     """
     found: dict[str, list[Any]] = {}
     for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         for key, hook in getattr(module, table).items():
-            marks = [
-                mark
-                for mark in ("with_kwargs", "always_called")
-                if key in vars(module).get(f"{table}_{mark}", ())
-            ]
+            options = []
+            for option in ("with_kwargs", "always_called"):
+                # ``_forward_hooks_with_kwargs`` has the keys of hooks that are called with kwargs.
+                if key in vars(module).get(f"{table}_{option}", ()):
+                    options.append(option)
             if table == "_backward_hooks" and module._is_full_backward_hook:
-                marks.append("full")
-            found.setdefault(table, []).append((hook, *marks) if marks else hook)
+                options.append("full")
+            found.setdefault(table, []).append((hook, *options) if options else hook)
     return found
 
 
 def append_node(
     graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """``graph.create_node`` at the end, for arguments known to be legal."""
+    """Append a node as ``graph.create_node`` does, for arguments known to be legal.
+
+    ``create_node`` warns of symbolic operands, which a text may name, and checks all arguments.
+    """
     name = graph._graph_namespace.create_name(name, None)
     node = fx.Node(graph, name, op, target, args, kwargs)
     graph._graph_namespace.associate_name_with_obj(name, node)
@@ -245,15 +242,15 @@ def append_node(
 
 
 def backed_symbol(env: ShapeEnv, place: int, example: int | float) -> Any:
-    """A new symbol of a shape environment, with an example and no guard but a range."""
+    """Return a new symbol of a shape environment, with an example and no guard but a range."""
+    # ``ShapeEnv.create_symbol`` looks for the user's line on the stack: it takes milliseconds and
+    # imports Inductor, and no line of a text is on the stack.
     if isinstance(example, float):
         symbol, known = make_symbol(SymT.FLOAT, place, real=True), sympy.Float(example)
         env.var_to_range[symbol] = ValueRanges(-sympy.oo, sympy.oo)
     else:
-        symbol, known = (
-            make_symbol(SymT.SIZE, place, positive=True, integer=True),
-            sympy.Integer(example),
-        )
+        symbol = make_symbol(SymT.SIZE, place, positive=True, integer=True)
+        known = sympy.Integer(example)
         env.var_to_range[symbol] = ValueRanges(min(example, 2), int_oo)
     env.backed_var_to_val[symbol] = known
     env.var_to_sources[symbol] = []
@@ -262,7 +259,7 @@ def backed_symbol(env: ShapeEnv, place: int, example: int | float) -> Any:
 
 
 def unbacked_symbol(env: ShapeEnv, is_float: bool) -> Any:
-    """A new data-dependent symbol of a shape environment: a size, or any real number."""
+    """Return a new data-dependent symbol of a shape environment: a size, or any real number."""
     if is_float:
         symbol = make_symbol(SymT.UNBACKED_FLOAT, env.unbacked_symfloat_counter, real=True)
         env.unbacked_symfloat_counter += 1
@@ -275,7 +272,7 @@ def unbacked_symbol(env: ShapeEnv, is_float: bool) -> Any:
 
 
 def symbolic(env: ShapeEnv, expression: Any, kind: type) -> Any:
-    """A symbolic number: ``kind`` is int, float or bool."""
+    """Return an expression as a SymInt, SymFloat or SymBool; ``kind`` is int, float or bool."""
     if kind is bool:
         return env.create_symboolnode(expression)
     example = expression.xreplace(env.backed_var_to_val)

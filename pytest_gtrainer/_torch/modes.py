@@ -1,14 +1,7 @@
-"""Modes and hooks that stay active until somebody ends them, each to be read and put back.
+"""Modes and hooks that stay active until somebody ends them: read them, and put them back.
 
-- ``torch.overrides._get_current_function_mode_stack`` and
-  ``torch.utils._python_dispatch._get_current_dispatch_mode_stack`` list the modes that are entered,
-  the outermost first. A mode is ended by its ``__exit__``.
-- ``torch._C._autograd._top_saved_tensors_default_hooks``, ``_pop_...`` and ``_push_...``: the hooks
-  that ``torch.autograd.graph.saved_tensors_hooks`` has entered.
-- ``torch.nn.modules.module``: its dicts ``_global_..._hooks``, always the same objects, hold what
-  ``register_module_forward_hook`` and its like have registered.
-- ``torch.utils._device.DeviceContext`` is the function mode by which ``torch.set_default_device``
-  works.
+A test that enters a mode and fails may leave it active, and every later test of the process would
+run inside it.
 """
 
 import contextlib
@@ -45,6 +38,7 @@ ATTRIBUTES = {
     )
 }
 
+# Dicts that ``register_module_forward_hook`` and its like fill. Torch never replaces them.
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     module._global_forward_hooks,
     module._global_forward_pre_hooks,
@@ -76,6 +70,7 @@ def _set_autocast(state: tuple[Any, ...]) -> None:
 
 
 def _function_modes() -> tuple[Any, ...]:
+    """Return the function modes that are entered, the outermost first."""
     # The default device is a mode, too, but a setting of its own here.
     return tuple(
         mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)
@@ -83,6 +78,7 @@ def _function_modes() -> tuple[Any, ...]:
 
 
 def _dispatch_modes() -> tuple[Any, ...]:
+    """Return the dispatch modes that are entered, the outermost first."""
     return tuple(_get_current_dispatch_mode_stack())
 
 
@@ -93,7 +89,8 @@ def _set_modes(read: Callable[[], Sequence[Any]], wanted: Sequence[Any]) -> None
     while common < min(len(entered), len(wanted)) and entered[common] is wanted[common]:
         common += 1
     for mode in reversed(entered[common:]):
-        with contextlib.suppress(Exception):  # of a mode whose own exit fails, the others still end
+        # If the exit of one mode fails, the others still end.
+        with contextlib.suppress(Exception):
             mode.__exit__(None, None, None)
     for mode in wanted[common:]:
         mode.__enter__()
@@ -104,11 +101,14 @@ def _saved_tensor_hooks() -> Any:
 
 
 def _set_saved_tensor_hooks(wanted: Any) -> None:
-    """Pop what is on top of the wanted pair; push it if it is gone, and then pairs below it stay
-    lost.
+    """Pop pairs of hooks down to the wanted one; push it if it is gone.
+
+    Only the top of the stack can be read, so pairs below the wanted one are not restored.
     """
-    while (top := _saved_tensor_hooks()) is not None and top != wanted:
+    top = _saved_tensor_hooks()
+    while top is not None and top != wanted:
         _pop_saved_tensors_default_hooks()
+        top = _saved_tensor_hooks()
     if top is None and wanted is not None:
         _push_saved_tensors_default_hooks(*wanted)
 
@@ -123,6 +123,8 @@ def _set_global_hooks(wanted: list[dict[int, Any]]) -> None:
         registered.update(hooks)
 
 
+# Functions that read each setting and put it back, by name. Modes come first: an active one would
+# see how the others are put back.
 MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch function modes": (_function_modes, lambda wanted: _set_modes(_function_modes, wanted)),
     "dispatch modes": (_dispatch_modes, lambda wanted: _set_modes(_dispatch_modes, wanted)),
@@ -134,13 +136,10 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
 }
-"""In words: how to read it, and how to put it back. Modes come first: one that is active sees what
-follows.
-"""
 
 
 def shown(value: Any) -> str:
-    """A value of these as a message shows it: modes by their classes, hooks by how many there are."""
+    """Return a value of ``MODES`` as text: modes by their classes, hooks by their number."""
     if isinstance(value, list):
         return f"{sum(map(len, value))} hooks"
     if isinstance(value, tuple) and all(hasattr(mode, "__exit__") for mode in value):

@@ -1,22 +1,7 @@
-"""Tracing: metadata of the backward, annotations, fake modes.
+"""Tracing: metadata of the backward, annotations, fake modes, placements.
 
-- ``torch.fx.traceback.annotate`` puts keys into ``node.meta["custom"]`` of nodes traced inside.
-- ``torch.fx.traceback.current_meta`` is the dict it edits (only read and restored here), and
-  ``_set_autograd_backward`` marks nodes traced inside as the backward's.
-- ``torch.compiler._patch_engine_backward`` makes nodes traced in the backward carry
-  ``meta["autograd_backward"]`` and the ``seq_nr`` of their forward node; it requires
-  ``torch.compiler._non_strict_tracing_context``.
-- operators that compile what they run (FlexAttention) make an extent that has changed since the
-  last call symbolic, unless ``torch._dynamo.config.automatic_dynamic_shapes`` is off;
-- ``FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)`` allows unbacked sizes
-  (``.tolist()`` of a fake tensor) and keeps all others static;
-- an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still
-  pending when the graph's inputs are tracked: ``ShapeEnv.ignore_fresh_unbacked_symbols``. Equal
-  extents stay apart, and no example value decides a branch; ``ShapeEnv.simplify`` tells whether an
-  extent was fixed during the trace.
-- ``DeviceMesh._concatenate`` makes one mesh of two that share the calling rank alone and were cut
-  out of one root; and ``_StridedShard(0, split_factor=n)`` is how FSDP2 places a parameter whose
-  dim 0 the model shards n times already.
+``torch.fx.traceback`` keeps a dict that each traced node copies into its ``meta``. ``annotate``
+puts keys into ``meta["custom"]``; it is the one writer of that dict outside this module.
 """
 
 import sys
@@ -56,9 +41,11 @@ __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 
 
 def new_fake_mode(real_inputs: bool = False) -> FakeTensorMode:
-    """Static but for data-dependent sizes; with ``real_inputs`` operators may read real tensors,
-    and none runs.
+    """Return a fake mode in which all sizes are static but those that depend on data.
+
+    With ``real_inputs`` operators may read real tensors, and no kernel runs as a fallback.
     """
+    # A shape environment allows unbacked sizes, as ``.tolist()`` of a fake tensor makes them.
     return FakeTensorMode(
         allow_fallback_kernels=not real_inputs,
         allow_non_fake_inputs=real_inputs,
@@ -68,9 +55,12 @@ def new_fake_mode(real_inputs: bool = False) -> FakeTensorMode:
 
 
 def new_extent(mode: FakeTensorMode) -> torch.SymInt:
-    """An extent that may be any number from two on: what is broadcast over one is another operator."""
+    """Return an extent that may be any number from two on."""
+    # An unbacked symbol: equal extents stay apart, and no example decides a branch. It must not be
+    # pending when the graph's inputs are tracked.
     with mode.shape_env.ignore_fresh_unbacked_symbols():
         extent = mode.shape_env.create_unbacked_symint()
+    # An extent of one is broadcast, by other operators.
     torch._check(extent >= 2)
     return extent
 
@@ -82,45 +72,51 @@ def is_fixed(extent: torch.SymInt) -> bool:
 
 @contextmanager
 def tracing_backward_metadata() -> Iterator[None]:
-    """Nodes of the backward are marked, and autograd stays on this thread."""
+    """Mark nodes of the backward, and keep autograd on this thread.
+
+    A node traced in the backward has ``meta["autograd_backward"]``, and the ``seq_nr`` of the node
+    of the forward that it belongs to.
+    """
     with ExitStack() as stack:
         stack.enter_context(fx_traceback.preserve_node_meta())
+        # ``_patch_engine_backward`` requires it.
         stack.enter_context(_non_strict_tracing_context())
         stack.enter_context(_patch_engine_backward())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None:  # a trace is a function of its arguments, not of earlier calls
+        if dynamo is not None:
+            # Operators that compile (FlexAttention) would make an extent symbolic that has changed
+            # since an earlier call.
             stack.enter_context(dynamo.config.patch(automatic_dynamic_shapes=False))
         yield
 
 
 def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """One mesh of the dimensions of both; a RuntimeError if they share other ranks than this one,
-    or have two roots.
+    """Return one mesh with the dimensions of both.
+
+    Raises RuntimeError if they share other ranks than this one, or were cut out of two roots.
     """
     return DeviceMesh._concatenate([outer, inner])
 
 
 def shard_of_shards(parts: int) -> Placement:
-    """How FSDP2 places dim 0 over its own mesh where the model's meshes cut it into ``parts``
-    already.
-    """
+    """Return FSDP2's placement of a dim 0 that the model's meshes cut into ``parts`` already."""
     return _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
 
 
 def marked_backward() -> AbstractContextManager[None]:
-    """Nodes traced inside carry ``meta["autograd_backward"]``."""
+    """Mark nodes that are traced inside by ``meta["autograd_backward"]``."""
     return fx_traceback._set_autograd_backward()
 
 
 def current_annotation(key: str) -> Any:
-    """Return what ``annotate`` says for ``key`` at this point of the trace, None if nothing."""
+    """Return the annotation for ``key`` at this point of the trace; None without one."""
     return (fx_traceback.current_meta.get("custom") or {}).get(key)
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastAround:
-    """How many blocks of ``torch.autocast`` are open around a trace, and whether they keep casts.
+    """The number of ``torch.autocast`` blocks around a trace, and whether they keep casts.
 
     ``make_fx`` turns the cache of casts off, and a block inside the trace turns it on or off again.
     """
@@ -145,7 +141,7 @@ def _autocast_depth() -> int:
 
 @contextmanager
 def without_annotation(key: str) -> Iterator[None]:
-    """Nodes traced inside do not carry ``custom[key]``; an inner ``annotate`` still works."""
+    """Leave ``custom[key]`` out of nodes traced inside; an inner ``annotate`` still works."""
     custom = fx_traceback.current_meta.get("custom")
     if not custom or key not in custom:
         yield

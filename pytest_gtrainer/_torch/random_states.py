@@ -1,11 +1,8 @@
 """Random states of Python, NumPy and torch: read all, put all back.
 
-- ``torch.cuda._lazy_seed_tracker`` holds the seeds that wait for CUDA to start.
-- ``_disable_current_modes`` ends the dispatch modes of a trace inside a block: there tensors are
-  real.
+Reading them starts no CUDA and draws no number. Inside ``without_modes`` the dispatch modes of a
+trace are off: tensors are real.
 """
-
-from __future__ import annotations
 
 import random
 import sys
@@ -27,8 +24,9 @@ __all__ = ["without_modes"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or
-    imported for it.
+    """Return every generator's state by name: ``python``, ``torch.cuda.0`` and so on.
+
+    Nothing is started or imported for it.
     """
     version, words, gauss = random.getstate()
     states = {"python": torch.tensor([version, *words], dtype=torch.int64, device="cpu")}
@@ -50,7 +48,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Put every generator back; one that only came to life inside the block stays as it is."""
+    """Put every generator back; one that was made inside the block stays as it is."""
     states = GeneratorStates.now()
     try:
         yield
@@ -60,8 +58,10 @@ def random_states_kept() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """Where every generator of this process was, to be put back here or, pickled, in another
-    process.
+    """States of all generators, to be put back in this process or, pickled, in another one.
+
+    Attributes:
+        waiting: the seeds that wait for CUDA to start.
     """
 
     python: tuple[Any, ...]
@@ -71,10 +71,8 @@ class GeneratorStates:
     waiting: dict[str, Any]
 
     @classmethod
-    def now(cls, *, cuda: bool = True) -> GeneratorStates:
-        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is
-        not started.
-        """
+    def now(cls, *, cuda: bool = True) -> "GeneratorStates":
+        """Read the states of all generators; without ``cuda`` only those of the CPU."""
         return cls(
             python=random.getstate(),
             numpy=numpy.random.get_state() if (numpy := numpy_or_none()) is not None else None,
@@ -84,7 +82,7 @@ class GeneratorStates:
         )
 
     def put_back(self) -> None:
-        """Set every generator; one that came to life later is left as it is."""
+        """Set every generator that was read; one that was made later stays as it is."""
         random.setstate(self.python)
         torch.set_rng_state(self.cpu)
         if self.numpy is not None and (numpy := numpy_or_none()) is not None:
@@ -95,7 +93,7 @@ class GeneratorStates:
 
 
 def waiting_seeds() -> dict[str, Any]:
-    """Return the seeds that wait for CUDA to start, to be copied or updated."""
+    """Return the seeds that wait for CUDA to start: torch's table, not a copy."""
     return vars(torch.cuda._lazy_seed_tracker)
 
 

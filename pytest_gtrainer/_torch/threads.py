@@ -1,19 +1,11 @@
 """Ranks on threads: torch.distributed once a thread.
 
-- ``distributed_c10d._world`` holds the process groups of a process and may be replaced
-  ("experimental extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for
-  each thread.
-- With thread isolation mode on, C++ keeps its registries of groups and of pending collectives by
-  thread.
-- A default group with a ``new_group`` method makes the subgroups itself; torch 2.14 also passes it
-  ``backend``.
-- Since torch 2.14 ``batch_isend_irecv`` asks any ``ProcessGroup``, subclasses too, for
-  ``_get_backend(device).supports_coalescing``; before, only those whose type it is.
-- Meshes of threads are told apart, in DTensor's caches too, if the backend's name is "threaded".
-- A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional
-  collectives.
-- ``active_fake_mode()`` is the mode of fake tensors on the calling thread, or None.
-- ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.
+``distributed_c10d._world`` holds the process groups of a process and may be replaced (torch calls
+it an "experimental extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set
+of groups for each thread. A Python subclass of ``ProcessGroup`` serves ``torch.distributed`` and
+functional collectives. If it has a method ``new_group``, it makes the subgroups; torch 2.14 also
+passes it ``backend``. Since torch 2.14 ``batch_isend_irecv`` asks a subclass, too, for
+``_get_backend(device).supports_coalescing``.
 """
 
 import threading
@@ -53,14 +45,13 @@ ATTRIBUTES = {
     ),
 }
 
+# For a backend of this name DTensor's caches keep the meshes of threads apart.
 BACKEND = "threaded"
 Work = dist._Work
 
 
 class _Worlds(ThreadLocalWorld):
-    """Every rank's thread has process groups of its own, threads that were there before those of
-    the process.
-    """
+    """Process groups by thread: a rank's thread has its own, older threads those of the process."""
 
     def __init__(self, outside: Any, refuse: Callable[[str], NoReturn]) -> None:
         self._outside, self._refuse = outside, refuse
@@ -77,17 +68,19 @@ class _Worlds(ThreadLocalWorld):
         return self._outside
 
     def enter(self) -> None:
-        """From here on the calling thread is a rank, without groups."""
+        """Make the calling thread a rank, without groups."""
         self._ranks.is_rank = True
 
 
 @contextmanager
 def isolated_threads(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Give threads that call ``become_rank`` their own groups; ``refuse`` raises for threads that
-    these start.
+    """Give threads that call ``become_rank`` their own groups.
+
+    ``refuse`` is called, and raises, on a thread that such a thread starts.
     """
     outside = c10d._world
     c10d._world = _Worlds(outside, refuse)
+    # C++ then keeps its registries of groups and of pending collectives by thread.
     _set_thread_isolation_mode(True)
     try:
         yield
@@ -103,9 +96,7 @@ def become_rank(first_group: int) -> None:
 
 
 def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
-    """Make ``group`` the default one of the calling thread, as ``init_process_group`` does for a
-    process.
-    """
+    """Make ``group`` the default group of the calling thread."""
     name = c10d._process_group_name([], use_hashed_name=False)
     ranks = {rank: rank for rank in range(group.size())}
     c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", ranks)
@@ -113,14 +104,12 @@ def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
 
 
 def drop_groups() -> None:
-    """Empty the calling thread's registry in C++, which outlives the thread; Python's tables end
-    with it.
-    """
+    """Empty the calling thread's registry in C++, which outlives the thread."""
     _unregister_all_process_groups()
 
 
 def reduction_of(op: Any) -> tuple[str, float | None]:
-    """Name of a ``ReduceOp``, and the factor of a premultiplied sum.
+    """Return the name of a ``ReduceOp``, and the factor of a premultiplied sum.
 
     >>> reduction_of(dist.ReduceOp(dist.ReduceOp.AVG)), reduction_of(dist.ReduceOp.PREMUL_SUM(0.5))
     (('avg', None), ('premul_sum', 0.5))
@@ -131,9 +120,7 @@ def reduction_of(op: Any) -> tuple[str, float | None]:
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """What happens inside is no business of a dispatch mode that a rank has on (CommDebugMode, for
-    example).
-    """
+    """Hide what happens inside from dispatch modes of a rank, such as CommDebugMode."""
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         yield
 
@@ -143,11 +130,9 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call ``refuse(what)`` whenever a thread traces (``make_fx``, export, AOT) or compiles."""
     from torch._dynamo import eval_frame
 
-    enter, callback_of, compile_ = (
-        ProxyTorchDispatchMode.__enter__,
-        eval_frame._callback_from_stance,
-        torch.compile,
-    )
+    enter = ProxyTorchDispatchMode.__enter__
+    callback_of = eval_frame._callback_from_stance
+    compile_ = torch.compile
 
     def traced(mode: Any) -> Any:
         refuse("make_fx")
@@ -162,16 +147,13 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
         refuse("torch.compile")
         return compile_(*args, **kwargs)
 
-    ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = (
-        traced,
-        called,
-        compiled,
-    )
+    ProxyTorchDispatchMode.__enter__ = traced
+    # Code that was compiled before the block passes here as well.
+    eval_frame._callback_from_stance = called
+    torch.compile = compiled
     try:
         yield
     finally:
-        ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = (
-            enter,
-            callback_of,
-            compile_,
-        )
+        ProxyTorchDispatchMode.__enter__ = enter
+        eval_frame._callback_from_stance = callback_of
+        torch.compile = compile_

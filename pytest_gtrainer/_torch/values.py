@@ -1,19 +1,7 @@
-"""What graphs and modules hold: operators, tensors, memory, containers.
+"""Operators, tensors, memory and containers that graphs and modules hold.
 
-- ``OpOverload._schema`` is the dispatcher's schema: ``name``, ``arguments`` (each with ``name``,
-  ``is_write``, ``alias_info``, ``default_value``), ``returns``, ``is_mutable``.
-- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator.
-- ``torch.utils._pytree`` flattens containers; torch's own tracing flattens with it, so leaves come
-  in its order.
-- A *traceable wrapper subclass* holds other tensors and has no bytes of its own.
-- ``DTensor._local_tensor`` is this rank's part; ``to_local`` would be recorded in a trace.
-- ``torch._C._dispatch_has_kernel_for_dispatch_key`` tells operators that the dispatcher takes
-  apart.
-- ``torch._C._should_allow_numbers_as_tensors`` tells ``aten.add(x, 2)`` from ``aten.mm(x, 2)``, by
-  the name.
-- ``UntypedStorage._cdata`` is the address of the storage object: equal for a tensor and its views.
-- A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds
-  in ``_parameters``; writing to that table does not run ``__setattr__``.
+Containers are flattened by ``torch.utils._pytree``, as torch's own tracing does, so leaves come in
+its order.
 """
 
 from __future__ import annotations
@@ -43,11 +31,8 @@ ATTRIBUTES = {
     "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
 }
 
-SYMBOLIC = (
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-)  # numbers of which a trace may not know more than a symbol
+# Numbers that a trace may know as a symbol only.
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 __all__ = [
     "FakeTensor",
@@ -66,8 +51,12 @@ def schema(operator: OpOverload) -> Any:
 
 
 def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
-    """A meta tensor as a fake one, of the mode and device of another."""
-    if isinstance(meta, FakeTensor):  # made while a fake mode is on, as in a pass of Inductor
+    """Return a meta tensor as a fake one, of the mode and device of ``like``.
+
+    ``FakeTensor(...)`` dispatches no operator, which a trace would record.
+    """
+    # A fake mode was on when it was made, as in a pass of Inductor.
+    if isinstance(meta, FakeTensor):
         with unset_fake_temporarily():
             meta = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
     return FakeTensor(like.fake_mode, meta, like.device)
@@ -76,23 +65,20 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
 def value_like(
     like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    """A value of other extents for ``meta["val"]``, contiguous unless strides are given; made
-    without dispatch.
-    """
+    """Return a value of another shape for ``meta["val"]``, contiguous unless strides are given."""
     if not isinstance(like, FakeTensor):
         return like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
-    kind: dict[str, Any] = {"dtype": like.dtype, "device": "meta"}
-    return faked(
-        torch.empty(shape, **kind)
-        if stride is None
-        else torch.empty_strided(shape, stride, **kind),
-        like,
-    )
+    if stride is None:
+        meta = torch.empty(shape, dtype=like.dtype, device="meta")
+    else:
+        meta = torch.empty_strided(shape, stride, dtype=like.dtype, device="meta")
+    return faked(meta, like)
 
 
 def is_composite(operator: OpOverload) -> bool:
-    """Return whether torch takes it apart into other operators: its schema then says where it may
-    show an operand's memory.
+    """Return whether torch decomposes an operator into others.
+
+    The schema of such an operator says only where it may alias an operand, not that it does.
     """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
@@ -101,40 +87,46 @@ def is_composite(operator: OpOverload) -> bool:
 
 def takes_numbers(operator: OpOverload) -> bool:
     """Return whether a node may give the operator a number where its schema says a tensor."""
+    # ``aten.add(x, 2)`` is legal, ``aten.mm(x, 2)`` is not: torch has a list of names.
     space, _, name = operator._schema.name.partition("::")
     is_listed = space == "aten" and torch._C._should_allow_numbers_as_tensors(name)
     return space == "prims" or bool(is_listed)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return what tells memory from other memory: equal for a tensor and its views."""
+    """Return the address of a tensor's storage object: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have memory: of a wrapper subclass those that it holds, else itself."""
+    """Return the tensors with memory: those inside a wrapper subclass, else the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor] if isinstance(tensor, torch.Tensor) else []  # a DTensor names its mesh, too
-    return [
-        part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))
-    ]
+        # A DTensor names its mesh, too, among its parts.
+        return [tensor] if isinstance(tensor, torch.Tensor) else []
+    found = []
+    for name in tensor.__tensor_flatten__()[0]:
+        found += parts_of(getattr(tensor, name))
+    return found
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """This rank's part of a DTensor, itself and no view."""
+    """Return this rank's part of a DTensor, itself and no view."""
+    # A trace would record ``to_local``.
     return tensor._local_tensor
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name: its table, not a copy."""
+    """Return the module's own parameters by name: its table, not a copy."""
+    # A class may hide a parameter behind a property, and a write to the table does not run
+    # ``__setattr__``.
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers by name: its table, not a copy."""
+    """Return the module's own buffers by name: its table, not a copy."""
     return module._buffers
 
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own children by name: its table, not a copy."""
+    """Return the module's own children by name: its table, not a copy."""
     return module._modules

@@ -1,18 +1,4 @@
-"""Modules that torch has wrapped or changed, each by the class or attribute that shows it.
-
-- ``replicate`` of ``torch.distributed._composable`` puts the class ``DDP`` of its file in front of
-  the module's own, as ``fully_shard`` does with the public ``FSDPModule``. The newer one of
-  ``replicate_with_fsdp`` puts ``ReplicateModule`` there, which is an ``FSDPModule``. The package
-  has a function called ``replicate``, too, so the file of that name is looked up in
-  ``sys.modules``.
-- ``torch.compile(module)`` is a ``torch._dynamo.OptimizedModule``. ``module.compile()`` sets
-  ``_compiled_call_impl`` on the module. A compiled function holds the one that it was made of as
-  ``_torchdynamo_orig_callable``.
-- A module holds its hooks in the dicts ``_forward_pre_hooks``, ``_forward_hooks``,
-  ``_backward_pre_hooks`` and ``_backward_hooks``.
-- What ``torch.compile`` gave raises a ``RuntimeError`` of this text if it is called while
-  ``make_fx`` traces.
-"""
+"""Modules that torch has wrapped or changed, each by the class or attribute that shows it."""
 
 import sys
 from typing import Any
@@ -35,9 +21,11 @@ ATTRIBUTES = {
 }
 
 COMPILED = "torch.compile"
-"""A module, or a function, that ``torch.compile`` gave."""
 
-# A class whose file nobody has imported has no instances, so none is imported here.
+# Functions put a class in front of the module's own, as ``fully_shard`` does with ``FSDPModule``.
+# A ``ReplicateModule`` is an ``FSDPModule``, so it comes first. A class whose file nobody has
+# imported has no instances; files are looked up in ``sys.modules``, because the package of the
+# file ``replicate`` has a function of that name, too.
 _CLASSES = (
     ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicate"),
     ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
@@ -59,6 +47,7 @@ def wrapped_by(module: nn.Module) -> str:
         imported = sys.modules.get(file)
         if imported is not None and isinstance(module, getattr(imported, name)):
             return spelled
+    # ``module.compile()`` changes the module and does not wrap it.
     if module._compiled_call_impl is not None or is_compiled(module.forward):
         return COMPILED
     return ""

@@ -1,25 +1,7 @@
 """Private names of pytest: the session of a rank.
 
-- ``_prepareconfig`` parses a command line and loads plugins and conftest files;
-  ``Config._do_configure`` and ``_ensure_unconfigure`` are what ``pytest.main`` does with the result
-  before and after a session.
-- ``Session._setupstate`` is the stack of what is set up; ``teardown_exact(item)`` ends what
-  ``item`` does not need.
-- ``Session._initialpaths`` are the files to collect from, and ``Session._collect_path`` makes the
-  node of a path: collecting a second time by ``perform_collect`` drops fixtures of conftest files
-  (pytest 9.1 and later).
-- ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which
-  a rank has not.
-- ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of
-  their set-up.
-- ``CaptureManager._global_capturing`` holds the files of captured output.
-- ``xfailed_key`` is where pytest keeps the xfail mark that holds for a test, marks added while it
-  runs included.
-- The plugin "logging-plugin" keeps the records of a phase in ``report_handler.stream``.
-- ``pytest.raises`` fills ``ExceptionInfo._excinfo`` where its block catches an exception;
-  unittest's ``assertRaises`` then has an attribute ``exception``.
-- ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for
-  one.
+A rank is a small pytest session that runs one test at a time, as its parent asks. Pytest has no
+public way to run a single test, to move captured output, or to see what is set up.
 
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of
 ``pytest_gtrainer._torch``.
@@ -50,8 +32,9 @@ ATTRIBUTES = {
     "_pytest.raises:ExceptionInfo": ("_excinfo",),
 }
 
-# The class that assertRaises gives has no public name.
-_EXPECTATIONS = (pytest.ExceptionInfo, type(unittest.TestCase().assertRaises(Exception)))  # noqa: PT027
+# The class that ``assertRaises`` returns has no public name.
+_ASSERT_RAISES = type(unittest.TestCase().assertRaises(Exception))  # noqa: PT027
+_EXPECTATIONS = (pytest.ExceptionInfo, _ASSERT_RAISES)
 
 
 # The forkserver has imported plugins before their session exists. Under ``-W error`` that would end
@@ -63,15 +46,18 @@ def prepared_config(args: Sequence[str]) -> pytest.Config:
     """Parse the command line of the parent again in a rank."""
     options = list(args)
     end = options.index("--") if "--" in options else len(options)
-    options.insert(end, _IMPORTED_BEFORE)  # the last filter wins
+    # The last filter wins.
+    options.insert(end, _IMPORTED_BEFORE)
     return _prepareconfig(options)
 
 
 def configure(config: pytest.Config) -> None:
+    """Call the hooks of configuration, as ``pytest.main`` does before a session."""
     config._do_configure()
 
 
 def unconfigure(config: pytest.Config) -> None:
+    """Undo ``configure``, as ``pytest.main`` does after a session."""
     config._ensure_unconfigure()
 
 
@@ -86,29 +72,31 @@ def add_initial_path(session: pytest.Session, path: Path) -> None:
 
 
 def collectors_of(session: pytest.Session, path: Path) -> Sequence[pytest.Collector]:
+    """Return the collectors of a file."""
+    # A second ``perform_collect`` drops fixtures of conftest files (pytest 9.1 and later).
     return session._collect_path(path, {})
 
 
 def use_fixture(item: pytest.Function, name: str) -> None:
-    """Have a test use a fixture of function scope that it does not name, before all others of that
-    scope.
+    """Let a test use a fixture of function scope that it does not name.
+
+    It is set up before all others of that scope.
     """
-    if name not in item.fixturenames:
-        known = item._fixtureinfo.name2fixturedefs
-        wider = [
-            other
-            for other in item.fixturenames
-            if other in known and known[other][-1].scope != "function"
-        ]
-        place = max((item.fixturenames.index(other) + 1 for other in wider), default=0)
-        # a list of its own: that of pytest is shared by all parameters of the function
-        item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
+    if name in item.fixturenames:
+        return
+    # ``fixturenames`` is the order of set-up: wider scopes come first.
+    known = item._fixtureinfo.name2fixturedefs
+    place = 0
+    for index, other in enumerate(item.fixturenames):
+        if other in known and known[other][-1].scope != "function":
+            place = index + 1
+    # All parameters of a function share the list of pytest, so the item gets its own.
+    item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
 
 
 def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
-    """Return reason and ``raises`` of the xfail mark that holds for a test, once it runs; None
-    without one.
-    """
+    """Return reason and ``raises`` of the xfail mark that holds for a running test, or None."""
+    # Pytest adds marks here that a test gives itself while it runs.
     mark = item.stash.get(xfailed_key, None)
     if mark is None or item.config.option.runxfail:
         return None
@@ -116,14 +104,15 @@ def active_xfail(item: pytest.Item) -> tuple[str, object] | None:
 
 
 def open_expectations() -> list[object]:
-    """Return what ``pytest.raises`` and ``assertRaises`` wait for an exception with, in any thread.
+    """Return the open blocks of ``pytest.raises`` and ``assertRaises``, in any thread.
 
     Nothing but the frames' own stacks refers to these blocks, and Python does not show those. So
     memory is searched. The result may contain earlier blocks whose body raised nothing.
     """
     kinds = [*_EXPECTATIONS]
     for kind in _EXPECTATIONS:
-        kinds += kind.__subclasses__()  # torch's TestCase has its own assertRaises
+        # torch's TestCase has its own ``assertRaises``.
+        kinds += kind.__subclasses__()
     for generation in range(3):
         # A block is seldom old, and old objects are many: a million after ``import torch`` and a
         # trace. Of those only the ones that refer to the types are looked at, which C finds.
@@ -139,7 +128,7 @@ def open_expectations() -> list[object]:
 
 
 def caught_by(expectation: object) -> BaseException | None:
-    """Return the exception that the block of one of ``open_expectations`` has caught, if it has."""
+    """Return the exception that one of ``open_expectations`` has caught; None if it has not."""
     if not has_caught(expectation):
         return None
     if isinstance(expectation, pytest.ExceptionInfo):
@@ -149,57 +138,59 @@ def caught_by(expectation: object) -> BaseException | None:
 
 
 def has_caught(expectation: object) -> bool:
-    """Return whether the block of one of ``open_expectations`` has caught the exception that it
-    waits for.
-    """
+    """Return whether one of ``open_expectations`` has caught its exception."""
     if isinstance(expectation, pytest.ExceptionInfo):
         return expectation._excinfo is not None
     return hasattr(expectation, "exception")
 
 
 def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:
-    """Inside, output goes where it goes without capturing."""
+    """Show output inside the block as without capturing."""
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     return manager.global_and_fixture_disabled() if manager is not None else nullcontext()
 
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
-    """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
+    """Return the files of captured stdout and stderr; the parent reads them when a rank dies."""
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     capturing: Any = manager._global_capturing if manager is not None else None
-    with suppress(OSError, AttributeError):  # captured in memory (--capture=sys), or not at all
+    # Output is captured in memory (--capture=sys), or not at all.
+    with suppress(OSError, AttributeError):
         return tuple(int(stream.tmpfile.fileno()) for stream in (capturing.out, capturing.err))
     return ()
 
 
 def captured_in_memory(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return titles and texts of what pytest holds in memory, not in files, of the present phase;
-    from any thread.
+    """Return title and text of each output of this phase that pytest holds in memory.
+
+    It may be called from any thread.
     """
     found: list[tuple[str, str]] = []
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     capturing: Any = manager._global_capturing if manager is not None else None
     for name, title in (("out", "Captured stdout"), ("err", "Captured stderr")):
         file: Any = getattr(getattr(capturing, name, None), "tmpfile", None)
-        if hasattr(file, "getvalue"):  # with --capture=sys or tee-sys
+        # With --capture=sys or tee-sys.
+        if hasattr(file, "getvalue"):
             found.append((title, file.getvalue()))
     handler: Any = getattr(config.pluginmanager.getplugin("logging-plugin"), "report_handler", None)
-    if (
-        handler in logging.getLogger().handlers
-    ):  # only while a phase runs: afterwards it keeps the records
+    # After a phase the handler keeps its records.
+    if handler in logging.getLogger().handlers:
         found.append(("Captured log", handler.stream.getvalue()))
     return [(title, text) for title, text in found if text.strip()]
 
 
 def base_temp(config: pytest.Config) -> Path:
-    """The folder of this run's, or this worker's, temporary files."""
+    """Return the folder of temporary files of this run, or of this worker."""
+    # ``tmp_path_factory`` is a fixture; this is there before the first test asks for it.
     folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     return folder
 
 
 class NoTerminal:
-    """Where pytest 9.0 looks for what colours the explanation of a failed ``==``; without it that
-    would fail.
+    """A stand-in for the plugin "terminalreporter", which a rank does not have.
+
+    Pytest 9.0 reads its ``_tw`` to colour the explanation of a failed ``==``.
     """
 
     isatty = False

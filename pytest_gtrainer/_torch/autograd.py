@@ -8,6 +8,7 @@ one of the forward that it belongs to.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -78,7 +79,7 @@ class GuardedGradient(torch.Tensor):
         raise ValueError(guarded[0].message)
 
 
-def hooks_of(tensor: torch.Tensor) -> str:
+def method_of_hook(tensor: torch.Tensor) -> str:
     """Return the name of the method that has registered a hook on ``tensor``; "" without one.
 
     Hooks that DDP registers in C++, on the tensor's ``AccumulateGrad`` node, cannot be read.
@@ -127,10 +128,11 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
             return _engine_run_backward(outputs, *args, **kwargs)
 
     # ``backward`` looks the function up in one module, ``grad`` in the other.
-    with ExitStack() as replaced:
-        for home in (torch.autograd.graph, torch.autograd):
-            replaced.callback(setattr, home, "_engine_run_backward", home._engine_run_backward)
-            home._engine_run_backward = run
+    name = "_engine_run_backward"
+    with (
+        mock.patch.object(torch.autograd.graph, name, run),
+        mock.patch.object(torch.autograd, name, run),
+    ):
         yield
 
 

@@ -122,8 +122,6 @@ def resolve_group(name: str) -> ResolvedGroup | None:
 
 def named_groups() -> dict[str, ResolvedGroup]:
     """Return this process's groups by name, in the order in which they were made."""
-    if not dist.is_initialized():
-        return {}
     return {group.group_name: ResolvedGroup.of(group) for group in live_groups()}
 
 

@@ -6,6 +6,7 @@ a string. A collective returns at once, and ``wait_tensor`` waits for its result
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -194,26 +195,21 @@ def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
     def products() -> list[str]:
         return [node.name for node in graph.nodes if node.target in MATMULS]
 
-    fused, has_nccl = {}, dist.is_nccl_available
-    try:
-        # torch fuses only where NCCL is built in, also in a graph that runs elsewhere.
-        if not has_nccl():
-            dist.is_nccl_available = lambda: True
-        # The group counts as one with symmetric memory.
-        with _test_mode({group}):
-            gathers = tp.find_all_gather_patterns(graph)
-            scatters = tp.find_reduce_scatter_patterns(graph)
-            for found in [*gathers, *scatters]:
-                before = products()
-                if found in gathers:
-                    name = found.ag_node.name
-                    tp.fuse_all_gather_matmul(found)
-                else:
-                    name = found.reduce_scatter_node.name
-                    tp.fuse_matmul_reduce_scatter(found)
-                fused[name] = [product for product in before if product not in products()]
-    finally:
-        dist.is_nccl_available = has_nccl
+    fused = {}
+    # torch fuses only if NCCL is built in, though the graph may run elsewhere. In the test mode the
+    # group counts as one with symmetric memory.
+    with mock.patch.object(dist, "is_nccl_available", return_value=True), _test_mode({group}):
+        gathers = tp.find_all_gather_patterns(graph)
+        scatters = tp.find_reduce_scatter_patterns(graph)
+        for found in [*gathers, *scatters]:
+            before = products()
+            if found in gathers:
+                name = found.ag_node.name
+                tp.fuse_all_gather_matmul(found)
+            else:
+                name = found.reduce_scatter_node.name
+                tp.fuse_matmul_reduce_scatter(found)
+            fused[name] = [product for product in before if product not in products()]
     return fused
 
 

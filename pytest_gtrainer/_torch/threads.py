@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,15 +79,13 @@ def isolated_threads(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
 
     ``refuse`` is called, and raises, on a thread that such a thread starts.
     """
-    outside = c10d._world
-    c10d._world = _Worlds(outside, refuse)
-    # C++ then keeps its registries of groups and of pending collectives by thread.
-    _set_thread_isolation_mode(True)
-    try:
-        yield
-    finally:
-        _set_thread_isolation_mode(False)
-        c10d._world = outside
+    with mock.patch.object(c10d, "_world", _Worlds(c10d._world, refuse)):
+        # C++ then keeps its registries of groups and of pending collectives by thread.
+        _set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            _set_thread_isolation_mode(False)
 
 
 def become_rank(first_group: int) -> None:
@@ -130,9 +129,8 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call ``refuse(what)`` whenever a thread traces (``make_fx``, export, AOT) or compiles."""
     from torch._dynamo import eval_frame
 
-    enter = ProxyTorchDispatchMode.__enter__
+    enter, compile_ = ProxyTorchDispatchMode.__enter__, torch.compile
     callback_of = eval_frame._callback_from_stance
-    compile_ = torch.compile
 
     def traced(mode: Any) -> Any:
         refuse("make_fx")
@@ -147,13 +145,10 @@ def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
         refuse("torch.compile")
         return compile_(*args, **kwargs)
 
-    ProxyTorchDispatchMode.__enter__ = traced
-    # Code that was compiled before the block passes here as well.
-    eval_frame._callback_from_stance = called
-    torch.compile = compiled
-    try:
+    # Code that was compiled before asks for its callback when it is called.
+    with (
+        mock.patch.object(ProxyTorchDispatchMode, "__enter__", traced),
+        mock.patch.object(eval_frame, "_callback_from_stance", called),
+        mock.patch.object(torch, "compile", compiled),
+    ):
         yield
-    finally:
-        ProxyTorchDispatchMode.__enter__ = enter
-        eval_frame._callback_from_stance = callback_of
-        torch.compile = compile_

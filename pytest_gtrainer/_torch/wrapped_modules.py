@@ -11,13 +11,7 @@ ATTRIBUTES = {
     "torch.distributed._composable.replicate": ("DDP",),
     "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule",),
     "torch._dynamo.eval_frame": ("OptimizedModule",),
-    "torch.nn:Module": (
-        "_compiled_call_impl",
-        "_forward_pre_hooks",
-        "_forward_hooks",
-        "_backward_pre_hooks",
-        "_backward_hooks",
-    ),
+    "torch.nn:Module": ("_compiled_call_impl",),
 }
 
 COMPILED = "torch.compile"
@@ -61,9 +55,3 @@ def is_about_compiled_code(error: RuntimeError) -> bool:
 def is_compiled(function: Any) -> bool:
     """Return whether ``function`` is what ``torch.compile`` gave for a function or a method."""
     return hasattr(function, "_torchdynamo_orig_callable")
-
-
-def hook_count(module: nn.Module) -> int:
-    """Return the number of hooks that a call of ``module`` runs, with those of its backward."""
-    forward = len(module._forward_pre_hooks) + len(module._forward_hooks)
-    return forward + len(module._backward_pre_hooks) + len(module._backward_hooks)

@@ -21,14 +21,14 @@ from pytest_gtrainer._torch.autograd import (
     GuardedGradient,
     TorchDispatchMode,
     dispatch_below,
-    hooks_of,
+    method_of_hook,
 )
+from pytest_gtrainer._torch.graph_text import hooks_of
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
 from pytest_gtrainer._torch.tracing import AutocastAround, current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
 from pytest_gtrainer._torch.wrapped_modules import (
     COMPILED,
-    hook_count,
     is_about_compiled_code,
     is_compiled,
     wrapped_by,
@@ -102,7 +102,7 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
     Raises:
         ValueError: names the tensor and the method that has registered the hook.
     """
-    if method := hooks_of(tensor):
+    if method := method_of_hook(tensor):
         raise ValueError(
             f"{where} has a hook of {method}(), which a graph would not run: remove the hook "
             "before the trace and the replay, and do its work on .grad behind the replay. Hooks on "
@@ -369,10 +369,10 @@ class RunMode:
         autocast = [
             (device, torch.get_autocast_dtype(device)) for device in devices if _autocasts(device)
         ]
-        modules = [
-            (fqn, f"a {type(module).__qualname__} with {hook_count(module)} hooks")
-            for fqn, module in model.named_modules()
-        ]
+        modules = []
+        for fqn, module in model.named_modules():
+            count = sum(map(len, hooks_of(module).values()))
+            modules.append((fqn, f"a {type(module).__qualname__} with {count} hooks"))
         return cls(evaluating, tuple(autocast), tuple(modules))
 
     def refuse_other(self, other: "RunMode") -> None:

@@ -1,10 +1,9 @@
-"""The rules of ``docs/behaviours.txt``, run against anybody's pass; ``docs/conformance.md`` says
-how.
+"""The rules of ``docs/behaviours.txt``, run against any pass; see ``docs/conformance.md``.
 
 Each rule is one test and one line of the table at the end of the run. Its result is *held*;
 *broken*, with the smallest graph and a sentence; *not claimed*; *error*, if the pass itself raised;
-or *proves nothing*, if it could not have failed, as when a pass that merges nothing is asked for
-the order in which it packs.
+or *proves nothing*, if it could not have failed. For example, a pass that merges nothing has no
+order in which it packs.
 
 Read ``judging`` first, then ``rules``; ``recipes`` makes the graphs. ``report.terminal`` makes the
 table.
@@ -13,7 +12,9 @@ table.
 from functools import partial
 
 from pytest_gtrainer.conformance import judging
-from pytest_gtrainer.conformance import rules as rules  # importing it registers the rules
+
+# Importing the module registers the rules.
+from pytest_gtrainer.conformance import rules as rules
 from pytest_gtrainer.conformance.judging import Adapter
 
 __all__ = [

@@ -269,7 +269,9 @@ def is_same_elsewhere(run: Run) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Nothing(f"another process cannot import it: {error}") from None
     given = pickle.dumps((adapter.path, adapter.kind, pickled, [each.recipe for each in runs]))
+    # The order of a set of strings depends on the seed.
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    # The other process has to find modules as this one does.
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = "from pytest_gtrainer.conformance import rules; rules.print_texts()"
     done = subprocess.run(
@@ -296,6 +298,7 @@ def _calls(function: Callable[..., Any], *args: Any) -> int:
     The number is the same in each run; a time is not.
     """
     profile = cProfile.Profile()
+    # A collection may begin at any call, and runs finalizers.
     with collector_off():
         profile.runcall(function, *args)
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
@@ -506,10 +509,11 @@ def leaves_other_collectives(run: Run) -> None:
     tp = mesh_of(run.recipe).get_group("tp").group_name
 
     def of_tp(gm: fx.GraphModule) -> Counter[str]:
-        nodes = [node for node in gm.graph.nodes if is_collective(node) and group_of(node) == tp]
-        return Counter(
-            f"{kind_of(node)} of {list(node.meta['val'].shape)} over tp" for node in nodes
-        )
+        found = Counter[str]()
+        for node in gm.graph.nodes:
+            if is_collective(node) and group_of(node) == tp:
+                found[f"{kind_of(node)} of {list(node.meta['val'].shape)} over tp"] += 1
+        return found
 
     before, after = map(of_tp, run.graphs)
     for kind in (before - after) + (after - before):
@@ -673,6 +677,7 @@ def _aliases_of_outputs(gm: fx.GraphModule) -> list[str]:
     names: dict[int, list[str]] = {}
     for at, value in enumerate(inputs):
         names.setdefault(value.untyped_storage().data_ptr(), []).append(f"input {at}")
+    # A pass may leave the code of the graph before.
     gm.recompile()
     found = []
     # The outputs stay alive here: freed memory could be that of a later one.
@@ -889,6 +894,7 @@ def has_bits_of_chunks(run: Run) -> None:
     mesh = mesh_of(run.recipe) if run.recipe.mesh else None
     model, tokens = run.recipe.model(mesh), run.recipe.tokens(0, 0)
     names, parameters = zip(*model.named_parameters(), strict=True)
+    # A pass may leave the code of the graph before.
     run.after.recompile()
     values = pytree.tree_leaves(run.after(*(each.detach() for each in parameters), *tokens))
 

@@ -1,4 +1,4 @@
-"""What ``pytest --pyargs pytest_gtrainer.conformance --gt-pass module:name`` runs."""
+"""The test of ``pytest --pyargs pytest_gtrainer.conformance --gt-pass module:name``."""
 
 import os
 import sys
@@ -11,15 +11,18 @@ from pytest_gtrainer.conformance.judging import RULES, adapter_at, cases_of, jud
 
 
 def given(config: pytest.Config) -> Adapter:
-    """The adapter that ``--gt-pass module:name`` names; a function is adapted by its signature, or
-    a UsageError.
+    """Return the adapter that ``--gt-pass module:name`` names.
+
+    A function is adapted by its signature. Raises UsageError if there is no such pass, or if it is
+    an adapter of another kind than ``--gt-kind``.
     """
     path, kind = options.get(config, "pass"), options.get(config, "kind")
     if path is None:
         raise pytest.UsageError(
             "pytest_gtrainer.conformance judges a pass: give --gt-pass=my_package.passes:my_pass"
         )
-    if os.getcwd() not in sys.path:  # as ``python -m`` has it
+    # As ``python -m pytest`` does, and the command ``pytest`` does not.
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         adapter = adapter_at(path, kind)
@@ -31,17 +34,17 @@ def given(config: pytest.Config) -> Adapter:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A case a rule."""
+    """Make a case for each rule."""
     metafunc.parametrize("rule", cases_of(given(metafunc.config)))
 
 
 @pytest.fixture(scope="module")
 def adapter(pytestconfig: pytest.Config) -> Adapter:
-    """The pass that the command line names."""
+    """Return the pass that the command line names."""
     return given(pytestconfig)
 
 
 def test_rule(rule: str, adapter: Adapter, request: pytest.FixtureRequest) -> None:
-    """Each rule once."""
+    """Judge one rule."""
     __tracebackhide__ = True
     judge(RULES[rule], adapter, request)

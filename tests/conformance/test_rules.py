@@ -442,14 +442,6 @@ def forgets_the_backward(gm):
     return gm
 
 
-def shares_metadata(gm):
-    gm = selective_activation_remat_pass(gm)
-    of = {node.name: node for node in gm.graph.nodes}
-    for node in recomputed(gm):
-        node.meta["custom"] = of[node.name.partition("_recomputed")[0]].meta.get("custom", {})
-    return gm
-
-
 def does_not_look(*targets):
     """A recomputation that does not see what operators do."""
 
@@ -755,7 +747,6 @@ MISTAKES_OF_KINDS = [
     ("deduplication", "D9", bounds_activations, "against before, on inputs with large numbers"),
     ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
     ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),
-    ("remat", "M2", shares_metadata, 'shares its meta\\["custom"\\]'),
     (
         "remat",
         "random",

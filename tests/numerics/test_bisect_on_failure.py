@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gtrainer import bisect_passes, facts
+from pytest_gtrainer import bisect_passes
 from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net
 
 pytestmark = pytest.mark.second_tier
@@ -62,11 +62,6 @@ TEST = """
 def everything_is_imported() -> None:
     """Pytester forgets what a run inside this process imports, and parts of torch cannot be imported twice."""
     bisect_passes(traced_net(), pipeline(2), (Net(), *BATCH))
-
-
-@pytest.fixture(autouse=True)
-def told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_sinks", [])
 
 
 def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):

@@ -47,22 +47,18 @@ def test_the_graph_is_pinned(gt_mesh, gt_golden):
     gt_golden.check(graph.traced, "schedule", view="schedule")
 
 
-@pytest.mark.long
-@pytest.mark.gt_world("ranks", size=6, mesh={"replicate": 3, "shard": 2})
-def test_three_replicas(gt_mesh, check_parity):
-    check_parity(llama3_training(gt_mesh, "fp32", "debug_odd"))
+def on_ranks(replicas, shards, precision):
+    mesh = {"replicate": replicas, "shard": shards}
+    world = pytest.mark.gt_world("ranks", size=replicas * shards, mesh=mesh)
+    return pytest.param(precision, marks=world, id=f"{replicas} replicas of {shards} shards")
 
 
 @pytest.mark.long
-@pytest.mark.gt_world("ranks", size=8, mesh={"replicate": 4, "shard": 2})
-def test_four_replicas(gt_mesh, check_parity):
-    check_parity(llama3_training(gt_mesh, "fp32", "debug_odd"))
-
-
-@pytest.mark.long
-@pytest.mark.gt_world("ranks", size=8, mesh={"replicate": 2, "shard": 4})
-def test_shard_groups_of_four(gt_mesh, check_parity):
+@pytest.mark.parametrize(
+    "precision", [on_ranks(3, 2, "fp32"), on_ranks(4, 2, "fp32"), on_ranks(2, 4, "bf16_fp32")]
+)
+def test_other_numbers_of_replicas_and_shards(gt_mesh, check_parity, precision):
     """D14: 201 rows over 4 ranks pad on the last only; the padding is between DTensor's two
     collectives.
     """
-    check_parity(llama3_training(gt_mesh, "bf16_fp32", "debug_odd"))
+    check_parity(llama3_training(gt_mesh, precision, "debug_odd"))

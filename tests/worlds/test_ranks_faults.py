@@ -211,6 +211,13 @@ def suite_run(suite, *chosen):
         )
 
 
+def of_both_runs(test):
+    """Parametrise a test over the faults of both runs, those of ``MORE`` in the second tier."""
+    more = [pytest.param("run_of_more", name, marks=pytest.mark.second_tier) for name in MORE]
+    cases = [("run", name) for name in TABLE] + more
+    return pytest.mark.parametrize(("which", "name"), cases)(test)
+
+
 @pytest.fixture(scope="module")
 def run(module_suite):
     return suite_run(module_suite, *(f"--deselect=test_faults.py::{name}" for name in MORE))
@@ -225,7 +232,11 @@ def run_of_more(tmp_path_factory):
     )
 
 
-def check_report(run, name, outcome, expected, unwanted):
+@of_both_runs
+def test_fault(request, which, name):
+    """T1, T2, T3, T4, T5, T7."""
+    run = request.getfixturevalue(which)
+    outcome, expected, unwanted = (TABLE | MORE)[name]
     assert run.outcome(name) == outcome, run.text(name)
     text = run.text(name)
     for line in expected:
@@ -234,7 +245,12 @@ def check_report(run, name, outcome, expected, unwanted):
         assert line not in text
 
 
-def check_nothing_is_left(run, name):
+@of_both_runs
+def test_nothing_is_left_after_a_fault(request, which, name):
+    """T5: at most the forkserver and three ranks run, with their ports; no slot is held, no file or
+    folder is kept.
+    """
+    run = request.getfixturevalue(which)
     first, now = run.footprint("test_raises_while_others_wait"), run.footprint(name)
     assert now["processes"] <= 1 + 3
     assert now["strays"] == []
@@ -244,32 +260,6 @@ def check_nothing_is_left(run, name):
     assert now["ports"] <= first["ports"]
     assert now["files"] <= first["files"] + 1  # a test holds a lease itself
     assert now["folders"] <= first["folders"]
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_fault(run, name):
-    """T1, T2, T3, T4, T5, T7."""
-    check_report(run, name, *TABLE[name])
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("name", MORE)
-def test_more_faults(run_of_more, name):
-    """T1, T2, T3, T4, T5, T7."""
-    check_report(run_of_more, name, *MORE[name])
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_nothing_is_left_after_a_fault(run, name):
-    """T5: at most the forkserver and three ranks run, with their ports; no slot is held, no file or folder is kept."""
-    check_nothing_is_left(run, name)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("name", MORE)
-def test_nothing_is_left_after_more_faults(run_of_more, name):
-    """T5."""
-    check_nothing_is_left(run_of_more, name)
 
 
 @pytest.mark.second_tier

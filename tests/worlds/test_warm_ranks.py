@@ -46,20 +46,15 @@ def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
         server.close()
 
 
-def resets_after(compile):
+COMPILES = 'torch.compile(torch.neg, backend="eager")(torch.ones(2))'
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(("compile", "printed"), [("", ""), (COMPILES, "reset")])
+def test_a_rank_forgets_what_it_compiled_if_it_compiled(compile, printed):
+    """``torch.compiler.reset`` of 2.13 imports Inductor where there is a GPU: a second in each rank."""
     done = subprocess.run(
         [sys.executable, "-c", RESETS.format(compile=compile)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.second_tier
-def test_a_rank_that_compiled_nothing_resets_nothing():
-    """``torch.compiler.reset`` of 2.13 imports Inductor where there is a GPU: a second in each rank."""
-    assert resets_after("") == ""
-
-
-@pytest.mark.second_tier
-def test_a_rank_forgets_what_it_compiled():
-    assert resets_after('torch.compile(torch.neg, backend="eager")(torch.ones(2))') == "reset"
+    assert done.stdout.strip() == printed

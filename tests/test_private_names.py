@@ -117,8 +117,8 @@ def replaced_names(source: str) -> Iterator[str]:
             written = [place for place in places if isinstance(place, ast.Attribute)]
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("setattr")
-            and len(node.args) > 2
+            and ast.unparse(node.func).endswith(("setattr", "patch.object"))
+            and len(node.args) + len(node.keywords) > 2
         ):
             written = [
                 ast.Attribute(node.args[0], ast.literal_eval(node.args[1]))
@@ -135,6 +135,10 @@ def replaced_names(source: str) -> Iterator[str]:
 
 REPLACED = {
     # put back when the block ends
+    "_torch/autograd.py": {
+        "torch.autograd._engine_run_backward",
+        "torch.autograd.graph._engine_run_backward",
+    },
     "_torch/compiling.py": {"torch._inductor.compile_fx.compile_fx"},
     "_torch/passes.py": {"torch.distributed.is_nccl_available"},
     # in ranks alone
@@ -158,9 +162,7 @@ REPLACED = {
         "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__enter__",
     },
 }
-"""Everything of torch's that we put something else in the place of; docs/limits.md says why and for
-how long.
-"""
+"""Names of torch that the package replaces; docs/limits.md says why and for how long."""
 
 
 def test_nothing_else_of_torch_or_pytest_is_replaced():
@@ -182,6 +184,7 @@ def test_nothing_else_of_torch_or_pytest_is_replaced():
         "dist.barrier, own = 7, 8",
         "setattr(dist, 'barrier', 7)",
         "p.setattr(dist, 'barrier', 7)",
+        "mock.patch.object(dist, 'barrier', return_value=7)",
     ],
 )
 def test_the_reader_of_sources_finds_what_is_replaced(line: str):

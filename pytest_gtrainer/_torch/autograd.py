@@ -128,10 +128,9 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
             return _engine_run_backward(outputs, *args, **kwargs)
 
     # ``backward`` looks the function up in one module, ``grad`` in the other.
-    name = "_engine_run_backward"
     with (
-        mock.patch.object(torch.autograd.graph, name, run),
-        mock.patch.object(torch.autograd, name, run),
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", run),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run),
     ):
         yield
 

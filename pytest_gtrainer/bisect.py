@@ -34,7 +34,7 @@ from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn, walked
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
-from pytest_gtrainer.numerics.graph_inputs import try_extremes
+from pytest_gtrainer.numerics.graph_inputs import InputsRefused, copies, try_extremes
 from pytest_gtrainer.numerics.graph_run import (
     AFTERWARDS,
     all_nan,
@@ -116,24 +116,6 @@ def run_on_all(
         return values
 
     return run
-
-
-def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
-    """Copies of all tensors; what was one tensor, on several ranks or in several places, is one
-    again.
-    """
-    made: dict[int, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return type(value)(map(copied, value))
-        if isinstance(value, Tensor) and id(value) not in made:
-            made[id(value)] = (
-                value.detach().clone().requires_grad_(keep_grad and value.requires_grad)
-            )
-        return made.get(id(value), value)
-
-    return [copied(value) for value in values]
 
 
 def _keyed(values: Mapping[str, Tensor], rank: int = 0) -> Values:
@@ -224,7 +206,8 @@ def bisect_passes(
 
     What a graph leaves counts as its results do: inputs, buffers, states of random generators. If
     no bit differs on ``inputs``, the graph is replayed on copies of them with large, infinite, NaN,
-    zero and subnormal elements. There all NaNs are equal.
+    zero and subnormal elements. There all NaNs are equal. In one process, integers become as large as
+    the graph before the passes takes them. Inputs that share memory share it in each replay.
 
     Args:
         traced: the step before the passes; it is not changed, nor are the inputs.
@@ -291,7 +274,10 @@ def bisect_extremes(
         if different:
             return True
         run = run_on(changed)
-        search = _PassSearch(stages, lambda gm: with_one_nan(run(gm)))
+        try:
+            search = _PassSearch(stages, lambda gm: with_one_nan(run(gm)))
+        except Exception as error:
+            raise InputsRefused(f"the graph does not run on {description}: {error}") from error
         found = search.first_difference(every)
         replays += found.replays
         if found.outcome == "different":

@@ -11,13 +11,12 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import pytree, storage_id
 from pytest_gtrainer.bisect import (
     Bisection,
     Stage,
     bisect_extremes,
     bisect_stages,
-    copies,
     local_run,
 )
 from pytest_gtrainer.compiling.record import RecordedPass
@@ -29,7 +28,7 @@ from pytest_gtrainer.numerics.compare import (
     compare,
     compare_control,
 )
-from pytest_gtrainer.numerics.graph_inputs import sample_tensor
+from pytest_gtrainer.numerics.graph_inputs import copies, sample_tensor
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
     inputs_afterwards,
@@ -66,7 +65,8 @@ def assert_pass_bitwise(
     fourth row divided by 1000 (integers are 0 and 1, which may be indices). Dynamic sizes are the
     example, its double and one more, or the next sizes that guards allow. The outputs for two seeds
     must differ, or no difference could be seen. Then elements of the inputs are replaced by large,
-    infinite, NaN, zero and subnormal numbers; there all NaNs are equal.
+    infinite, NaN, zero and subnormal numbers; there all NaNs are equal. Integers become as large as
+    the graph before the pass takes them. Inputs that share memory share it in each run.
 
     Args:
         run: a recorded pass, or a pair of graphs.
@@ -278,6 +278,28 @@ def _generate(
                 f"input {_name(node)} is of type {type(value).__name__}, for which no value can be "
                 "made up: record with lower=False, which keeps the inputs of the first call"
             )
+    return _sharing_memory(made, [node.meta.get("val") for node in placeholders], number)
+
+
+def _sharing_memory(
+    made: list[Any], examples: Sequence[Any], number: Callable[[Any], int]
+) -> list[Any]:
+    """Return made-up inputs, with one memory for those whose examples are views of one tensor."""
+    places: dict[int, list[int]] = {}
+    for at, example in enumerate(examples):
+        if isinstance(example, Tensor) and example.layout is torch.strided:
+            places.setdefault(storage_id(example), []).append(at)
+    for shared in places.values():
+        offsets = [number(examples[at].storage_offset()) for at in shared]
+        ends = []
+        for at, offset in zip(shared, offsets, strict=True):
+            pairs = zip(made[at].shape, made[at].stride(), strict=True)
+            last = offset + sum((size - 1) * stride for size, stride in pairs)
+            ends.append((last + 1) * made[at].itemsize)
+        memory = made[shared[0]].new_empty(max(*ends, 0), dtype=torch.uint8).untyped_storage()
+        for at, offset in zip(shared, offsets, strict=True):
+            view = made[at].new_empty(0).set_(memory, offset, made[at].shape, made[at].stride())
+            made[at] = view.copy_(made[at])
     return made
 
 

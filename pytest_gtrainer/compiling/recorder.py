@@ -19,12 +19,13 @@ from operator import is_
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.numerics.graph_inputs import copies
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
 _PLACE = re.compile(r'Graph break in user code at (\S+)|File "([^"]+)", line (\d+)')
@@ -162,10 +163,7 @@ class _Recorder(logging.Handler):
 
             def keep_inputs(inputs: list[Any]) -> None:
                 if stage not in compiled.inputs and not compiled.is_late:
-                    compiled.inputs[stage] = [
-                        value.detach().clone() if isinstance(value, Tensor) else value
-                        for value in inputs
-                    ]
+                    compiled.inputs[stage] = copies(inputs)
 
             with ExitStack() as stack:
                 if self.is_open:

@@ -2,24 +2,34 @@
 
 A pass that inserts ``clamp(-100, 100)``, or deletes one, changes no bit of normally distributed
 numbers. So two graphs that are equal on ordinary inputs are run again, once for each ``Extreme``,
-with some elements of each floating-point input replaced. Integer inputs stay as they are, because
-they may be indices.
+with some elements of each input replaced.
 
 An infinity or a NaN in every weight makes every result of a training step NaN, and then nothing can
 differ. If that happens, one input alone gets the values. If still every result is NaN,
 ``try_extremes`` reports it.
+
+Integers may be indices: an input gets the largest ones that the graph takes without an error.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
 
-from pytest_gtrainer.numerics.graph_run import CAN_BE_EXTREME
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.values import storage_id
+from pytest_gtrainer.numerics.graph_run import CAN_BE_EXTREME, has_storage
 
 MOST_ALONE = 4  # how many inputs are tried one at a time
+INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+class InputsRefused(Exception):
+    """The graph before the passes raises on made-up inputs; the cause is its error."""
 
 
 class Extreme(Enum):
@@ -30,109 +40,203 @@ class Extreme(Enum):
     INFINITE = "infinities"
     NAN = "NaN"
 
+    # Ordinary integers are 0 and 1. Modest ones, because a graph may allocate as many elements.
+    INTEGERS = "large and negative integers"
+    TO_100 = "integers from 2 to 100"
+    TO_10 = "integers from 2 to 10"
+    TO_3 = "the integers 2 and 3"
+
     def values(self, dtype: torch.dtype) -> list[float]:
-        """The values that replace others, each of them a number of ``dtype``."""
-        limits = torch.finfo(dtype)
+        """Return the values that replace others, each of them a number of ``dtype``."""
+        if self in INTEGERS:
+            chosen = {
+                Extreme.INTEGERS: [1000, -1, 2, -100, 100],
+                Extreme.TO_100: [100, 2, 50, 3],
+                Extreme.TO_10: [10, 2, 5, 3],
+                Extreme.TO_3: [3, 2],
+            }[self]
+            limits = torch.iinfo(dtype)
+            return [value for value in chosen if limits.min <= value <= limits.max]
+        if self is Extreme.NAN:
+            return [torch.nan]
+        smallest = torch.finfo(dtype).smallest_normal
         positive = {
             Extreme.LARGE: [150.0, 1e3, 2e4],
-            Extreme.TINY: [0.0, limits.smallest_normal / 2, limits.smallest_normal],
+            Extreme.TINY: [0.0, smallest / 2, smallest],
             Extreme.INFINITE: [torch.inf],
-            Extreme.NAN: [torch.nan],
         }[self]
-        return (
-            positive
-            if self is Extreme.NAN
-            else [sign * value for value in positive for sign in (1, -1)]
-        )
+        return [sign * value for value in positive for sign in (1, -1)]
 
     def count(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are replaced. A few NaNs leave rows and columns
-        without one.
-        """
-        share = {Extreme.LARGE: 3, Extreme.TINY: 2}.get(self, 16)
-        most = numel if share < 16 else 4
-        return min(max(numel // share, 1), most, numel)
+        """Return how many of ``numel`` elements are replaced; most keep an ordinary number."""
+        if self in (Extreme.INFINITE, Extreme.NAN):
+            # Few, which leaves rows and columns without one.
+            return min(max(numel // 16, 1), 4, numel)
+        return min(max(numel // (2 if self is Extreme.TINY else 3), 1), numel)
+
+
+INTEGERS = (Extreme.INTEGERS, Extreme.TO_100, Extreme.TO_10, Extreme.TO_3)
+"""From the widest to those that most indices may be."""
 
 
 def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]) -> list[str]:
     """Call ``check(description, changed inputs)`` for each kind of extreme values.
 
+    There are several calls for a small input, as a scalar, until it has had all values.
+
     Args:
         inputs: of a graph; an element may be a list, one value for each rank.
         check: compares two graphs on these inputs, and returns whether any result was a number. On
-            ranks all must return the same.
+            ranks all must return the same. It raises ``InputsRefused`` if the graph before the
+            passes does not take the inputs.
 
     Returns:
         a description of each kind of values with which every result was NaN, whichever input had
         them.
     """
     silent: list[str] = []
-    places = [at for at, value in enumerate(inputs) if _takes_extremes(value)]
-    if not places:
-        return silent
+    places = [at for at, value in enumerate(inputs) if _has_dtype(value, CAN_BE_EXTREME)]
     # A training step begins with parameters and ends with its batch: the first and the last input
     # differ most.
-    alone = list(dict.fromkeys([places[0], places[-1], *places[1:-1]]))[:MOST_ALONE]
+    alone = list(dict.fromkeys([*places[:1], *places[-1:], *places[1:-1]]))[:MOST_ALONE]
     for extreme in Extreme:
-        attempts = [places] if len(places) == 1 else [places, *([place] for place in alone)]
-        for chosen in attempts:
-            where = "some inputs" if chosen is places else f"graph input {chosen[0]} alone"
-            if check(f"inputs with {extreme.value} in {where}", _changed(inputs, chosen, extreme)):
+        if extreme in INTEGERS or not places:
+            continue
+        is_number = _check_values(inputs, places, extreme, "some inputs", check)
+        for place in alone if len(places) > 1 else ():
+            if is_number:
                 break
-        else:
+            where = f"graph input {place} alone"
+            is_number = _check_values(inputs, [place], extreme, where, check)
+        if not is_number:
             silent.append(f"inputs with {extreme.value}")
+    _try_integers(inputs, check)
     return silent
 
 
-def _changed(inputs: Sequence[Any], chosen: Sequence[int], extreme: Extreme) -> list[Any]:
-    """Inputs of which the chosen ones are copies with extreme values; what was one tensor in two
-    places stays one.
+def _try_integers(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]) -> None:
+    """Give each integer input the widest of ``INTEGERS`` that the graph takes.
+
+    An index out of range is an error of one rank, for which others would wait in a collective; and
+    one on a GPU ends all use of it. There, integers stay as they are.
     """
-    made: dict[int, Tensor] = {}
+    if dist.is_initialized() and dist.get_backend() != "fake" and dist.get_world_size() > 1:
+        return
+    for place, value in enumerate(inputs):
+        first = value[0] if isinstance(value, list) and value else value
+        if not _has_dtype(value, INTEGER_DTYPES) or first.device.type != "cpu":
+            continue
+        refusal = None
+        for extreme in INTEGERS:
+            try:
+                _check_values(inputs, [place], extreme, f"graph input {place}", check)
+                break
+            except InputsRefused as error:
+                refusal = error.__cause__
+        else:
+            kept = (
+                f"graph input {place} has no other integers than its own: the graph refuses 2 and 3"
+            )
+            facts.emit("idle", what=f"{kept} ({type(refusal).__name__}: {refusal})")
 
-    def change(value: Any, place: int) -> Any:
-        if isinstance(value, list):
-            return type(value)([change(each, place) for each in value])
-        if not _takes_extremes(value):
-            return value
-        if id(value) not in made:
-            made[id(value)] = replace_elements(value, extreme, seed=place)
-        return made[id(value)]
 
-    return [change(value, at) if at in chosen else value for at, value in enumerate(inputs)]
+def _check_values(
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    extreme: Extreme,
+    where: str,
+    check: Callable[[str, list[Any]], bool],
+) -> bool:
+    """Check until the chosen inputs have had all values; return whether any result was a number."""
+    rounds = 1
+    for place in chosen:
+        first = inputs[place][0] if isinstance(inputs[place], list) else inputs[place]
+        values = extreme.values(first.dtype.to_real())
+        rounds = max(rounds, math.ceil(len(values) / extreme.count(first.numel())))
+    is_number = False
+    for number in range(rounds):
+        changed = _changed(inputs, chosen, extreme, number)
+        is_number |= check(f"inputs with {extreme.value} in {where}", changed)
+    return is_number
 
 
-def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int) -> Tensor:
-    """A copy of a floating-point or complex tensor with extreme values at places drawn from
-    ``seed``.
+def _changed(
+    inputs: Sequence[Any], chosen: Sequence[int], extreme: Extreme, shift: int
+) -> list[Any]:
+    """Return copies of the inputs, of which the chosen ones have extreme values."""
+    made = copies(inputs)
+    for place in chosen:
+        value = made[place]
+        # Replicas of one shape on several ranks get the same values at the same places.
+        for tensor in value if isinstance(value, list) else [value]:
+            replace_elements(tensor, extreme, seed=place, shift=shift)
+    return made
 
-    Replicas of one shape on several ranks get the same values at the same places.
+
+def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int, shift: int = 0) -> None:
+    """Write extreme values to places of a tensor that are drawn from ``seed``.
+
+    Of more values than places, the first is the one at ``seed + shift``.
     """
-    result = tensor.detach().clone()
-    parts = torch.view_as_real(result) if result.is_complex() else result
-    if parts.numel() == 0:
-        return result
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    for dim, stride in enumerate(parts.stride()):
+        if stride == 0:  # an expanded tensor, which torch does not write to
+            parts = parts.narrow(dim, 0, 1)
+    numel = parts.numel()
     generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(numel, generator=generator)[: extreme.count(numel)]
     values = extreme.values(parts.dtype)
-    places = torch.randperm(parts.numel(), generator=generator)[: extreme.count(parts.numel())]
-    first = seed % len(values)  # a scalar gets one value only: not the same for each input
-    chosen = torch.tensor(
-        [values[(first + at) % len(values)] for at in range(len(places))], dtype=torch.float64
-    )
-    chosen = chosen.to(parts.dtype).to(parts.device)
+    # A scalar gets one value only: not the same for each input.
+    first = seed + shift * len(places)
+    given = [values[(first + at) % len(values)] for at in range(len(places))]
+    wide = torch.float64 if parts.dtype.is_floating_point else torch.int64
+    chosen = torch.tensor(given, dtype=wide).to(parts.dtype).to(parts.device)
     if parts.dim() == 0:
         parts.copy_(chosen[0])
     else:
         parts[torch.unravel_index(places.to(parts.device), parts.shape)] = chosen
-    return result
 
 
-def _takes_extremes(value: Any) -> bool:
+def _has_dtype(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether elements of a graph's input, of one dtype on all ranks, can be replaced."""
     if isinstance(value, list):
-        return any(_takes_extremes(each) for each in value)
-    if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter):
+        return all(_has_dtype(each, dtypes) for each in value)
+    if not isinstance(value, Tensor) or not has_storage(value) or not value.numel():
         return False
-    return value.dtype in CAN_BE_EXTREME and value.layout is torch.strided and value.numel() > 0
+    return value.dtype in dtypes
+
+
+def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
+    """Return copies of all tensors. What shares memory, also on several ranks, shares it again.
+
+    A tensor that stands in several places is one object again. Else the whole storage of a tensor
+    is copied, and once, so a graph that writes to one of two views changes the other.
+    """
+    made: dict[int, Tensor] = {}
+    storages: dict[int, UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return type(value)(map(copied, value))
+        if isinstance(value, Tensor) and id(value) not in made:
+            tensor = value.detach()
+            requires_grad = keep_grad and value.requires_grad
+            made[id(value)] = _copy_of(tensor, storages).requires_grad_(requires_grad)
+        return made.get(id(value), value)
+
+    return [copied(value) for value in values]
+
+
+def _copy_of(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
+    # ``set_`` knows no conjugates and no scales of quantised numbers.
+    is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    if not has_storage(tensor) or not is_plain:
+        return tensor.clone()
+    storage = storage_id(tensor)
+    if storage not in storages:
+        storages[storage] = tensor.untyped_storage().clone()
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.new_empty(0).set_(storages[storage], *place)
 
 
 def sample_tensor(
@@ -142,15 +246,16 @@ def sample_tensor(
     generator: torch.Generator,
     *,
     small: float = 1.0,
+    integers: int = 2,
 ) -> Tensor:
-    """Ordinary values for a graph input: normally distributed numbers; integers are 0 or 1, which
-    may be indices.
+    """Return ordinary values for a graph input.
 
     Args:
         like: a tensor with the dtype and device.
         shape, strides: of the result, in elements.
         small: a factor of every fourth row, as 0.001, so that what is added to a small number
             shows.
+        integers: integers, which may be indices, are less than this, and not negative.
     """
     if like.dtype.is_floating_point or like.dtype.is_complex:
         wide = torch.complex128 if like.dtype.is_complex else torch.float64
@@ -158,6 +263,7 @@ def sample_tensor(
         if drawn.dim() > 1:
             drawn[..., 1::4, :] *= small
     else:
-        drawn = torch.randint(0, 2, list(shape), generator=generator)
+        most = 2 if like.dtype is torch.bool else integers
+        drawn = torch.randint(0, most, list(shape), generator=generator)
     empty = torch.empty_strided(list(shape), list(strides), dtype=like.dtype)
     return empty.copy_(drawn).to(like.device)

@@ -161,18 +161,18 @@ def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> 
     places = {
         tensor.untyped_storage().data_ptr()
         for tensor, _ in attributes.values()
-        if _has_storage(tensor)
+        if has_storage(tensor)
     }
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not _has_storage(leaf):
+        if not isinstance(leaf, Tensor) or not has_storage(leaf):
             return leaf
         return leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf
 
     return pytree.tree_map(copied, outputs)
 
 
-def _has_storage(tensor: Tensor) -> bool:
+def has_storage(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_meta
@@ -227,7 +227,7 @@ def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:
 
 
 def _can_be_nan(tensor: Tensor) -> bool:
-    has_values = _has_storage(tensor) and type(tensor).__name__ != "FakeTensor"
+    has_values = has_storage(tensor) and type(tensor).__name__ != "FakeTensor"
     return has_values and tensor.dtype in CAN_BE_EXTREME
 
 

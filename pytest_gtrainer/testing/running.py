@@ -1,6 +1,5 @@
 """Running a pass file: parse its graph, run the passes, judge what comes out."""
 
-import copy
 import inspect
 import os
 import re
@@ -23,7 +22,12 @@ from pytest_gtrainer.golden.check import Golden
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
-from pytest_gtrainer.numerics.graph_inputs import sample_tensor, try_extremes
+from pytest_gtrainer.numerics.graph_inputs import (
+    InputsRefused,
+    copies,
+    sample_tensor,
+    try_extremes,
+)
 from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, why_nothing_shows, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
@@ -211,7 +215,8 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
 
     Compared are results, inputs and attributes as the graphs leave them, and the states of random
     generators. The inputs are normally distributed numbers. Then elements of them are replaced by
-    large, infinite, NaN, zero and subnormal numbers; there all NaNs are equal.
+    large, infinite, NaN, zero and subnormal numbers; there all NaNs are equal. Integers become as
+    large as ``before`` takes them.
 
     Returns:
         The extreme inputs, in words, on which every result was NaN, so that nothing could differ.
@@ -234,7 +239,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
         graph: fx.GraphModule, given: Sequence[Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         # Copies, since a graph may write to its inputs.
-        found = run_graph(graph, copy.deepcopy(given), start)
+        found = run_graph(graph, copies(given), start)
         outputs = {}
         for name, value in found.outputs.items():
             # Named as in the file: "output layers.0.w".
@@ -243,7 +248,11 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
 
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
-        (mine, _), (expected, outputs) = run(gm, changed), run(before, changed)
+        try:
+            expected, outputs = run(before, changed)
+        except Exception as error:
+            raise InputsRefused(f"{what}: it does not run on {description}: {error}") from error
+        mine, _ = run(gm, changed)
         # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are
         # meant.
         verdict = compare(with_one_nan(mine), with_one_nan(expected))

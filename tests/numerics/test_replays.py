@@ -19,12 +19,12 @@ from pytest_gtrainer.bisect import (
     _results,
     bisect_stages,
     bisect_towards,
-    copies,
     flat_inputs,
     local_run,
     run_on_all,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer.numerics.graph_inputs import copies
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph, RankRandomStates
 from tests.numerics.test_bisect import BATCH, HARMLESS, Net, pipeline, traced_net

@@ -80,13 +80,13 @@ def test_the_table_and_its_change(tmp_path):
     assert said.startswith(
         "rule D2 (payloads are in FSDP2's managed order, never the order of the graph) of as_executed: broken. "
     )
-    told = json.loads((tmp_path / "table.json").read_text())["as_executed"]
-    assert {rule: row["result"] for rule, row in told.items()} == {
+    table = json.loads((tmp_path / "table.json").read_text())["as_executed"]
+    assert {rule: row["result"] for rule, row in table.items()} == {
         "D1": "held",
         "D2": "broken",
         "D8": "not claimed",
     }
-    assert told["D2"]["why"].startswith(
+    assert table["D2"]["why"].startswith(
         "bucket 'layers.0', all_gather: layers.0.norm.weight stands where FSDP2 packs"
     )
     fsdp = run(tmp_path, "--gt-pass=passes:fsdp", "--gt-conformance-against=table.json", "-n", "2")
@@ -100,19 +100,19 @@ def test_the_table_and_its_change(tmp_path):
 
 
 def test_what_is_known_to_be_broken_is_an_xfail(tmp_path):
-    told = run(tmp_path, "--gt-pass=passes:known")
-    assert told.status == 0
-    assert "1 xfailed" in told.output
+    done = run(tmp_path, "--gt-pass=passes:known")
+    assert done.status == 0
+    assert "1 xfailed" in done.output
     mended = run(tmp_path, "--gt-pass=passes:mended")
     assert mended.status == 1
     assert "[XPASS(strict)] issue 12" in mended.output
 
 
 def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
-    told = run(tmp_path, "--gt-pass=passes:nothing", "-k", "D2 or D8")
-    assert told.status == 1
-    assert "2 proves nothing" in told.output
-    assert "no rule could have failed: <lambda> finds nothing to do in these graphs" in told.output
+    done = run(tmp_path, "--gt-pass=passes:nothing", "-k", "D2 or D8")
+    assert done.status == 1
+    assert "2 proves nothing" in done.output
+    assert "no rule could have failed: <lambda> finds nothing to do in these graphs" in done.output
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
 )
 def test_a_choice_of_rules_that_proves_nothing_is_no_success(tmp_path, options, said):
     """Q4: with ``-k``, also of rules that are not claimed or whose tests are skipped."""
-    told = run(tmp_path, *options)
-    assert said in told.output
-    assert told.status == 1
+    done = run(tmp_path, *options)
+    assert said in done.output
+    assert done.status == 1
 
 
 FILE = """
@@ -201,7 +201,7 @@ def test_each_kind_can_be_given():
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
 )
 def test_a_wrong_option_is_one_sentence(tmp_path, options, said):
-    told = run(tmp_path, *options)
-    assert told.status != 0
-    assert said in told.output
-    assert "INTERNALERROR" not in told.output
+    done = run(tmp_path, *options)
+    assert done.status != 0
+    assert said in done.output
+    assert "INTERNALERROR" not in done.output

@@ -1,5 +1,6 @@
-"""Our passes hold all rules of their kinds: what a rule says is tested here, not in ``tests/passes``.
+"""Our passes hold all rules of their kinds.
 
+A property that a rule judges is tested here, and not in ``tests/passes``.
 ``tests/passes/test_mutants.py`` breaks the passes and shows that rules fail then.
 """
 

@@ -48,7 +48,7 @@ def insert_behind(node, target, *args):
 
 
 def change_last_result(gm, target):
-    """Return ``target`` of the last result in its place; whoever else read the result still does."""
+    """Return ``target`` of the last result in its place; other readers of the result stay."""
     output = gm.graph.output_node()
     (results,) = output.args
     with gm.graph.inserting_before(output):
@@ -292,7 +292,8 @@ MISTAKES = [
     (
         "D2",
         packs_experts_as_executed,
-        "bucket 'layers.0', all_gather: layers.0.moe.experts.w3 stands where FSDP2 packs layers.0.moe.experts.w2",
+        "bucket 'layers.0', all_gather: layers.0.moe.experts.w3 stands where FSDP2 packs "
+        "layers.0.moe.experts.w2",
     ),
     ("E8", does_not_reorder, "are exposed where eager exposes at most 2: waits: "),
 ]
@@ -602,7 +603,7 @@ def averages_all_but_one(gm):
 
 
 def reduces(kind, change, *, last=False):
-    """A pass that changes a reduction of a kind, the first or the last of them, and nothing else."""
+    """Return a pass that changes the first, or the last, reduction of a kind."""
 
     def reducing(gm):
         nodes = [node for node in gm.graph.nodes if launches(node.target) and kind_of(node) == kind]
@@ -780,9 +781,9 @@ MISTAKES_OF_KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "rule", "mistake", "told"), MISTAKES_OF_KINDS)
-def test_a_mistake_of_another_kind_is_told(kind, rule, mistake, told, request):
-    with pytest.raises(AssertionError, match=told):
+@pytest.mark.parametrize(("kind", "rule", "mistake", "message"), MISTAKES_OF_KINDS)
+def test_a_mistake_of_another_kind_is_reported(kind, rule, mistake, message, request):
+    with pytest.raises(AssertionError, match=message):
         judge_or_fail(RULES[rule], Adapter(mistake, kind), request)
 
 
@@ -794,7 +795,7 @@ def judge_or_fail(rule, adapter, request):
         raise RuntimeError(f"{rule.id}: {skipped}") from None
 
 
-def test_a_pass_that_does_not_end_is_told(request):
+def test_a_pass_that_does_not_end_is_reported(request):
     """Also one that catches all errors."""
 
     def never_ends(gm):
@@ -803,8 +804,10 @@ def test_a_pass_that_does_not_end_is_told(request):
                 operator.truth(gm)
 
     adapter = Adapter(never_ends, limit=0.2)
-    told = r"never_ends on Recipe\(\) did not end within 0.2 s of CPU time; it was at .*[.]py:\d+"
-    with pytest.raises(AssertionError, match=told):
+    message = (
+        r"never_ends on Recipe\(\) did not end within 0.2 s of CPU time; it was at .*[.]py:\d+"
+    )
+    with pytest.raises(AssertionError, match=message):
         judge(RULES["E6"], adapter, request)
     assert (
         signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
@@ -813,7 +816,7 @@ def test_a_pass_that_does_not_end_is_told(request):
 
 def test_a_pass_that_waits_has_more_time_by_the_clock(request, monkeypatch):
     """The limit is of CPU time: on a loaded machine a pass waits for its turn. One that waits for
-    ever is told, too.
+    ever is reported, too.
     """
 
     def waits(gm, plan):
@@ -822,8 +825,11 @@ def test_a_pass_that_waits_has_more_time_by_the_clock(request, monkeypatch):
 
     judge(RULES["E6"], Adapter(waits, "bucketing", call=waits, limit=0.4), request)
     monkeypatch.setattr("pytest_gtrainer.conformance.judging.WAITING", 0.5)
-    told = r"waits on Recipe\(\) did not end within 0.2 s, of which it computed for 0.\d s; it was at .*[.]py:\d+"
-    with pytest.raises(AssertionError, match=told):
+    message = (
+        r"waits on Recipe\(\) did not end within 0.2 s, of which it computed for 0.\d s; "
+        r"it was at .*[.]py:\d+"
+    )
+    with pytest.raises(AssertionError, match=message):
         judge(RULES["E6"], Adapter(waits, "bucketing", call=waits, limit=0.4), request)
 
 
@@ -868,12 +874,12 @@ def test_a_shorter_limit_of_somebody_else_stays():
 
 @pytest.mark.second_tier("generated", "growth", "process", "cost-runs_twenty_times")
 @pytest.mark.parametrize(
-    ("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None)
+    ("rule", "mistake", "message"), MISTAKES, ids=lambda each: getattr(each, "__name__", None)
 )
-def test_a_mistake_is_told(rule, mistake, told, request, tmp_path, monkeypatch):
+def test_a_mistake_is_reported(rule, mistake, message, request, tmp_path, monkeypatch):
     """The graph that it was given is kept, as a pass file."""
     monkeypatch.setattr(rules, "MOST_RUNS", 8)  # to shrink what fails on every model
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         judge_or_fail(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
 
 
@@ -881,8 +887,8 @@ OF_KINDS = {rule for _, rule, *_ in MISTAKES_OF_KINDS}
 
 
 def test_every_rule_has_a_mistake():
-    told = {rule for rule, *_ in MISTAKES} | {rule for _, rule, *_ in MISTAKES_OF_KINDS}
-    assert told | {"bits", "nodes"} == set(RULES)
+    broken = {rule for rule, *_ in MISTAKES} | {rule for _, rule, *_ in MISTAKES_OF_KINDS}
+    assert broken | {"bits", "nodes"} == set(RULES)
 
 
 @pytest.mark.second_tier
@@ -914,7 +920,7 @@ def test_what_is_not_claimed_is_not_run(request):
         judge(RULES["E2"], adapter, request)
 
 
-def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request, gt_artifacts):
+def test_a_pass_that_raises_or_gives_no_graph_is_reported_and_its_graph_kept(request, gt_artifacts):
     with pytest.raises(
         AssertionError,
         match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept",
@@ -949,7 +955,7 @@ def gives_nodes_of_another_graph(gm, plan):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "message"),
     [
         (
             asks_for_a_gpu,
@@ -961,19 +967,19 @@ def gives_nodes_of_another_graph(gm, plan):
         ),
     ],
 )
-def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_told(
-    mistake, told, request, gt_artifacts
+def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_reported(
+    mistake, message, request, gt_artifacts
 ):
     """In a sentence, with the graph kept, and by each rule: the others go on."""
     for rule in ("E6", "D9", "metadata"):
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
         assert (gt_artifacts / f"{mistake.__name__}-{rule}.fxgraph").exists()
 
 
-def test_a_graph_that_cannot_be_judged_is_told(request):
+def test_a_graph_that_cannot_be_judged_is_reported(request):
     with (
-        facts.collecting() as told,
+        facts.collecting() as found_facts,
         pytest.raises(AssertionError, match="the graph cannot be judged: AttributeError: "),
     ):
         judge(
@@ -981,9 +987,9 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
             Adapter(forgets_a_launchs_value, "bucketing", call=forgets_a_launchs_value),
             request,
         )
-    assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [
-        ("D2", "error")
-    ]
+    assert [
+        (fact["rule"], fact["result"]) for fact in found_facts if fact["kind"] == "conformance"
+    ] == [("D2", "error")]
 
 
 def test_a_rule_that_is_known_to_be_broken_has_to_fail_and_by_an_assertion():

@@ -1,4 +1,4 @@
-"""What bucketing makes of the collectives, and what it refuses."""
+"""Bucketing of collectives, and graphs and plans that it refuses."""
 
 import copy
 from pathlib import Path
@@ -144,8 +144,8 @@ def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
 
 
 def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
-    """Without our tracer's names the buckets and payload orders are the same: modules and positions
-    tell them.
+    """Without our tracer's names the buckets and payload orders are the same: they follow from
+    modules and positions.
     """
     for node in joint.gm.graph.nodes:
         for key in ("gt_input", "gt_outputs", "gt_managed_order"):

@@ -1,4 +1,4 @@
-"""What was broken on purpose, and the test that fails then; the table is in ``docs/passes.md``.
+"""Mutants of our passes, and what fails because of each; the table is in ``docs/passes.md``.
 
 A mutant replaces a part of a pass. Its killer passes without it and must fail with it: a pass file,
 a conformance rule, or a test. A suite that lets a mutant live is vacuous where the mutant sits.
@@ -135,7 +135,7 @@ def dropped(patch):
     )
 
 
-@mutant("a parameter in no bucket is not told", "joint/refused_uncovered_parameter.fxgraph")
+@mutant("a parameter in no bucket is not reported", "joint/refused_uncovered_parameter.fxgraph")
 def no_coverage(patch):
     patch.setattr(joint, "_check_plan", lambda *args: None)
 
@@ -228,7 +228,8 @@ def writes_unseen(patch):
 
 
 @mutant(
-    "a tie is not told", "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words"
+    "a tie is not reported",
+    "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words",
 )
 def ties_unseen(patch):
     patch.setattr(Plan, "check_ties", lambda plan, tied: None)

@@ -1,4 +1,5 @@
-"""Goldens that no test checks: found after a full run, told, failed for, or removed.
+"""Find goldens that no test checks after a full run; report or remove them, or fail the run.
+
 docs/goldens.md has the rules.
 
 A golden belongs to the test that its path is made from. It is *unused* if
@@ -7,10 +8,10 @@ A golden belongs to the test that its path is made from. It is *unused* if
 - or no test that was collected is its test, although the file of its test was collected, or is
   gone.
 
-One that only a GPU could judge is *not judged* where there is none. A run is *full* if it asks for
-no part of the tests (``asks_for_a_part``) and came to its end. Under xdist each worker sends what
-it has collected when it ends; what a test came to is known to all processes that its reports pass
-through.
+A golden that only a GPU could judge is *not judged* on a machine without one. A run is *full* if it
+asks for no part of the tests (``asks_for_a_part``) and came to its end. Under xdist each worker
+sends the goldens without a test when it ends; the outcome of a test is known to all processes that
+its reports pass through.
 """
 
 import functools
@@ -71,17 +72,15 @@ class UnusedGoldens:
         self._collection = Collection()
         self._selected: set[str] = set()
         self._tests: dict[str, Outcome] = {}
-        self._cut: str | None = None  # why the run has not come to its end
+        self._cut: str | None = None  # the reason why the run has not come to its end
         self._workers_unowned: set[PurePosixPath] | None = None
-        self.lines: list[str] = []  # what the run's summary says of them
-        is_asked = given(config, PRUNE) and not hasattr(config, "workerinput")
-        if (
-            is_asked
-            and (part := asks_for_a_part(config, store.goldens_below(self.root))) is not None
-        ):
-            raise pytest.UsageError(
-                f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}"
-            )
+        self.lines: list[str] = []  # for the summary of the run
+        if given(config, PRUNE) and not hasattr(config, "workerinput"):
+            part = asks_for_a_part(config, store.goldens_below(self.root))
+            if part is not None:
+                raise pytest.UsageError(
+                    f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}"
+                )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(
@@ -103,97 +102,101 @@ class UnusedGoldens:
     ) -> Generator[None, object, object]:
         self._collection.add(items)
         result = yield
-        self._collection.add(items)  # a plugin may add tests
+        self._collection.add(items)  # those that a plugin has added
         return result
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._selected |= {item.nodeid for item in session.items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # A plugin that repeats a test begins with its setup again.
         if report.when == "setup" or report.nodeid not in self._tests:
-            self._tests[report.nodeid] = Outcome()  # again: a plugin repeats the test
+            self._tests[report.nodeid] = Outcome()
         self._tests[report.nodeid].add(report)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        told = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT)
-        if error is not None or told is None:
+        unowned = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT)
+        if error is not None or unowned is None:
             self._cut = f"worker {node.gateway.id} has died"
-        else:
-            agreed, paths = self._workers_unowned, set(map(PurePosixPath, told))
-            self._workers_unowned = paths if agreed is None else agreed & paths
+            return
+        # A golden has no test if no worker has collected one.
+        paths = set(map(PurePosixPath, unowned))
+        if self._workers_unowned is not None:
+            paths &= self._workers_unowned
+        self._workers_unowned = paths
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if (output := getattr(self.config, "workeroutput", None)) is not None:
             output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
             return
-        lacking = {
-            stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices
-        }
+        lacking = {stem_of_test(name) for name, test in self._tests.items() if test.lacks_devices}
         files = store.goldens_below(self.root) if lacking or self._mode != "ignore" else []
         if not files:
             return
-        unjudged = {path for path in files if stem_of_golden(path) in lacking}
-        # a project that never checks goldens may use the folder's name for something else
+        not_judged = {path for path in files if stem_of_golden(path) in lacking}
+        # A project that never checks goldens may use the folder's name for something else.
         are_texts = all(path.name.endswith(SUFFIXES["text"]) for path in files)
         are_ours = not are_texts or any(test.claims for test in self._tests.values())
-        ended = {
-            nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)
-        }
-        left = self._selected - ended
-        cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
-        cut = cut or (f"{counted(len(left), 'test')} did not run" if left else None)
-        part = asks_for_a_part(self.config, files) or cut
+        part = asks_for_a_part(self.config, files) or self._reason_of_cut(exitstatus)
         if part is None:
-            loose = self._loose(files) - unjudged
-            used = {
-                os.path.realpath(self.root / path) for path in files if path not in loose
-            }  # where links lead to
-            has_gpu = devices.resolve(self.config).kind == "cuda"
-            on_gpu = {path for path in loose if not has_gpu and needs_gpu(path, self.root)}
-            unjudged |= on_gpu
+            unused = self._unused(files) - not_judged
+            if devices.resolve(self.config).kind != "cuda":
+                on_gpu = {path for path in unused if needs_gpu(path, self.root)}
+                unused -= on_gpu
+                not_judged |= on_gpu
             if self._mode != "ignore" and are_ours:
-                unused = {path: self.root / path for path in sorted(loose - on_gpu)}
-                gone = [
-                    name
-                    for name, at in unused.items()
-                    if at.is_symlink() or os.path.realpath(at) not in used
-                ]
-                self._tell(session, gone)
+                # A file that a link in use leads to is in use; the link to it may still go.
+                used = {os.path.realpath(self.root / path) for path in files if path not in unused}
+                self._report(session, [path for path in sorted(unused) if self._may_go(path, used)])
         elif self._mode in ("fail", "prune") and are_ours:
             self.lines.append(f"unused goldens were not looked for: {part}")
-        self._count("not judged", sorted(unjudged))
+        self._count("not judged", sorted(not_judged))
 
-    def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
-        """Goldens without a test, and those of tests that passed without checking them; not those
-        for another torch.
+    def _may_go(self, path: PurePosixPath, used: set[str]) -> bool:
+        file = self.root / path
+        return file.is_symlink() or os.path.realpath(file) not in used
+
+    def _reason_of_cut(self, exitstatus: int) -> str | None:
+        """Return the reason why the run has not come to its end; None if it has."""
+        if self._cut is not None:
+            return self._cut
+        if exitstatus in _STOPPED:
+            return "the run was stopped"
+        ended = {name for name, test in self._tests.items() if "teardown" in dict(test.outcomes)}
+        left = self._selected - ended
+        return f"{counted(len(left), 'test')} did not run" if left else None
+
+    def _unused(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
+        """Return goldens without a test, and those that a test which has passed did not check.
+
+        Goldens kept for another version of torch count only if they have no test.
         """
-        unowned = self._workers_unowned
-        found = (
-            set(self._collection.unowned(self.root)) if unowned is None else unowned & set(files)
-        )
+        if self._workers_unowned is None:
+            found = set(self._collection.unowned(self.root))
+        else:
+            found = self._workers_unowned & set(files)
         stems = by_stem(path for path in files if torch_of(path) in (None, installed_minor()))
         for nodeid, test in self._tests.items():
-            if test.claims is not None and has_passed(
-                test.outcomes
-            ):  # so it has come to all of its checks
-                found |= {
-                    path
-                    for path in stems.get(stem_of_test(nodeid), ())
-                    if str(path) not in test.claims
-                }
+            # A test that failed may not have come to all of its checks.
+            if test.claims is not None and has_passed(test.outcomes):
+                for path in stems.get(stem_of_test(nodeid), ()):
+                    if str(path) not in test.claims:
+                        found.add(path)
         return found
 
-    def _tell(self, session: pytest.Session, unused: list[PurePosixPath]) -> None:
-        for path in [*unused] if self._mode == "prune" else ():
-            try:
-                store.remove(self.root / path, self.root)
-            except store.GoldenFileError as error:
-                self.lines.append(str(error))
-            else:
-                self.lines.append(f"removed {path}")
-                self._count("removed", [path])
-                unused.remove(path)
+    def _report(self, session: pytest.Session, unused: list[PurePosixPath]) -> None:
+        """Remove unused goldens if asked to; report those that are left, or fail the run."""
+        if self._mode == "prune":
+            for path in list(unused):
+                try:
+                    store.remove(self.root / path, self.root)
+                except store.GoldenFileError as error:
+                    self.lines.append(str(error))
+                else:
+                    self.lines.append(f"removed {path}")
+                    self._count("removed", [path])
+                    unused.remove(path)
         self._count("unused", unused)
         if not unused:
             return
@@ -210,43 +213,43 @@ class UnusedGoldens:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _count(self, outcome: str, paths: Iterable[PurePosixPath]) -> None:
-        facts = ({"kind": "golden", "outcome": outcome, "name": str(path)} for path in paths)
-        self._goldens.late_facts += facts
+        for path in paths:
+            fact = {"kind": "golden", "outcome": outcome, "name": str(path)}
+            self._goldens.late_facts.append(fact)
 
 
 @dataclass(slots=True)
 class Collection:
-    """What a process has collected, before anything was deselected."""
+    """The tests and files that a process has collected, before anything was deselected."""
 
     stems: set[PurePosixPath] = field(default_factory=set)
-    empty_sets: set[PurePosixPath] = field(
-        default_factory=set
-    )  # stems of tests without any parameters here
-    collected: set[PurePosixPath] = field(default_factory=set)  # places of files
-    uncertain: set[PurePosixPath] = field(
-        default_factory=set
-    )  # places of files that were skipped, or failed
+    # stems of tests that have no parameters here
+    empty_sets: set[PurePosixPath] = field(default_factory=set)
+    # places of files that were collected, and of those that were skipped or failed
+    collected: set[PurePosixPath] = field(default_factory=set)
+    uncertain: set[PurePosixPath] = field(default_factory=set)
 
     def add(self, items: Iterable[pytest.Item]) -> None:
         for item in items:
             nodeid = id_of(item)
             self.stems.add(stem_of_test(nodeid))
-            skips = (str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skip"))
-            if any(reason.startswith("got empty parameter set") for reason in skips):
-                self.empty_sets.add(stem_of_test(nodeid.partition("[")[0]))
+            for mark in item.iter_markers("skip"):
+                if str(mark.kwargs.get("reason", "")).startswith("got empty parameter set"):
+                    self.empty_sets.add(stem_of_test(nodeid.partition("[")[0]))
 
     def unowned(self, root: Path) -> list[PurePosixPath]:
-        """The goldens of which it is known that no test is theirs."""
+        """Return the goldens that surely have no test."""
         has_tests = functools.cache(has_test_file)
         found = []
         for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
-            kin = (
-                test
+            if stem in self.stems or place in self.uncertain:
+                continue
+            # Elsewhere the test may have the parameters that it lacks here.
+            if any(
+                test.parent == place and stem.name.startswith(f"{test.name}-")
                 for test in self.empty_sets
-                if test.parent == place and stem.name.startswith(f"{test.name}-")
-            )
-            if stem in self.stems or any(kin) or place in self.uncertain:
+            ):
                 continue
             if place in self.collected or not has_tests(place, root):
                 found += files
@@ -255,53 +258,52 @@ class Collection:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the reports of a test have told."""
+    """The outcome of a test by its reports."""
 
     outcomes: set[tuple[str | None, str]] = field(default_factory=set)  # phase, outcome
-    claims: set[str] | None = None  # paths; None: nobody has told
+    claims: set[str] | None = None  # paths; None if no report has them
     lacks_devices: bool = False
 
     def add(self, report: pytest.TestReport) -> None:
         self.outcomes.add((report.when, report.outcome))
-        if (told := getattr(report, "gt_claims", None)) is not None:
-            self.claims = {*told}  # all so far
-        self.lacks_devices |= any(
-            fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ())
-        )
+        if (claims := getattr(report, "gt_claims", None)) is not None:
+            self.claims = set(claims)  # each report has all claims so far
+        if any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ())):
+            self.lacks_devices = True
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
-    """Return what on the command line asks for a part of the tests, or None; paths must cover
-    ``testpaths`` or all goldens.
+    """Return what on the command line asks for a part of the tests; None if it asks for all.
+
+    The paths given have to cover ``testpaths``, or the tests of all goldens.
     """
-    reasons = [reason for name, reason in _PARTS.items() if getattr(config.option, name, None)]
-    reasons += [f"{argument} names a test" for argument in config.args if "::" in argument]
-    if reasons:
-        return reasons[0]
+    for name, reason in _PARTS.items():
+        if getattr(config.option, name, None):
+            return reason
+    for argument in config.args:
+        if "::" in argument:
+            return f"{argument} names a test"
     root = config.rootpath
     starts = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
-    patterns: list[str] = config.getini("testpaths")
-    homes = [
-        root / path
-        for pattern in patterns
-        for path in glob.iglob(pattern, root_dir=root, recursive=True)
-    ]
+    homes = []
+    for pattern in config.getini("testpaths"):
+        homes += [root / path for path in glob.iglob(pattern, root_dir=root, recursive=True)]
     if all(
         any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]
     ):
         return None
-    inside = [start for start in starts if start.is_relative_to(root.resolve())]
-    places = [
-        place_of_tests(s.relative_to(root.resolve()).as_posix(), is_file=s.is_file())
-        for s in inside
-    ]
+    places = []
+    for start in starts:
+        if start.is_relative_to(root.resolve()):
+            path = start.relative_to(root.resolve()).as_posix()
+            places.append(place_of_tests(path, is_file=start.is_file()))
     if all(any(golden.is_relative_to(place) for place in places) for golden in goldens):
         return None
     return f"{' '.join(config.args)} does not hold all tests"
 
 
 def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PurePosixPath]]:
-    """Goldens by the test that they belong to."""
+    """Return goldens by the stem of their test."""
     found: dict[PurePosixPath, list[PurePosixPath]] = defaultdict(list)
     for file in files:
         if (stem := stem_of_golden(file)) is not None:
@@ -310,30 +312,28 @@ def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PureP
 
 
 def has_test_file(place: PurePosixPath, root: Path) -> bool:
-    """Return whether a file lies where the tests of a folder of goldens would."""
+    """Return whether a file lies at the place of the tests of a folder of goldens.
+
+    ``safe`` changes odd names, so each part of the path is compared with all names there.
+    """
 
     def lies_in(folder: Path, part: str, *below: str) -> bool:
         try:
             entries = list(folder.iterdir())
         except OSError:  # a file, or a folder that may not be read: it has no tests either
             return False
-        if below:
-            return any(
-                lies_in(entry, *below)
-                for entry in entries
-                if safe(entry.name, fold_case=False) == part
-            )
-        return any(
-            entry.is_file() and safe(entry.stem, fold_case=False) == part for entry in entries
-        )
+        for entry in entries:
+            if below and safe(entry.name, fold_case=False) == part and lies_in(entry, *below):
+                return True
+            if not below and safe(entry.stem, fold_case=False) == part and entry.is_file():
+                return True
+        return False
 
     return lies_in(root, *place.relative_to(FOLDER).parts)
 
 
 def needs_gpu(path: PurePosixPath, root: Path) -> bool:
-    """Return whether only a run with a GPU could judge a golden: its devices or environments say
-    so, or its name.
-    """
+    """Return whether only a run with a GPU could judge a golden, by its name or its content."""
     if _GPU_WORD.search(path.name):
         return True
     try:

@@ -1,13 +1,13 @@
-"""Goldens in a pytest run: who judges, who writes, and when.
+"""Judge and write goldens in a pytest run.
 
-The process that owns a test judges its claims and alone writes files, after the test's teardown and
+Only the process that owns a test judges its claims and writes files, after the test's teardown and
 only if all of it has passed. A rank records claims and sends them with its reports; the parent
 judges them (``judge_ranks``).
 
-What a test came to goes with its reports to the process that ends the run: facts (attribute
-``gt_facts``), the paths it claims (``gt_claims``), the command of an inline expectation that has
-failed (``gt_accept``). The teardown's report carries what was written, so that a worker that
-crashes later takes nothing along.
+Reports take the results to the process that ends the run: facts (attribute ``gt_facts``), the paths
+of claims (``gt_claims``), and the command of an inline expectation that has failed (``gt_accept``).
+The report of the teardown carries the facts of files written, so a worker that crashes later loses
+none.
 """
 
 import functools
@@ -44,60 +44,63 @@ class GoldenPlugin:
         self.config = config
         self.root = config.rootpath
         self.modes = modes_of(config)
-        self.late_facts: list[
-            facts.Fact
-        ] = []  # that no report carries, as they were found after the last one
+        # found after the last report, so no report carries them
+        self.late_facts: list[facts.Fact] = []
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
-        self._recorded: dict[str, list[Claim]] = {}  # in a rank: what its reports will carry
+        self._recorded: dict[str, list[Claim]] = {}  # in a rank: claims for its reports
         self._running: str | None = None
-        self._pending: list[
-            tuple[Claim, str]
-        ] = []  # to be written if the running test passes, and the outcome
-        self._claimed: set[str] = set()  # paths, by the running test
-        self._outcomes: set[tuple[str | None, str]] = set()  # of the running test: phase, outcome
+        # Of the running test: goldens to write if it passes, with the outcome; paths of its claims;
+        # phases with their outcomes.
+        self._pending: list[tuple[Claim, str]] = []
+        self._claimed: set[str] = set()
+        self._outcomes: set[tuple[str | None, str]] = set()
         self._commands: dict[str, None] = {}  # of failed tests, in order
-        self._unjudged: dict[str, str] = {}  # numbers in an unknown environment: path, sentence
+        # numbers of an environment that the golden does not have: a sentence by path
+        self._not_judged: dict[str, str] = {}
         if not hasattr(config, "workerinput"):
             refuse_in_ci(config, self.modes.flags, f"{FOLDER}/")
             artifacts.check(config)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Keep pytest from running goldens and artifacts: it takes any ``test*.txt`` for a doctest."""
+        """Ignore goldens and artifacts: pytest takes any ``test*.txt`` for a doctest."""
         if self._artifacts is not None and collection_path.is_relative_to(self._artifacts):
             return True
-        is_golden = collection_path.name.endswith(tuple(SUFFIXES.values()))
-        return True if is_golden and collection_path.is_relative_to(self.root / FOLDER) else None
+        if collection_path.name.endswith(tuple(SUFFIXES.values())):
+            return collection_path.is_relative_to(self.root / FOLDER) or None
+        return None
 
     def claim(self, item: pytest.Item, claim: Claim, unfit: Callable[[], str | None]) -> str | None:
-        """Judge a check, or keep it; returns why it fails. ``unfit`` says why its text must not
-        become a golden.
+        """Judge a check, or record it in a rank; return the failure's text, None if it holds.
+
+        ``unfit`` returns the reason why a text must not become a golden, None if it may.
         """
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
-            is_asked = self.modes.creates and self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
-            return unfit() if is_asked else None
-        told, failure = self._judge(item, claim)
-        if self._pending and self._pending[-1][0] is claim and (failure := unfit()) is not None:
-            self._pending.pop()
-        for fact in told:
+            is_first = self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
+            return unfit() if self.modes.creates and is_first else None
+        found, failure = self._judge(item, claim)
+        if self._pending and self._pending[-1][0] is claim:
+            failure = unfit()
+            if failure is not None:
+                self._pending.pop()
+        for fact in found:
             facts.emit(**fact)
         return failure
 
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
-        """Return what is to be counted, nothing while it awaits the test's end; and the failure's
-        text.
+        """Return the facts of a check, and the failure's text.
+
+        A check that waits for the end of the test to be written has neither.
         """
         held = self._held(claim)
         self._claimed |= {claim.path, held.path}
         try:
             golden = store.read(self.root / held.path, self.root)
         except store.GoldenFileError as error:
-            if (
-                self.modes.updates
-                and isinstance(error, store.DamagedGolden)
-                and claim.kind != "numbers"
-            ):
+            # The numbers of other environments would be lost with a damaged file.
+            is_damaged = isinstance(error, store.DamagedGolden) and claim.kind != "numbers"
+            if self.modes.updates and is_damaged:
                 return self._await(claim, "updated")
             return self._failed(item, claim, "different", str(error))
         if golden is None:
@@ -108,20 +111,18 @@ class GoldenPlugin:
         from pytest_gtrainer.golden.compare import judge, maker
 
         finding = judge(claim.kind, golden, claim.text)
+        is_new, is_judged = held.path != claim.path, finding.outcome != "not judged"
         if finding.outcome == "equal":
-            # after a rename the head still names the old test, and with it a command that runs
-            # nothing
+            # After a rename the header still has the old test, and a command that runs nothing.
             is_renamed = maker(claim.kind, golden) not in (None, maker(claim.kind, claim.text))
-            if is_renamed and self.modes.updates and held.path == claim.path:
+            if is_renamed and self.modes.updates and not is_new:
                 return self._await(claim, "updated")
             return [_fact(held, "equal")], None
-        is_new, is_judged = held.path != claim.path, finding.outcome != "not judged"
         outcome = "created" if is_new or not is_judged else "updated"
-        if finding.replaceable and (
-            self.modes.creates if outcome == "created" else self.modes.updates
-        ):
+        is_asked = self.modes.creates if outcome == "created" else self.modes.updates
+        if finding.replaceable and is_asked:
             return self._await(claim, outcome)
-        if not is_judged:  # numbers of another environment
+        if not is_judged:
             try:
                 kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
                 where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
@@ -130,12 +131,16 @@ class GoldenPlugin:
             return [_fact(claim, "not judged", why=finding.reasons + where)], None
         problem = f"{held.path} differs\n{finding.reasons}"
         if is_new:
-            problem += f"\n\nit stays as it is: what is accepted goes to {claim.path}, for this torch and newer ones"
+            problem += (
+                f"\n\nit stays as it is: what is accepted goes to {claim.path}, "
+                "for this torch and newer ones"
+            )
         return self._failed(item, claim, "different", problem, golden)
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
-        """Return which golden of no collected test holds what was obtained, if a test was renamed;
-        else "".
+        """Return a paragraph on a golden without a test that has the obtained text; "" for none.
+
+        The test was probably renamed.
         """
         from pytest_gtrainer.golden.compare import same_content
 
@@ -154,16 +159,16 @@ class GoldenPlugin:
                 f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}",
                 shlex.join(["git", "mv", str(path), claim.path]),
             ]
-            if claim.kind != "text":  # its head names the test, and how to remake it
+            if claim.kind != "text":  # its header names the test, and the command to remake it
                 commands.append(self.accept_command(item))
-            found = f"{path} has the same text, and its test is not in this run."
-            return f"\n\n{found} If the test was renamed:\n  {' && '.join(commands)}"
+            return (
+                f"\n\n{path} has the same text, and its test is not in this run. "
+                f"If the test was renamed:\n  {' && '.join(commands)}"
+            )
         return ""
 
     def _held(self, claim: Claim) -> Claim:
-        """The claim on the file that holds here: of goldens kept per version of torch it may be an
-        older one's.
-        """
+        """Return the claim with the file that holds for this version of torch."""
         path = PurePosixPath(claim.path)
         if naming.torch_of(path) is None:
             return claim
@@ -178,46 +183,41 @@ class GoldenPlugin:
     def _failed(
         self, item: pytest.Item, claim: Claim, outcome: str, problem: str, golden: str | None = None
     ) -> tuple[list[facts.Fact], str]:
-        """Save what a reader of the failure may want to look at, and say where it is and how to
-        accept it.
-        """
+        """Save the texts for a reader of the failure; return its facts and its text."""
         texts = {"obtained": claim.text, "graph": claim.graph}
         if golden is not None and self._artifacts is not None:
             from pytest_gtrainer.golden.compare import judge
 
             difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
             texts |= {"golden": golden, "difference": facts.escaped(difference) + "\n"}
-        saved = self._saved(
-            item, {_artifact(claim, what): text for what, text in texts.items() if text}
-        )
+        named = {_artifact(claim, role): text for role, text in texts.items() if text}
         command = self.accept_command(item)
-        parts = [problem, *saved, f"to accept what was obtained:\n  {command}"]
-        told = [_fact(claim, outcome), {"kind": "accept", "command": command}]
+        accept = f"to accept what was obtained:\n  {command}"
+        found = [_fact(claim, outcome), {"kind": "accept", "command": command}]
         if golden is not None and claim.kind == "graph" and options.wants_report(self.config):
             from pytest_gtrainer.golden.compare import golden_difference
 
-            told += golden_difference(claim.path, golden, claim.text)
-        return told, "\n\n".join(parts)
+            found += golden_difference(claim.path, golden, claim.text)
+        return found, "\n\n".join([problem, *self._save(item, named), accept])
 
-    def _saved(self, item: pytest.Item, texts: Mapping[str, str]) -> list[str]:
-        """Save texts by name; a paragraph that says where, or why not."""
+    def _save(self, item: pytest.Item, texts: Mapping[str, str]) -> list[str]:
+        """Save texts by name; return a paragraph with their paths, or with the error."""
         if self._artifacts is None or not texts:
             return []
+        lines = ["saved:"]
         try:
-            kept = [artifacts.save(item, name, text) for name, text in texts.items()]
+            for name, text in texts.items():
+                path = artifacts.save(item, name, text)
+                lines += [f"  {artifacts.shown(path)}"] if path is not None else []
         except store.GoldenFileError as error:
             return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
-        return [
-            "\n".join(
-                ["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)]
-            )
-        ]
+        return ["\n".join(lines)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Send along what the test claims: from a rank whole, to be judged; else by path."""
+        """Add the claims to a report: a rank's for the parent to judge, else their paths."""
         report = yield
         if not self._is_rank:
             report.gt_claims = sorted(self._claimed)
@@ -231,33 +231,32 @@ class GoldenPlugin:
         claims: Mapping[int, list[dict[str, Any]]],
         report: pytest.TestReport,
     ) -> str | None:
-        """Judge what the ranks of a test have claimed; returns why the test fails. ``report`` gets
-        the facts.
-        """
+        """Judge the claims of all ranks: return the failure's text, give ``report`` the facts."""
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
-        told: list[facts.Fact] = []
-        failure = self._judge_claims(item, by_rank, told) if any(by_rank.values()) else None
-        _add_facts(report, told)
+        found: list[facts.Fact] = []
+        failure = self._judge_claims(item, by_rank, found) if any(by_rank.values()) else None
+        _add_facts(report, found)
         report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
         return failure
 
     def _judge_claims(
-        self, item: pytest.Item, by_rank: Mapping[int, list[Claim]], told: list[facts.Fact]
+        self, item: pytest.Item, by_rank: Mapping[int, list[Claim]], found: list[facts.Fact]
     ) -> str | None:
-        if (conflict := disagreement(by_rank)) is not None:
+        conflict = disagreement(by_rank)
+        if conflict is not None:
             text, claimed = conflict
-            told.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
-            texts = {
-                f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text
-                for rank, claim in claimed.items()
-            }
-            return facts.escaped("\n\n".join([text, *self._saved(item, texts)]))
+            found.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
+            texts = {}
+            for rank, claim in claimed.items():
+                texts[f"rank{rank}.{_artifact(claim, 'obtained')}"] = claim.text
+            return facts.escaped("\n\n".join([text, *self._save(item, texts)]))
         failures = []
         for nth in range(len(by_rank[min(by_rank)])):
             claim = naming.showing_groups({rank: claimed[nth] for rank, claimed in by_rank.items()})
             more, failure = self._judge(item, claim)
-            told += more
-            failures += [failure] if failure is not None else []
+            found += more
+            if failure is not None:
+                failures.append(failure)
         return facts.escaped("\n\n".join(failures)) or None
 
     @pytest.hookimpl(wrapper=True)
@@ -271,36 +270,35 @@ class GoldenPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
-        """Before anybody counts a report or sends it on: write what the test has left to write."""
+        """Write the goldens of a test that ends.
+
+        ``tryfirst``: other plugins count the report of a teardown, which a failed write changes.
+        """
         if report.nodeid == self._running:
             if report.when == "setup":
                 self._outcomes = set()  # a plugin that runs a test again begins here
             self._outcomes.add((report.when, report.outcome))
             if report.when == "teardown":
                 self._finish(report)
-        told: list[facts.Fact] = getattr(report, "gt_facts", [])
-        if report.failed:
-            commands = [fact["command"] for fact in told if fact["kind"] == "accept"]
-            commands += [report.gt_accept] if hasattr(report, "gt_accept") else []
-            self._commands |= dict.fromkeys(commands)
-        self._unjudged |= {
-            fact["name"]: fact["why"] for fact in told if fact["kind"] == "golden" and "why" in fact
-        }
+        for fact in getattr(report, "gt_facts", []):
+            if report.failed and fact["kind"] == "accept":
+                self._commands[fact["command"]] = None
+            elif fact["kind"] == "golden" and "why" in fact:
+                self._not_judged[fact["name"]] = fact["why"]
+        if report.failed and hasattr(report, "gt_accept"):
+            self._commands[report.gt_accept] = None
         yield
 
     def _finish(self, teardown: pytest.TestReport) -> None:
-        """Write the test's goldens if it has passed, else forget them; what fails, fails the
-        teardown.
-        """
+        """Write the goldens of a test that has passed; a failed write fails the teardown."""
         pending, self._pending = self._pending, []
+        if not has_passed(self._outcomes):
+            return
         problems = []
-        for claim, outcome in pending if has_passed(self._outcomes) else ():
-            # of a golden of numbers, those of other environments stay
-            merge = (
-                functools.partial(values.merged, obtained=claim.text)
-                if claim.kind == "numbers"
-                else None
-            )
+        for claim, outcome in pending:
+            merge = None
+            if claim.kind == "numbers":  # those of other environments stay in the file
+                merge = functools.partial(values.merged, obtained=claim.text)
             try:
                 store.write(self.root / claim.path, self.root, claim.text, merge)
             except store.GoldenFileError as error:
@@ -318,39 +316,34 @@ class GoldenPlugin:
             artifacts.remove_empty_folders(self._artifacts)
 
     def summary_lines(self) -> list[str]:
-        """Return what the run's summary says below the counts: how to accept, and what was not
-        judged.
-        """
+        """Return the summary's lines on commands to accept, and on goldens that were not judged."""
         lines = []
-        if len(self._commands) > 1:
+        commands = list(self._commands)
+        if len(commands) > 1:
             lines += ["to accept what a test obtained, when its difference is right:"]
-            lines += [f"  {command}" for command in list(self._commands)[:_MOST_COMMANDS]]
-        if len(self._commands) > _MOST_COMMANDS:
-            lines += [
-                f"  … and {len(self._commands) - _MOST_COMMANDS} more: each failure ends in its command"
-            ]
-        lines += [
-            f"not judged: {path} {why}"
-            for path, why in list(self._unjudged.items())[:_MOST_COMMANDS]
-        ]
-        left = len(self._unjudged) - _MOST_COMMANDS
-        return [*lines, f"… and {left} more not judged"] if left > 0 else lines
+            lines += [f"  {command}" for command in commands[:_MOST_COMMANDS]]
+        if (left := len(commands) - _MOST_COMMANDS) > 0:
+            lines.append(f"  … and {left} more: each failure ends in its command")
+        for path, why in list(self._not_judged.items())[:_MOST_COMMANDS]:
+            lines.append(f"not judged: {path} {why}")
+        if (left := len(self._not_judged) - _MOST_COMMANDS) > 0:
+            lines.append(f"… and {left} more not judged")
+        return lines
 
     def accept_command(self, item: pytest.Item) -> str:
-        """Return what to type, here and now, to accept this test's goldens."""
+        """Return the command that accepts this test's goldens, from the current folder."""
         path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
-        shown = {
-            f"--gt-{name}": self.config.getoption(f"--gt-{name}") for name in ("gpus", "device")
-        }
-        repeated = [f"{flag}={value}" for flag, value in shown.items() if value is not None]
+        repeated = []
+        for flag in ("--gt-gpus", "--gt-device"):
+            value = self.config.getoption(flag)
+            if value is not None:
+                repeated.append(f"{flag}={value}")
         return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
 
 
 def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:
-    """Return whether these phases and their outcomes are those of a test that has passed, teardown
-    included.
-    """
+    """Return whether a test with these phases and outcomes has passed, teardown included."""
     phases, results = {phase for phase, _ in outcomes}, {result for _, result in outcomes}
     return {"call", "teardown"} <= phases and results == {"passed"}
 
@@ -359,34 +352,35 @@ def _fact(claim: Claim, outcome: str, **more: str) -> facts.Fact:
     return {"kind": "golden", "outcome": outcome, "name": claim.path, **more}
 
 
-def _add_facts(report: pytest.TestReport, told: list[facts.Fact]) -> None:
-    report.gt_facts = [*getattr(report, "gt_facts", ()), *told]  # type: ignore[attr-defined]
+def _add_facts(report: pytest.TestReport, found: list[facts.Fact]) -> None:
+    report.gt_facts = [*getattr(report, "gt_facts", ()), *found]  # type: ignore[attr-defined]
 
 
-def _artifact(claim: Claim, what: str) -> str:
-    """The name of an artifact about a golden; a difference is always text."""
-    named = f"{naming.safe(claim.name)}." if claim.name else ""
-    suffix = {"difference": ".diff", "graph": SUFFIXES["graph"]}.get(what, SUFFIXES[claim.kind])
-    return f"{named}{what}{suffix}"
+def _artifact(claim: Claim, role: str) -> str:
+    """Return the file name of an artifact: "obtained", "golden", "graph" or "difference"."""
+    name = f"{naming.safe(claim.name)}." if claim.name else ""
+    suffix = {"difference": ".diff", "graph": SUFFIXES["graph"]}.get(role, SUFFIXES[claim.kind])
+    return f"{name}{role}{suffix}"
 
 
 def _head(text: str, limit: int = 20) -> str:
     lines = text.splitlines()
-    rest = [f"… and {facts.counted(len(lines) - limit, 'more line')}"] if len(lines) > limit else []
-    return "\n".join([*lines[:limit], *rest])
+    if len(lines) > limit:
+        lines[limit:] = [f"… and {facts.counted(len(lines) - limit, 'more line')}"]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Which goldens a run writes or removes."""
+    """The goldens that a run writes or removes."""
 
     creates: bool
     updates: bool
-    unused: str  # what happens to those that no test checks: "warn", "fail", "ignore" or "prune"
+    unused: str  # "warn" of those that no test checks, "fail", "ignore" or "prune" them
 
     @property
     def flags(self) -> list[str]:
-        """The flags that let this run write."""
+        """The flags that let this run write or remove files."""
         asked = {
             UPDATE: self.updates,
             CREATE: self.creates and not self.updates,
@@ -396,15 +390,18 @@ class Modes:
 
 
 def modes_of(config: pytest.Config) -> Modes:
-    """The modes of a run; flags win over the ini file. Two that exclude each other are a
-    pytest.UsageError.
+    """Return the modes of a run; flags win over the ini file.
+
+    Raises:
+        pytest.UsageError: two of them exclude each other.
     """
     update, create = given(config, UPDATE), given(config, CREATE)
     if not update and not create:
         update, create = options.get(config, UPDATE), options.get(config, CREATE)
     if update and create:
         raise pytest.UsageError(
-            f"--gt-{UPDATE} and --gt-{CREATE} exclude each other, as updating writes missing goldens too: give one"
+            f"--gt-{UPDATE} and --gt-{CREATE} exclude each other, as updating writes missing "
+            "goldens too: give one"
         )
     unused: str = options.get(config, "unused-goldens")
     if options.get(config, PRUNE):
@@ -422,12 +419,15 @@ def given(config: pytest.Config, name: str) -> bool:
 
 
 def refuse_in_ci(config: pytest.Config, flags: list[str], written: str) -> None:
-    """Where CI is set nobody reviews what is written: a pytest.UsageError, unless
-    ``--gt-goldens-in-ci`` is given.
+    """Refuse the ``flags`` if the variable CI is set, because nobody reviews files written there.
+
+    Raises:
+        pytest.UsageError: CI is set, a flag is given, and ``--gt-goldens-in-ci`` is not.
     """
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     if in_ci and flags and not options.get(config, "goldens-in-ci"):
         raise pytest.UsageError(
-            f"{' and '.join(flags)} {'is' if len(flags) == 1 else 'are'} refused where CI is set, as nobody would "
-            f"review {written}: run it on your machine, or give --gt-goldens-in-ci too"
+            f"{' and '.join(flags)} {'is' if len(flags) == 1 else 'are'} refused where CI is set, "
+            f"as nobody would review {written}: run it on your machine, or give "
+            "--gt-goldens-in-ci too"
         )

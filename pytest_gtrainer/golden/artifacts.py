@@ -1,7 +1,7 @@
-"""Artifacts: what a run leaves in ``--gt-artifacts DIR`` for a person to look at, CI to upload.
+"""Artifacts: files that a run keeps in ``--gt-artifacts DIR``, to look at or to upload from CI.
 
-Each test has one folder below DIR, a rank of it one below that; only one process at a time writes
-there.
+Each test has one folder below DIR, and each of its ranks a folder in it; only one process at a time
+writes there.
 """
 
 import contextlib
@@ -17,26 +17,29 @@ from pytest_gtrainer.marker import id_of
 
 
 def folder(config: pytest.Config) -> Path | None:
-    """DIR as an absolute path: a flag's is relative to where pytest was called, an ini file's to
-    the root directory.
+    """Return DIR as an absolute path; None without ``--gt-artifacts``.
+
+    That of the flag is relative to the current folder, that of an ini file to the root directory.
     """
-    if (given := options.get(config, "artifacts")) is None:
+    given = options.get(config, "artifacts")
+    if given is None:
         return None
     by_flag = config.getoption("--gt-artifacts") is not None
-    return Path(
-        os.path.abspath((config.invocation_params.dir if by_flag else config.rootpath) / given)
-    )
+    start = config.invocation_params.dir if by_flag else config.rootpath
+    return Path(os.path.abspath(start / given))
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse, as a pytest.UsageError, a DIR that is a file, holds the tree, or lies among the
-    goldens.
+    """Check DIR.
+
+    Raises:
+        pytest.UsageError: it is a file, holds the tree, or lies among the goldens.
     """
-    if (place := folder(config)) is None:
+    place = folder(config)
+    if place is None:
         return
-    if os.path.exists(place) and not os.path.isdir(
-        place
-    ):  # False, where a Path raises, of a name that is too long
+    # For a name that is too long these functions return False, where a ``Path`` raises.
+    if os.path.exists(place) and not os.path.isdir(place):
         raise pytest.UsageError(f"--gt-artifacts={place} is a file: give a folder")
     if config.rootpath.is_relative_to(place):
         raise pytest.UsageError(
@@ -53,24 +56,24 @@ class ArtifactWarning(pytest.PytestWarning):
 
 
 def save(item: pytest.Item, name: str, text: str) -> Path | None:
-    """Keep a text in the test's folder; its path, None without ``--gt-artifacts``. GoldenFileError
-    if that fails.
+    """Write a text into the test's folder and return its path; None without ``--gt-artifacts``.
+
+    Raises:
+        GoldenFileError: it cannot be written.
     """
-    if (top := folder(item.config)) is None:
+    top = folder(item.config)
+    if top is None:
         return None
     path = _place_of(item, top) / safe(name, fold_case=False)
     try:
         store.write(path, top, text)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # also of looking at the folder, before anything is written
+    except (OSError, ValueError) as error:  # of looking at the folder, before the lock is taken
         raise store.GoldenFileError(f"{shown(path)} was not written: {_reason(error)}") from error
     return path
 
 
 def save_or_warn(item: pytest.Item, name: str, text: str) -> Path | None:
-    """Like ``save``, but what fails is a warning of the test."""
+    """Write a text like ``save``; an error is a warning of the test."""
     try:
         return save(item, name, text)
     except store.GoldenFileError as error:
@@ -79,10 +82,12 @@ def save_or_warn(item: pytest.Item, name: str, text: str) -> Path | None:
 
 
 def folder_of(item: pytest.Item) -> Path | None:
-    """The test's folder, made for it to write to; None without ``--gt-artifacts``, and with a
-    warning if that fails.
+    """Make and return the test's folder; None without ``--gt-artifacts``.
+
+    An error is a warning of the test, and None is returned.
     """
-    if (top := folder(item.config)) is None:
+    top = folder(item.config)
+    if top is None:
         return None
     place = _place_of(item, top)
     try:
@@ -94,28 +99,25 @@ def folder_of(item: pytest.Item) -> Path | None:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """The words of the operating system; of a NUL in a path, which never gets there, those of
-    Python.
-    """
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """Return the words of the operating system, or those of Python for a NUL in a path."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _place_of(item: pytest.Item, top: Path) -> Path:
+    place = top.joinpath(*stem_of_test(id_of(item)).parts[1:])
     rank = getattr(item.config, "workerinput", {}).get("gt_rank")
-    return top.joinpath(
-        *stem_of_test(id_of(item)).parts[1:], *([] if rank is None else [f"rank{rank}"])
-    )
+    return place if rank is None else place / f"rank{rank}"
 
 
 def remove_empty_folders(top: Path) -> None:
-    """Remove the folders that tests have asked for and not used; at the end, by one process."""
-    with contextlib.suppress(ValueError):  # a NUL in the path: nothing was made there
+    """Remove the folders that tests have not used, at the end of a run, in one process."""
+    with contextlib.suppress(ValueError):  # a NUL in the path, so there is no folder
         for place, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):  # not empty
                 os.rmdir(place)
 
 
 def shown(path: Path) -> str:
-    """A path as a person here would type it."""
+    """Return a path as a person in the current folder would type it."""
     here = os.path.relpath(path)
     return facts.escaped(str(path) if here.startswith(os.pardir) else here)

@@ -22,7 +22,7 @@ _NUMBERS = (bool, int, float, list, tuple, Mapping)
 
 
 class GoldenMismatch(facts.FailedCheck):
-    """A golden is missing or differs; the message says how, and the command to accept it."""
+    """A golden is missing or differs; the message has the difference and the command to accept."""
 
     __module__ = "pytest_gtrainer"
 
@@ -38,7 +38,7 @@ class Golden:
         self._mesh = self._spec.mesh if self._spec else None
         self._names: set[str] = set()
         nodeid = id_of(item)
-        # the command is the one from the root, the same for everyone
+        # The command from the root directory is the same for everyone.
         self._made_by = {
             "test": nodeid,
             "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"]),
@@ -97,11 +97,12 @@ class Golden:
         if _is_graph(value):
             from pytest_gtrainer.graph.foreign import adopted
 
-            told, value = getattr(value, "gt_stage", None), adopted(value, names)
-            name = name or told or value.meta.get("gt_stage")
+            stage, value = getattr(value, "gt_stage", None), adopted(value, names)
+            name = name or stage or value.meta.get("gt_stage")
         elif names is not None:
             raise TypeError(
-                f"names says what a graph's inputs are, and this golden is of {type(value).__name__}"
+                "names says what a graph's inputs are, and this golden is of "
+                f"{type(value).__name__}"
             )
         if (name or "") in self._names:
             which = f"named {name!r}" if name else "without a name"
@@ -111,12 +112,14 @@ class Golden:
         kind, text = self._text(value, view, sizes)
         if per is not None and kind == "numbers":
             raise ValueError(
-                'per="torch" is not for numbers: their file has an entry for each environment anyway'
+                'per="torch" is not for numbers: their file has an entry for each environment '
+                "anyway"
             )
         minor = installed_minor() if per else None
         if per is not None and minor is None:
             raise ValueError(
-                'per="torch" needs a version like 2.15, and that of the installed torch does not begin so'
+                'per="torch" needs a version like 2.15, and that of the installed torch does not '
+                "begin so"
             )
         path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
@@ -127,11 +130,10 @@ class Golden:
                 what=f"{path}: {what}: other computations give that, too, so it proves nothing",
             )
         rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
-        # what an artifact shows beside a partial view; where ranks agree, one of them is enough
-        wants_whole = (
-            view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
-        )
-        whole = self._graph_text(value, WHOLE, sizes) if wants_whole else ""
+        whole = ""
+        # Beside a partial view artifacts have the whole graph, that of one rank, as ranks agree.
+        if view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None:
+            whole = self._graph_text(value, WHOLE, sizes)
         claim = Claim(name or "", path.as_posix(), kind, text, whole)
         failure = self._plugin.claim(
             self._item, claim, partial(self._unfaithful, value, view, sizes, claim)
@@ -140,24 +142,24 @@ class Golden:
             raise GoldenMismatch(facts.escaped(failure))
 
     def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
-        """Why a graph's text is not to be written: it would be read back as another graph."""
+        """Return the reason why the text of a graph must not be written, None if it may."""
         if view != WHOLE or not _is_graph(value):
             return None
         from pytest_gtrainer.graphtext.parsing import unfaithful
 
         where = unfaithful(value, claim.text, mesh=self._mesh, sizes=sizes)
-        return (
-            where
-            and f"{claim.path} was not written: it would be read back as another graph: {where}"
-        )
+        if where is None:
+            return None
+        return f"{claim.path} was not written: it would be read back as another graph: {where}"
 
     def _text(self, value: Any, view: str, sizes: str) -> tuple[str, str]:
-        """The kind of a value, and its canonical text."""
+        """Return the kind of a value, and its canonical text."""
         if _is_graph(value):
             return "graph", self._graph_text(value, view, sizes)
         if view != WHOLE:
             raise TypeError(
-                f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}"
+                f"view={view!r} says how much of a graph to show, and this is of "
+                f"{type(value).__name__}"
             )
         if isinstance(value, str):
             return "text", normal(value)
@@ -172,8 +174,10 @@ class Golden:
         kind, advice = type(value).__name__, ""
         if kind in ("Tensor", "Parameter", "DTensor"):
             advice = ": check digest(tensor), which holds every bit, or tensor.tolist()"
-        told = "a golden is made of an FX graph, a traced step, a layout, a text or numbers"
-        raise TypeError(f"{told}; not of {kind}{advice}")
+        raise TypeError(
+            "a golden is made of an FX graph, a traced step, a layout, a text or numbers; "
+            f"not of {kind}{advice}"
+        )
 
     def _graph_text(self, value: Any, view: str, sizes: str) -> str:
         from pytest_gtrainer.graphtext import render
@@ -187,30 +191,31 @@ class Golden:
         return extensions.scrubbed(self._item.config, text)
 
     def _header(self) -> Mapping[str, str]:
-        """Return what a golden's reader may want to know of its making."""
+        """Return the fields of a header: test, world, mesh, version of torch, command."""
         import torch
 
         fields, spec = {"test": self._made_by["test"]}, self._spec
         if spec is not None:
-            played = f", rank {spec.rank}" if spec.kind == "fake" else ""
-            fields["world"] = f"{spec.kind}, {spec.size} ranks{played}"
+            fields["world"] = f"{spec.kind}, {spec.size} ranks"
+            if spec.kind == "fake":
+                fields["world"] += f", rank {spec.rank}"
             fields["mesh"] = ", ".join(f"{name}={extent}" for name, extent in spec.mesh.items())
         return {**fields, "torch": str(torch.__version__), "remake": self._made_by["remake"]}
 
 
 def _is_graph(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # who has a graph has imported it
-    graphs = (
-        ()
-        if torch is None
-        else (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
-    )
+    # A test that has a graph has imported torch; others need not wait for the import.
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    graphs = (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
     return isinstance(value, graphs) or isinstance(getattr(value, "gm", None), graphs)
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:
-    """Return what a test's numbers depend on; its device is that of its ranks, or torch's default
-    device.
+    """Return the environment that the bits of a test's numbers depend on.
+
+    The device is that of the test's ranks, or torch's default device.
     """
     import torch
 
@@ -219,9 +224,9 @@ def environment_of(item: pytest.Item) -> dict[str, str | int]:
     device = devices.resolve(item.config).kind if on_ranks else str(torch.get_default_device().type)
     return {
         "torch": str(torch.__version__),
-        # of a GPU its model, too: other models add in other orders
+        # Other models of a GPU add in other orders.
         "device": f"cuda {torch.cuda.get_device_name()}" if device == "cuda" else device,
-        "instructions": torch.backends.cpu.get_cpu_capability(),  # as torch uses them
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         **extensions.environment(item.config),
     }

@@ -1,17 +1,16 @@
-"""Inline expectations: ``assert_expected_inline`` of expecttest, accepted by the flags that accept
-goldens.
+"""Accept inline expectations (``assert_expected_inline`` of expecttest) with the flags of goldens.
 
-An *expectation* is one call of that function: the text that the source expects, and the one that
+An *expectation* is one call of that function: the text that the source expects, and the text that
 the test has obtained. To *accept* it is to write the obtained text into the source.
 
 Each process sends its tests' expectations, met ones too, along with the reports (attribute
 ``gt_inline``). The process that all reports come to accepts those of passed tests once, at the end.
-A literal is found by the line of its call and by what it reads as, so in another state of the file
-it is not found.
+A literal is found by the line of its call and by its value, so in another state of the file it is
+not found.
 
-Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_expected_inline`` by
-that name in the module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the
-texts differ.
+This relies on expecttest 0.3 and later: its classes and functions call ``assert_expected_inline``
+by its name in the module, and without ``EXPECTTEST_ACCEPT`` it raises AssertionError if the texts
+differ.
 """
 
 import ast
@@ -31,7 +30,6 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, refuse_in_ci
 
@@ -54,26 +52,27 @@ class Expectation:
 
     @property
     def place(self) -> Place:
-        """Return what one literal has in common, however often its call runs."""
+        """The key of its literal, the same however often the call runs."""
         return self.file, self.line, self.expected
 
 
 def prepare(early_config: pytest.Config) -> None:
-    """Before a conftest can import expecttest's function by name."""
-    names = ("gt_update_goldens", "gt_create_goldens")
-    asked = False
-    with contextlib.suppress(ValueError, pytest.UsageError):  # told when all options are read
-        asked = any(
-            getattr(early_config.known_args_namespace, name) or early_config.getini(name)
-            for name in names
-        )
-    if asked or os.environ.get(ACCEPT_VARIABLE):
+    """Replace expecttest's function before a conftest can import it by name."""
+    is_asked = bool(os.environ.get(ACCEPT_VARIABLE))
+    for name in ("gt_update_goldens", "gt_create_goldens"):
+        # A wrong value is reported when pytest has read all options.
+        with contextlib.suppress(ValueError, pytest.UsageError):
+            is_asked |= bool(
+                getattr(early_config.known_args_namespace, name) or early_config.getini(name)
+            )
+    if is_asked:
         ask_sessions()
 
 
 def ask_sessions() -> None:
-    """Let expecttest ask the innermost session, if it accepts any, about each expectation, while
-    this process lives.
+    """Let expecttest ask the innermost session about each expectation, if the session accepts any.
+
+    The function stays replaced while this process lives, because tests import it by name.
     """
     try:
         import expecttest
@@ -105,7 +104,8 @@ def ask_sessions() -> None:
         record = _sessions[-1].record
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.delenv(ACCEPT_VARIABLE, raising=False)  # so that it writes no file by itself
+                # With the variable, expecttest would write the file itself.
+                patch.delenv(ACCEPT_VARIABLE, raising=False)
                 original(actual, expect, pos=pos, **others)
         except AssertionError:
             if not isinstance(actual, str) or not record(pos.filename, pos.lineno, expect, actual):
@@ -117,8 +117,10 @@ def ask_sessions() -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Add the plugins of a process that runs tests, and of the one that accepts, which is refused
-    where CI is set.
+    """Add the plugin of a process that runs tests, and that of the one that accepts.
+
+    Raises:
+        pytest.UsageError: the run would accept expectations, and the variable CI is set.
     """
     plugin = InlinePlugin(config)
     config.pluginmanager.register(plugin, "gtrainer-inline")
@@ -134,9 +136,8 @@ class InlinePlugin:
         self.config = config
         modes = modes_of(config)
         self._accepts_any = modes.updates or bool(os.environ.get(ACCEPT_VARIABLE))
-        self.accepts = (
-            self._accepts_any or modes.creates
-        )  # the latter only where nothing is expected yet
+        # With ``--gt-create-goldens`` only those whose expected text is still empty.
+        self.accepts = self._accepts_any or modes.creates
         self._digests: dict[str, str] = {}
         self._running = False
         self._observed: list[Expectation] = []
@@ -146,9 +147,7 @@ class InlinePlugin:
         config.add_cleanup(lambda: _sessions.remove(self))
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Test files are imported next: what lies there now is what the lines of expectations refer
-        to.
-        """
+        """Note the content of a test file before it is imported: lines refer to this content."""
         if self.accepts and isinstance(collector, pytest.Module):
             self._digests[str(collector.path)] = digest_of(collector.path)
 
@@ -161,9 +160,7 @@ class InlinePlugin:
             self._running = False
 
     def record(self, file: str, line: int, expected: str, obtained: str) -> bool:
-        """Keep an expectation of the running test; False if it must fail, as it is not to be
-        accepted.
-        """
+        """Keep an expectation of the running test; return False if its call has to fail."""
         __tracebackhide__ = True
         if not self._running:
             return False
@@ -171,11 +168,12 @@ class InlinePlugin:
             return False
         if obtained != expected and spell('""""""', obtained) is None:
             pytest.fail(
-                "the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check"
+                "the obtained text is not printable ASCII, as inline expectations are: "
+                "use gt_golden.check"
             )
         if file not in self._digests:
             self._digests[file] = digest_of(Path(file))
-        path, root = (Path(os.path.realpath(each)) for each in (file, self.config.rootpath))
+        path, root = [Path(os.path.realpath(each)) for each in (file, self.config.rootpath)]
         shown = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
         self._observed.append(Expectation(shown, line, expected, obtained, self._digests[file]))
         return True
@@ -184,7 +182,7 @@ class InlinePlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Send the expectations along; say how to accept one that has failed."""
+        """Add the expectations to a report, and the command to accept one that has failed."""
         report = yield
         if self._observed:
             report.gt_inline = [asdict(each) for each in self._observed]
@@ -205,15 +203,12 @@ class InlinePlugin:
         claims: Mapping[int, list[dict[str, Any]]],
         report: pytest.TestReport,
     ) -> str | None:
-        """Why a test fails whose ranks have obtained different texts for one expectation."""
-        seen = [
-            (f"rank {rank}", Expectation(**each))
-            for rank in sorted(claims)
-            for each in claims[rank]
-        ]
-        return next(
-            iter(disagreements(seen, "expect what all ranks have in common").values()), None
-        )
+        """Return the failure of ranks that obtained different texts for one expectation."""
+        seen = []
+        for rank in sorted(claims):
+            seen += [(f"rank {rank}", Expectation(**each)) for each in claims[rank]]
+        problems = disagreements(seen, "expect what all ranks have in common")
+        return next(iter(problems.values()), None)
 
 
 def is_mismatch(error: BaseException) -> bool:
@@ -229,26 +224,29 @@ def is_mismatch(error: BaseException) -> bool:
 
 
 def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
-    """The literals for which different texts were obtained, each with a message: where, and who has
-    obtained which.
+    """Return a message for each literal for which different texts were obtained.
+
+    ``seen`` has each expectation with the test or rank that had it.
     """
-    first: dict[Place, dict[str, str]] = {}  # of each text, who has obtained it
+    # For each literal its texts, each with the first who obtained it.
+    first: dict[Place, dict[str, str]] = {}
     for who, each in seen:
         first.setdefault(each.place, {}).setdefault(each.obtained, who)
     found = {}
-    for (file, line, expected), texts in first.items():
+    for place, texts in first.items():
         if len(texts) > 1:
-            problem = f"one inline expectation, but different texts, so none is accepted: {way_out}"
-            said = [
-                f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}"
-                for text, who in texts.items()
+            lines = [
+                f"{place[0]}:{place[1]}: one inline expectation, but different texts, "
+                f"so none is accepted: {way_out}"
             ]
-            found[file, line, expected] = "\n".join([f"{file}:{line}: {problem}", *said])
+            for text, who in texts.items():
+                lines.append(f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}")
+            found[place] = "\n".join(lines)
     return found
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a file's content; "" if it cannot be read."""
+    """Return the digest of a file's content; "" if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -264,11 +262,10 @@ class AcceptancePlugin:
         self._tests: dict[tuple[str, int], list[pytest.TestReport]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        key = (
-            report.nodeid,
-            id(getattr(report, "node", None)),
-        )  # xdist: the worker, as two may run one test
-        if key not in self._tests or report.when == "setup":  # again: a plugin repeats the test
+        # Two workers of xdist may run one test.
+        key = report.nodeid, id(getattr(report, "node", None))
+        # A plugin that repeats a test begins with its setup again.
+        if key not in self._tests or report.when == "setup":
             self._tests[key] = []
         self._tests[key].append(report)
 
@@ -276,30 +273,23 @@ class AcceptancePlugin:
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         try:
             return (yield)
-        # stopped at a failure, or interrupted: as goldens, those of the tests before are written
         finally:
+            # A run that was stopped also accepts those of the tests before, as it writes goldens.
             self._accept()
 
     def _accept(self) -> None:
-        tests = [
-            told
-            for told in self._tests.values()
-            if has_passed({(each.when, each.outcome) for each in told})
-        ]
-        sent = (
-            (report, each)
-            for told in tests
-            for report in told
-            for each in getattr(report, "gt_inline", ())
-        )
-        passed = [(report, Expectation(**each)) for report, each in sent]
-        edits: dict[str, dict[Expectation, pytest.TestReport]] = {}
-        problems = disagreements(
-            ((report.nodeid, each) for report, each in passed), "give each its own"
-        )
+        passed: list[tuple[pytest.TestReport, Expectation]] = []
+        for reports in self._tests.values():
+            if has_passed({(report.when, report.outcome) for report in reports}):
+                for report in reports:
+                    sent = getattr(report, "gt_inline", ())
+                    passed += [(report, Expectation(**each)) for each in sent]
+        seen = [(report.nodeid, each) for report, each in passed]
+        problems = disagreements(seen, "give each its own")
         first: dict[Place, tuple[pytest.TestReport, Expectation]] = {}
         for report, each in passed:
             first.setdefault(each.place, (report, each))
+        edits: dict[str, dict[Expectation, pytest.TestReport]] = {}
         for place, (report, each) in first.items():
             if place in problems:
                 self._fail(report, problems[place])
@@ -312,7 +302,7 @@ class AcceptancePlugin:
     def _accept_in(
         self, file: str, edits: dict[Expectation, pytest.TestReport], imported: set[str]
     ) -> None:
-        """Edit one file, of which the processes of the run have ``imported`` these states."""
+        """Edit one file; ``imported`` has the digests of it that processes of the run imported."""
         refused: dict[Expectation, str] = {}
 
         def edited(source: bytes) -> bytes:
@@ -335,33 +325,34 @@ class AcceptancePlugin:
         except store.GoldenFileError as error:
             self._fail(some_report, str(error))
         else:
-            for edit, problem in refused.items():
-                self._fail(
-                    edits[edit],
-                    f"{file}:{edit.line}: the inline expectation is not accepted: {problem}",
-                )
-            late_facts: list[Fact] = self.config.pluginmanager.getplugin(
-                "gtrainer-goldens"
-            ).late_facts
-            for edit in edits.keys() - refused.keys():
-                outcome = "updated" if edit.expected else "created"
-                late_facts.append(
-                    {"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"}
-                )
+            goldens: GoldenPlugin = self.config.pluginmanager.getplugin("gtrainer-goldens")
+            for edit, report in edits.items():
+                place = f"{file}:{edit.line}"
+                if edit in refused:
+                    problem = refused[edit]
+                    self._fail(
+                        report, f"{place}: the inline expectation is not accepted: {problem}"
+                    )
+                else:
+                    outcome = "updated" if edit.expected else "created"
+                    fact = {"kind": "inline", "outcome": outcome, "name": place}
+                    goldens.late_facts.append(fact)
 
-    def _fail(self, told: pytest.TestReport, problem: str) -> None:
-        """One more report of a test, as it has ended already."""
-        report = pytest.TestReport(told.nodeid, told.location, {}, "failed", problem, "teardown")
+    def _fail(self, last: pytest.TestReport, problem: str) -> None:
+        """Log one more report of a test, as it has ended already."""
+        report = pytest.TestReport(last.nodeid, last.location, {}, "failed", problem, "teardown")
         self.config.hook.pytest_runtest_logreport(report=report)
 
 
 class EditError(Exception):
-    """An edit that cannot be made, or a file that cannot be edited; the message lacks which."""
+    """An edit cannot be made, or a file not be edited; the message does not name the file."""
 
 
 def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[Expectation, str]]:
-    """The source with obtained texts in place, and why others are not; EditError if more than
-    literals would change.
+    """Return the source with obtained texts in place, and the reasons why others are not.
+
+    Raises:
+        EditError: this is no source of Python, or more than literals would change.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -383,27 +374,24 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
         except EditError as error:
             refused[edit] = str(error)
 
-    utf8 = text.encode()  # what the columns of a syntax tree count
-    starts = [0, *(found.end() for found in _LINE_END.finditer(utf8))]
-    line_end = _LINE_END.search(utf8)
-    for literal, edit in sorted(
-        literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)
-    ):
+    # Columns of a syntax tree count bytes of UTF-8.
+    utf8 = text.encode()
+    starts = [0, *[found.end() for found in _LINE_END.finditer(utf8)]]
+    first_end = _LINE_END.search(utf8)
+    line_end = first_end[0] if first_end else b"\n"
+    # The last literal first: an edit moves all that stands after it.
+    for literal in sorted(literals, key=lambda each: (each.lineno, each.col_offset), reverse=True):
+        edit = literals[literal]
         start = starts[literal.lineno - 1] + literal.col_offset
         end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
-        if (
-            spelled := spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
-        ) is None:
+        spelled = spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
+        if spelled is None:
             refused[edit] = (
                 "the obtained text has characters that an inline expectation cannot hold"
             )
             continue
         literal.value = edit.obtained
-        utf8 = (
-            utf8[:start]
-            + spelled.encode().replace(b"\n", line_end[0] if line_end else b"\n")
-            + utf8[end:]
-        )
+        utf8 = utf8[:start] + spelled.encode().replace(b"\n", line_end) + utf8[end:]
     try:
         is_as_meant = _dumped(ast.parse(utf8.decode())) == _dumped(tree)
     except SyntaxError:
@@ -414,7 +402,7 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
 
 
 def _dumped(tree: ast.AST) -> str:
-    """A tree as text, without the prefix of literals like u"…"."""
+    """Return a tree as text, without the prefix of literals like u"…"."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
             node.kind = None
@@ -422,15 +410,19 @@ def _dumped(tree: ast.AST) -> str:
 
 
 def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Constant:
-    """The last literal that reads as ``value`` among the arguments of the call at ``line``. The
-    call is the outermost of those that begin last, on that line or before it, and have one;
+    """Return the last literal with this ``value`` among the arguments of the call at ``line``.
+
+    Of calls that span the line and have such a literal, it is the outermost that begins last.
     ``calls`` are in the order of ``ast.walk``, outer before inner.
+
+    Raises:
+        EditError: there is no such literal, or two calls have one.
     """
     found = []
     for call in calls:
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
         literals = [node for node in arguments if isinstance(node, ast.Constant)]
-        # the type first: under -bb to compare bytes with a string is an error
+        # Under ``python -bb`` comparing bytes with a string raises, so the type is compared first.
         literals = [
             node for node in literals if isinstance(node.value, str) and node.value == value
         ]
@@ -441,9 +433,7 @@ def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Consta
             "there is no string literal that reads as the old expectation in the call there"
         )
     last = max(call.lineno for call, _ in found)
-    (outermost, literal), *others = (
-        (call, literal) for call, literal in found if call.lineno == last
-    )
+    (outermost, literal), *others = [pair for pair in found if pair[0].lineno == last]
     inside = set(ast.walk(outermost))
     if any(call not in inside for call, _ in others):
         raise EditError("two calls there have the same expectation: put them on lines of their own")
@@ -451,7 +441,7 @@ def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Consta
 
 
 def spell(literal: str, text: str) -> str | None:
-    r"""A literal that reads as ``text``, in the style of another; None if expecttest writes none."""
+    r"""Return a literal of ``text`` in the style of another; None if expecttest writes none."""
     from expecttest import replace_string_literal
 
     for template in (literal, '""""""'):

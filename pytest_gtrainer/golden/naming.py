@@ -1,10 +1,9 @@
-"""Where a golden lies, a path made from the test's id and safe on any file system; and what its
-test claims it holds.
+"""Paths of goldens, made from ids of tests and safe on any file system; claims of tests.
 
-Terms: the *stem* of a test is the path that its goldens have in common,
-``golden/tests/test_a/test_c-8``. A golden is the stem, ``@`` and the check's name if it has one,
-``@torch=2.15`` if it is kept per version, and a suffix that tells its kind. A *claim* is a text
-that a test says its golden should hold; a rank only records it, the parent judges.
+The *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``.
+The path of a golden is the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is
+kept per version, and a suffix for its kind. A *claim* is the text that a test expects its golden to
+have. A rank only records it; the parent judges.
 """
 
 import ast
@@ -30,8 +29,10 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 def golden_path(
     nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None
 ) -> PurePosixPath:
-    """The file of a check, below the root directory; ValueError if its name is what a version of
-    ``torch`` is told by.
+    """Return the file of a check, below the root directory.
+
+    Raises:
+        ValueError: the name looks like the version in the path of a golden kept per version.
 
     >>> str(golden_path("tests/test_a.py::TestB::test_c[8-x]", None, "graph"))
     'golden/tests/test_a/TestB.test_c-8-x.fxgraph'
@@ -40,7 +41,8 @@ def golden_path(
     """
     if name is not None and _OF_TORCH.fullmatch(f"@{name}{SUFFIXES[kind]}"):
         raise ValueError(
-            f"the name {name!r} is how goldens kept per version of torch are named: give per='torch'"
+            f"the name {name!r} is how goldens kept per version of torch are named: "
+            "give per='torch'"
         )
     stem = stem_of_test(nodeid)
     named = f"@{safe(name)}" if name is not None else ""
@@ -49,57 +51,64 @@ def golden_path(
 
 
 def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
-    """The minor version of torch that a golden is kept for; None if it serves all."""
+    """Return the minor version of torch that a golden is kept for; None if it serves all."""
     found = _OF_TORCH.fullmatch(path.name)
     return (int(found["major"]), int(found["minor"])) if found else None
 
 
 def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
-    """Return which of the files beside it holds in place of a golden kept per version: the newest
-    that is no newer.
+    """Return the file that holds in place of a golden kept per version of torch.
+
+    Of the files ``there`` in its folder, it is that of the newest version that is no newer.
     """
-    if (own := _OF_TORCH.fullmatch(path.name)) is None:
+    own, version = _OF_TORCH.fullmatch(path.name), torch_of(path)
+    if own is None or version is None:
         return path
-    found = filter(None, map(_OF_TORCH.fullmatch, there))
-    kin = [
-        path.with_name(other[0])
-        for other in found
-        if other.group("rest", "suffix") == own.group("rest", "suffix")
-    ]
-    older = [other for other in kin if (torch_of(other) or ()) <= (torch_of(path) or ())]
-    return max(older, key=lambda other: torch_of(other) or (), default=path)
+    older = {}
+    for name in there:
+        other = _OF_TORCH.fullmatch(name)
+        if other is None or other.group("rest", "suffix") != own.group("rest", "suffix"):
+            continue
+        found = int(other["major"]), int(other["minor"])
+        if found <= version:
+            older[found] = path.with_name(name)
+    return older[max(older)] if older else path
 
 
 def stem_of_test(nodeid: str) -> PurePosixPath:
-    """Return what the paths of all goldens of a test begin with."""
+    """Return the path that all goldens of a test begin with."""
     file, _, test = nodeid.partition("::")
     function, bracket, parameters = test.partition("[")
     stem = safe(function.replace("::", "."), fold_case=False)
-    return place_of_tests(file) / (
-        f"{stem}-{safe(parameters.removesuffix(']'))}" if bracket else stem
-    )
+    if bracket:
+        stem += f"-{safe(parameters.removesuffix(']'))}"
+    return place_of_tests(file) / stem
 
 
 def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
-    """The stem of the test that a file is a golden of; None if it is no golden."""
-    suffix = next((suffix for suffix in SUFFIXES.values() if path.name.endswith(suffix)), None)
-    if suffix is None or path.name.startswith(".") or len(path.parts) < 3:
-        return None
-    stem, _, _ = path.name.removesuffix(suffix).partition("@")  # `safe` leaves no other "@"
-    return path.with_name(stem) if stem else None
+    """Return the stem of the test of a golden; None if the file is no golden."""
+    for suffix in SUFFIXES.values():
+        # ``safe`` leaves no "@" in a stem.
+        stem = path.name.removesuffix(suffix).partition("@")[0]
+        if path.name.endswith(suffix) and stem and stem[0] != "." and len(path.parts) > 2:
+            return path.with_name(stem)
+    return None
 
 
 def place_of_tests(path: str, *, is_file: bool = True) -> PurePosixPath:
-    """The folder of the goldens of a test file, or of all those below a folder of tests."""
+    """Return the folder of the goldens of a test file, or of all those below a folder of tests."""
     below = PurePosixPath(path).with_suffix("") if path and is_file else PurePosixPath(path)
-    return PurePosixPath(
-        FOLDER, *(safe(part, fold_case=False) for part in below.parts if part not in ("..", "/"))
-    )
+    parts = [safe(part, fold_case=False) for part in below.parts if part not in ("..", "/")]
+    return PurePosixPath(FOLDER, *parts)
 
 
 def safe(text: str, *, fold_case: bool = True) -> str:
-    """The text if every file system takes it (by ``fold_case``: without capitals), else a likeness
-    and a short hash.
+    """Return a text as a file name: itself if every file system takes it, else with a hash.
+
+    With ``fold_case`` no two names differ only in case, which some file systems ignore.
+
+    >>> safe("bf16-8"), safe("a/b"), safe("Linear"), safe("Linear", fold_case=False)
+    ('bf16-8', 'a_b~c14cddc0', 'Linear~e6950b45', 'Linear')
     """
     likeness = _UNSAFE.sub("_", text)[:_LONGEST]
     unsafe = likeness != text or not text or text[-1] == "." or _RESERVED.fullmatch(text)
@@ -112,22 +121,20 @@ def safe(text: str, *, fold_case: bool = True) -> str:
 class Claim:
     """One check; it goes through JSON on its way from a rank."""
 
-    name: str  # "" for a test's only one
+    name: str  # "" for a golden without a name
     path: str  # its file, below the root
     kind: str  # one of ``SUFFIXES``
     text: str
-    graph: str = ""  # all of it, where the text shows less and artifacts are kept
+    graph: str = ""  # the full view, if the text is another view and artifacts are kept
 
     @property
     def common_text(self) -> str:
-        """Return what all ranks must have in common: of a process group each has its own ranks."""
+        """The text that all ranks must have: without ranks of groups, as each has its own."""
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
     @property
     def groups(self) -> list[tuple[str, Ranks | None]]:
-        """The process groups of a graph's text by symbol, of graphs inside it too; None of one
-        without ranks.
-        """
+        """The symbols and ranks of the process groups in a graph's text, bodies included."""
         found = _GROUP.findall(self.text) if self.kind == "graph" else []
         return [(symbol, _ranks_of(spelled)) for _, symbol, spelled in found]
 
@@ -144,8 +151,9 @@ def _ranks_of(spelled: str) -> Ranks | None:
 
 
 def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ranks]]]:
-    """Yield the symbol of each group of one graph, with what every rank has for it; texts are
-    alike.
+    """Yield the symbol of each group of one graph, with the ranks that each rank has for it.
+
+    The ``common_text`` of all claims is equal.
     """
     by_rank = {rank: claim.groups for rank, claim in claims.items()}
     for nth, (symbol, _) in enumerate(by_rank[min(by_rank)]):
@@ -154,8 +162,9 @@ def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ra
 
 
 def showing_groups(claims: Mapping[int, Claim]) -> Claim:
-    """Return the lowest rank's claim; its header shows the groups of all ranks where its own do not
-    tell them.
+    """Return the lowest rank's claim, with the groups of all ranks in its header.
+
+    A group is left out if the lowest rank's determines those of the others.
     """
     from pytest_gtrainer.graphtext.header import with_field
 
@@ -163,47 +172,55 @@ def showing_groups(claims: Mapping[int, Claim]) -> Claim:
     for symbol, groups in _partitions(claims):
         if groups and not is_implied(groups):
             shown.append(f"{symbol} = {spell_partition(groups)}")
-    return (
-        replace(first, text=with_field(first.text, "groups", "; ".join(shown))) if shown else first
-    )
+    if not shown:
+        return first
+    return replace(first, text=with_field(first.text, "groups", "; ".join(shown)))
 
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
-    """How the first rank that claims something else than the lowest does so, and both claims, if of
-    one golden.
+    """Return how the claims of ranks disagree, and the claims on the golden in question, by rank.
+
+    There is no such claim if ranks check different goldens. Returns None if all agree.
     """
     if not claims:
         return None
     first, *others = sorted(claims)
     for rank in others:
-        names = {r: [claim.name for claim in claims[r]] for r in (first, rank)}
-        if names[first] != names[rank]:
-            shown = {r: [name or "its only golden" for name in names[r]] for r in names}
-            return (
-                f"ranks check other goldens: rank {first} {shown[first]}, rank {rank} {shown[rank]}",
-                {},
-            )
-        for mine, other in zip(claims[first], claims[rank], strict=True):
-            if mine.common_text == other.common_text:
-                continue
-            # not by `splitlines`: it also ends lines where texts may differ, at a form feed for one
-            texts = (claim.common_text.removesuffix("\n").split("\n") for claim in (mine, other))
-            number, lines = next(
-                pair for pair in enumerate(zip_longest(*texts), start=1) if pair[1][0] != pair[1][1]
-            )
-            one, two = ("(ends here)" if line is None else line.strip() for line in lines)
-            what = f"golden {mine.name!r}" if mine.name else "the golden"
-            where = f"{what} differs between ranks, first on rank {rank} at line {number}"
-            return f"{where}:\n  rank {first}: {one}\n  rank {rank}: {two}", {
-                first: mine,
-                rank: other,
-            }
-    for nth, mine in enumerate(claims[first]):
+        mine = [claim.name or "its only golden" for claim in claims[first]]
+        theirs = [claim.name or "its only golden" for claim in claims[rank]]
+        if mine != theirs:
+            return f"ranks check other goldens: rank {first} {mine}, rank {rank} {theirs}", {}
+        for claim, other in zip(claims[first], claims[rank], strict=True):
+            if claim.common_text != other.common_text:
+                number, one, two = _first_difference(claim.common_text, other.common_text)
+                return (
+                    f"{_title(claim)} differs between ranks, first on rank {rank} at line {number}:"
+                    f"\n  rank {first}: {one}\n  rank {rank}: {two}",
+                    {first: claim, rank: other},
+                )
+    for nth, claim in enumerate(claims[first]):
         of_ranks = {rank: claims[rank][nth] for rank in claims}
         for symbol, groups in _partitions(of_ranks):
             if fault := partition_fault(groups):
-                what = f"golden {mine.name!r}" if mine.name else "the golden"
-                wrong = f"ranks do not agree on the process group {symbol} of {what}: {fault}"
-                advice = "Its collective would wait for ever, or add other ranks. Make the same groups on all ranks"
-                return f"{wrong}. {advice}", of_ranks
+                return (
+                    f"ranks do not agree on the process group {symbol} of {_title(claim)}: {fault}."
+                    " Its collective would wait for ever, or add other ranks. Make the same groups "
+                    "on all ranks",
+                    of_ranks,
+                )
     return None
+
+
+def _title(claim: Claim) -> str:
+    return f"golden {claim.name!r}" if claim.name else "the golden"
+
+
+def _first_difference(text: str, other: str) -> tuple[int, str, str]:
+    """Return number and content of the first line that differs."""
+    # ``splitlines`` also ends lines at form feeds, which may be the difference.
+    sides = text.removesuffix("\n").split("\n"), other.removesuffix("\n").split("\n")
+    pairs = zip_longest(*sides, fillvalue="(ends here)")
+    for number, (one, two) in enumerate(pairs, start=1):
+        if one != two:
+            return number, one.strip(), two.strip()
+    return len(sides[0]) + 1, "(ends here)", "(ends here)"

@@ -1,4 +1,4 @@
-"""The one place that reads and writes golden files, and source files with inline expectations.
+"""Read and write golden files, and source files with inline expectations.
 
 A golden is a regular file below the root directory, UTF-8 text of at most ``LONGEST`` bytes;
 anything else in its place is refused. A file is replaced in one step: a *temporary* beside it is
@@ -25,11 +25,10 @@ from filelock import FileLock, Timeout
 from pytest_gtrainer.environment import private_folder
 from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
-LONGEST = (
-    16 * 2**20
-)  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
+# Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
+LONGEST = 16 * 2**20
 _LOCK_SECONDS = 60.0
-_STALE_SECONDS = 60.0  # to write a golden takes milliseconds
+_STALE_SECONDS = 60.0  # writing a golden takes milliseconds
 _TEMPORARY = re.compile(r"\.gt-[0-9a-f]{16}\.tmp")
 
 
@@ -42,19 +41,20 @@ class DamagedGolden(GoldenFileError):
 
 
 def read(path: Path, root: Path) -> str | None:
-    """The text of a golden, with ``\\n`` line ends and no byte-order mark; None if there is none.
+    """Return the text of a golden, with ``\\n`` line ends and no byte-order mark; None for no file.
 
-    DamagedGolden if it is not text, GoldenFileError if it is no file inside ``root`` or cannot be read.
+    Raises:
+        DamagedGolden: it is not text.
+        GoldenFileError: it is no file inside ``root``, or cannot be read.
     """
-    if (status := _status(path, root)) is None:
+    status = _status(path, root)
+    if status is None:
         return None
     size, raw = status.st_size, b""
     try:
-        if size <= LONGEST:  # else it is refused unread
-            # a pipe may have come since it was a file: it must not be waited for
-            with open(
-                path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-            ) as file:
+        # A file that is too long is refused without reading it.
+        if size <= LONGEST:
+            with open(path, "rb", opener=_open_without_waiting) as file:
                 raw = file.read(LONGEST + 1)
     except FileNotFoundError:
         return None
@@ -65,8 +65,13 @@ def read(path: Path, root: Path) -> str | None:
     return normal(raw.decode("utf-8-sig"))
 
 
+def _open_without_waiting(name: str, flags: int) -> int:
+    # A pipe may have taken the place of the file, and its writer may never come.
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def goldens_below(root: Path) -> list[PurePosixPath]:
-    """All goldens, as paths below the root directory, in order; links to folders are not followed."""
+    """Return the sorted paths of all goldens below the root; links to folders are not followed."""
     found = []
     for folder, _, names in os.walk(root / FOLDER):
         below = PurePosixPath(Path(folder).relative_to(root).as_posix())
@@ -81,8 +86,9 @@ def normal(text: str) -> str:
 
 
 def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None = None) -> None:
-    """Replace a golden in one step; ``merge`` makes the text from the old one's, while no other
-    process writes.
+    """Replace a golden in one step.
+
+    With ``merge``, the new text is made from the old one while no other process writes.
     """
     _refuse_case_twin(path, root)
     with _sole_writer(path, root) as target:
@@ -98,9 +104,7 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
 
 
 def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does with
-    ``merge``.
-    """
+    """Replace an existing file in one step by what ``change`` makes of its content."""
     with _sole_writer(path, root) as target:
         old = target.read_bytes()
         if (new := change(old)) != old:
@@ -108,8 +112,10 @@ def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
 
 
 def remove(path: Path, root: Path) -> None:
-    """Remove a golden (of a link the link), and the folders that it leaves empty; else a
-    GoldenFileError.
+    """Remove a golden, or the link in its place, and the folders that it leaves empty.
+
+    Raises:
+        GoldenFileError: it lies behind a link, or cannot be removed.
     """
     if not _is_inside(path.parent, root):
         raise GoldenFileError(
@@ -118,7 +124,7 @@ def remove(path: Path, root: Path) -> None:
     try:
         with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # a folder that is not empty
+            with contextlib.suppress(OSError):  # the first folder that is not empty
                 for folder in path.relative_to(root).parents[:-1]:
                     (root / folder).rmdir()
     except OSError as error:
@@ -126,7 +132,7 @@ def remove(path: Path, root: Path) -> None:
 
 
 def _status(path: Path, root: Path) -> os.stat_result | None:
-    """The file's status, None if nothing is there; anything but a file inside the tree is refused."""
+    """Return the status of a file inside the tree, None for no file; refuse anything else."""
     shown = _shown(path, root)
     if not _is_inside(path, root):
         raise GoldenFileError(f"{shown} leads out of the tree by a link: replace it by a file")
@@ -164,7 +170,7 @@ def _unreachable(error: OSError, path: Path, root: Path) -> str:
 
 
 def _damage(raw: bytes, size: int) -> str | None:
-    """Why a file of that size, which begins with these bytes, is no golden."""
+    """Return why a file of ``size`` that begins with ``raw`` is no golden, None if it may be."""
     if size > LONGEST:
         return f"has {size / 2**20:.0f} MiB, where a golden has at most {LONGEST // 2**20}"
     if not raw.removeprefix(codecs.BOM_UTF8):
@@ -179,34 +185,43 @@ def _damage(raw: bytes, size: int) -> str | None:
 
 
 def _refuse_case_twin(path: Path, root: Path) -> None:
-    """Refuse a new name that differs from another only in case: on some systems they are one file."""
+    """Refuse a new name that differs from another only in case, as some systems ignore case."""
     folder = root
     for part in path.relative_to(root).parts:
         there = os.listdir(folder) if folder.is_dir() else []
-        twin = next((name for name in there if name.lower() == part.lower()), None)
-        if twin is not None and part not in there:
+        twins = [name for name in there if name.lower() == part.lower()]
+        if twins and part not in twins:
             raise GoldenFileError(
-                f"{_shown(path, root)} was not written: {_shown(folder / twin, root)} differs from "
-                f"{part} only in case, and is the same file on some systems: rename one of the tests"
+                f"{_shown(path, root)} was not written: {_shown(folder / twins[0], root)} differs "
+                f"from {part} only in case, and is the same file on some systems: rename one of "
+                "the tests"
             )
         folder /= part
 
 
 @contextmanager
 def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
-    """The file to replace, while no other process replaces one; what goes wrong is one sentence."""
+    """Yield the file to replace, while no other process replaces one.
+
+    Raises:
+        GoldenFileError: ``path`` cannot be written, or another process has the lock for too long.
+    """
     _status(path, root)
     try:
         with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
-            yield Path(os.path.realpath(path))  # a link inside the tree stays a link
+            # A link inside the tree stays a link.
+            yield Path(os.path.realpath(path))
     except OSError as error:
         raise GoldenFileError(f"{_shown(path, root)} was not written: {_reason(error)}") from error
 
 
 def _reason(error: OSError) -> str:
-    """Return what went wrong, and the way out."""
+    """Return the reason of an error, and the way out."""
     if isinstance(error, Timeout):
-        return f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: let it end"
+        return (
+            f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: "
+            "let it end"
+        )
     return error.strerror or str(error)
 
 
@@ -214,9 +229,8 @@ def _replace(path: Path, content: bytes) -> None:
     _sweep(path.parent)
     temporary = path.with_name(f".gt-{secrets.token_hex(8)}.tmp")
     try:
-        with open(
-            temporary, "xb"
-        ) as file:  # not `tempfile`: it makes files that only their owner may read
+        # ``tempfile`` makes files that only their owner may read.
+        with open(temporary, "xb") as file:
             if path.exists():
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
@@ -229,7 +243,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what writers that were killed have left."""
+    """Remove stale temporaries."""
     for found in filter(_TEMPORARY.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):
             if time.time() - (folder / found).stat().st_mtime > _STALE_SECONDS:
@@ -237,14 +251,13 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock_file(root: Path) -> str:
-    """One a tree: in the tree it would be committed, in a folder of everybody's another user could
-    put a link.
+    """Return the lock of a tree, in a folder of the user's own.
+
+    In the tree it would be committed; in a folder of all users another one could put a link there.
     """
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
-    return str(
-        private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}")
-        / f"golden-{key}.lock"
-    )
+    folder = private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}")
+    return str(folder / f"golden-{key}.lock")
 
 
 def _shown(path: Path, root: Path) -> str:

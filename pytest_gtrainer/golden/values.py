@@ -1,4 +1,4 @@
-"""Numbers as goldens: exact, and with the environment that they were obtained in.
+"""Goldens of numbers: exact, and with the environment that they were obtained in.
 
 A file, in JSON, holds one *entry* for each environment that a person has accepted numbers in; only
 equal environments are compared. Floats are read back bit for bit; -0.0 and 0.0 differ, so do 1 and
@@ -49,10 +49,11 @@ class Entry:
 
 
 def decisive(environment: Environment) -> Environment:
-    """Return what of an environment changes bits: all but the tag of torch's own wheels where the
-    CPU computes. The wheels of a release have one source, compiler, MKL and oneDNN: ``+cpu`` and
-    ``+cu130`` of 2.13.0 gave the same bits on the CPU. On a GPU the tag tells cuBLAS and cuDNN. Any
-    other tag names a build of somebody's own.
+    """Return an environment without the tag of torch's own wheels, if the CPU computes.
+
+    The wheels of a release have one source, compiler, MKL and oneDNN: ``+cpu`` and ``+cu130`` of
+    2.13.0 gave the same bits on the CPU. On a GPU the tag stands for the versions of cuBLAS and
+    cuDNN. Any other tag is that of somebody's own build.
     """
     if environment.get("device") != "cpu" or "torch" not in environment:
         return environment
@@ -97,27 +98,23 @@ def plain(value: Any, place: str = "") -> Any:
         }
     kind = type(value).__name__
     where = f" at {place}" if place else ""
-    way_out = (
-        ": give its digest, or item() of a single value"
-        if kind in ("Tensor", "DTensor", "Parameter")
-        else ""
-    )
+    if kind in ("Tensor", "DTensor", "Parameter"):
+        where += ": give its digest, or item() of a single value"
     raise TypeError(
-        f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}{way_out}"
+        f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}"
     )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Orders layers.2 before layers.10."""
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]
+    """Return a key that sorts layers.2 before layers.10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
-    """The text of a golden: what made it, and its entries."""
-    told = [{"environment": dict(entry.environment), "values": entry.values} for entry in entries]
-    content = {"gtrainer": f"numbers v{VERSION}", **fields, "entries": told}
+    """Return the text of a golden with the fields of its header and its entries."""
+    listed = [{"environment": dict(entry.environment), "values": entry.values} for entry in entries]
+    content = {"gtrainer": f"numbers v{VERSION}", **fields, "entries": listed}
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -138,8 +135,10 @@ def entries_of(text: str) -> list[Entry]:
     if mark is None:
         raise NumbersError(f'does not say "gtrainer": "numbers v{VERSION}": restore or remake it')
     if int(mark[1]) > VERSION:
-        told = f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}"
-        raise NumbersError(f"{told}: it was made by a newer one, so upgrade")
+        raise NumbersError(
+            f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}: it was made by a "
+            "newer one, so upgrade"
+        )
     _refuse_unknown_keys(content, _KEYS)
     entries: list[Entry] = []
     try:
@@ -153,7 +152,8 @@ def entries_of(text: str) -> list[Entry]:
                 for other in entries
             ):
                 raise NumbersError(
-                    f"has two entries with different values for one environment ({entry}): remove one"
+                    "has two entries with different values for one environment "
+                    f"({entry}): remove one"
                 )
             entries.append(entry)
     except (TypeError, KeyError, ValueError):
@@ -166,8 +166,9 @@ def entries_of(text: str) -> list[Entry]:
 
 
 def _without_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. A doubled key is refused: Python would take the last one, a
-    reader the first.
+    """Return a JSON object as a dict.
+
+    A doubled key is refused: Python would take the last one, a reader of the file the first.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -183,12 +184,13 @@ def _refuse_unknown_keys(content: Mapping[str, Any], known: Collection[str]) -> 
     for key in content:
         if key not in known:
             raise NumbersError(
-                f"has the unknown key {key!r}, which nothing compares: remove it, or restore the file"
+                f"has the unknown key {key!r}, which nothing compares: remove it, or restore the "
+                "file"
             )
 
 
 def not_finite(value: Any) -> list[str]:
-    """Return the places of values that are NaN or infinite, which are alike whatever computes them.
+    """Return the places of values that are NaN or infinite: many computations give the same ones.
 
     >>> not_finite({"losses": [1.0, float("nan")], "norm": float("-inf")})
     ['losses[1] is NaN', 'norm is -Infinity']
@@ -201,7 +203,7 @@ def not_finite(value: Any) -> list[str]:
 
 
 def maker(text: str) -> str | None:
-    """The test that a golden says it was made by."""
+    """Return the test in the header of a golden; None if there is none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -210,53 +212,47 @@ def maker(text: str) -> str | None:
 
 
 def merged(golden: str, obtained: str) -> str:
-    """A golden with an obtained text's entry in place of those of its environment; a NumbersError
-    if it is damaged.
+    """Return a golden with the obtained entry in place of that of its environment.
+
+    Raises:
+        NumbersError: the golden is damaged.
     """
-    (new,), old = entries_of(obtained), entries_of(golden)
-    fields = {
-        name: value
-        for name, value in json.loads(obtained).items()
-        if name not in ("gtrainer", "entries")
-    }
-    others = [entry for entry in old if entry.environment != new.environment]
-    place = next(
-        (index for index, entry in enumerate(old) if entry.environment == new.environment), len(old)
-    )
-    return text_of(fields, [*others[:place], new, *others[place:]])
+    (new,), entries = entries_of(obtained), entries_of(golden)
+    fields = json.loads(obtained)
+    del fields["gtrainer"], fields["entries"]
+    same = [place for place, entry in enumerate(entries) if entry.environment == new.environment]
+    for place in reversed(same):
+        del entries[place]
+    entries.insert(same[0] if same else len(entries), new)
+    return text_of(fields, entries)
 
 
 def devices(text: str) -> set[str]:
-    """The kinds of devices, "cpu" or "cuda", of a golden's entries; none if it cannot be read."""
+    """Return the kinds of devices of a golden's entries; none if it cannot be read."""
     try:
-        return {
-            str(entry.environment.get("device", "cpu")).split(" ")[0] for entry in entries_of(text)
-        }
+        found = [entry.environment.get("device", "cpu") for entry in entries_of(text)]
     except NumbersError:
         return set()
+    return {str(device).split(" ")[0] for device in found}
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """Return what differs, value by value; empty if nothing does."""
+    """Return a sentence for each value that differs; none if nothing does."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
-    said = []
+    found = []
     for place in dict.fromkeys([*after, *before]):
         one, other = before.get(place), after.get(place)
-        if one != other:
-            what = (
-                f"gained {other}"
-                if one is None
-                else f"lost {one}"
-                if other is None
-                else f"{one} became {other}"
-            )
-            said.append(f"{place or 'the value'}: {what}")
-    left = len(said) - _MOST_WORDS
-    return (
-        said
-        if left <= 0
-        else [*said[:_MOST_WORDS], f"… and {left} more of {len(before | after)} values"]
-    )
+        if one == other:
+            continue
+        change = f"{one} became {other}"
+        if one is None:
+            change = f"gained {other}"
+        elif other is None:
+            change = f"lost {one}"
+        found.append(f"{place or 'the value'}: {change}")
+    if (left := len(found) - _MOST_WORDS) > 0:
+        found[_MOST_WORDS:] = [f"… and {left} more of {len(before | after)} values"]
+    return found
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

@@ -68,7 +68,9 @@ def save(item: pytest.Item, name: str, text: str) -> Path | None:
     try:
         store.write(path, top, text)
     except (OSError, ValueError) as error:  # of looking at the folder, before the lock is taken
-        raise store.GoldenFileError(f"{shown(path)} was not written: {_reason(error)}") from error
+        raise store.GoldenFileError(
+            f"{shown(path)} was not written: {store.reason(error)}"
+        ) from error
     return path
 
 
@@ -93,14 +95,11 @@ def folder_of(item: pytest.Item) -> Path | None:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        item.warn(ArtifactWarning(f"--gt-artifacts: {shown(place)} was not made: {_reason(error)}"))
+        item.warn(
+            ArtifactWarning(f"--gt-artifacts: {shown(place)} was not made: {store.reason(error)}")
+        )
         return None
     return place
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """Return the words of the operating system, or those of Python for a NUL in a path."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _place_of(item: pytest.Item, top: Path) -> Path:

@@ -128,7 +128,7 @@ def remove(path: Path, root: Path) -> None:
                 for folder in path.relative_to(root).parents[:-1]:
                     (root / folder).rmdir()
     except OSError as error:
-        raise GoldenFileError(f"{_shown(path, root)} was not removed: {_reason(error)}") from error
+        raise GoldenFileError(f"{_shown(path, root)} was not removed: {reason(error)}") from error
 
 
 def _status(path: Path, root: Path) -> os.stat_result | None:
@@ -212,17 +212,17 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
             # A link inside the tree stays a link.
             yield Path(os.path.realpath(path))
     except OSError as error:
-        raise GoldenFileError(f"{_shown(path, root)} was not written: {_reason(error)}") from error
+        raise GoldenFileError(f"{_shown(path, root)} was not written: {reason(error)}") from error
 
 
-def _reason(error: OSError) -> str:
-    """Return the reason of an error, and the way out."""
+def reason(error: OSError | ValueError) -> str:
+    """Return the reason of an error, in the words of the operating system if it has some."""
     if isinstance(error, Timeout):
         return (
             f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: "
             "let it end"
         )
-    return error.strerror or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _replace(path: Path, content: bytes) -> None:

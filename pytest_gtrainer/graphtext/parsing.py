@@ -40,7 +40,7 @@ from pytest_gtrainer.graphtext.operators import (
 )
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
-from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
+from pytest_gtrainer.graphtext.sections import Line, SectionKey
 from pytest_gtrainer.graphtext.spelling import constants as constants_of
 from pytest_gtrainer.graphtext.spelling import spell_description
 from pytest_gtrainer.graphtext.syntax import (
@@ -154,14 +154,8 @@ def _sections_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
         raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
         raise refuse(where, "a section's own path is not relative")
-    if not path:
-        return {names[0]: SectionKey(names[0], None)}
-    container = syntax.static_path(path)
-    sections = {}
-    for name in names:
-        number = int(name[name.rindex("[") + 1 : -1])
-        sections[name] = SectionKey(str(space.value), Layer(container, number))
-    return sections
+    syntax.static_path(path)  # raises if this is no path
+    return {name: syntax.key_of(name) for name in names}
 
 
 def _parameter_name(node: ast.expr) -> str:

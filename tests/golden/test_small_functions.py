@@ -17,7 +17,7 @@ from pytest_gtrainer.golden.naming import (
     stem_of_test,
     torch_of,
 )
-from pytest_gtrainer.golden.store import _damage, _reason, normal
+from pytest_gtrainer.golden.store import _damage, normal, reason
 from pytest_gtrainer.golden.unused import _WORKER_OUTPUT, Collection, UnusedGoldens, has_test_file
 from pytest_gtrainer.golden.values import Entry, differences
 
@@ -59,7 +59,7 @@ def test_files(tmp_path):
     told = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
     assert told == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
     read_only = OSError(errno.EROFS, "Read-only file system")
-    assert _reason(read_only) == "Read-only file system"
+    assert reason(read_only) == "Read-only file system"
     (tmp_path / "test_a.py").touch()
     assert [
         has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")

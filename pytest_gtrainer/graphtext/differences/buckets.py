@@ -203,7 +203,12 @@ class _Matching:
         heir = self._partner.get(place)
         parts = [new for new in self._heirs[place] if new == heir or len(self._origins[new]) == 1]
         if heir is None or self.new[heir].scope.is_bucket:
-            parts = [new for new in parts if not _is_single(self.new[new])]
+            # A single parameter that was left over is no part.
+            parts = [
+                new
+                for new in parts
+                if self.new[new].scope.is_bucket or len(self.new[new].members) > 1
+            ]
         return sorted(parts)
 
     def _changed(self) -> Iterator[BucketRemark]:
@@ -257,11 +262,6 @@ def _homes(buckets: Sequence[LaunchedBucket]) -> dict[Member, int]:
 
 def _count_homes(bucket: LaunchedBucket, homes: Mapping[Member, int]) -> Counter[int]:
     return Counter(homes[member] for member in bucket.members if member in homes)
-
-
-def _is_single(bucket: LaunchedBucket) -> bool:
-    """Return whether this is the collective of one parameter, outside of buckets."""
-    return not bucket.scope.is_bucket and len(bucket.members) == 1
 
 
 def _largest(homes: Counter[int]) -> int | None:

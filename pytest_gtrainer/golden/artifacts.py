@@ -67,7 +67,8 @@ def save(item: pytest.Item, name: str, text: str) -> Path | None:
     path = _place_of(item, top) / safe(name, fold_case=False)
     try:
         store.write(path, top, text)
-    except (OSError, ValueError) as error:  # of looking at the folder, before the lock is taken
+    except (OSError, ValueError) as error:
+        # The store raises these when it looks at the folder, before it takes the lock.
         raise store.GoldenFileError(
             f"{shown(path)} was not written: {store.reason(error)}"
         ) from error

@@ -129,7 +129,8 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     """Return the fact of a golden that differs, with both texts; none if it cannot be read."""
     try:
         lines_and_notes = _respell(golden, obtained)
-    except TextError:  # the failure reports it
+    except TextError:
+        # The failure's text reports the damage.
         return []
     sides = [header.body(golden), header.body(obtained)]
     keys = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in sides]

@@ -76,7 +76,8 @@ def ask_sessions() -> None:
     """
     try:
         import expecttest
-    except ImportError:  # goldens work without it
+    except ImportError:
+        # Goldens work without expecttest.
         return
     original: Callable[..., None] = expecttest.assert_expected_inline
     if hasattr(original, "__wrapped__"):

@@ -159,7 +159,8 @@ class GoldenPlugin:
                 f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}",
                 shlex.join(["git", "mv", str(path), claim.path]),
             ]
-            if claim.kind != "text":  # its header names the test, and the command to remake it
+            # A header names the test, and the command to remake the golden.
+            if claim.kind != "text":
                 commands.append(self.accept_command(item))
             return (
                 f"\n\n{path} has the same text, and its test is not in this run. "
@@ -276,7 +277,8 @@ class GoldenPlugin:
         """
         if report.nodeid == self._running:
             if report.when == "setup":
-                self._outcomes = set()  # a plugin that runs a test again begins here
+                # A plugin that runs a test again begins with its setup.
+                self._outcomes = set()
             self._outcomes.add((report.when, report.outcome))
             if report.when == "teardown":
                 self._finish(report)
@@ -297,7 +299,8 @@ class GoldenPlugin:
         problems = []
         for claim, outcome in pending:
             merge = None
-            if claim.kind == "numbers":  # those of other environments stay in the file
+            # The numbers of other environments stay in the file.
+            if claim.kind == "numbers":
                 merge = functools.partial(values.merged, obtained=claim.text)
             try:
                 store.write(self.root / claim.path, self.root, claim.text, merge)

@@ -39,6 +39,7 @@ def write(fields: Mapping[str, str]) -> list[str]:
     """Return the lines of a header; control characters are escaped, as a terminal may show them."""
     lines = [f"# gtrainer graph v{VERSION}"]
     for name, value in fields.items():
+        # A value of several lines would end the comment.
         lines.append(escaped(" ".join(f"# {name}: {value}".split())))
     return lines
 
@@ -84,6 +85,7 @@ def unlike(old: str, new: str) -> str:
     'the old text has view full, the new one layout'
     """
     was, now = version_of(old), version_of(new)
+    # A text that a person writes may have no header.
     if was is None or now is None:
         return ""
     if was != now:

@@ -33,12 +33,13 @@ class Operator:
     """A node's target."""
 
     text: str  # its full spelling
-    short: str  # what its values are named after
+    short: str  # the name of its values
     # positions and names of the arguments that name process groups
     group_arguments: frozenset[int | str] = frozenset()
     # It communicates, or packs for it: its line may stand in the section of another layer.
     floats: bool = False
-    launches: bool = False  # It starts a collective, a send or a receive.
+    # It starts a collective, a send or a receive.
+    launches: bool = False
 
 
 def operator_of(node: fx.Node) -> Operator:
@@ -244,6 +245,7 @@ def targets_named(spelled: str) -> list[Callable[..., Any]]:
         if not isinstance(packet, OpOverloadPacket):
             return []
         return [getattr(packet, overload) for overload in packet.overloads()]
+    # Inductor registers operators of ``prims`` only when it is imported.
     if space == "prims":
         graph_text.register_prims_of_inductor()
     try:
@@ -342,6 +344,7 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
 
     ``mesh`` has extents by dimension, outermost first.
     """
+    # Ranks are numbered in row-major order, so the innermost dimension has stride 1.
     stride = math.prod(mesh.values())
     for name, extent in mesh.items():
         stride //= extent
@@ -414,6 +417,7 @@ def names_of_groups(
     that symbol, else the symbol itself.
     """
     names = {symbol: given[symbol] for symbol in ranks_of if symbol in given}
+    # First the groups with the symbol as their role, so that others do not take these away.
     for any_name in (False, True):
         for symbol, ranks in ranks_of.items():
             if symbol in names:
@@ -441,6 +445,7 @@ def groups_of_ranks(
             groups[ranks] = Group(known[ranks], ranks)
             continue
         alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
+        # A mesh names its groups; other groups of these ranks may have any description.
         alike.sort(key=lambda group: (not _is_of_mesh(group), group.description))
         found = alike[0] if alike else graph_text.ResolvedGroup(ranks, "")
         groups[ranks] = Group(_unused(_role(found, mesh), taken), ranks)

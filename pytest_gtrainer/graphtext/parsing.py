@@ -154,7 +154,8 @@ def _sections_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
         raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
         raise refuse(where, "a section's own path is not relative")
-    syntax.static_path(path)  # raises if this is no path
+    # ``key_of`` takes a name that it cannot read for a space, so a wrong path is refused here.
+    syntax.static_path(path)
     return {name: syntax.key_of(name) for name in names}
 
 
@@ -220,8 +221,9 @@ class _Parser:
         self._result_names: list[str] = []
         self._ranks: dict[str, tuple[int, ...] | None] = {}
         self._blocks: list[TextBlock] = []
-        self._keys: dict[str, SectionKey] = {}  # by the name that ``like(...)`` takes
-        self._modules: dict[str, ast.expr] = {}  # definitions of called modules, by path
+        # sections by the name that ``like(...)`` takes, and definitions of called modules by path
+        self._keys: dict[str, SectionKey] = {}
+        self._modules: dict[str, ast.expr] = {}
         self._bodies: dict[str, _Parser] = {}
         self._read(statements)
         self._sections = expand(self._blocks, limits.lines)
@@ -373,7 +375,9 @@ class _Parser:
         default = () if node.value is None else (self.operands.operand(node.value, place),)
         name_of_node = name if name.isidentifier() else f"arg_{name}"
         made = append_node(self.graph, name_of_node, "placeholder", name, default, {})
+        # The namespace of the graph may have changed a name that is taken.
         made.target = made.name
+        # Arguments of a foreign graph are identified by their position, or by their use.
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": key.fqn}
         elif not key.fqn.isdecimal():

@@ -47,7 +47,8 @@ from pytest_gtrainer.graphtext.spelling import (
 )
 
 VIEWS = ("full", "schedule", "layout")
-NOTHING = "payloads = []"  # the text of a layout without any payload, as none may be empty
+# the text of a layout without any payload, which would be empty
+NOTHING = "payloads = []"
 _Drawn = tuple[list[str], list[Section]]
 """The lines at the head, and the sections before they are folded."""
 

@@ -156,7 +156,8 @@ def communicates(gm: fx.GraphModule) -> bool:
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-_NOTHING = "schedule = []"  # the text of a schedule without any operator, as none may be empty
+# the text of a schedule without any operator, which would be empty
+_NOTHING = "schedule = []"
 
 
 def draw(

@@ -114,11 +114,13 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
     seen: Counter[tuple[str, str]] = Counter()
     for node in nodes:
         if is_item(node):
+            # It has no line of its own, so it belongs where its source does.
             found.of[node] = found.of.get(node.args[0], NOWHERE)
         elif node.op in _CALLS:
             found.computed.append(node)
             bucket = node.meta.get("fsdp_bucket")
             fqn = marks.node_fqn(node)
+            # A bucket has no module of its own: its members are those of several.
             if bucket:
                 owners, space = tuple(bucket["plan_fqns"]), bucket["direction"]
                 found.of[node] = Scope(owners, space, is_bucket=True)
@@ -130,6 +132,7 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
             if (source := node.meta.get("gt_input")) is not None:
                 key = (_SPACE_OF_KIND[source["kind"]], source["fqn"])
+            # Several inputs may have one name; all but the first are numbered.
             found.inputs[node] = InputKey(*key, seen[key])
             seen[key] += 1
             found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])

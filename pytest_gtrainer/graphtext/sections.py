@@ -120,7 +120,8 @@ def common_parent(fqns: list[str]) -> str:
     return ".".join(common)
 
 
-_REACH = 4  # at most so many stretches of other layers lie inside a section
+# A section has at most so many stretches of other layers inside it.
+_REACH = 4
 
 
 class SectionKey(NamedTuple):

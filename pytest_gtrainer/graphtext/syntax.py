@@ -19,7 +19,8 @@ INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
 _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
-AT, CHUNK = "at", "chunk"  # tags that name a module path first
+# tags whose first argument is a module path
+AT, CHUNK = "at", "chunk"
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
 """The errors of reading a text that nobody has checked."""
 
@@ -108,6 +109,7 @@ def static_path(links: Sequence[Link]) -> str:
     for link in links:
         if link.kind == "call" or (link.kind == "index" and link.value < 0):
             raise unexpected(link.node, "a module path")
+    # ``_`` is the root, which has no name in a path.
     names = [str(link.value) for link in links]
     return joined(names[1:] if names[:1] == ["_"] else names)
 
@@ -134,7 +136,8 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
         if not relative:
             return static_path(links)
         place, link = relative[0], links[relative[0]]
-        if not place:  # the space before it, as in ``fwd[i-1]``, is no module
+        # The space before an index, as in ``fwd[i-1]``, is no module.
+        if not place:
             raise unexpected(link.node, "the layers' module before `[...]`")
         head, distance, rest = static_path(links[:place]), link.value, links[place + 1 :]
     tail = f".{static_path(rest)}" if rest else ""
@@ -150,6 +153,7 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
 def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
     """Return the scope of a chain: a module or bucket of the section's space, or of another one."""
     space = place.space
+    # A chain of one link, as ``fwd``, is a module of that name.
     if links[0].kind == "name" and links[0].value in _SPACES and len(links) > 1:
         space, links = _SPACES[str(links[0].value)], links[1:]
     if links[0].value != "bucket" or links[0].kind != "name":
@@ -184,6 +188,7 @@ def absolute(text: str, layer: Layer | None) -> str:
 def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
     """Split ``saved.L.topk[1]`` into ``saved.L``, ``topk`` and its items; an input has no name."""
     links, items = chain(node), []
+    # Indices of an input belong to its name: ``I[0]``.
     if is_input(links):
         return links, "", []
     while len(links) > 1 and links[-1].kind == "index" and not links[-1].relative:

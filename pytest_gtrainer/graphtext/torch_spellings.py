@@ -55,6 +55,7 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
     old, new = [minor_version(version) if version else None for version in (made, running)]
     if old is None or new is None:
         return ()
+    # The golden may be of the newer version, too.
     old, new = sorted([old, new])
     return tuple([spelling for spelling in SPELLINGS if old < spelling.since <= new])
 
@@ -80,6 +81,7 @@ def respelled(
         if spelling is not None:
             used.add(spelling)
             line = found[value.line]
+            # The operator stands before the arguments, so its first occurrence is the call.
             text = line.text.replace(f" = {spelling.before}(", f" = {spelling.after}(", 1)
             found[value.line] = line._replace(text=text)
     return tuple(found), used

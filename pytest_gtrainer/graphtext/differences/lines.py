@@ -109,7 +109,8 @@ def _shortest(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
                 x, way = ends[k - 1]
                 x += 1
                 change = Change(x - 1, x, x - k, x - k)
-            if step:  # there is no line before the first
+            # The first step only finds the lines that both sides begin with.
+            if step:
                 way = [*way, change]
             while x < len(old) and x - k < len(new) and old[x] == new[x - k]:
                 x += 1

@@ -19,11 +19,13 @@ from pytest_gtrainer.graphtext.sections import NEAR, Scope, split_layer
 
 WIDTH = 160
 _MOST_RANGES = 6
-_ALIKE = 3  # if more remarks than this have one gist, the first stands for all
+# If more remarks than this have one gist, the one on most layers stands for all.
+_ALIKE = 3
 
 Weight = IntEnum(
     "Weight",
-    "VERDICT WHOLE EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",
+    "VERDICT WHOLE EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE "
+    "MOVE REST",
     start=0,
 )
 """The order of sentences: the weightiest comes first."""
@@ -43,7 +45,8 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
 
     Of many remarks with one gist, the remark on most layers stands for all.
     """
-    numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
+    # Remarks that say the same of their layers, with the numbers of these; -1 for no layer.
+    numbers: dict[Remark, list[int]] = defaultdict(list)
     for remark in remarks:
         layer, _ = split_layer(remark.about)
         if layer is None:

@@ -167,7 +167,8 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
             ):
                 kind = remarks.kind_of(now) or now.operator
                 change = f"{_shown(comparison.old, old)} became {_shown(comparison.new, new)}"
-                text = f"process group of {kind} {remarks.module_of(now.scope)}/{now.scope.space}: {change}"
+                where = f"{remarks.module_of(now.scope)}/{now.scope.space}"
+                text = f"process group of {kind} {where}: {change}"
                 yield Remark(Weight.GROUP, text, about(now), f"{kind} {change}")
 
 
@@ -176,7 +177,10 @@ def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
     for old, new in comparison.elsewhere:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.scope != now.scope and not {was.scope, now.scope} & comparison.explained:
-            text = f"{now.operator} of {remarks.where(was.scope)} belongs to {remarks.where(now.scope)} now"
+            text = (
+                f"{now.operator} of {remarks.where(was.scope)} belongs to "
+                f"{remarks.where(now.scope)} now"
+            )
             yield Remark(Weight.MODULE, text, about(was), "modules")
     for old, new in comparison.places:
         was, now = comparison.old.values[old], comparison.new.values[new]
@@ -328,7 +332,7 @@ def _serving(graph: Dataflow) -> list[bool]:
 
 
 class _Ruler:
-    """Compute that has one order on both sides: its places, layers, and the bounds of each layer."""
+    """Compute in one order on both sides: its places, layers, and the bounds of each layer."""
 
     def __init__(self, graph: Dataflow, compute: _Places) -> None:
         kept = [compute[place] for place in rising([new for _, new in compute])]

@@ -49,6 +49,13 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                 doubts.append(
                     f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}"
                 )
+            if lacking := _without_gradients(record):
+                steps, ranks = (sorted(set(places)) for places in zip(*lacking, strict=True))
+                doubts.append(
+                    f"{side} has weights and no gradient of {_some('rank', ranks)} at {_some('step', steps)}, "
+                    "where other ranks have gradients: if these train nothing, compare "
+                    "record.select(phase=...) or record.select(rank=...)"
+                )
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
     sides = entries(actual), entries(expected)
@@ -61,6 +68,17 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                 verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing)
             )
     return verdict
+
+
+def _without_gradients(record: Record) -> list[tuple[int, int]]:
+    """Return each step and rank with weights and no gradient, if another rank has one there."""
+    places: dict[str, set[tuple[int, int]]] = {"weight": set(), "gradient": set()}
+    for key in record:
+        if key.phase in places:
+            places[key.phase].add((key.step, key.rank))
+    steps = {step for step, _ in places["gradient"]}
+    lacking = places["weight"] - places["gradient"]
+    return sorted((step, rank) for step, rank in lacking if step in steps)
 
 
 def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:

@@ -351,12 +351,13 @@ class RunMode:
 
     Attributes:
         evaluating: FQNs of the modules in eval mode, "" for the model itself.
-        autocast: device types for which autocast is on, each with its dtype.
+        autocast: device types for which autocast is on, each with its dtype, and whether it keeps
+            casts, which decides in which dtype gradients of a parameter are added.
         modules: FQNs of all modules, each with its class and the number of its hooks, in words.
     """
 
     evaluating: tuple[str, ...] = ()
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -367,7 +368,9 @@ class RunMode:
             {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
         )
         autocast = [
-            (device, torch.get_autocast_dtype(device)) for device in devices if _autocasts(device)
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+            for device in devices
+            if _autocasts(device)
         ]
         modules = []
         for fqn, module in model.named_modules():
@@ -408,7 +411,7 @@ class RunMode:
     def without_autocast(self) -> Iterator[None]:
         """Turn autocast off: a graph has its casts, and its backward takes no others."""
         with ExitStack() as stack:
-            for device, _ in self.autocast:
+            for device, *_ in self.autocast:
                 stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
@@ -417,6 +420,9 @@ def _autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def _spell(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
-    entered = [f"autocast({device!r}, {dtype})" for device, dtype in autocast]
+def _spell(autocast: tuple[tuple[str, torch.dtype, bool], ...]) -> str:
+    entered = []
+    for device, dtype, keeps_casts in autocast:
+        option = "" if keeps_casts else ", cache_enabled=False"
+        entered.append(f"autocast({device!r}, {dtype}{option})")
     return f"under {' and '.join(entered)}" if entered else "without autocast"

@@ -181,7 +181,13 @@ class TracedStep:
         left = {}
         with random_states_kept(), torch.no_grad():
             states = random_state()
-            loss, *gradients = self._run(model, state, inputs)
+            try:
+                loss, *gradients = self._run(model, state, inputs)
+            except BaseException:  # it may have written to a buffer before
+                for _, value, before in kept:
+                    if not same_bytes(value, before):
+                        value.copy_(before)
+                raise
             for name, now in random_state().items():
                 if not torch.equal(now, states.get(name, now)):
                     left[f"random state of {name}{AFTERWARDS}"] = now
@@ -407,6 +413,7 @@ class Tracing:
     ) -> tuple[fx.GraphModule, list[Any]]:
         """The joint graph, and fake tensors of its inputs, of the given extents."""
         fakes = self.fakes_of(flat_inputs)
+        shown = list(map(_describe, fakes))
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
         work = f"tracing a step of {type(self.model).__name__}"
         with (
@@ -422,7 +429,11 @@ class Tracing:
                 )
             except GuardOnDataDependentSymNode as error:
                 if not extents:
-                    raise
+                    raise ValueError(
+                        f"the step decides in Python by the value of a tensor{_place(error)}, and a graph "
+                        "holds one course of it: use torch.where, or draw and decide outside of the step "
+                        "(nn.init.trunc_normal_ is such a decision)"
+                    ) from error
                 raise FixedExtentError(
                     f"the step asks for the number of a size that is not known{_place(error)}: "
                     f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
@@ -431,6 +442,13 @@ class Tracing:
             except RuntimeError as error:
                 refuse_compiled_code(error, _place(error))
                 raise
+        for index, fake in enumerate(fakes[len(self.state.fqns) :], -len(flat_inputs)):
+            if _describe(fake) != shown[index]:
+                raise ValueError(
+                    f"the step changes input {index + len(flat_inputs)} in place from {shown[index]} to "
+                    f"{_describe(fake)} (t_(), resize_(), ...), and a replay would do so to the caller's "
+                    "tensor: use the form that returns a tensor, as t()"
+                )
         fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
         if fixed:
             raise FixedExtentError(

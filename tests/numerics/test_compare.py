@@ -627,3 +627,35 @@ def test_nothing_on_either_side_is_told_with_what_was_expected():
         with pytest.raises(BitwiseDifference, match=r"only in (actual|expected)") as failure:
             assert_bitwise_equal(*sides)
         assert "give what holds" not in str(failure.value)
+
+
+@pytest.mark.parametrize("lacking", [[0], [2], [0, 1]])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_rank_without_gradients_on_both_sides_is_unverified(lacking, step):
+    """V1: its weights alone were compared. So it is if one step alone lacks them."""
+
+    def run(*, full=False):
+        record = Record(3)
+        for each_step in range(2):
+            for rank in range(3):
+                record.add(each_step, rank, "weight", "w", torch.ones(2))
+                if full or each_step != step or rank not in lacking:
+                    record.add(each_step, rank, "gradient", "w", torch.ones(2))
+        return record
+
+    verdict = compare(run(), run())
+    assert verdict.outcome == "unverified"
+    ranks = "ranks 0, 1" if len(lacking) == 2 else f"rank {lacking[0]}"
+    assert f"has weights and no gradient of {ranks} at step {step}" in verdict.reasons[0]
+    assert compare(run(full=True), run(full=True)).outcome == "equal"
+    alone = [run().select(rank=lacking[0]) for _ in range(2)]
+    assert compare(*alone).outcome == "equal"
+
+
+def test_runs_without_any_gradient_are_compared_by_their_weights():
+    """V1: as a step that is recorded behind the optimiser alone."""
+    sides = [Record(2), Record(2)]
+    for record in sides:
+        for rank in range(2):
+            record.add(0, rank, "weight", "w", torch.ones(2))
+    assert compare(*sides).outcome == "equal"

@@ -474,6 +474,76 @@ def test_a_replay_under_another_autocast_is_refused(net, inputs, train_step, at_
         traced.replay(net, *inputs)
 
 
+@pytest.mark.parametrize("at_trace", [True, False])
+def test_a_replay_under_autocast_that_keeps_other_casts_is_refused(
+    net, inputs, train_step, at_trace
+):
+    """V5: eager code adds the gradients of a cast that is kept in its dtype."""
+
+    def context(keeps_casts):
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps_casts)
+
+    with context(at_trace):
+        traced = trace_step(net, train_step, inputs)
+        traced.replay(net, *inputs)
+    said = [r"torch.bfloat16\)", r"torch.bfloat16, cache_enabled=False\)"]
+    if not at_trace:
+        said.reverse()
+    words = rf"traced under .*{said[0]} and is replayed under .*{said[1]}"
+    with context(not at_trace), pytest.raises(ValueError, match=words):
+        traced.replay(net, *inputs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(8, 6),
+        lambda x: x.as_strided_((6, 8), (1, 6)),
+    ],
+    ids=["t_", "unsqueeze_", "resize_", "as_strided_"],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_an_input_that_gets_another_shape_in_place_is_refused(net, inputs, change, last):
+    """V5: the trace refuses it, and says how to write it. One that has its shape again is taken."""
+
+    def step(model, x, y):
+        change(y if last else x)
+        return model(torch.ones(2, 8)).sum() + y.sum() + x.sum()
+
+    given = [inputs[0].clone(), inputs[0].clone()]
+    words = rf"the step changes input {int(last)} in place from float32\[6, 8\] to float32"
+    with pytest.raises(ValueError, match=words):
+        trace_step(net, step, given)
+
+    def there_and_back(model, x, y):
+        return model(x.t_().t_()).sum() + y.unsqueeze_(0).squeeze_(0).sum()
+
+    trace_step(net, there_and_back, given).replay(net, *given)
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x: nn.init.trunc_normal_(torch.empty(4)),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * bool(x[0, 0] == 1),
+    ],
+    ids=["trunc_normal_", "if", "bool"],
+)
+def test_a_decision_by_the_value_of_a_tensor_is_refused(net, inputs, train_step, decide):
+    """V5: with the place in the step."""
+
+    def step(model, x, y):
+        decide(x)
+        return train_step(model, x, y)
+
+    words = r"the step decides in Python by the value of a tensor at .*test_refusals\.py:\d+"
+    with pytest.raises(ValueError, match=words):
+        trace_step(net, step, inputs)
+
+
 def test_a_replay_under_the_autocast_of_its_trace_casts_as_eager_does(net, inputs, train_step):
     """V5: the backward, which eager code runs outside of autocast, takes no other casts."""
     eager, plain = copy.deepcopy(net), copy.deepcopy(net)

@@ -224,3 +224,23 @@ def test_numbers_of_a_fake_world_are_refused(net, inputs, train_step, gt_mesh, r
         match="the traced step has no graph to look into, and a fake world moves no data",
     ):
         getattr(traced.with_graph(lambda *flat: flat), run)(sharded, *inputs)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_results_of_a_step_that_raises_leave_its_buffer_alone(net, inputs, train_step, error):
+    """V5: the step writes to the buffer first, then a node raises."""
+    traced = trace_step(net, train_step, inputs)
+
+    def fail(value):
+        raise error("at last")
+
+    output = traced.gm.graph.output_node()
+    with traced.gm.graph.inserting_before(output):
+        traced.gm.graph.call_function(fail, (output.args[0][0],))
+    traced.gm.recompile()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    random_state = torch.get_rng_state()
+    with pytest.raises(error, match="at last"):
+        traced.results(net, *inputs)
+    assert_bitwise_equal(dict(net.state_dict()), before)
+    assert torch.get_rng_state().equal(random_state)

@@ -70,7 +70,7 @@ def simulate_graph(
         DependsOnRank: inputs of other shapes than the traced ones.
         ValueError: inputs, outputs or groups that do not fit.
     """
-    net, gm = _net_of(world), adopted(gm, names)
+    net, gm = net_of_any(world), adopted(gm, names)
     collectives = [node for node in nodes_within(gm) if launches(node.target)]
     if not collectives:
         raise VacuousCheck(
@@ -124,7 +124,7 @@ def simulate_eager(
         CollectiveMismatch, Standstill, TimeLimit: as ranks misbehave.
         ValueError: inputs or outputs that do not fit.
     """
-    net = _net_of(world)
+    net = net_of_any(world)
     inputs = _inputs_of_ranks(inputs_of_rank, net.size)
 
     def call(rank: int) -> tuple[dict[str, Any], int]:
@@ -142,7 +142,8 @@ def simulate_eager(
     return list(results)
 
 
-def _net_of(world: AnyWorld) -> Net:
+def net_of_any(world: AnyWorld) -> Net:
+    """Return the net of a world, or of a number of ranks."""
     if not isinstance(world, World | Net) and (type(world) is not int or world < 1):
         raise ValueError(f"world is a simulated World, a Net, or a number of ranks; not {world!r}")
     net = NetModel.of_world(world) if isinstance(world, int) else world

@@ -71,6 +71,8 @@ class OperatorBlock:
 
     def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
+            if facts.is_watched("node"):
+                return NodeByNode(self.graph, rank).run(*own)
             return self.graph.forward(*own)
         except Exception as error:
             # Nothing here has effects, so it can run again, node by node, up to the one that fails.
@@ -80,6 +82,18 @@ class OperatorBlock:
             failed = list(self.graph.graph.nodes)[: len(single.env) + 1][-1]
             error.add_note(f"in {described(failed)}, for rank {rank}")
             raise
+
+
+class NodeByNode(fx.Interpreter):
+    """Runs a block and notifies "node" before each node, for who wants to know where it is."""
+
+    def __init__(self, graph: fx.GraphModule, rank: int | None) -> None:
+        super().__init__(graph)
+        self.rank = rank
+
+    def run_node(self, n: fx.Node) -> Any:
+        facts.notify("node", node=n, rank=self.rank)
+        return super().run_node(n)
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -166,6 +180,8 @@ class RankProgram:
 
         frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
+            if isinstance(part, Step):
+                facts.notify("node", node=part.node, rank=None)
             part.run(frame, dying)
             for node in dying:
                 values.pop(node, None)

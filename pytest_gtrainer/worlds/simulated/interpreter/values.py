@@ -162,17 +162,22 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 
 def _over_clones(own: list[Any], storages: set[int]) -> list[Any]:
     """Return one rank's values with each of ``storages`` replaced by a clone of it."""
-    clones: dict[int, torch.UntypedStorage] = {}
+    clones: dict[int, Tensor] = {}
 
     def over_clone(tensor: Tensor) -> Tensor:
         storage = storage_id(tensor)
         if storage not in storages:
             return tensor
         # All views of a storage look into one clone, so a write is seen through each of them.
+        # An operator clones it, so a dispatch mode that follows tensors sees the copy.
         if storage not in clones:
-            clones[storage] = tensor.untyped_storage().clone()
+            count = tensor.untyped_storage().nbytes() // tensor.itemsize
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage(), 0, (count,), (1,))
+            clones[storage] = whole.clone()
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return tensor.new_empty(0).set_(clones[storage], *place)
+        own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return own.set_(clones[storage].untyped_storage(), *place)
 
     moved: list[Any] = pytree.tree_map_only(Tensor, over_clone, own)
     return moved

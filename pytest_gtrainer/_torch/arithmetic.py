@@ -1,0 +1,66 @@
+"""What other arithmetics need: operators in simpler ones, and storages as keys.
+
+- ``torch._decomp.decomposition_table`` has by operator the function that Inductor and AOTAutograd
+  take it apart with. Functions call operators, so a dispatch mode sees their parts.
+- ``OpOverload.decompose`` does the same for operators that the dispatcher itself takes apart.
+- ``OpOverload.redispatch`` with the key of a device runs the kernel itself. Where that is made of
+  other operators, as those on lists and those of FSDP2 are, they are dispatched, so a mode that is
+  active sees them.
+- ``StorageWeakRef`` refers to the storage object of a tensor and keeps its address, ``cdata``,
+  from being used again. ``resize_`` of a storage keeps the object.
+"""
+
+from typing import Any
+
+import torch
+
+from pytest_gtrainer._torch import private_names
+
+with private_names():
+    from torch._decomp import decomposition_table
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+ATTRIBUTES = {
+    "torch._C": ("DispatchKeySet", "DispatchKey"),
+    "torch._ops:OpOverload": ("_schema", "decompose", "_can_decompose", "redispatch"),
+    "torch:UntypedStorage": ("_cdata",),
+}
+
+__all__ = ["StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
+
+
+def is_taken_apart(operator: Any) -> bool:
+    """Return whether the dispatcher takes an operator apart by itself."""
+    return bool(operator._can_decompose())
+
+
+def run_kernel(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Run the CPU's kernel of an operator, without the dispatch modes that it has passed."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return operator.redispatch(keys, *args, **kwargs)
+
+
+def signature(operator: Any) -> list[tuple[str, str]]:
+    """Return name and type of each argument that is no ``out=``."""
+    arguments = operator._schema.arguments
+    return [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+
+
+def functional_of(operator: Any) -> Any:
+    """Return the operator that computes what this one writes: ``add`` of ``add_`` and ``add.out``.
+
+    None if it has none with the same arguments.
+    """
+    name = operator._schema.name.partition("::")[2]
+    packet = getattr(getattr(torch.ops, operator.namespace), name, None)
+    if name.endswith("_") and not name.endswith("__"):
+        packet = getattr(getattr(torch.ops, operator.namespace), name[:-1], None)
+    if packet is None:
+        return None
+    wanted = signature(operator)
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if not candidate._schema.is_mutable and signature(candidate) == wanted:
+            return candidate
+    return None

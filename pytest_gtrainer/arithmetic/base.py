@@ -1,0 +1,264 @@
+"""What terms and field share: constants, casts, moves, decisions, and functions of nothing known."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer._torch.values import pytree, schema
+from pytest_gtrainer.arithmetic import hashing
+from pytest_gtrainer.arithmetic.operators import COMPARISONS, FILLED, holds_exactly
+from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
+
+Elements = Tensor
+"""An int64 tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        args, kwargs: as given; a ``Value`` stands for an abstract tensor.
+        named: the same by the names of the schema, with defaults.
+        results: the tensors that the real operator has returned, which say shapes and dtypes.
+    """
+
+    operator: Any
+    base: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    named: dict[str, Any]
+    results: Sequence[Tensor]
+
+    @property
+    def result(self) -> Tensor:
+        return self.results[0]
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the schema's defaults."""
+    named = {}
+    for place, argument in enumerate(schema(operator).arguments):
+        if place < len(args):
+            named[argument.name] = args[place]
+        else:
+            named[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return named
+
+
+def values_in(argument: Any) -> list[Value]:
+    return [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Value)]
+
+
+def dims_of(call: Call, ndim: int) -> list[int]:
+    """Return the dimensions that a reduction reduces; none given, or an empty list, means all."""
+    dims = call.named.get("dim", call.named.get("dims"))
+    if isinstance(dims, int):
+        dims = [dims]
+    return [dim % ndim for dim in dims] if dims and ndim else list(range(ndim))
+
+
+class Arithmetic(ABC):
+    """What numbers are, and what operators make of them.
+
+    Attributes:
+        kind: what equal results in it prove, see ``Proof``.
+        takes_apart: kernels are seen through: operators are made of others where torch says how.
+        seed: another seed gives other elements to the same inputs.
+        opaque: operators of which nothing is known, and hashes of the arguments that they got.
+        exponentials: how often ``exp`` was computed as a function of nothing known.
+    """
+
+    kind: ClassVar[str]
+    takes_apart: bool = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.opaque: dict[str, set[int]] = {}
+        self.exponentials = 0
+        self._uninitialised = 0
+
+    # --- elements
+
+    @abstractmethod
+    def narrow(self, hashes: Tensor) -> Elements:
+        """Return pseudo-random elements for 64-bit hashes."""
+
+    @abstractmethod
+    def lift(self, value: Any) -> Elements:
+        """Return the elements of a known tensor, a number, or a ``Value``."""
+
+    @abstractmethod
+    def order_key(self, elements: Elements) -> Tensor:
+        """Return numbers that put elements in an order, which is the same in all runs."""
+
+    def compared(self, elements: Elements) -> Elements:
+        """Return the part of elements that results are compared by."""
+        return elements
+
+    def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
+        """Return elements that depend on a name, a place and the seed: an input."""
+        count = torch.Size(shape).numel()
+        seed = hashing.of_name("leaf", self.seed, name)
+        return self.narrow(hashing.mix(seed, [torch.arange(1, count + 1)]).view(tuple(shape)))
+
+    def uninitialised(self, count: int, owner: int) -> Elements:
+        """Return elements that equal no others: memory that nobody has written."""
+        self._uninitialised += 1
+        return self.leaf(("uninitialised", owner, self._uninitialised), (count,))
+
+    @abstractmethod
+    def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
+        """Return a value's elements as ``dtype``, which does not hold them exactly."""
+
+    def cast(self, value: Value, dtype: torch.dtype) -> tuple[Elements, torch.dtype]:
+        """Return elements as ``dtype``, and a dtype that holds them."""
+        if holds_exactly(dtype, value.fits):
+            return value.elements, value.fits
+        return self.rounded(value, dtype), dtype
+
+    # --- operators
+
+    @abstractmethod
+    def compute(self, call: Call) -> Any:
+        """Return the elements of each result of an operator that this arithmetic knows by itself.
+
+        ``NotImplemented`` for others.
+        """
+
+    def function(self, call: Call, operands: Sequence[Elements]) -> Elements:
+        """Return an unknown function of operands that broadcast, element by element."""
+        extra = {name: value for name, value in call.kwargs.items() if not values_in(value)}
+        seed = hashing.of_name(call.base, spell(extra), str(call.result.dtype))
+        return self.narrow(hashing.mix(seed, operands))
+
+    def pointwise(self, call: Call) -> Elements:
+        """Return an unknown function of each element."""
+        operands, constants = [], []
+        for name, value in call.named.items():
+            if isinstance(value, Value | Tensor | bool | int | float) and not _is_option(name):
+                operands.append(self.lift(value))
+            else:
+                constants.append((name, spell(value)))
+        seed = hashing.of_name(self.tag(call), constants, str(call.result.dtype))
+        return self.narrow(hashing.mix(seed, torch.broadcast_tensors(*operands)))
+
+    def tag(self, call: Call) -> Any:
+        """Return what the result of a kernel depends on, beside its operands' elements."""
+        return call.base
+
+    def is_less(self, left: Elements, right: Elements) -> Tensor:
+        return self.order_key(left) < self.order_key(right)
+
+    def compare(self, call: Call) -> Tensor:
+        """Return a comparison of elements: a known tensor of bools."""
+        left, right = (self.lift(operand) for operand in list(call.named.values())[:2])
+        if call.base in ("eq", "ne"):
+            return getattr(torch, call.base)(left, right)
+        assert call.base in COMPARISONS
+        return getattr(torch, call.base)(self.order_key(left), self.order_key(right))
+
+    def sort(self, call: Call) -> list[Any]:
+        """Return the results of sorting, choosing or ranking: elements, and known places."""
+        value = call.args[0]
+        if not isinstance(value, Value):
+            raise NoMeaning(f"{call.operator} of known numbers by abstract ones")
+        key = self.order_key(value.elements)
+        found = call.operator(key, *call.args[1:], **call.kwargs)
+        if isinstance(found, Tensor):
+            if call.result.dtype == value.dtype:  # max(x), median(x)
+                place = (key == found).reshape(-1).nonzero()[0, 0]
+                return [value.elements.reshape(-1)[place]]
+            return [found]
+        _, places = found
+        dim = call.named.get("dim", -1)
+        keep = places if places.ndim == value.elements.ndim else places.unsqueeze(dim)
+        chosen = value.elements if not keep.ndim else value.elements.gather(dim, keep)
+        return [chosen.reshape(places.shape), places]
+
+    def move(self, call: Call) -> list[tuple[Elements, torch.dtype]]:
+        """Return each result of an operator that only moves elements, and the dtype that fits."""
+        result = call.result
+        fits = {value.fits for value in values_in((call.args, call.kwargs))}
+
+        def elements(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                if not argument.dtype.is_floating_point:
+                    raise NoMeaning(f"{call.operator} at places that depend on abstract numbers")
+                if argument.dtype == result.dtype:
+                    return argument.elements
+                cast, fitting = self.cast(argument, result.dtype)
+                fits.add(fitting)
+                return cast
+            if isinstance(argument, Tensor) and argument.dtype.is_floating_point:
+                fits.add(result.dtype)
+                return self.lift(argument)
+            if isinstance(argument, list | tuple):
+                return type(argument)(map(elements, argument))
+            return argument
+
+        named = {}
+        for name, argument in call.named.items():
+            named[name] = elements(argument)
+            is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
+            if is_number and name in FILLED:
+                fill = self.lift(float(argument))
+                named[name] = fill if _takes_tensor(call, name) else int(fill)
+                if argument != 0:
+                    fits.add(result.dtype)
+        found = _on_elements(call.operator, named)
+        common = fits.pop() if len(fits) == 1 else result.dtype
+        return [(each, common) for each in pytree.tree_leaves(found)]
+
+    def whole(self, call: Call, *, is_known: bool) -> list[Elements]:
+        """Return an unknown function of all arguments together.
+
+        Args:
+            is_known: the operator could be taken apart, but this arithmetic does not.
+        """
+        parts, constants = [], [str(call.operator)]
+        for leaf in pytree.tree_leaves((list(call.args), call.kwargs)):
+            if isinstance(leaf, Value | Tensor):
+                elements = self.lift(leaf)
+                parts.append(hashing.fold(elements.reshape(-1), [0]))
+                constants.append(spell(leaf))
+            else:
+                constants.append(spell(leaf))
+        key = hashing.mix(hashing.of_name(*constants), parts)
+        if not is_known:
+            self.opaque.setdefault(str(call.operator), set()).add(int(key))
+        found = []
+        for place, result in enumerate(call.results):
+            seed = hashing.of_name("result", place, tuple(result.shape))
+            own = hashing.mix(seed, [torch.arange(1, result.numel() + 1), key.reshape(1)])
+            found.append(self.narrow(own).view(result.shape))
+        return found
+
+
+_OPTIONS = ("alpha", "rounding_mode", "approximate", "dtype", "layout", "device", "memory_format")
+
+
+def _is_option(name: str) -> bool:
+    return name in _OPTIONS
+
+
+def _takes_tensor(call: Call, name: str) -> bool:
+    for argument in schema(call.operator).arguments:
+        if argument.name == name:
+            return str(argument.type) == "Tensor"
+    return False
+
+
+def _on_elements(operator: Any, named: dict[str, Any]) -> Any:
+    """Call an operator that moves elements, on int64 tensors."""
+    arguments = schema(operator).arguments
+    args = [named[argument.name] for argument in arguments if not argument.kwarg_only]
+    kwargs = {each.name: named[each.name] for each in arguments if each.kwarg_only}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    if str(operator).startswith("aten.embedding."):
+        args = args[:2]  # the others are options of the gradient
+    return operator(*args, **kwargs)

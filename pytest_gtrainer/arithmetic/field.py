@@ -1,0 +1,426 @@
+"""Field: an element is a number modulo a prime, so sums may be in any order.
+
+What is no sum, product or quotient is a pseudo-random function of its argument: equal arguments
+give equal values, and nothing else is known of it. Backward formulas must be linear in the incoming
+gradient, so operators are made of others by torch's decompositions.
+
+``Field(casts="opaque")`` rounds where a program does: a cast to a narrower dtype, and the result of
+an operator in bfloat16 or float16, is a pseudo-random function of the exact number. With float32 and
+wider, operators count as exact. ``Field(casts="identity")`` never rounds, and takes constants as
+the numbers that were rounded to them, such as 1/6 and 1e-5.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic import hashing
+from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, dims_of, values_in
+from pytest_gtrainer.arithmetic.operators import BITS
+from pytest_gtrainer.arithmetic.prime import ROOT, P, Prime, Q
+from pytest_gtrainer.arithmetic.values import NoMeaning, Value
+
+
+class Field(Arithmetic):
+    """Numbers modulo a prime."""
+
+    def __init__(self, *, casts: str, seed: int = 0, modulus: int = P) -> None:
+        super().__init__(seed)
+        self.prime = Prime(modulus)
+        if casts not in ("opaque", "identity"):
+            raise ValueError(f'casts={casts!r}: take "opaque" or "identity"')
+        self.rounds = casts == "opaque"
+        self.kind = "reordered" if self.rounds else "rounds elsewhere"
+
+    def narrow(self, hashes: Tensor) -> Elements:
+        return hashes.remainder(self.prime.modulus)
+
+    def lift(self, value: Any) -> Elements:
+        if isinstance(value, Value):
+            return value.elements
+        if isinstance(value, complex) or isinstance(value, Tensor) and value.is_complex():
+            raise NoMeaning("complex numbers")
+        if isinstance(value, Tensor):
+            return self.prime.numbers(value, as_meant=not self.rounds)
+        return torch.tensor(self.prime.number(value, as_meant=not self.rounds))
+
+    def order_key(self, elements: Elements) -> Tensor:
+        return self.prime.order_key(elements)
+
+    def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
+        if not (value.dtype.is_floating_point and dtype.is_floating_point):
+            seed = hashing.of_name("convert", str(value.dtype), str(dtype))
+            return self.narrow(hashing.mix(seed, [value.elements]))
+        if not self.rounds:
+            return value.elements
+        return self._round(value.elements, dtype)
+
+    def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
+        seed = hashing.of_name("round", str(dtype))
+        hashed = self.narrow(hashing.mix(seed, [elements]))
+        # Zero, infinities and NaN are themselves in every dtype.
+        return torch.where((elements == 0) | (elements >= self.prime.modulus), elements, hashed)
+
+    def stored(self, elements: Elements, dtype: torch.dtype) -> Elements:
+        """Return an exact result as it is in memory: narrow dtypes round it once."""
+        if self.rounds and BITS.get(dtype, 53) < BITS[torch.float32]:
+            return self._round(elements, dtype)
+        return elements
+
+    def compute(self, call: Call) -> Any:
+        method = getattr(self, f"_{call.base.strip('_')}", None)
+        if call.base not in _METHODS or method is None:
+            return NotImplemented
+        found = method(call)
+        if found is NotImplemented:
+            return NotImplemented
+        results = found if isinstance(found, list) else [found]
+        stored = []
+        for elements, result in zip(results, call.results, strict=True):
+            if elements is not None and call.base != "neg":
+                elements = self.stored(elements, result.dtype)
+            stored.append(elements)
+        return stored
+
+    # --- sums, products and quotients
+
+    def _operands(self, call: Call) -> tuple[Elements, Elements]:
+        left, right = list(call.named.values())[:2]
+        scaled = self.lift(right)
+        alpha = call.named.get("alpha", 1)
+        if alpha not in (1, None):
+            scaled = self.prime.multiply(scaled, self.lift(alpha))
+        return self.lift(left), scaled
+
+    def _add(self, call: Call) -> Elements:
+        return self.prime.add(*self._operands(call))
+
+    def _sub(self, call: Call) -> Elements:
+        return self.prime.subtract(*self._operands(call))
+
+    def _mul(self, call: Call) -> Elements:
+        return self.prime.multiply(*self._operands(call))
+
+    def _div(self, call: Call) -> Any:
+        if call.named.get("rounding_mode"):
+            return NotImplemented
+        return self.prime.divide(*self._operands(call))
+
+    def _neg(self, call: Call) -> Elements:
+        return self.prime.negative(self.lift(call.args[0]))
+
+    def _reciprocal(self, call: Call) -> Elements:
+        return self.prime.inverse(self.lift(call.args[0]))
+
+    def _square(self, call: Call) -> Elements:
+        return self.prime.power(self.lift(call.args[0]), 2)
+
+    def _sqrt(self, call: Call) -> Elements:
+        return self._root(self.lift(call.args[0]))
+
+    def _rsqrt(self, call: Call) -> Elements:
+        return self.prime.inverse(self._root(self.lift(call.args[0])))
+
+    def _root(self, elements: Elements) -> Elements:
+        """Return roots of squares, and pseudo-random numbers for the others."""
+        root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
+        is_square = self.prime.power(root, 2) == elements
+        hashed = self.narrow(hashing.mix(hashing.of_name("sqrt"), [elements]))
+        return torch.where(is_square | (elements >= self.prime.modulus), root, hashed)
+
+    def _pow(self, call: Call) -> Any:
+        base, exponent = call.args
+        if not isinstance(exponent, int | float) or not isinstance(base, Value):
+            return NotImplemented
+        doubled = 2 * exponent
+        if not float(doubled).is_integer() or abs(doubled) > 64:
+            return NotImplemented
+        elements = base.elements
+        if int(doubled) % 2:
+            elements, exponent = self._root(elements), doubled
+        result = self.prime.power(elements, int(abs(exponent)))
+        return self.prime.inverse(result) if exponent < 0 else result
+
+    def _exp(self, call: Call) -> Elements:
+        self.exponentials += 1
+        elements = self.lift(call.args[0])
+        hashed = self.narrow(hashing.mix(hashing.of_name("exp"), [elements]))
+        found = torch.where(elements == 0, 1, hashed)
+        found = torch.where(elements == self.prime.minus_infinity, 0, found)
+        return torch.where(elements > self.prime.minus_infinity, elements, found)
+
+    # --- the larger one, by an order that is arbitrary but the same everywhere
+
+    def _maximum(self, call: Call) -> Elements:
+        left, right = torch.broadcast_tensors(*self._operands(call))
+        return torch.where(self.is_less(left, right), right, left)
+
+    def _minimum(self, call: Call) -> Elements:
+        left, right = torch.broadcast_tensors(*self._operands(call))
+        return torch.where(self.is_less(left, right), left, right)
+
+    def _abs(self, call: Call) -> Elements:
+        elements = self.lift(call.args[0])
+        is_negative = self.order_key(elements) < 0
+        return torch.where(is_negative, self.prime.negative(elements), elements)
+
+    def _amax(self, call: Call) -> Elements:
+        rows, key = self._rows(call)
+        return rows.gather(-1, key.argmax(-1, keepdim=True)).reshape(call.result.shape)
+
+    def _amin(self, call: Call) -> Elements:
+        rows, key = self._rows(call)
+        return rows.gather(-1, key.argmin(-1, keepdim=True)).reshape(call.result.shape)
+
+    def _rows(self, call: Call) -> tuple[Elements, Tensor]:
+        """Return the elements with the reduced dimensions as the last one, and their order."""
+        elements = self.lift(call.args[0])
+        reduced = dims_of(call, elements.ndim)
+        kept = [dim for dim in range(elements.ndim) if dim not in reduced]
+        shape = [elements.shape[dim] for dim in kept]
+        rows = elements.permute(*kept, *reduced).reshape(*shape, -1)
+        return rows, self.order_key(rows)
+
+    # --- sums over dimensions
+
+    def _mm(self, call: Call) -> Elements:
+        return self.prime.matmul(self.lift(call.args[0]), self.lift(call.args[1]))
+
+    _bmm = _dot = _mv = _mm
+
+    def _sum(self, call: Call) -> Any:
+        if not values_in(call.args[:1]):
+            return NotImplemented
+        value = call.args[0]
+        dims = dims_of(call, value.elements.ndim)
+        return self.prime.total(value.elements, dims).reshape(call.result.shape)
+
+    def _mean(self, call: Call) -> Elements:
+        count = call.args[0].elements.numel() // max(1, call.result.numel())
+        return self.prime.divide(self._sum(call), torch.tensor(count))
+
+    def _var(self, call: Call) -> Elements:
+        return self._moments(call)[0]
+
+    def _var_mean(self, call: Call) -> list[Elements]:
+        return list(self._moments(call))
+
+    def _moments(self, call: Call) -> tuple[Elements, Elements]:
+        elements = call.args[0].elements
+        dims = dims_of(call, elements.ndim)
+        count = math.prod(elements.shape[dim] for dim in dims)
+        correction = call.named.get("correction", 1)
+        if "unbiased" in call.named:
+            correction = int(call.named["unbiased"])
+        correction = 1 if correction is None else correction
+        mean = self.prime.divide(self.prime.total(elements, dims, keepdim=True), torch.tensor(count))
+        apart = self.prime.subtract(elements, mean)
+        squares = self.prime.total(self.prime.power(apart, 2), dims)
+        variance = self.prime.divide(squares, self.lift(float(count - correction)))
+        shape = call.result.shape
+        return variance.reshape(shape), mean.reshape(shape)
+
+    def _cumsum(self, call: Call) -> Any:
+        elements = self.lift(call.args[0])
+        if self.prime.has_special(elements):
+            return NotImplemented
+        return elements.cumsum(call.named["dim"]).remainder(self.prime.modulus)
+
+    def _prod(self, call: Call) -> Elements:
+        elements = self.lift(call.args[0])
+        dim = call.named.get("dim")
+        if dim is None:
+            elements, dim = elements.reshape(-1), 0
+        result = torch.ones_like(elements.select(dim, 0)) if elements.numel() else None
+        if result is None:
+            return torch.ones(call.result.shape, dtype=torch.int64)
+        for part in elements.unbind(dim):
+            result = self.prime.multiply(result, part)
+        return result.reshape(call.result.shape)
+
+    def _index_put(self, call: Call) -> Any:
+        named = call.named
+        if values_in(named["indices"]) or not named.get("accumulate"):
+            return NotImplemented
+        elements, added = self.lift(named["self"]), self.lift(named["values"])
+        return elements.index_put(named["indices"], added, accumulate=True).remainder(self.prime.modulus)
+
+    _unsafe_index_put = _index_put
+
+    def _index_add(self, call: Call) -> Any:
+        named = call.named
+        added = self.prime.multiply(self.lift(named["source"]), self.lift(named["alpha"]))
+        elements = self.lift(named["self"])
+        return elements.index_add(named["dim"], named["index"], added).remainder(self.prime.modulus)
+
+    def _scatter_add(self, call: Call) -> Any:
+        named = call.named
+        elements, added = self.lift(named["self"]), self.lift(named["src"])
+        return elements.scatter_add(named["dim"], named["index"], added).remainder(self.prime.modulus)
+
+    def _embedding_dense_backward(self, call: Call) -> Elements:
+        named = call.named
+        if named["scale_grad_by_freq"]:
+            return NotImplemented
+        gradient, places = self.lift(named["grad_output"]), named["indices"]
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        used = (places != named["padding_idx"]).reshape(-1, 1)
+        result = torch.zeros(call.result.shape, dtype=torch.int64)
+        return result.index_add(0, places.reshape(-1), torch.where(used, rows, 0)).remainder(self.prime.modulus)
+
+    # --- convolutions
+
+    def _convolution(self, call: Call) -> Any:
+        named = dict(call.named)
+        rest = [named[name] for name in _OF_CONVOLUTIONS]
+        operator = call.operator
+
+        def convolve(left: Tensor, right: Tensor) -> Tensor:
+            return operator(left, right, None, *rest)
+
+        elements = self.prime.bilinear(convolve, self.lift(named["input"]), self.lift(named["weight"]))
+        if named["bias"] is not None:
+            bias = self.lift(named["bias"])
+            elements = self.prime.add(elements, bias.view(-1, *[1] * (elements.ndim - 2)))
+        return elements
+
+    def _convolution_backward(self, call: Call) -> list[Elements | None]:
+        named = dict(call.named)
+        rest = [named[name] for name in _OF_CONVOLUTIONS]
+        gradient, given, weight = (
+            self.lift(named[name]) for name in ("grad_output", "input", "weight")
+        )
+        operator, bias = call.operator, named["bias_sizes"]
+        like_input, like_weight = given.double(), weight.double()
+
+        def to_input(left: Tensor, right: Tensor) -> Tensor:
+            mask = [True, False, False]
+            return operator(left, like_input, right, bias, *rest, mask)[0]
+
+        def to_weight(left: Tensor, right: Tensor) -> Tensor:
+            mask = [False, True, False]
+            return operator(left, right, like_weight, bias, *rest, mask)[1]
+
+        found: list[Elements | None] = []
+        mask = named["output_mask"]
+        found.append(self.prime.bilinear(to_input, gradient, weight) if mask[0] else None)
+        found.append(self.prime.bilinear(to_weight, gradient, given) if mask[1] else None)
+        if mask[2]:
+            dims = [dim for dim in range(gradient.ndim) if dim != 1]
+            found.append(self.prime.total(gradient, dims))
+        else:
+            found.append(None)
+        return [elements for elements in found if elements is not None]
+
+
+_OF_CONVOLUTIONS = (
+    *("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+)
+_METHODS = frozenset(
+    """
+    add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm bmm dot mv sum mean var var_mean
+    cumsum prod index_put _unsafe_index_put index_add scatter_add embedding_dense_backward
+    convolution convolution_backward
+    """.split()
+)
+
+
+class FieldWithExponents(Field):
+    """A field in which exp(a + b) is exp(a) exp(b), as softmax in parts needs it.
+
+    An element is a pair: a number modulo P, and one modulo Q that follows it through sums and
+    matrix products and is its exponent: exp is ``ROOT`` to that power (Mirage, OSDI 2025, section
+    5.1). Where numbers are multiplied one by one, and after any other function, the exponent is a
+    pseudo-random function of the number: an exponent that was a product of two unknowns is lost.
+    Results are compared by their numbers alone.
+    """
+
+    def __init__(self, *, casts: str, seed: int = 0) -> None:
+        super().__init__(casts=casts, seed=seed)
+        self._numbers = Field(casts=casts, seed=seed)
+        self._exponents = Field(casts="identity", seed=seed, modulus=Q)
+
+    def narrow(self, hashes: Tensor) -> Elements:
+        return self._with_own_exponent(hashes.remainder(P))
+
+    def compared(self, elements: Elements) -> Elements:
+        return self.number_of(elements)
+
+    @staticmethod
+    def number_of(elements: Elements) -> Tensor:
+        return elements & _LOW
+
+    def _with_own_exponent(self, numbers: Tensor) -> Elements:
+        """Return numbers with the exponent that is a function of each."""
+        exponents = hashing.mix(hashing.of_name("exponent"), [numbers]).remainder(Q)
+        return torch.where(numbers < P, numbers | exponents << 31, numbers)
+
+    def lift(self, value: Any) -> Elements:
+        if isinstance(value, Value):
+            return value.elements
+        numbers = self._numbers.lift(value)
+        exponents = self._exponents.lift(value)
+        return torch.where(numbers < P, numbers | exponents << 31, numbers)
+
+    def order_key(self, elements: Elements) -> Tensor:
+        return self.prime.order_key(self.number_of(elements))
+
+    def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
+        numbers = self.number_of(elements)
+        rounded = self._numbers._round(numbers, dtype)
+        return torch.where(rounded == numbers, elements, self._with_own_exponent(rounded))
+
+    def compute(self, call: Call) -> Any:
+        if call.base == "exp":
+            return [self.stored(self._exp(call), call.result.dtype)]
+        if call.base in _CHOICES:
+            return super().compute(call)
+        numbers = self._numbers.compute(self._part(call, self.number_of))
+        if numbers is NotImplemented:
+            return NotImplemented
+        is_linear = call.base in _LINEAR or len(values_in((call.args, call.kwargs))) == 1
+        if call.base not in _BILINEAR or not is_linear:
+            return [self._with_own_exponent(each) for each in numbers]
+        exponents = self._exponents.compute(self._part(call, lambda each: each >> 31))
+        pairs = []
+        for number, exponent, result in zip(numbers, exponents, call.results, strict=True):
+            pair = torch.where(number < P, number | exponent << 31, number)
+            narrow = self.rounds and BITS.get(result.dtype, 53) < BITS[torch.float32]
+            pairs.append(self._with_own_exponent(number) if narrow else pair)
+        return pairs
+
+    def _part(self, call: Call, part: Callable[[Tensor], Tensor]) -> Call:
+        def of_value(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                return replace(argument, elements=part(argument.elements))
+            return argument
+
+        args, kwargs, named = pytree.tree_map(of_value, (call.args, call.kwargs, call.named))
+        return replace(call, args=args, kwargs=kwargs, named=named)
+
+    def _exp(self, call: Call) -> Elements:
+        elements = self.lift(call.args[0])
+        numbers, exponents = self.number_of(elements), elements >> 31
+        result = torch.ones_like(numbers)
+        for bit in range(30):
+            power = pow(ROOT, 1 << bit, P)
+            result = torch.where((exponents >> bit) & 1 == 1, result * power % P, result)
+        result = torch.where(numbers == self.prime.minus_infinity, 0, result)
+        result = torch.where(numbers > self.prime.minus_infinity, numbers, result)
+        return self._with_own_exponent(result)
+
+
+_LOW = (1 << 31) - 1
+_CHOICES = frozenset("maximum minimum amax amin".split())
+_LINEAR = frozenset(
+    """
+    add sub neg mm bmm dot mv sum mean cumsum index_put _unsafe_index_put index_add scatter_add
+    embedding_dense_backward convolution convolution_backward
+    """.split()
+)
+_BILINEAR = _LINEAR | {"mul", "div"}

@@ -1,0 +1,152 @@
+"""Operators made of others, where torch has no decomposition, and meanings that users give."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer._torch.arithmetic import decomposition_table, is_taken_apart
+from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
+
+aten = torch.ops.aten
+_given: dict[Any, Callable[..., Any]] = {}
+
+
+@contextmanager
+def meaning(operator: Any, reference: Callable[..., Any]) -> Iterator[None]:
+    """Say what an operator computes, for arithmetics: ``meaning("vllm::rms_norm", function)``.
+
+    Args:
+        operator: its name, with or without overload, or the operator itself.
+        reference: a function of the same arguments, written in torch's operators. It returns what
+            the operator returns; what the operator writes to, it writes to, too.
+
+    Raises:
+        ValueError: there is no such operator.
+    """
+    overloads = _overloads(operator)
+    before = {overload: _given.get(overload) for overload in overloads}
+    _given.update(dict.fromkeys(overloads, reference))
+    try:
+        yield
+    finally:
+        for overload, function in before.items():
+            if function is None:
+                _given.pop(overload, None)
+            else:
+                _given[overload] = function
+
+
+def _overloads(operator: Any) -> list[OpOverload]:
+    found = operator
+    if isinstance(operator, str):
+        space, _, rest = operator.partition("::")
+        name, _, overload = rest.partition(".")
+        found = getattr(getattr(torch.ops, space), name, None) if name else None
+        if found is not None and overload:
+            found = getattr(found, overload, None)
+    if isinstance(found, OpOverload):
+        return [found]
+    if isinstance(found, OpOverloadPacket):
+        return [getattr(found, overload) for overload in found.overloads()]
+    raise ValueError(
+        f'there is no operator {operator!r}: name a registered one, as "vllm::rms_norm" or '
+        '"aten::mm.default"'
+    )
+
+
+def given_meaning(operator: Any) -> Callable[..., Any] | None:
+    """Return the reference that a user gave for an operator."""
+    return _given.get(operator)
+
+
+def parts_of(operator: Any) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by others; None if nobody knows one."""
+    if operator in _FORMULAS:
+        return _FORMULAS[operator]
+    if operator in decomposition_table:
+        return decomposition_table[operator]
+    if is_taken_apart(operator):
+        return operator.decompose
+    return None
+
+
+def _scores(query: Tensor, key: Tensor, mask: Any, is_causal: bool, scale: Any) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.transpose(-2, -1)) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            return scores.masked_fill(~mask, -torch.inf)
+        return scores + mask
+    return scores
+
+
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Return a head of keys or values for each head of queries."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def _attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention, computed in float32 or wider and rounded once, as the kernel does."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (_repeat_heads(each, query.shape[1]).to(wide) for each in (key, value))
+    scores = _scores(query.to(wide), keys, attn_mask, is_causal, scale)
+    weights = torch.softmax(scores, -1)
+    return (weights @ values).to(query.dtype), torch.logsumexp(scores, -1)
+
+
+def _attention_for_cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of attention (Dao, 2023, section 2.3), of weights that are made again."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    heads = query.shape[1]
+    keys, values = (_repeat_heads(each, heads).to(wide) for each in (key, value))
+    gradient, queries = grad_out.to(wide), query.to(wide)
+    scores = _scores(queries, keys, attn_mask, is_causal, scale)
+    weights = torch.softmax(scores, -1)
+    to_weights = gradient @ values.transpose(-2, -1)
+    along_rows = (to_weights * weights).sum(-1, keepdim=True)
+    to_scores = weights * (to_weights - along_rows)
+    to_scores = to_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+    def by_group(tensor: Tensor) -> Tensor:
+        shared = key.shape[1]
+        grouped = tensor.unflatten(1, (shared, heads // shared))
+        return grouped.sum(2).to(query.dtype)
+
+    return (
+        (to_scores @ keys).to(query.dtype),
+        by_group(to_scores.transpose(-2, -1) @ queries),
+        by_group(weights.transpose(-2, -1) @ gradient),
+    )
+
+
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_for_cpu_backward,
+}

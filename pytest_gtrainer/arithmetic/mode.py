@@ -1,0 +1,300 @@
+"""A dispatch mode in which a program computes in an arithmetic, beside its real numbers.
+
+Every operator runs as it is, and its result says shapes, strides and dtypes. If an operand is
+abstract, the elements of the result are computed, too. So unmodified programs run: eager code and
+its autograd, graphs, and a net that adds for simulated ranks.
+
+A number that the program asks for (``item``) is the real one, and counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gtrainer._torch.arithmetic import TorchDispatchMode, functional_of, run_kernel
+from pytest_gtrainer._torch.values import FakeTensor, pytree, schema
+from pytest_gtrainer.arithmetic.base import Arithmetic, Call, named_arguments
+from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
+from pytest_gtrainer.arithmetic.operators import (
+    CASTS,
+    COMPARISONS,
+    FACTORIES,
+    FINITE,
+    MOVES,
+    SORTS,
+    UNINITIALISED,
+    base_name,
+    is_pointwise,
+)
+from pytest_gtrainer.arithmetic.shadows import Shadows, whole_storage
+from pytest_gtrainer.arithmetic.values import NoMeaning, Value
+from pytest_gtrainer.graph.nodes import COMMUNICATING, is_random, is_view
+from pytest_gtrainer.graph.nodes import Call as OperatorCall
+
+_READS = frozenset("_local_scalar_dense equal is_nonzero item".split())
+_ON_STORAGES = frozenset("set_ resize_ record_stream is_pinned _pin_memory".split())
+
+
+class ArithmeticMode(TorchDispatchMode):
+    """Follow what a program does with abstract tensors.
+
+    Attributes:
+        shadows: which tensors are abstract, and their elements.
+        reads: operators by which the program asked for a real number of an abstract tensor.
+        on_result: called after each operator with an abstract operand, with the operator, its
+            operands, its results, and ``shadows.read``.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, shadows: Shadows | None = None, owner: int = 0):
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.shadows = shadows or Shadows()
+        self.reads: Counter[str] = Counter()
+        self.on_result: Callable[..., None] | None = None
+        self._inside = 0  # how many operators are being taken apart
+        self._owner = owner
+
+    def make_abstract(self, tensor: Tensor, name: Any) -> None:
+        """Give a tensor the elements of the input ``name``."""
+        self.shadows.write(tensor, self.arithmetic.leaf(name, tensor.shape))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        foreign = [each for each in types if each not in (Tensor, nn.Parameter)]
+        if any(issubclass(each, FakeTensor) for each in foreign):
+            return func(*args, **kwargs)  # a fake tensor asks for shapes
+        if foreign:
+            return NotImplemented  # DTensor first: its local operators come back here
+        base = base_name(func)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(self.shadows.has, tensors)):
+            result = func(*args, **kwargs)
+            if base in UNINITIALISED and isinstance(result, Tensor):
+                self._forget_numbers(result)
+            return result
+        try:
+            return self._abstract(func, base, args, kwargs)
+        except NoMeaning:
+            raise
+        except Exception as error:
+            error.add_note(f"in the arithmetic {self.arithmetic.kind!r}, at {func}")
+            raise
+
+    def _forget_numbers(self, tensor: Tensor) -> None:
+        """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
+        if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
+            elements = self.arithmetic.uninitialised(tensor.numel(), self._owner)
+            self.shadows.write(tensor, elements.view(tensor.shape))
+
+    def _abstract(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator that has an abstract operand."""
+        if base in _READS:
+            self.reads[str(func)] += 1
+            return func(*args, **kwargs)
+        if base in _ON_STORAGES or is_view(func) or base in FACTORIES:
+            return func(*args, **kwargs)
+        if base in UNINITIALISED:
+            result = func(*args, **kwargs)
+            self._forget_numbers(result)
+            return result
+        if func.namespace in COMMUNICATING:
+            raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
+        reference = given_meaning(func)
+        if reference is None and (base.startswith("_foreach_") or func.namespace == "fsdp"):
+            with self:
+                return run_kernel(func, args, kwargs)  # it calls an operator for each tensor
+        if schema(func).is_mutable and reference is None:
+            return self._write(func, base, args, kwargs)
+        result = func(*args, **kwargs)
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if reference is not None:
+            self._adopt(results, self._by_parts(reference, args, kwargs))
+        else:
+            self._compute(func, base, args, kwargs, results)
+        self._report(func, (args, kwargs), results)
+        return result
+
+    def _report(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
+        if self.on_result is not None and not self._inside:
+            operands = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+            self.on_result(func, operands, results, self.shadows.read)
+
+    def _compute(
+        self, func: Any, base: str, args: Any, kwargs: Any, results: Sequence[Tensor]
+    ) -> None:
+        """Give the results of an operator without side effects their elements."""
+        arithmetic = self.arithmetic
+        call = self._call(func, base, args, kwargs, results)
+        if base == "native_dropout":
+            return self._drop_out(call, args)
+        if is_random(OperatorCall(func, tuple(args), kwargs)):
+            raise NoMeaning(f"{func} draws random numbers that depend on abstract ones")
+        if base in CASTS:
+            elements, fits = arithmetic.cast(call.args[0], call.result.dtype)
+            return self.shadows.write(call.result, elements, fits)
+        if base in COMPARISONS:
+            return self._know(call.result, arithmetic.compare(call))
+        if base in FINITE:
+            return self._know(call.result, torch.full((), FINITE[base]))
+        if base in SORTS:
+            return self._set(call, arithmetic.sort(call))
+
+        found = arithmetic.compute(call)
+        if found is not NotImplemented:
+            return self._set(call, found)
+        if base in MOVES or base in ("index_put", "_unsafe_index_put") and not call.named.get(
+            "accumulate"
+        ):
+            for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
+                self.shadows.write(tensor, elements, fits)
+            return None
+        if arithmetic.takes_apart:
+            parts = parts_of(func)
+            if parts is not None:
+                return self._adopt(results, self._by_parts(parts, args, kwargs), call)
+        if is_pointwise(func) and len(results) == 1:
+            return self._set(call, [arithmetic.pointwise(call)])
+        is_known = parts_of(func) is not None or not arithmetic.takes_apart and func.namespace == "aten"
+        self._set(call, arithmetic.whole(call, is_known=is_known))
+
+    def _call(
+        self, func: Any, base: str, args: Any, kwargs: Any, results: Sequence[Tensor]
+    ) -> Call:
+        def value_of(tensor: Tensor) -> Any:
+            value = self.shadows.read(tensor)
+            return tensor if value is None else value
+
+        args, kwargs = pytree.tree_map_only(Tensor, value_of, (tuple(args), dict(kwargs)))
+        named = named_arguments(func, args, kwargs)
+        return Call(func, base, args, kwargs, named, results)
+
+    def _set(self, call: Call, found: Sequence[Any]) -> None:
+        for tensor, elements in zip(call.results, found, strict=True):
+            if tensor.is_floating_point():
+                self.shadows.write(tensor, elements)
+            elif elements.dtype == torch.int64 and call.base in SORTS:
+                self._know(tensor, elements)
+            else:
+                self.shadows.write(tensor, elements)
+
+    def _know(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Make a result the known numbers that were decided."""
+        tensor.copy_(numbers)
+
+    def _by_parts(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        self._inside += 1
+        try:
+            with self:
+                found = function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+    def _adopt(
+        self, results: Sequence[Tensor], found: Sequence[Tensor], call: Call | None = None
+    ) -> None:
+        """Give the results of an operator the elements of those of its parts."""
+        unknown: Sequence[Any] = ()
+        for place, tensor in enumerate(results):
+            part = found[place] if place < len(found) else None
+            if part is None or part.numel() != tensor.numel():
+                if call is None:
+                    raise NoMeaning("a reference returns other shapes than its operator")
+                # A decomposition leaves out what only a kernel's backward reads.
+                unknown = unknown or self.arithmetic.whole(call, is_known=True)
+                self.shadows.write(tensor, unknown[place])
+                continue
+            value = self.shadows.read(part)
+            if value is None:
+                tensor.copy_(part.reshape(tensor.shape))
+            else:
+                elements, fits = self.arithmetic.cast(value, tensor.dtype)
+                self.shadows.write(tensor, elements.reshape(tensor.shape), fits)
+
+    def _drop_out(self, call: Call, args: Any) -> None:
+        """Multiply by what is drawn: the real operator has drawn the known mask."""
+        kept, mask = call.results
+        probability = call.named["p"]
+        with self:
+            scale = 0.0 if probability == 1 else 1 / (1 - probability)
+            product = args[0] * mask * scale if call.named["train"] is not False else args[0]
+        self._adopt([kept], [product])
+
+    # --- writes
+
+    def _write(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator that writes to operands."""
+        named = named_arguments(func, args, kwargs)
+        targets: list[Tensor] = []
+        for argument in schema(func).arguments:
+            if argument.is_write:
+                given = pytree.tree_leaves(named[argument.name])
+                targets += [leaf for leaf in given if isinstance(leaf, Tensor)]
+        if base in ("copy_", "fill_", "zero_"):
+            return self._overwrite(func, base, args, kwargs, named)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = func(*args, **kwargs)  # drawn numbers are known
+            for target in targets:
+                self._write_known(target)
+            return result
+        operator = functional_of(func)
+        if operator is None:
+            raise NoMeaning(f"{func} writes to an abstract tensor, in a way without a meaning")
+        inputs = {name: value for name, value in named.items() if not _is_out(func, name)}
+        given = [inputs[each.name] for each in schema(operator).arguments if not each.kwarg_only]
+        options = {
+            each.name: inputs[each.name] for each in schema(operator).arguments if each.kwarg_only
+        }
+        for target in targets:
+            self._lift_storage(target)
+        found = self._by_parts(operator, given, options)
+        result = func(*args, **kwargs)
+        self._adopt(targets, found)
+        self._report(func, (args, kwargs), targets)
+        return result
+
+    def _overwrite(self, func: Any, base: str, args: Any, kwargs: Any, named: Any) -> Any:
+        target = args[0]
+        source: Any = named.get("src", named.get("value", 0.0))
+        value = self.shadows.read(source) if isinstance(source, Tensor) else None
+        is_whole = target.numel() == whole_storage(target).numel()
+        if value is None and is_whole:
+            result = func(*args, **kwargs)
+            self.shadows.forget(target)
+            return result
+        self._lift_storage(target)
+        fits = target.dtype
+        if value is None:
+            known = source.to(target.dtype) if isinstance(source, Tensor) else float(source)
+            elements = self.arithmetic.lift(known)
+        else:
+            elements, fits = self.arithmetic.cast(value, target.dtype)
+            elements = elements.clone()  # source and target may be one memory
+        result = func(*args, **kwargs)
+        self.shadows.write(target, elements.expand(target.shape), fits)
+        self._report(func, (args, kwargs), [target])
+        return result
+
+    def _write_known(self, target: Tensor) -> None:
+        """Note that real numbers were written to a target."""
+        if target.numel() == whole_storage(target).numel():
+            self.shadows.forget(target)
+        elif self.shadows.has(target):
+            self.shadows.write(target, self.arithmetic.lift(target))
+
+    def _lift_storage(self, target: Tensor) -> None:
+        """Make a tensor abstract, with all memory that it is a view of."""
+        if not self.shadows.has(target):
+            if not target.is_floating_point():
+                raise NoMeaning(f"abstract numbers are written to a known tensor of {target.dtype}")
+            whole = whole_storage(target)
+            self.shadows.write(whole, self.arithmetic.lift(whole))
+
+
+def _is_out(func: Any, name: str) -> bool:
+    return any(each.is_out and each.name == name for each in schema(func).arguments)

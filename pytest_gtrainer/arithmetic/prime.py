@@ -1,0 +1,257 @@
+"""Numbers modulo a prime, as int64, and three that are not finite.
+
+Sums, products and quotients are exact, so the order of additions does not matter. Equal results for
+random operands mean equal rational functions, but for a chance of degree / P in each element
+(Schwartz and Zippel; Mirage, OSDI 2025, checks kernels in this way).
+
+``P`` is 2 Q + 1 for a prime Q, so ``ROOT`` to the power of x depends on x modulo Q. 2, 3, 5, 7, 11
+and 13 are squares modulo P, so the scales of attention, such as 1 / sqrt(24), are numbers of it.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer.arithmetic.hashing import scramble
+
+P, Q = 2147454839, 1073727419
+ROOT = 4  # a square, so its powers are Q different numbers
+_FLOATS = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.float64)
+_INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding
+_MOST_VALUES = 1 << 16
+
+
+class Prime:
+    """Arithmetic modulo a prime below 2 ** 31, on tensors of its elements.
+
+    Attributes:
+        modulus: elements are 0 .. modulus - 1.
+        minus_infinity, infinity, nan: elements that stand for what is no number.
+    """
+
+    def __init__(self, modulus: int) -> None:
+        self.modulus = modulus
+        self.minus_infinity, self.infinity, self.nan = modulus, modulus + 1, modulus + 2
+
+    def has_special(self, elements: Tensor) -> bool:
+        """Return whether an element is infinite or NaN."""
+        return elements.numel() > 0 and int(elements.max()) >= self.modulus
+
+    def _as_floats(self, elements: Tensor) -> Tensor:
+        """Return infinities and NaN as floats; 0.0 stands for any number."""
+        special = elements - self.modulus
+        return torch.where(special >= 0, _FLOATS[special.clamp(min=0)], 0.0)
+
+    def _from_floats(self, floats: Tensor, numbers: Tensor) -> Tensor:
+        """Return ``numbers`` where the floats are finite, else the infinity or NaN there."""
+        found = torch.where(floats.isneginf(), self.minus_infinity, numbers)
+        found = torch.where(floats.isposinf(), self.infinity, found)
+        return torch.where(floats.isnan(), self.nan, found)
+
+    def _combine(
+        self,
+        numbers: Callable[..., Tensor],
+        floats: Callable[..., Tensor] | None,
+        *operands: Tensor,
+    ) -> Tensor:
+        """Return ``numbers(*operands)``.
+
+        Args:
+            floats: computes where an operand is infinite or NaN. Without it the result is NaN there.
+        """
+        result = numbers(*operands).remainder(self.modulus)
+        if not any(map(self.has_special, operands)):
+            return result
+        if floats is not None:
+            return self._from_floats(floats(*map(self._as_floats, operands)), result)
+        is_special = torch.zeros((), dtype=torch.bool)
+        for operand in operands:
+            is_special = is_special | (operand >= self.modulus)
+        return torch.where(is_special, self.nan, result)
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._combine(torch.add, torch.add, left, right)
+
+    def subtract(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._combine(torch.sub, torch.sub, left, right)
+
+    def negative(self, elements: Tensor) -> Tensor:
+        return self._combine(torch.neg, torch.neg, elements)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._combine(torch.mul, None, left, right)
+
+    def total(self, elements: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+        def summed(operand: Tensor) -> Tensor:
+            return operand.sum(dims, keepdim=keepdim) if operand.ndim else operand
+
+        return self._combine(summed, summed, elements)
+
+    def power(self, elements: Tensor, exponent: int) -> Tensor:
+        """Return a power of a whole number, 0 or more; NaN of what is infinite or NaN."""
+        result, base = torch.ones_like(elements), elements.remainder(self.modulus)
+        left = exponent
+        while left:
+            if left & 1:
+                result = (result * base).remainder(self.modulus)
+            base, left = (base * base).remainder(self.modulus), left >> 1
+        if self.has_special(elements):
+            return torch.where(elements >= self.modulus, self.nan, result)
+        return result
+
+    def inverse(self, elements: Tensor) -> Tensor:
+        """Return 1 / x; infinity for 0, and 0 for an infinity."""
+        result = self.power(elements, self.modulus - 2)
+        result = torch.where(elements == 0, self.infinity, result)
+        is_infinite = (elements == self.infinity) | (elements == self.minus_infinity)
+        return torch.where(is_infinite, 0, result)
+
+    def divide(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.multiply(left, self.inverse(right))
+
+    def bilinear(
+        self, function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor
+    ) -> Tensor:
+        """Return sums of products of two operands, exactly.
+
+        Args:
+            function: computes them on float64, at most ``_INNER`` products for an element.
+
+        Both are cut into halves of 16 bits, whose products float64 adds without rounding.
+        """
+        if self.has_special(left) or self.has_special(right):
+            # 0 times an infinity is NaN, so no element that such a product goes into is a number.
+            floats = function(self._nan_or_one(left), self._nan_or_one(right))
+            left = torch.where(left < self.modulus, left, 0)
+            right = torch.where(right < self.modulus, right, 0)
+            return torch.where(floats.isnan(), self.nan, self.bilinear(function, left, right))
+        low_left, high_left = (left & 0xFFFF).double(), (left >> 16).double()
+        low_right, high_right = (right & 0xFFFF).double(), (right >> 16).double()
+
+        def product(first: Tensor, second: Tensor) -> Tensor:
+            return function(first, second).long().remainder(self.modulus)
+
+        low, high = product(low_left, low_right), product(high_left, high_right)
+        both = product(low_left + high_left, low_right + high_right)
+        middle = (both - low - high).remainder(self.modulus)
+        shifted = high * pow(2, 32, self.modulus) + middle * 65536 + low
+        return shifted.remainder(self.modulus)
+
+    def _nan_or_one(self, elements: Tensor) -> Tensor:
+        return torch.where(elements >= self.modulus, math.nan, 1.0).double()
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the product of matrices, or of batches of them; long inner sizes are split."""
+        inner = left.shape[-1]
+        result = None
+        for start in range(0, max(inner, 1), _INNER):
+            width = min(_INNER, inner - start)
+            rows = left.narrow(-1, start, width)
+            columns = right.narrow(-2 if right.ndim > 1 else 0, start, width)
+            part = self.bilinear(torch.matmul, rows, columns)
+            result = part if result is None else self.add(result, part)
+        return result
+
+    def order_key(self, elements: Tensor) -> Tensor:
+        """Return numbers by which elements are compared and sorted.
+
+        Such numbers have no order. This one is arbitrary, the same for equal elements, with about
+        half of them above 0.
+        """
+        limits = torch.iinfo(torch.int64)
+        key = torch.where(elements == self.minus_infinity, limits.min, scramble(elements))
+        return torch.where(elements >= self.infinity, limits.max, key)
+
+    # --- numbers of programs
+
+    def number(self, value: float, *, as_meant: bool) -> int:
+        """Return a constant of a program as an element.
+
+        Args:
+            as_meant: take the number that was rounded to this one, if it is recognised: a decimal
+                with at most 7 digits, or a small fraction or its square or fourth root. Otherwise a
+                float is the fraction with a power of two that it is.
+        """
+        if math.isnan(value):
+            return self.nan
+        if math.isinf(value):
+            return self.infinity if value > 0 else self.minus_infinity
+        if as_meant:
+            meant = _meant_fraction(value)
+            if meant is not None:
+                return self._fraction(meant)
+            root = self._meant_root(abs(value))
+            if root is not None:
+                return root if value > 0 else self.modulus - root
+        return self._fraction(Fraction(value))
+
+    def _meant_root(self, value: float) -> int | None:
+        """Return the square root, or the fourth root, of a small fraction that was rounded."""
+        for degree in (2, 4):
+            radicand = Fraction(value**degree).limit_denominator(4096)
+            if radicand and _rounds_to(float(radicand) ** (1 / degree), value):
+                root: int | None = self._fraction(radicand)
+                while degree > 1 and root is not None:
+                    root, degree = self._square_root(root), degree // 2
+                return root
+        return None
+
+    def _fraction(self, value: Fraction) -> int:
+        inverse = pow(value.denominator, self.modulus - 2, self.modulus)
+        return value.numerator * inverse % self.modulus
+
+    def _square_root(self, element: int) -> int | None:
+        """Return the root that is a square itself; None if the element is no square."""
+        root = pow(element, (self.modulus + 1) // 4, self.modulus)
+        return root if root * root % self.modulus == element else None
+
+    def numbers(self, values: Tensor, *, as_meant: bool) -> Tensor:
+        """Return the elements of a real tensor; ``as_meant`` as in ``number``, if few occur."""
+        if not values.is_floating_point():
+            return values.long().remainder(self.modulus)
+        wide = values.double()
+        if as_meant and 0 < values.numel() <= _MOST_VALUES:
+            different, places = wide.unique(return_inverse=True)
+            if len(different) <= 16:
+                table = [self.number(value, as_meant=True) for value in different.tolist()]
+                return torch.tensor(table)[places]
+        is_finite = wide.isfinite()
+        mantissa, exponent = torch.frexp(wide.where(is_finite, 0.0))
+        whole = (mantissa * 2.0**53).long().remainder(self.modulus)
+        shift = exponent.long() - 53
+        lowest, highest = (int(shift.min()), int(shift.max())) if shift.numel() else (0, 0)
+        powers = [pow(2, each, self.modulus) for each in range(lowest, highest + 1)]
+        result = (whole * torch.tensor(powers)[shift - lowest]).remainder(self.modulus)
+        return self._from_floats(wide.where(~is_finite, 0.0), result)
+
+    def small_fraction(self, element: int, most: int = 128) -> Fraction | None:
+        """Return the fraction with numerator and denominator up to ``most`` that this is."""
+        for denominator in range(1, most + 1):
+            numerator = element * denominator % self.modulus
+            for candidate in (numerator, numerator - self.modulus):
+                if 0 < abs(candidate) <= most:
+                    return Fraction(candidate, denominator)
+        return None
+
+
+def _rounds_to(near: float, value: float) -> bool:
+    """Return whether ``near`` is the value, in double precision or rounded to single."""
+    try:
+        single = struct.unpack("f", struct.pack("f", near))[0]
+    except OverflowError:
+        single = near
+    return value in (near, single)
+
+
+def _meant_fraction(value: float) -> Fraction | None:
+    """Return the decimal or small fraction that was rounded to a float; None if there is none."""
+    for digits in range(1, 8):
+        text = f"{value:.{digits}g}"
+        if _rounds_to(float(text), value):
+            return Fraction(text)
+    near = Fraction(value).limit_denominator(4096)
+    return near if _rounds_to(float(near), value) else None

@@ -1,0 +1,105 @@
+"""Shadows: the elements of a tensor's memory, beside its real numbers.
+
+Every storage that holds *abstract* numbers has a shadow, one int64 for each element. Views share
+the storage, so they share the shadow, and a write through one view is seen through all. A tensor
+without a shadow is *known*: its real numbers are its value.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer._torch.arithmetic import StorageWeakRef
+from pytest_gtrainer._torch.random_states import without_modes
+from pytest_gtrainer.arithmetic.values import NoMeaning, Value
+
+
+@dataclass(slots=True)
+class _Shadow:
+    storage: StorageWeakRef  # keeps the storage's address from being used again
+    dtype: torch.dtype
+    fits: torch.dtype
+    elements: Tensor
+
+
+class Shadows:
+    """The shadows of one run, by storage."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Shadow] = {}
+        self._most = 1024
+
+    def _find(self, tensor: Tensor) -> _Shadow | None:
+        return self._of.get(tensor.untyped_storage()._cdata) if self._of else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is abstract."""
+        return tensor.layout is torch.strided and self._find(tensor) is not None
+
+    def read(self, tensor: Tensor) -> Value | None:
+        """Return an abstract tensor's value, which shares the shadow; None for a known tensor."""
+        if tensor.layout is not torch.strided:
+            return None
+        shadow = self._find(tensor)
+        if shadow is None:
+            return None
+        if shadow.dtype != tensor.dtype:
+            raise NoMeaning(
+                f"memory of abstract {shadow.dtype} numbers is read as {tensor.dtype}: "
+                "an element has no bytes"
+            )
+        missing = _count(tensor) - shadow.elements.numel()
+        if missing > 0:
+            raise NoMeaning("a storage has grown: who reads it would read memory nobody wrote")
+        elements = shadow.elements.as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+        return Value(elements, shadow.dtype, shadow.fits)
+
+    def write(self, tensor: Tensor, elements: Tensor, fits: torch.dtype | None = None) -> None:
+        """Make a tensor abstract, or write to the part of its storage's shadow that it shows.
+
+        A tensor that is part of known memory must be made abstract as a whole first.
+        """
+        fits = fits or tensor.dtype
+        count = _count(tensor)
+        shadow = self._find(tensor)
+        if shadow is None or tensor.numel() == count:
+            flat = torch.zeros(count, dtype=torch.int64)
+            self._add(tensor, flat, fits)
+            shadow = self._find(tensor)
+        assert shadow is not None
+        if shadow.elements.numel() < count:
+            shadow.elements = torch.nn.functional.pad(
+                shadow.elements, (0, count - shadow.elements.numel())
+            )
+        if shadow.fits != fits:
+            shadow.fits = tensor.dtype
+        place = shadow.elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        place.copy_(elements)
+
+    def _add(self, tensor: Tensor, elements: Tensor, fits: torch.dtype) -> None:
+        if len(self._of) >= self._most:
+            expired = [key for key, each in self._of.items() if each.storage.expired()]
+            for key in expired:
+                del self._of[key]
+            self._most = max(1024, 2 * len(self._of))
+        storage = tensor.untyped_storage()
+        self._of[storage._cdata] = _Shadow(StorageWeakRef(storage), tensor.dtype, fits, elements)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Make a tensor known again, whose whole storage is overwritten with known numbers."""
+        self._of.pop(tensor.untyped_storage()._cdata, None)
+
+
+def _count(tensor: Tensor) -> int:
+    """Return how many elements a tensor's storage has."""
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's storage, as one dimension."""
+    with without_modes():
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return flat.set_(tensor.untyped_storage(), 0, (_count(tensor),), (1,))

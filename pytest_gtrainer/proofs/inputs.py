@@ -1,0 +1,105 @@
+"""Inputs of a program that is proven: real tensors, which become abstract if they are floats."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer.graph.nodes import argument_of, is_view, short_name
+from pytest_gtrainer.numerics.graph_inputs import sample_tensor
+
+_KEEPING = ("_to_copy", "clone", "contiguous", "lift_fresh_copy", "convert_element_type")
+_ALONG_DIM = ("gather", "index_add", "index_copy", "index_select", "scatter", "scatter_add")
+
+
+def input_name(node: fx.Node) -> str:
+    """Return the name of a graph's input: its FQN, or that of the placeholder."""
+    return str(node.meta.get("gt_input", {}).get("fqn", node.target))
+
+
+def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
+    """Return a real value for each placeholder: normal numbers, and places below their extent.
+
+    Raises:
+        ValueError: an input that nobody can make up: an integer without a range, a symbolic size,
+            or an input without a traced value.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Any] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        name = input_name(node)
+        if isinstance(value, Tensor):
+            if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+                raise ValueError(
+                    f"input {name} has a symbolic size: give inputs=, with the sizes to prove for"
+                )
+            made.append(_draw(gm, node, name, value, generator))
+        elif value is None or isinstance(value, torch.SymInt | torch.SymFloat):
+            raise ValueError(f"input {name} has no traced value: give inputs=")
+        else:
+            made.append(value)
+    return made
+
+
+def _draw(
+    gm: fx.GraphModule, node: fx.Node, name: str, value: Tensor, generator: torch.Generator
+) -> Tensor:
+    like = torch.empty(0, dtype=value.dtype)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return sample_tensor(like, value.shape, value.stride(), generator)
+    if value.dtype == torch.bool:
+        drawn = torch.randint(0, 2, tuple(value.shape), generator=generator)
+        return drawn.bool()
+    extents = list(index_extents(node))
+    if not extents and node.users:
+        raise ValueError(
+            f"input {name} is {value.dtype} and is no index of anything in the graph, so nobody "
+            "knows its range: give inputs="
+        )
+    most = min(extents, default=2)
+    drawn = torch.randint(0, max(1, most), tuple(value.shape), generator=generator)
+    empty = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype)
+    return empty.copy_(drawn)
+
+
+def index_extents(node: fx.Node) -> Iterator[int]:
+    """Yield the extent of each dimension that a node is an index into, through views and casts."""
+    todo, seen = [node], {node}
+    while todo:
+        used = todo.pop()
+        for user in used.users:
+            if not isinstance(user.target, OpOverload):
+                continue
+            yield from _extents_in(user, used)
+            if (is_view(user.target) or short_name(user) in _KEEPING) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+
+
+def _extents_in(user: fx.Node, index: fx.Node) -> Iterator[int]:
+    name = short_name(user)
+    shapes = [_shape(argument) for argument in user.args]
+    if name == "embedding" and user.args[1] is index:
+        yield shapes[0][0]
+    elif name == "embedding_dense_backward" and user.args[1] is index:
+        yield int(user.args[2])  # type: ignore[arg-type]
+    elif name in _ALONG_DIM and argument_of(user, "index") is index:
+        yield shapes[0][int(argument_of(user, "dim"))]
+    elif name.startswith("nll_loss") and argument_of(user, "target") is index:
+        scores = argument_of(user, "self")
+        yield _shape(scores)[1 if len(_shape(scores)) > 1 else 0]
+    elif name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
+        indices = argument_of(user, "indices")
+        for dim, given in enumerate(indices):
+            if given is index:
+                yield shapes[0][dim]
+
+
+def _shape(argument: Any) -> Sequence[int]:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+

@@ -1,0 +1,110 @@
+"""What a proof says."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from pytest_gtrainer.facts import FailedCheck, counted
+
+Kind = Literal[
+    "identical", "other kernels", "reordered", "rounds elsewhere", "another function", "unknown"
+]
+KINDS: tuple[Kind, ...] = ("identical", "other kernels", "reordered", "rounds elsewhere")
+"""Kinds of equal, the strongest first."""
+
+_SAYS: dict[str, str] = {
+    "identical": "the same bits for any numbers: the same kernels on the same values, added in "
+    "the same order",
+    "other kernels": "the same operations in the same order, by kernels that are called with other "
+    "shapes or strides",
+    "reordered": "the same function, rounded at the same places, with additions in another order",
+    "rounds elsewhere": "the same function, rounded at other places",
+    "another function": "the results differ, and no rounding explains it",
+    "unknown": "nothing is proven",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where two programs differ first.
+
+    Attributes:
+        result: the name of the result, or of what the program leaves.
+        rank: in a world, the first rank on which it differs.
+        element: the first element that differs; None if shapes or dtypes do.
+        differing, numel: how many elements of the result differ.
+        says: what differs, if it is not elements.
+    """
+
+    result: str
+    rank: int | None = None
+    element: tuple[int, ...] | None = None
+    differing: int = 0
+    numel: int = 0
+    says: str = ""
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        if self.element is None:
+            return f"{self.result}{rank}: {self.says}"
+        place = f", element {list(self.element)}" if self.element else ""
+        return f"{self.result}{rank}{place} ({self.differing} of {self.numel} differ)"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Which kind of equal two programs are; ``str(proof)`` says it in three lines.
+
+    Attributes:
+        kind: the strongest that holds; "another function" if none does, "unknown" if nobody knows.
+        compared: how many results were compared, on all ranks.
+        first: the first result that differs in the next stronger kind; None if there is none.
+        origin: where that begins: the first value of the actual program that the expected one
+            never makes, though it makes all that it is computed from.
+        factor: the one factor between the actual and the expected result, if it is a fraction with
+            small numerator and denominator.
+        assumes: what the proof takes for granted.
+        reason: why nothing is known.
+    """
+
+    kind: Kind
+    compared: int = 0
+    first: Place | None = None
+    origin: str = ""
+    factor: Fraction | None = None
+    assumes: tuple[str, ...] = ()
+    reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {self.reason or _SAYS[self.kind]}"]
+        if self.kind in KINDS:
+            lines[0] += f" ({counted(self.compared, 'result')})"
+        if self.first is not None:
+            stronger = "" if self.kind == "another function" else f"not {self._stronger()}: "
+            lines.append(f"  {stronger}first {self.first}")
+        if self.factor is not None:
+            lines.append(f"  {self.factor} times what is expected")
+        if self.origin:
+            lines.append(f"  begins at {self.origin}")
+        lines += [f"  assumed: {each}" for each in self.assumes]
+        return "\n".join(lines)
+
+    def _stronger(self) -> str:
+        if self.kind not in KINDS:
+            return KINDS[-1]
+        return KINDS[max(0, KINDS.index(self.kind) - 1)]
+
+    def is_at_least(self, kind: str) -> bool:
+        """Return whether this is ``kind`` of equal, or a stronger one."""
+        return self.kind in KINDS and KINDS.index(self.kind) <= KINDS.index(kind)
+
+
+class AnotherFunction(FailedCheck):
+    """Two programs are not equal in the kind that was asked for; ``proof`` says in which."""
+
+    __module__ = "pytest_gtrainer"
+
+    def __init__(self, message: str, proof: Proof) -> None:
+        super().__init__(message)
+        self.proof = proof

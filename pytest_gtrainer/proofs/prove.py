@@ -1,0 +1,323 @@
+"""Prove which kind of equal two programs are."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
+from pytest_gtrainer.arithmetic.base import Arithmetic
+from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
+from pytest_gtrainer.arithmetic.prime import P, Prime
+from pytest_gtrainer.arithmetic.terms import Terms
+from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.facts import long_work
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
+from pytest_gtrainer.proofs.inputs import draw_inputs
+from pytest_gtrainer.proofs.origin import AllElements, Trail
+from pytest_gtrainer.proofs.programs import (
+    FunctionProgram,
+    GraphProgram,
+    Key,
+    Made,
+    Program,
+    Run,
+    SimulatedProgram,
+)
+from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, Place, Proof
+from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
+
+_ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
+    "identical": [lambda: Terms(strict=True)],
+    "other kernels": [lambda: Terms(strict=False)],
+    "reordered": [lambda: Field(casts="opaque"), lambda: FieldWithExponents(casts="opaque")],
+    "rounds elsewhere": [
+        lambda: Field(casts="identity"),
+        lambda: FieldWithExponents(casts="identity"),
+    ],
+}
+"""By kind of equal, arithmetics of which one has to find it. The first says where it is not."""
+
+
+def prove(
+    actual: Any,
+    expected: Any,
+    *,
+    inputs: Any = None,
+    world: AnyWorld | None = None,
+    at_least: str = "rounds elsewhere",
+) -> Proof:
+    """Return which kind of equal two programs are, for any numbers.
+
+    Both run in other arithmetics, the strictest first: terms, where an element is a fingerprint of
+    the expression that makes it, then a field, where it is a number modulo a prime. Outputs are
+    compared, gradients that are left in ``grad``, and what is written to inputs.
+
+    Args:
+        actual, expected: graphs of any tracer, ``TracedStep``s, recorded passes, or callables.
+            They take the same inputs in the same order.
+        inputs: of one call. Floating-point tensors become abstract, and parameters of modules;
+            integers and bools stay what they are. In a world a function of the rank, or one entry
+            a rank. By default drawn for a graph: integers below the extents that they index.
+        world: a simulated ``World``, a ``Net``, or a number of ranks, for graphs with collectives.
+            They add in its order.
+        at_least: do not look for weaker kinds of equal than this one.
+
+    Raises:
+        ValueError: no inputs for callables, an input that nobody can make up, collectives without
+            a world, or a world for callables.
+    """
+    programs = _programs(actual, expected, inputs, world)
+    if at_least not in KINDS:
+        raise ValueError(f"at_least={at_least!r}: take one of {', '.join(map(repr, KINDS))}")
+    seconds: dict[str, float] = {}
+    failed: tuple[str, Run, Run] | None = None
+    kinds = KINDS[: KINDS.index(at_least) + 1]
+    with long_work("proof") as note:
+        for kind in kinds:
+            note(f"is it {kind}?")
+            begun = time.perf_counter()
+            of_kind: list[tuple[Run, Run]] = []
+            for arithmetic in _ARITHMETICS[kind]:
+                if of_kind and not any(run.arithmetic.exponentials for run in of_kind[0]):
+                    break  # without exp the other field is the same
+                try:
+                    runs = programs[0].run(arithmetic()), programs[1].run(arithmetic())
+                except NoMeaning as error:
+                    return Proof("unknown", reason=str(error), seconds=seconds)
+                seconds[kind] = time.perf_counter() - begun
+                reason = _says_nothing(*runs)
+                if reason:
+                    return Proof("unknown", reason=reason, seconds=seconds)
+                if first_difference(runs[0].results, runs[1].results) is None:
+                    return _equal(kind, programs, runs, failed, seconds)
+                of_kind.append(runs)
+            failed = kind, *of_kind[0]
+    assert failed is not None
+    return _different(programs, *failed, seconds)
+
+
+def _programs(
+    actual: Any, expected: Any, inputs: Any, world: AnyWorld | None
+) -> tuple[Program, Program]:
+    graphs = [_graph_of(each) for each in (actual, expected)]
+    first = graphs[0] or graphs[1]
+    if world is not None:
+        return _in_world(graphs, inputs, world)
+    for gm in graphs:
+        found = [node for node in nodes_within(gm) if launches(node.target)] if gm else []
+        if found:
+            raise ValueError(f"{found[0].name} communicates: give world=, a simulated world or net")
+    if inputs is None:
+        if first is None:
+            raise ValueError("two callables: give the inputs of one call, inputs=")
+        inputs = draw_inputs(graphs[1] or first, seed=0)
+    made: list[Program] = []
+    for given, gm in zip((actual, expected), graphs, strict=True):
+        if gm is not None:
+            made.append(GraphProgram(gm, inputs))
+        elif callable(given):
+            made.append(FunctionProgram(given, inputs))
+        else:
+            raise ValueError(f"{given!r} is no graph and cannot be called")
+    return made[0], made[1]
+
+
+def _in_world(
+    graphs: Sequence[fx.GraphModule | None], inputs: Any, world: AnyWorld
+) -> tuple[Program, Program]:
+    net = net_of_any(world)
+    if graphs[0] is None or graphs[1] is None:
+        raise ValueError("in a world, both programs are graphs: trace the callable first")
+    if inputs is None:
+        of_ranks = [draw_inputs(graphs[1], seed=rank) for rank in range(net.size)]
+    elif callable(inputs):
+        of_ranks = [list(inputs(rank)) for rank in range(net.size)]
+    else:
+        of_ranks = [list(own) for own in inputs]
+    if len(of_ranks) != net.size:
+        raise ValueError(f"inputs= has {len(of_ranks)} entries, the world has {net.size} ranks")
+    return (
+        SimulatedProgram(graphs[0], of_ranks, net),
+        SimulatedProgram(graphs[1], of_ranks, net),
+    )
+
+
+def _graph_of(program: Any) -> fx.GraphModule | None:
+    is_graph = isinstance(program, fx.GraphModule | fx.Graph | ExportedProgram)
+    if is_graph or isinstance(getattr(program, "gm", None), fx.GraphModule):
+        return adopted(program)
+    return None
+
+
+def _says_nothing(actual: Run, expected: Run) -> str:
+    """Return why a comparison of two runs would prove nothing; "" if it would."""
+    abstract = [made for made in actual.results.values() if not made.is_known]
+    if not abstract:
+        return (
+            "no result depends on an abstract input: give inputs with floating-point tensors, or "
+            "return what is computed from them"
+        )
+    return ""
+
+
+def first_difference(actual: Mapping[Key, Made], expected: Mapping[Key, Made]) -> Place | None:
+    """Return the first result that differs, in the order of the expected ones."""
+    for name, rank in expected:
+        if (name, rank) not in actual:
+            return Place(name, rank, says="is missing")
+        place = _difference(name, rank, actual[name, rank], expected[name, rank])
+        if place is not None:
+            return place
+    for name, rank in actual:
+        if (name, rank) not in expected:
+            return Place(name, rank, says="is not expected")
+    return None
+
+
+def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Place | None:
+    found, wanted = actual.elements, expected.elements
+    if actual.dtype != expected.dtype:
+        return Place(name, rank, says=f"{actual.dtype}, expected {expected.dtype}")
+    if found.shape != wanted.shape:
+        return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
+    if actual.is_known != expected.is_known:
+        known = "actual" if actual.is_known else "expected"
+        return Place(name, rank, says=f"the {known} one depends on no abstract input")
+    if found.dtype.is_floating_point:
+        differs = (found != wanted) & ~(found.isnan() & wanted.isnan())
+    else:
+        differs = found != wanted
+    places = differs.nonzero()
+    if not len(places):
+        return None
+    element = tuple(places[0].tolist())
+    return Place(name, rank, element, len(places), found.numel())
+
+
+def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
+    found = []
+    opaque = sorted({name for run in runs for name in run.arithmetic.opaque})
+    if opaque:
+        found.append(f"{', '.join(opaque)} depend on nothing but their arguments")
+    reads = sum(sum(run.reads.values()) for run in runs)
+    if reads:
+        found.append(f"the program would go the same way with other numbers ({reads} are read)")
+    return tuple(found)
+
+
+def _equal(
+    kind: Any,
+    programs: Sequence[Program],
+    runs: Sequence[Run],
+    failed: tuple[str, Run, Run] | None,
+    seconds: dict[str, float],
+) -> Proof:
+    first, origin = None, ""
+    if failed is not None:
+        first = first_difference(failed[1].results, failed[2].results)
+        origin = find_origin(programs, failed[0], first)
+    return Proof(
+        kind,
+        compared=len(runs[1].results),
+        first=first,
+        origin=origin,
+        assumes=_assumptions(runs),
+        seconds=seconds,
+    )
+
+
+def _different(
+    programs: Sequence[Program], kind: str, actual: Run, expected: Run, seconds: dict[str, float]
+) -> Proof:
+    first = first_difference(actual.results, expected.results)
+    assert first is not None
+    ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
+    unlike = sorted(
+        name
+        for name in {*ours, *theirs}
+        if ours.get(name) != theirs.get(name)
+    )
+    origin = find_origin(programs, kind, first)
+    factor = None
+    if first.element is not None and kind in ("reordered", "rounds elsewhere"):
+        key = first.result, first.rank
+        factor = common_factor(actual.results[key], expected.results[key])
+    if unlike and factor is None and first.element is not None:
+        reason = (
+            f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
+            "give with meaning(operator, reference)"
+        )
+        return Proof("unknown", len(expected.results), first, origin, None, (), reason, seconds)
+    weakest = kind == "rounds elsewhere"
+    return Proof(
+        "another function" if weakest else "unknown",
+        compared=len(expected.results),
+        first=first,
+        origin=origin,
+        factor=factor,
+        reason="" if weakest else f"not {kind}; weaker kinds were not looked for",
+        seconds=seconds,
+    )
+
+
+def common_factor(actual: Made, expected: Made) -> Fraction | None:
+    """Return the small fraction that all elements are multiplied by; None if there is none."""
+    if actual.is_known or expected.is_known:
+        return None
+    field = Prime(P)
+    found, wanted = actual.elements.reshape(-1), expected.elements.reshape(-1)
+    is_number = (wanted > 0) & (wanted < P) & (found < P)
+    if not bool(is_number.any()) or bool(((found != wanted) & ~is_number).any()):
+        return None
+    factors = field.divide(found[is_number], wanted[is_number]).unique()
+    return field.small_fraction(int(factors[0])) if len(factors) == 1 else None
+
+
+def find_origin(programs: Sequence[Program], kind: str, first: Place | None) -> str:
+    """Run both programs again, and return where their difference begins."""
+    if first is None or first.element is None:
+        return ""
+    made = AllElements()
+    programs[1].run(_ARITHMETICS[kind][0](), made)
+    trail = Trail(made.sorted())
+    with facts.watching({"node": trail.come_to}):
+        programs[0].run(_ARITHMETICS[kind][0](), trail)
+    tensor = programs[0].last.get((first.result, first.rank))
+    return "" if tensor is None else trail.origin_of(tensor)
+
+
+def assert_same_function(
+    actual: Any,
+    expected: Any,
+    *,
+    at_least: str = "reordered",
+    inputs: Any = None,
+    world: AnyWorld | None = None,
+) -> Proof:
+    """Fail unless two programs are equal in a kind, or in a stronger one.
+
+    Args:
+        at_least: "identical" (the same bits for any numbers), "other kernels", "reordered" (the
+            same function, additions in another order), or "rounds elsewhere".
+        actual, expected, inputs, world: as for ``prove``.
+
+    Raises:
+        AnotherFunction: they are not, or nobody knows; the message says which kind, and where it
+            begins.
+        ValueError: as ``prove``.
+    """
+    __tracebackhide__ = True
+    if at_least not in KINDS:
+        raise ValueError(f"at_least={at_least!r}: take one of {', '.join(map(repr, KINDS))}")
+    proof = prove(actual, expected, inputs=inputs, world=world)
+    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
+    if not proof.is_at_least(at_least):
+        raise AnotherFunction(f"expected at least {at_least!r}\n{proof}", proof)
+    return proof
+

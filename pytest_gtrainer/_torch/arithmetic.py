@@ -35,6 +35,11 @@ def is_taken_apart(operator: Any) -> bool:
     return bool(operator._can_decompose())
 
 
+def take_apart(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call the operators that the dispatcher makes this one of; NotImplemented for a primitive."""
+    return operator.decompose(*args, **kwargs)
+
+
 def run_kernel(operator: Any, args: Any, kwargs: Any) -> Any:
     """Run the CPU's kernel of an operator, without the dispatch modes that it has passed."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

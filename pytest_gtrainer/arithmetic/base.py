@@ -1,14 +1,14 @@
 """What terms and field share: constants, casts, moves, decisions, and functions of nothing known."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pytest_gtrainer._torch.values import pytree, schema
+from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.operators import COMPARISONS, FILLED, holds_exactly
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
@@ -23,7 +23,6 @@ class Call:
 
     Attributes:
         args, kwargs: as given; a ``Value`` stands for an abstract tensor.
-        named: the same by the names of the schema, with defaults.
         results: the tensors that the real operator has returned, which say shapes and dtypes.
     """
 
@@ -31,8 +30,12 @@ class Call:
     base: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    named: dict[str, Any]
     results: Sequence[Tensor]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names of the schema, with defaults."""
+        return named_arguments(self.operator, self.args, self.kwargs)
 
     @property
     def result(self) -> Tensor:
@@ -50,8 +53,35 @@ def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return named
 
 
-def values_in(argument: Any) -> list[Value]:
-    return [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Value)]
+def leaves_of(argument: Any, found: list[Any] | None = None) -> list[Any]:
+    """Return what is in tuples, lists and dicts of arguments, at any depth."""
+    found = [] if found is None else found
+    if isinstance(argument, list | tuple):
+        for item in argument:
+            leaves_of(item, found)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            leaves_of(item, found)
+    else:
+        found.append(argument)
+    return found
+
+
+def tensors_in(*arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+
+
+def values_in(*arguments: Any) -> list[Value]:
+    return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Value)]
+
+
+def mapped(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Return arguments with ``function`` applied to each leaf."""
+    if isinstance(argument, list | tuple):
+        return type(argument)([mapped(function, item) for item in argument])
+    if isinstance(argument, dict):
+        return {name: mapped(function, item) for name, item in argument.items()}
+    return function(argument)
 
 
 def dims_of(call: Call, ndim: int) -> list[int]:
@@ -162,6 +192,19 @@ class Arithmetic(ABC):
         assert call.base in COMPARISONS
         return getattr(torch, call.base)(self.order_key(left), self.order_key(right))
 
+    def truth(self, call: Call) -> Tensor:
+        """Return a logical function of elements, which are true unless they are 0."""
+        operands = []
+        for operand in call.named.values():
+            if isinstance(operand, Value):
+                is_signbit = call.base == "signbit"
+                key = self.order_key(operand.elements)
+                operands.append(key < 0 if is_signbit else key != 0)
+            else:
+                operands.append(operand.bool())
+        found: Tensor = operands[0] if call.base == "signbit" else call.operator(*operands)
+        return found
+
     def sort(self, call: Call) -> list[Any]:
         """Return the results of sorting, choosing or ranking: elements, and known places."""
         value = call.args[0]
@@ -183,7 +226,7 @@ class Arithmetic(ABC):
     def move(self, call: Call) -> list[tuple[Elements, torch.dtype]]:
         """Return each result of an operator that only moves elements, and the dtype that fits."""
         result = call.result
-        fits = {value.fits for value in values_in((call.args, call.kwargs))}
+        fits = {value.fits for value in values_in(call.args, call.kwargs)}
 
         def elements(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -204,15 +247,14 @@ class Arithmetic(ABC):
         named = {}
         for name, argument in call.named.items():
             named[name] = elements(argument)
-            is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
-            if is_number and name in FILLED:
+            if isinstance(argument, int | float) and name in FILLED:
                 fill = self.lift(float(argument))
                 named[name] = fill if _takes_tensor(call, name) else int(fill)
                 if argument != 0:
                     fits.add(result.dtype)
         found = _on_elements(call.operator, named)
         common = fits.pop() if len(fits) == 1 else result.dtype
-        return [(each, common) for each in pytree.tree_leaves(found)]
+        return [(each, common) for each in leaves_of(found)]
 
     def whole(self, call: Call, *, is_known: bool) -> list[Elements]:
         """Return an unknown function of all arguments together.
@@ -221,7 +263,7 @@ class Arithmetic(ABC):
             is_known: the operator could be taken apart, but this arithmetic does not.
         """
         parts, constants = [], [str(call.operator)]
-        for leaf in pytree.tree_leaves((list(call.args), call.kwargs)):
+        for leaf in leaves_of((call.args, call.kwargs)):
             if isinstance(leaf, Value | Tensor):
                 elements = self.lift(leaf)
                 parts.append(hashing.fold(elements.reshape(-1), [0]))

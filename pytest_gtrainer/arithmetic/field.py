@@ -18,9 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic import hashing
-from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, dims_of, values_in
+from pytest_gtrainer.arithmetic.base import (
+    Arithmetic,
+    Call,
+    Elements,
+    dims_of,
+    mapped,
+    values_in,
+)
 from pytest_gtrainer.arithmetic.operators import BITS
 from pytest_gtrainer.arithmetic.prime import ROOT, P, Prime, Q
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
@@ -171,11 +177,13 @@ class Field(Arithmetic):
 
     def _amax(self, call: Call) -> Elements:
         rows, key = self._rows(call)
-        return rows.gather(-1, key.argmax(-1, keepdim=True)).reshape(call.result.shape)
+        places = key.argmax(-1, keepdim=True) if rows.numel() else key.long()
+        return rows.gather(-1, places).reshape(call.result.shape)
 
     def _amin(self, call: Call) -> Elements:
         rows, key = self._rows(call)
-        return rows.gather(-1, key.argmin(-1, keepdim=True)).reshape(call.result.shape)
+        places = key.argmin(-1, keepdim=True) if rows.numel() else key.long()
+        return rows.gather(-1, places).reshape(call.result.shape)
 
     def _rows(self, call: Call) -> tuple[Elements, Tensor]:
         """Return the elements with the reduced dimensions as the last one, and their order."""
@@ -183,7 +191,8 @@ class Field(Arithmetic):
         reduced = dims_of(call, elements.ndim)
         kept = [dim for dim in range(elements.ndim) if dim not in reduced]
         shape = [elements.shape[dim] for dim in kept]
-        rows = elements.permute(*kept, *reduced).reshape(*shape, -1)
+        count = math.prod(elements.shape[dim] for dim in reduced)
+        rows = elements.permute(kept + reduced).reshape(*shape, count)
         return rows, self.order_key(rows)
 
     # --- sums over dimensions
@@ -218,7 +227,9 @@ class Field(Arithmetic):
         if "unbiased" in call.named:
             correction = int(call.named["unbiased"])
         correction = 1 if correction is None else correction
-        mean = self.prime.divide(self.prime.total(elements, dims, keepdim=True), torch.tensor(count))
+        mean = self.prime.divide(
+            self.prime.total(elements, dims, keepdim=True), torch.tensor(count)
+        )
         apart = self.prime.subtract(elements, mean)
         squares = self.prime.total(self.prime.power(apart, 2), dims)
         variance = self.prime.divide(squares, self.lift(float(count - correction)))
@@ -231,15 +242,12 @@ class Field(Arithmetic):
             return NotImplemented
         return elements.cumsum(call.named["dim"]).remainder(self.prime.modulus)
 
-    def _prod(self, call: Call) -> Elements:
-        elements = self.lift(call.args[0])
-        dim = call.named.get("dim")
-        if dim is None:
-            elements, dim = elements.reshape(-1), 0
-        result = torch.ones_like(elements.select(dim, 0)) if elements.numel() else None
-        if result is None:
-            return torch.ones(call.result.shape, dtype=torch.int64)
-        for part in elements.unbind(dim):
+    def _prod(self, call: Call) -> Any:
+        rows, count = self._rows(call)[0], call.result.numel()
+        if rows.ndim == 0 or not count:
+            return rows.reshape(call.result.shape)
+        result = torch.ones(rows.shape[:-1], dtype=torch.int64)
+        for part in rows.unbind(-1):
             result = self.prime.multiply(result, part)
         return result.reshape(call.result.shape)
 
@@ -248,7 +256,9 @@ class Field(Arithmetic):
         if values_in(named["indices"]) or not named.get("accumulate"):
             return NotImplemented
         elements, added = self.lift(named["self"]), self.lift(named["values"])
-        return elements.index_put(named["indices"], added, accumulate=True).remainder(self.prime.modulus)
+        return elements.index_put(named["indices"], added, accumulate=True).remainder(
+            self.prime.modulus
+        )
 
     _unsafe_index_put = _index_put
 
@@ -261,7 +271,9 @@ class Field(Arithmetic):
     def _scatter_add(self, call: Call) -> Any:
         named = call.named
         elements, added = self.lift(named["self"]), self.lift(named["src"])
-        return elements.scatter_add(named["dim"], named["index"], added).remainder(self.prime.modulus)
+        return elements.scatter_add(named["dim"], named["index"], added).remainder(
+            self.prime.modulus
+        )
 
     def _embedding_dense_backward(self, call: Call) -> Elements:
         named = call.named
@@ -271,7 +283,9 @@ class Field(Arithmetic):
         rows = gradient.reshape(-1, gradient.shape[-1])
         used = (places != named["padding_idx"]).reshape(-1, 1)
         result = torch.zeros(call.result.shape, dtype=torch.int64)
-        return result.index_add(0, places.reshape(-1), torch.where(used, rows, 0)).remainder(self.prime.modulus)
+        return result.index_add(0, places.reshape(-1), torch.where(used, rows, 0)).remainder(
+            self.prime.modulus
+        )
 
     # --- convolutions
 
@@ -283,7 +297,9 @@ class Field(Arithmetic):
         def convolve(left: Tensor, right: Tensor) -> Tensor:
             return operator(left, right, None, *rest)
 
-        elements = self.prime.bilinear(convolve, self.lift(named["input"]), self.lift(named["weight"]))
+        elements = self.prime.bilinear(
+            convolve, self.lift(named["input"]), self.lift(named["weight"])
+        )
         if named["bias"] is not None:
             bias = self.lift(named["bias"])
             elements = self.prime.add(elements, bias.view(-1, *[1] * (elements.ndim - 2)))
@@ -318,9 +334,7 @@ class Field(Arithmetic):
         return [elements for elements in found if elements is not None]
 
 
-_OF_CONVOLUTIONS = (
-    *("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
-)
+_OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
 _METHODS = frozenset(
     """
     add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm bmm dot mv sum mean var var_mean
@@ -383,7 +397,7 @@ class FieldWithExponents(Field):
         numbers = self._numbers.compute(self._part(call, self.number_of))
         if numbers is NotImplemented:
             return NotImplemented
-        is_linear = call.base in _LINEAR or len(values_in((call.args, call.kwargs))) == 1
+        is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1
         if call.base not in _BILINEAR or not is_linear:
             return [self._with_own_exponent(each) for each in numbers]
         exponents = self._exponents.compute(self._part(call, lambda each: each >> 31))
@@ -400,8 +414,8 @@ class FieldWithExponents(Field):
                 return replace(argument, elements=part(argument.elements))
             return argument
 
-        args, kwargs, named = pytree.tree_map(of_value, (call.args, call.kwargs, call.named))
-        return replace(call, args=args, kwargs=kwargs, named=named)
+        args, kwargs = mapped(of_value, (call.args, call.kwargs))
+        return replace(call, args=args, kwargs=kwargs)
 
     def _exp(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])

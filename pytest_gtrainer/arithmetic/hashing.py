@@ -5,6 +5,7 @@ expressions have equal fingerprints, and different ones differ but for one chanc
 ``hash`` would not do: it differs between processes.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,20 +26,20 @@ def signed(number: int) -> int:
 
 def of_name(*parts: Any) -> int:
     """Return the hash of what has a repr that is equal in all processes."""
-    value = 0xCBF29CE484222325  # FNV-1a
-    for byte in repr(parts).encode():
-        value = (value ^ byte) * 0x100000001B3 & _MASK
-    value = (value ^ (value >> 32)) * _FIRST & _MASK
-    return signed(value ^ (value >> 29))
+    hashed = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
+
+
+def _shifted(elements: Tensor, bits: int) -> Tensor:
+    """Return the high bits, with zeros in front: a shift of int64 alone would copy the sign."""
+    return (elements >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def scramble(elements: Tensor) -> Tensor:
-    """Return a one-to-one function of each element that keeps only 0 where it is.
-
-    Shifts of int64 copy the sign, which keeps every step one-to-one.
-    """
-    result = (elements ^ (elements >> 32)).mul_(signed(_FIRST))
-    return result.bitwise_xor_(result >> 29).mul_(signed(_SECOND)).bitwise_xor_(result >> 32)
+    """Return a one-to-one function of each element, which keeps 0 where it is."""
+    result = (elements ^ _shifted(elements, 32)).mul_(signed(_FIRST))
+    result = result.bitwise_xor_(_shifted(result, 29)).mul_(signed(_SECOND))
+    return result.bitwise_xor_(_shifted(result, 32))
 
 
 def mix(seed: int, operands: Sequence[Tensor], *, commutes: bool = False) -> Tensor:
@@ -73,9 +74,9 @@ def fold(elements: Tensor, dims: Sequence[int]) -> Tensor:
     reduced = sorted(dim % elements.ndim for dim in dims) if elements.ndim else []
     kept = [dim for dim in range(elements.ndim) if dim not in reduced]
     shape = [elements.shape[dim] for dim in kept]
-    flat = elements.permute(*kept, *reduced).reshape(*shape, -1) if elements.numel() else None
-    if flat is None:
+    if not elements.numel():
         return torch.full(shape, signed(_EMPTY), dtype=torch.int64)
+    flat = elements.permute(kept + reduced).reshape(*shape, -1)
     count = flat.shape[-1]
     weighted = scramble(flat + _EMPTY) * _powers_up_to(count)
     return scramble(weighted.sum(-1) + count)

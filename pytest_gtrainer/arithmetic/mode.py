@@ -9,14 +9,21 @@ A number that the program asks for (``item``) is the real one, and counted.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pytest_gtrainer._torch.arithmetic import TorchDispatchMode, functional_of, run_kernel
-from pytest_gtrainer._torch.values import FakeTensor, pytree, schema
-from pytest_gtrainer.arithmetic.base import Arithmetic, Call, named_arguments
+from pytest_gtrainer._torch.arithmetic import (
+    TorchDispatchMode,
+    functional_of,
+    is_taken_apart,
+    run_kernel,
+    take_apart,
+)
+from pytest_gtrainer._torch.values import FakeTensor, schema
+from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped, named_arguments, tensors_in
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.operators import (
     CASTS,
@@ -25,6 +32,7 @@ from pytest_gtrainer.arithmetic.operators import (
     FINITE,
     MOVES,
     SORTS,
+    TRUTHS,
     UNINITIALISED,
     base_name,
     is_pointwise,
@@ -71,7 +79,7 @@ class ArithmeticMode(TorchDispatchMode):
         if foreign:
             return NotImplemented  # DTensor first: its local operators come back here
         base = base_name(func)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args, kwargs)
         if not any(map(self.shadows.has, tensors)):
             result = func(*args, **kwargs)
             if base in UNINITIALISED and isinstance(result, Tensor):
@@ -96,6 +104,11 @@ class ArithmeticMode(TorchDispatchMode):
         if base in _READS:
             self.reads[str(func)] += 1
             return func(*args, **kwargs)
+        reference = given_meaning(func)
+        if is_taken_apart(func) and reference is None:
+            # Without autograd such operators come here whole.
+            with self:
+                return take_apart(func, args, kwargs)
         if base in _ON_STORAGES or is_view(func) or base in FACTORIES:
             return func(*args, **kwargs)
         if base in UNINITIALISED:
@@ -104,14 +117,16 @@ class ArithmeticMode(TorchDispatchMode):
             return result
         if func.namespace in COMMUNICATING:
             raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
-        reference = given_meaning(func)
         if reference is None and (base.startswith("_foreach_") or func.namespace == "fsdp"):
             with self:
-                return run_kernel(func, args, kwargs)  # it calls an operator for each tensor
+                result = run_kernel(func, args, kwargs)  # it calls an operator for each tensor
+            if not all(map(self.shadows.has, tensors_in(result))):
+                raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
+            return result
         if schema(func).is_mutable and reference is None:
             return self._write(func, base, args, kwargs)
         result = func(*args, **kwargs)
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         if reference is not None:
             self._adopt(results, self._by_parts(reference, args, kwargs))
         else:
@@ -121,7 +136,7 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _report(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
         if self.on_result is not None and not self._inside:
-            operands = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+            operands = tensors_in(given)
             self.on_result(func, operands, results, self.shadows.read)
 
     def _compute(
@@ -133,7 +148,13 @@ class ArithmeticMode(TorchDispatchMode):
         if base == "native_dropout":
             return self._drop_out(call, args)
         if is_random(OperatorCall(func, tuple(args), kwargs)):
+            if base.endswith("_like"):
+                return None  # only the shape is of the operand: the numbers drawn are known
             raise NoMeaning(f"{func} draws random numbers that depend on abstract ones")
+        if base in CASTS and call.result.dtype == torch.bool:
+            return self._know(call.result, arithmetic.order_key(call.args[0].elements) != 0)
+        if base in TRUTHS:
+            return self._know(call.result, arithmetic.truth(call))
         if base in CASTS:
             elements, fits = arithmetic.cast(call.args[0], call.result.dtype)
             return self.shadows.write(call.result, elements, fits)
@@ -147,9 +168,8 @@ class ArithmeticMode(TorchDispatchMode):
         found = arithmetic.compute(call)
         if found is not NotImplemented:
             return self._set(call, found)
-        if base in MOVES or base in ("index_put", "_unsafe_index_put") and not call.named.get(
-            "accumulate"
-        ):
+        reduces = call.named.get("accumulate") or call.named.get("reduce")
+        if base in MOVES and not reduces:
             for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
                 self.shadows.write(tensor, elements, fits)
             return None
@@ -159,26 +179,29 @@ class ArithmeticMode(TorchDispatchMode):
                 return self._adopt(results, self._by_parts(parts, args, kwargs), call)
         if is_pointwise(func) and len(results) == 1:
             return self._set(call, [arithmetic.pointwise(call)])
-        is_known = parts_of(func) is not None or not arithmetic.takes_apart and func.namespace == "aten"
+        is_known = (
+            parts_of(func) is not None or not arithmetic.takes_apart and func.namespace == "aten"
+        )
         self._set(call, arithmetic.whole(call, is_known=is_known))
 
     def _call(
         self, func: Any, base: str, args: Any, kwargs: Any, results: Sequence[Tensor]
     ) -> Call:
-        def value_of(tensor: Tensor) -> Any:
-            value = self.shadows.read(tensor)
-            return tensor if value is None else value
+        def value_of(leaf: Any) -> Any:
+            value = self.shadows.read(leaf) if isinstance(leaf, Tensor) else None
+            return leaf if value is None else value
 
-        args, kwargs = pytree.tree_map_only(Tensor, value_of, (tuple(args), dict(kwargs)))
-        named = named_arguments(func, args, kwargs)
-        return Call(func, base, args, kwargs, named, results)
+        args, kwargs = mapped(value_of, (tuple(args), dict(kwargs)))
+        return Call(func, base, args, kwargs, results)
 
     def _set(self, call: Call, found: Sequence[Any]) -> None:
         for tensor, elements in zip(call.results, found, strict=True):
             if tensor.is_floating_point():
                 self.shadows.write(tensor, elements)
-            elif elements.dtype == torch.int64 and call.base in SORTS:
+            elif call.base in SORTS:
                 self._know(tensor, elements)
+            elif tensor.dtype == torch.bool:
+                self._know(tensor, elements & 1)  # an unknown choice, the same in all programs
             else:
                 self.shadows.write(tensor, elements)
 
@@ -191,9 +214,11 @@ class ArithmeticMode(TorchDispatchMode):
         try:
             with self:
                 found = function(*args, **kwargs)
+        except IndexError as error:
+            raise NoMeaning(f"places that depend on abstract numbers: {error}") from error
         finally:
             self._inside -= 1
-        return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        return tensors_in(found)
 
     def _adopt(
         self, results: Sequence[Tensor], found: Sequence[Tensor], call: Call | None = None
@@ -233,18 +258,20 @@ class ArithmeticMode(TorchDispatchMode):
         targets: list[Tensor] = []
         for argument in schema(func).arguments:
             if argument.is_write:
-                given = pytree.tree_leaves(named[argument.name])
-                targets += [leaf for leaf in given if isinstance(leaf, Tensor)]
+                targets += tensors_in(named[argument.name])
         if base in ("copy_", "fill_", "zero_"):
             return self._overwrite(func, base, args, kwargs, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
+            others = [each for each in tensors_in(args, kwargs) if each is not targets[0]]
+            if any(map(self.shadows.has, others)) or not schema(func).returns[0].is_write:
+                raise NoMeaning(f"{func} draws random numbers that depend on abstract ones")
             result = func(*args, **kwargs)  # drawn numbers are known
             for target in targets:
                 self._write_known(target)
             return result
         operator = functional_of(func)
         if operator is None:
-            raise NoMeaning(f"{func} writes to an abstract tensor, in a way without a meaning")
+            return self._write_whole(func, base, args, kwargs, targets)
         inputs = {name: value for name, value in named.items() if not _is_out(func, name)}
         given = [inputs[each.name] for each in schema(operator).arguments if not each.kwarg_only]
         options = {
@@ -256,6 +283,25 @@ class ArithmeticMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._adopt(targets, found)
         self._report(func, (args, kwargs), targets)
+        return result
+
+    def _write_whole(
+        self, func: Any, base: str, args: Any, kwargs: Any, targets: Sequence[Tensor]
+    ) -> Any:
+        """Carry out an operator that writes, and of which no other computes the same."""
+        parts = parts_of(func)
+        if parts is not None and self.arithmetic.takes_apart:
+            with self:
+                return parts(*args, **kwargs)
+        for target in targets:
+            self._lift_storage(target)
+        call = self._call(func, base, args, kwargs, [])
+        result = func(*args, **kwargs)
+        made = tensors_in(result)
+        call = replace(call, results=[*made, *targets])
+        found = self.arithmetic.whole(call, is_known=parts is not None)
+        for tensor, own in zip(call.results, found, strict=True):
+            self.shadows.write(tensor, own)
         return result
 
     def _overwrite(self, func: Any, base: str, args: Any, kwargs: Any, named: Any) -> Any:

@@ -5,7 +5,7 @@
 | move | they go elsewhere unchanged | views by their schema; ``MOVES`` |
 | factory | they are made from numbers that a program writes | ``FACTORIES``, ``UNINITIALISED`` |
 | cast | they are rounded to another dtype, or not | ``CASTS`` |
-| decision | they are compared or sorted; the result is a known number | ``COMPARISONS``, ``SORTS`` |
+| decision | they are compared or sorted; the result is known | ``COMPARISONS``, ``SORTS``, ``TRUTHS`` |
 | ring | sums and products | the field's own; terms see functions |
 | pointwise | each element is a function of those at its place | torch's tag |
 | made of others | torch's decomposition, or a formula in ``formulas`` | kernels and field |
@@ -25,17 +25,20 @@ MOVES = frozenset(
     """
     alias_copy as_strided_copy as_strided_scatter cat clone constant_pad_nd contiguous copy
     detach_copy diag_embed diagonal_copy diagonal_scatter embedding expand_copy fill flip gather
-    index index_copy index_fill index_select lift lift_fresh_copy masked_fill masked_scatter
+    index index_copy index_fill index_put index_select lift lift_fresh_copy masked_fill masked_scatter
     masked_select narrow_copy permute_copy pixel_shuffle pixel_unshuffle
     reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave
     replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select_backward
     select_copy select_scatter slice_backward slice_copy slice_scatter split_copy
     split_with_sizes_copy squeeze_copy stack t_copy take transpose_copy tril triu unbind_copy
     unfold_copy unsqueeze_copy view_copy
-    where zero _reshape_copy _unsafe_index _unsafe_masked_index channel_shuffle _chunk_cat
+    where zero _reshape_copy _unsafe_index _unsafe_index_put _unsafe_masked_index channel_shuffle _chunk_cat
     """.split()
 )
-"""They run on the elements as they are. A number that they fill in is made an element first."""
+"""They run on the elements as they are, unless they add what meets at one place.
+
+A number that they fill in is made an element first.
+"""
 
 FILLED = frozenset({"value", "fill_value", "fill", "self", "other"})
 """Arguments of moves that may be such a number."""
@@ -43,15 +46,13 @@ FILLED = frozenset({"value", "fill_value", "fill", "self", "other"})
 UNINITIALISED = frozenset(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split()
 )
-FACTORIES = frozenset(
-    """
-    arange eye full full_like linspace logspace new_full new_ones new_zeros ones ones_like
-    scalar_tensor zeros zeros_like tril_indices triu_indices
-    """.split()
-)
+FACTORIES = frozenset("full_like new_full new_ones new_zeros ones_like zeros_like".split())
+"""They make known numbers, and read no more than the shape of a tensor."""
+
 CASTS = frozenset({"_to_copy", "convert_element_type"})
 COMPARISONS = frozenset("eq ge gt le lt ne".split())
 SORTS = frozenset("argmax argmin argsort kthvalue max median min mode sort topk".split())
+TRUTHS = frozenset("logical_and logical_not logical_or logical_xor signbit".split())
 FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 """Questions to which every abstract element has one answer."""
 

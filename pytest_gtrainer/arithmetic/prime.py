@@ -173,7 +173,7 @@ class Prime:
 
         Args:
             as_meant: take the number that was rounded to this one, if it is recognised: a decimal
-                with at most 7 digits, or a small fraction or its square or fourth root. Otherwise a
+                with at most 6 digits, or a small fraction or its square or fourth root. Otherwise a
                 float is the fraction with a power of two that it is.
         """
         if math.isnan(value):
@@ -239,19 +239,21 @@ class Prime:
 
 
 def _rounds_to(near: float, value: float) -> bool:
-    """Return whether ``near`` is the value, in double precision or rounded to single."""
+    """Return whether ``near`` is the value, but for a last digit, or rounded to single precision."""
     try:
         single = struct.unpack("f", struct.pack("f", near))[0]
     except OverflowError:
         single = near
-    return value in (near, single)
+    return abs(near - value) <= 2**-51 * abs(value) or single == value
 
 
 def _meant_fraction(value: float) -> Fraction | None:
-    """Return the decimal or small fraction that was rounded to a float; None if there is none."""
-    for digits in range(1, 8):
+    """Return the small fraction or decimal that was rounded to a float; None if there is none."""
+    near = Fraction(value).limit_denominator(1024)
+    if _rounds_to(float(near), value):
+        return near
+    for digits in range(1, 7):
         text = f"{value:.{digits}g}"
         if _rounds_to(float(text), value):
             return Fraction(text)
-    near = Fraction(value).limit_denominator(4096)
-    return near if _rounds_to(float(near), value) else None
+    return None

@@ -62,6 +62,8 @@ class Shadows:
 
         A tensor that is part of known memory must be made abstract as a whole first.
         """
+        if tensor.layout is not torch.strided:
+            raise NoMeaning(f"a tensor of layout {tensor.layout}")
         fits = fits or tensor.dtype
         count = _count(tensor)
         shadow = self._find(tensor)

@@ -72,7 +72,7 @@ class Terms(Arithmetic):
             return [folded.reshape(call.result.shape)]
         if call.base in ("add", "sub", "mul", "div", "maximum", "minimum"):
             return [self._binary(call)]
-        if is_pointwise(call.operator):
+        if is_pointwise(call.operator) and len(call.results) == 1:
             if self.strict or call.base in ("neg", "reciprocal", "sqrt"):
                 return [self.pointwise(call)]
         return NotImplemented

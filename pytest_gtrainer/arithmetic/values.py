@@ -40,4 +40,6 @@ def spell(argument: Any) -> Any:
         return tuple(map(spell, argument))
     if isinstance(argument, dict):
         return tuple(sorted((name, spell(value)) for name, value in argument.items()))
-    return argument if isinstance(argument, bool | int | str) or argument is None else repr(argument)
+    return (
+        argument if isinstance(argument, bool | int | str) or argument is None else repr(argument)
+    )

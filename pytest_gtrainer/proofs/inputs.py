@@ -101,5 +101,3 @@ def _extents_in(user: fx.Node, index: fx.Node) -> Iterator[int]:
 def _shape(argument: Any) -> Sequence[int]:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-

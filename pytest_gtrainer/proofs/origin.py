@@ -39,17 +39,26 @@ class AllElements:
     """Collects every element that a program makes."""
 
     parts: list[Tensor] = field(default_factory=list)
+    _count: int = 0
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
         for tensor in (*operands, *made):
             value = read(tensor)
-            if value is not None:
-                self.parts.append(value.elements.unique())
+            if value is None:
+                continue
+            # Storages are kept alive by nobody, so a view of the elements would change.
+            self.parts.append(value.elements.reshape(-1).clone())
+            self._count += value.elements.numel()
+            if self._count > _MOST_LOOSE:
+                self.parts, self._count = [self.sorted()], 0
 
     def sorted(self) -> Tensor:
         if not self.parts:
             return torch.zeros(0, dtype=torch.int64)
         return torch.cat(self.parts).unique()
+
+
+_MOST_LOOSE = 1 << 24  # elements, before those that are equal become one
 
 
 class Trail:
@@ -77,18 +86,28 @@ class Trail:
         elements = value.elements
         if not len(self.others):
             return (0,) * elements.ndim
-        places = torch.searchsorted(self.others, elements.contiguous()).clamp(max=len(self.others) - 1)
+        places = torch.searchsorted(self.others, elements.contiguous()).clamp(
+            max=len(self.others) - 1
+        )
         found = (self.others[places] != elements).nonzero()
         return tuple(found[0].tolist()) if len(found) else None
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
-        numbers = [self._writer.get(storage_id(tensor)) for tensor in operands]
-        before = sorted({number for number in numbers if number is not None})
-        given = all(self._missing(read(tensor)) is None for tensor in operands)
+        before, given = set(), True
+        written = set(map(storage_id, made))
+        for tensor in operands:
+            writer = self._writer.get(storage_id(tensor))
+            if writer is not None:
+                before.add(writer)
+            if storage_id(tensor) not in written:
+                given = given and self._missing(read(tensor)) is None
+            elif writer is not None:
+                # It holds the result already; what it held was the result of an earlier step.
+                given = given and self.steps[writer].made is None
         for tensor in made:
             place = self._missing(read(tensor))
             self._writer[storage_id(tensor)] = len(self.steps)
-            self.steps.append(Step(self.where or str(operator), before, given, place))
+            self.steps.append(Step(self.where or str(operator), sorted(before), given, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins; "" if it is not found."""

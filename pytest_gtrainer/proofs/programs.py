@@ -217,5 +217,3 @@ def copies(inputs: Sequence[Any], shared: dict[int, Any] | None = None) -> list[
             value = shared[id(value)]
         made.append(value)
     return made
-
-

@@ -238,11 +238,7 @@ def _different(
     first = first_difference(actual.results, expected.results)
     assert first is not None
     ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
-    unlike = sorted(
-        name
-        for name in {*ours, *theirs}
-        if ours.get(name) != theirs.get(name)
-    )
+    unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     origin = find_origin(programs, kind, first)
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
@@ -320,4 +316,3 @@ def assert_same_function(
     if not proof.is_at_least(at_least):
         raise AnotherFunction(f"expected at least {at_least!r}\n{proof}", proof)
     return proof
-

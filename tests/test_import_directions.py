@@ -29,10 +29,12 @@ ROOMS = (
     {"compiling"},
     {"bisect"},
     {"references"},
+    {"proofs"},
     {"worlds"},
     {"numerics"},
     {"passes", "tracing", "checks"},
     {"graphtext"},
+    {"arithmetic"},
     {"graph"},
     {"_torch", "_pytest_private"},
     {"facts", "environment"},
@@ -46,6 +48,7 @@ ROOT = Path(pytest_gtrainer.__path__[0])
 LOWER_HALF = (
     *("checks", "graph", "graphtext", "numerics", "passes", "tracing"),
     *("references", "worlds", "bisect", "compiling", "facts", "environment"),
+    *("arithmetic", "proofs"),
 )
 """Rooms below the line of docs/architecture.md: a trainer uses them without pytest."""
 

@@ -24,7 +24,6 @@ with private_names():
 ATTRIBUTES = {
     "torch._C": ("DispatchKeySet", "DispatchKey"),
     "torch._ops:OpOverload": ("_schema", "decompose", "_can_decompose", "redispatch"),
-    "torch:UntypedStorage": ("_cdata",),
 }
 
 __all__ = ["StorageWeakRef", "TorchDispatchMode", "decomposition_table"]

@@ -100,6 +100,8 @@ class Arithmetic(ABC):
         takes_apart: kernels are seen through: operators are made of others where torch says how.
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
+        reverse: decide by the reverse order. A comparison has one result in each of two runs.
+        decisions: how often elements were compared or sorted.
         exponentials: how often ``exp`` was computed as a function of nothing known.
     """
 
@@ -109,7 +111,8 @@ class Arithmetic(ABC):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.opaque: dict[str, set[int]] = {}
-        self.exponentials = 0
+        self.reverse = False
+        self.decisions = self.exponentials = 0
         self._uninitialised = 0
 
     # --- elements
@@ -123,8 +126,18 @@ class Arithmetic(ABC):
         """Return the elements of a known tensor, a number, or a ``Value``."""
 
     @abstractmethod
+    def order(self, elements: Elements) -> Tensor:
+        """Return numbers that put elements in an order: infinities at the ends, 0 at 0."""
+
     def order_key(self, elements: Elements) -> Tensor:
-        """Return numbers that put elements in an order, which is the same in all runs."""
+        """Return the order by which this run decides; the reverse one, if ``reverse``."""
+        self.decisions += 1
+        key = self.order(elements)
+        if not self.reverse:
+            return key
+        limits = torch.iinfo(torch.int64)
+        is_end = (key == limits.min) | (key == limits.max)
+        return torch.where(is_end, key, -key)
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""

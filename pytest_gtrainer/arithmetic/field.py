@@ -55,7 +55,7 @@ class Field(Arithmetic):
             return self.prime.numbers(value, as_meant=not self.rounds)
         return torch.tensor(self.prime.number(value, as_meant=not self.rounds))
 
-    def order_key(self, elements: Elements) -> Tensor:
+    def order(self, elements: Elements) -> Tensor:
         return self.prime.order_key(elements)
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
@@ -381,7 +381,7 @@ class FieldWithExponents(Field):
         exponents = self._exponents.lift(value)
         return torch.where(numbers < P, numbers | exponents << 31, numbers)
 
-    def order_key(self, elements: Elements) -> Tensor:
+    def order(self, elements: Elements) -> Tensor:
         return self.prime.order_key(self.number_of(elements))
 
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
@@ -394,7 +394,9 @@ class FieldWithExponents(Field):
             return [self.stored(self._exp(call), call.result.dtype)]
         if call.base in _CHOICES:
             return super().compute(call)
+        self._numbers.reverse = self.reverse
         numbers = self._numbers.compute(self._part(call, self.number_of))
+        self.decisions += self._numbers.decisions
         if numbers is NotImplemented:
             return NotImplemented
         is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1

@@ -123,6 +123,8 @@ class ArithmeticMode(TorchDispatchMode):
             if not all(map(self.shadows.has, tensors_in(result))):
                 raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
             return result
+        if base.startswith(("_unsafe_index", "_unsafe_masked_index")):
+            _check_places(func, args, kwargs)
         if schema(func).is_mutable and reference is None:
             return self._write(func, base, args, kwargs)
         result = func(*args, **kwargs)
@@ -340,6 +342,19 @@ class ArithmeticMode(TorchDispatchMode):
                 raise NoMeaning(f"abstract numbers are written to a known tensor of {target.dtype}")
             whole = whole_storage(target)
             self.shadows.write(whole, self.arithmetic.lift(whole))
+
+
+def _check_places(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse places outside of a tensor, which the kernel does not check.
+
+    Decisions about abstract numbers may lead to them.
+    """
+    named = named_arguments(func, args, kwargs)
+    for extent, places in zip(named["self"].shape, named["indices"], strict=False):
+        if places is None or places.dtype == torch.bool or not places.numel():
+            continue
+        if int(places.min()) < -extent or int(places.max()) >= extent:
+            raise NoMeaning(f"{func} at places that depend on abstract numbers")
 
 
 def _is_out(func: Any, name: str) -> bool:

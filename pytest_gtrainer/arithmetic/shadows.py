@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pytest_gtrainer._torch.arithmetic import StorageWeakRef
 from pytest_gtrainer._torch.random_states import without_modes
+from pytest_gtrainer._torch.values import storage_id
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 
 
@@ -31,7 +32,7 @@ class Shadows:
         self._most = 1024
 
     def _find(self, tensor: Tensor) -> _Shadow | None:
-        return self._of.get(tensor.untyped_storage()._cdata) if self._of else None
+        return self._of.get(storage_id(tensor)) if self._of else None
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is abstract."""
@@ -88,11 +89,13 @@ class Shadows:
                 del self._of[key]
             self._most = max(1024, 2 * len(self._of))
         storage = tensor.untyped_storage()
-        self._of[storage._cdata] = _Shadow(StorageWeakRef(storage), tensor.dtype, fits, elements)
+        self._of[storage_id(tensor)] = _Shadow(
+            StorageWeakRef(storage), tensor.dtype, fits, elements
+        )
 
     def forget(self, tensor: Tensor) -> None:
         """Make a tensor known again, whose whole storage is overwritten with known numbers."""
-        self._of.pop(tensor.untyped_storage()._cdata, None)
+        self._of.pop(storage_id(tensor), None)
 
 
 def _count(tensor: Tensor) -> int:

@@ -28,6 +28,7 @@ class Terms(Arithmetic):
         self.strict = strict
         self.takes_apart = not strict
         self.kind = "identical" if strict else "other kernels"
+        self._infinities = self.lift(torch.tensor([-torch.inf, torch.inf]))
 
     def narrow(self, hashes: Tensor) -> Elements:
         return hashes
@@ -45,8 +46,11 @@ class Terms(Arithmetic):
         # Fingerprints of numbers keep clear of small integers, so 1.0 is not the place 1.
         return torch.where(bits == 0, 0, hashing.mix(hashing.of_name("number"), [bits]))
 
-    def order_key(self, elements: Elements) -> Tensor:
-        return elements
+    def order(self, elements: Elements) -> Tensor:
+        # Pads of -inf must never win: the place of one is no place of the tensor.
+        limits = torch.iinfo(torch.int64)
+        key = torch.where(elements == self._infinities[0], limits.min, elements)
+        return torch.where(elements == self._infinities[1], limits.max, key)
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
         seed = hashing.of_name("round", str(dtype))

@@ -110,7 +110,7 @@ class Trail:
             self.steps.append(Step(self.where or str(operator), sorted(before), given, place))
 
     def origin_of(self, result: Tensor) -> str:
-        """Return where the difference of a result begins; "" if it is not found."""
+        """Return where the difference of a result begins."""
         last = self._writer.get(storage_id(result))
         todo, seen = [] if last is None else [last], set()
         while todo:
@@ -122,4 +122,4 @@ class Trail:
             step = self.steps[number]
             if step.made is not None and step.given:
                 return f"{step.where}, element {list(step.made)}"
-        return ""
+        return "a move: the expected program makes every value, at another place"

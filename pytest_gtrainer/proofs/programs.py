@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class Program(ABC):
     """
 
     last: dict[Key, Tensor]
+    _before: dict[Key, "Made"]
 
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
         """Run in an arithmetic, from a random state that is always the same."""
@@ -70,14 +71,25 @@ class Program(ABC):
         mode.on_result = on_result
         with random_states_kept():
             torch.manual_seed(0)
+            self._before = {}
             results = self._results(mode)
         self.last = results
-        made = {key: self._made(mode, leaf) for key, leaf in results.items()}
+        made = {}
+        for key, leaf in results.items():
+            before = self._before.get(key)
+            own = self._made(mode, leaf)
+            # State counts only if the program writes to it.
+            if before is None or not _same(before, own):
+                made[key] = own
         return Run(made, arithmetic, mode.reads)
 
     @abstractmethod
     def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
         """Run under the mode, and return every result and all state that is left."""
+
+    def _note_state(self, mode: ArithmeticMode, key: Key, tensor: Tensor) -> None:
+        """Note what a tensor is before the program may write to it."""
+        self._before[key] = self._made(mode, tensor)
 
     @staticmethod
     def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
@@ -86,6 +98,12 @@ class Program(ABC):
             return Made(tensor.detach().clone(), tensor.dtype, True)
         elements = mode.arithmetic.compared(value.elements)
         return Made(elements.clone(), value.dtype, False)
+
+
+def _same(before: Made, after: Made) -> bool:
+    return before.is_known == after.is_known and torch.equal(
+        before.elements.nan_to_num(), after.elements.nan_to_num()
+    )
 
 
 def _is_float(value: Any) -> bool:
@@ -108,14 +126,23 @@ class GraphProgram(Program):
         held = dict(gm.named_parameters())
         for name, tensor in held.items():
             mode.make_abstract(tensor.detach(), name)
+        state = self._state(gm, given, None) | _named_afterwards(gm.named_parameters())
+        for key, value in state.items():
+            self._note_state(mode, key, value)
         with torch.no_grad(), mode:
             outputs = NodeByNode(gm, None).run(*given)
         found: dict[Key, Tensor] = {}
         for name, leaf in named_outputs(outputs, gm).items():
             found[name, None] = leaf
+        return found | state
+
+    @staticmethod
+    def _state(gm: fx.GraphModule, given: Sequence[Any], rank: int | None) -> dict[Key, Tensor]:
+        """Return the inputs that are tensors, by what they are called after the run."""
+        found: dict[Key, Tensor] = {}
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
             if isinstance(value, Tensor):
-                found[f"{input_name(node)}{AFTERWARDS}", None] = value
+                found[f"{input_name(node)}{AFTERWARDS}", rank] = value
         return found
 
 
@@ -135,6 +162,11 @@ class SimulatedProgram(Program):
             for place, (node, value) in enumerate(zip(placeholders, own, strict=True)):
                 if _is_float(value) and not mode.shadows.has(value):
                     mode.make_abstract(value, (place, rank))
+        state: dict[Key, Tensor] = {}
+        for rank, own in enumerate(given):
+            state |= GraphProgram._state(self.gm, own, rank)
+        for key, value in state.items():
+            self._note_state(mode, key, value)
         with torch.no_grad(), mode:
             of_ranks = simulate_graph(self.gm, given, net)
         found: dict[Key, Tensor] = {}
@@ -142,10 +174,7 @@ class SimulatedProgram(Program):
             for name, leaf in results.items():
                 if isinstance(leaf, Tensor):
                     found[name, rank] = leaf
-            for node, value in zip(placeholders, given[rank], strict=True):
-                if isinstance(value, Tensor):
-                    found[f"{input_name(node)}{AFTERWARDS}", rank] = value
-        return found
+        return found | state
 
 
 class FunctionProgram(Program):
@@ -164,16 +193,23 @@ class FunctionProgram(Program):
             is_buffer = name.startswith("buffer ")
             if tensor.is_floating_point() and not is_buffer:
                 mode.make_abstract(tensor.detach(), name)
+        afterwards = _named_afterwards(state.items())
+        for key, tensor in afterwards.items():
+            self._note_state(mode, key, tensor)
         with mode:
             outputs = function(*given)
         found: dict[Key, Tensor] = {}
         for name, leaf in named_outputs(outputs).items():
             found[name, None] = leaf.detach()
+        found |= afterwards
         for name, tensor in state.items():
-            found[f"{name}{AFTERWARDS}", None] = tensor.detach()
             if tensor.grad is not None:
                 found[f"gradient of {name}", None] = tensor.grad.detach()
         return found
+
+
+def _named_afterwards(state: Iterable[tuple[str, Tensor]]) -> dict[Key, Tensor]:
+    return {(f"{name}{AFTERWARDS}", None): tensor.detach() for name, tensor in state}
 
 
 def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.origin import AllElements, Trail
@@ -87,7 +88,7 @@ def prove(
                 if of_kind and not any(run.arithmetic.exponentials for run in of_kind[0]):
                     break  # without exp the other field is the same
                 try:
-                    runs = programs[0].run(arithmetic()), programs[1].run(arithmetic())
+                    runs = _run_both(programs, arithmetic)
                 except NoMeaning as error:
                     return Proof("unknown", reason=str(error), seconds=seconds)
                 seconds[kind] = time.perf_counter() - begun
@@ -100,6 +101,27 @@ def prove(
             failed = kind, *of_kind[0]
     assert failed is not None
     return _different(programs, *failed, seconds)
+
+
+def _run_both(programs: Sequence[Program], arithmetic: Callable[[], Arithmetic]) -> tuple[Run, Run]:
+    """Run two programs in an arithmetic; if they decide something, in both orders of elements.
+
+    So each comparison has both results, and a limit that one order never meets is met in the other.
+
+    Returns:
+        The runs in which they differ; those of the first order, if they do not.
+    """
+    first = programs[0].run(arithmetic()), programs[1].run(arithmetic())
+    decides = any(run.arithmetic.decisions for run in first)
+    if not decides or first_difference(first[0].results, first[1].results) is not None:
+        return first
+    other = tuple(program.run(_reversed(arithmetic())) for program in programs)
+    return first if first_difference(other[0].results, other[1].results) is None else other
+
+
+def _reversed(arithmetic: Arithmetic) -> Arithmetic:
+    arithmetic.reverse = True
+    return arithmetic
 
 
 def _programs(
@@ -157,12 +179,12 @@ def _graph_of(program: Any) -> fx.GraphModule | None:
 
 def _says_nothing(actual: Run, expected: Run) -> str:
     """Return why a comparison of two runs would prove nothing; "" if it would."""
-    abstract = [made for made in actual.results.values() if not made.is_known]
-    if not abstract:
-        return (
-            "no result depends on an abstract input: give inputs with floating-point tensors, or "
-            "return what is computed from them"
-        )
+    for run in (expected, actual):
+        if all(made.is_known for made in run.results.values()):
+            return (
+                "no result depends on an abstract input: give inputs with floating-point tensors, "
+                "or return what is computed from them"
+            )
     return ""
 
 
@@ -170,13 +192,15 @@ def first_difference(actual: Mapping[Key, Made], expected: Mapping[Key, Made]) -
     """Return the first result that differs, in the order of the expected ones."""
     for name, rank in expected:
         if (name, rank) not in actual:
-            return Place(name, rank, says="is missing")
+            says = "is not written to" if name.endswith(AFTERWARDS) else "is missing"
+            return Place(name, rank, says=says)
         place = _difference(name, rank, actual[name, rank], expected[name, rank])
         if place is not None:
             return place
     for name, rank in actual:
         if (name, rank) not in expected:
-            return Place(name, rank, says="is not expected")
+            says = "is written to" if name.endswith(AFTERWARDS) else "is not expected"
+            return Place(name, rank, says=says)
     return None
 
 
@@ -202,12 +226,19 @@ def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Pl
 
 def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
     found = []
+    constant = []
+    for (name, rank), made in runs[1].results.items():
+        if made.is_known and made.dtype.is_floating_point and made.elements.numel():
+            constant.append(name if rank is None else f"{name} of rank {rank}")
+    if constant:
+        shown = ", ".join(constant[:3]) + (", ..." if len(constant) > 3 else "")
+        found.append(f"{shown} depend on no abstract input: their numbers are equal")
     opaque = sorted({name for run in runs for name in run.arithmetic.opaque})
     if opaque:
         found.append(f"{', '.join(opaque)} depend on nothing but their arguments")
     reads = sum(sum(run.reads.values()) for run in runs)
     if reads:
-        found.append(f"the program would go the same way with other numbers ({reads} are read)")
+        found.append(f"numbers that the program reads stay what they are ({reads} are read)")
     return tuple(found)
 
 
@@ -221,7 +252,7 @@ def _equal(
     first, origin = None, ""
     if failed is not None:
         first = first_difference(failed[1].results, failed[2].results)
-        origin = find_origin(programs, failed[0], first)
+        origin = find_origin(programs, failed[0], first, failed[1].arithmetic.reverse)
     return Proof(
         kind,
         compared=len(runs[1].results),
@@ -239,7 +270,7 @@ def _different(
     assert first is not None
     ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
     unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    origin = find_origin(programs, kind, first)
+    origin = find_origin(programs, kind, first, actual.arithmetic.reverse)
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
         key = first.result, first.rank
@@ -275,15 +306,18 @@ def common_factor(actual: Made, expected: Made) -> Fraction | None:
     return field.small_fraction(int(factors[0])) if len(factors) == 1 else None
 
 
-def find_origin(programs: Sequence[Program], kind: str, first: Place | None) -> str:
+def find_origin(programs: Sequence[Program], kind: str, first: Place | None, reverse: bool) -> str:
     """Run both programs again, and return where their difference begins."""
     if first is None or first.element is None:
         return ""
+    arithmetics = [_ARITHMETICS[kind][0]() for _ in programs]
+    for arithmetic in arithmetics:
+        arithmetic.reverse = reverse
     made = AllElements()
-    programs[1].run(_ARITHMETICS[kind][0](), made)
+    programs[1].run(arithmetics[1], made)
     trail = Trail(made.sorted())
     with facts.watching({"node": trail.come_to}):
-        programs[0].run(_ARITHMETICS[kind][0](), trail)
+        programs[0].run(arithmetics[0], trail)
     tensor = programs[0].last.get((first.result, first.rank))
     return "" if tensor is None else trail.origin_of(tensor)
 

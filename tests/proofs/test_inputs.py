@@ -1,0 +1,186 @@
+"""Inputs of proofs: drawn or given, refused in a sentence, and left as they were."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import prove
+from pytest_gtrainer.arithmetic.base import NoMeaning
+from pytest_gtrainer.proofs.inputs import draw_inputs
+
+F = nn.functional
+X = torch.arange(12.0).view(3, 4) + 1
+
+
+def graph(function, *inputs):
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def test_places_are_drawn_below_the_extents_that_they_index():
+    tokens, rows, targets = (torch.zeros(40, dtype=torch.int64) for _ in range(3))
+
+    def look_up(table, tokens, rows, targets):
+        x = F.embedding(tokens.view(4, 10).flatten(), table)[rows]
+        return F.nll_loss(x, targets)
+
+    gm = graph(look_up, torch.zeros(7, 5), tokens, rows, targets)
+    _, *places = draw_inputs(gm, seed=0)
+    assert [int(each.max()) for each in places] == [6, 39, 4]
+    assert prove(gm, gm).kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "complaint"),
+    [
+        (
+            lambda x, n: x * n,
+            (X, torch.ones(4, dtype=torch.int64)),
+            "arg|n_1.*is no index of anything",
+        ),
+        (lambda x: (torch.view_as_complex(x.view(3, 2, 2)) * 1j).real, (X,), ""),
+    ],
+    ids=["an integer without a range", "complex"],
+)
+def test_an_input_that_nobody_can_make_up_is_refused(function, inputs, complaint):
+    gm = graph(function, *inputs)
+    if complaint:
+        with pytest.raises(ValueError, match=complaint):
+            prove(gm, gm)
+    else:
+        proof = prove(gm, gm)
+        assert proof.kind == "unknown" and "read as torch.complex64" in proof.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({}, "two callables: give the inputs"),
+        ({"inputs": (X,), "at_least": "equal"}, "at_least='equal': take one of 'identical'"),
+        ({"inputs": (X,), "world": 2}, "both programs are graphs"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prove(torch.sin, torch.sin, **arguments)
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="'text' is no graph and cannot be called"):
+        prove("text", torch.sin, inputs=(X,))
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x: torch.zeros(3), (X,)),
+        (lambda x: x.shape[0], (X,)),
+        (lambda n: n + 1, (torch.ones(3, dtype=torch.int64),)),
+    ],
+    ids=["a constant", "a size", "whole numbers"],
+)
+def test_what_depends_on_no_abstract_input_proves_nothing(function, inputs):
+    proof = prove(function, function, inputs=inputs)
+    assert proof.kind == "unknown"
+    assert "no result depends on an abstract input" in proof.reason
+
+
+def test_a_constant_beside_others_is_named():
+    proof = prove(lambda x: (x * 2, torch.ones(2)), lambda x: (x * 2, torch.ones(2)), inputs=(X,))
+    assert proof.kind == "identical"
+    assert "output 1 depend on no abstract input" in proof.assumes[0]
+    other = prove(lambda x: (x * 2, torch.ones(2)), lambda x: (x * 2, torch.zeros(2)), inputs=(X,))
+    assert other.kind == "another function"
+
+
+def test_a_number_that_the_program_asks_for_is_named():
+    proof = prove(lambda x: x * x.sum().item(), lambda x: x * x.sum().item(), inputs=(X,))
+    assert "numbers that the program reads stay what they are (1 are read)" in str(proof) or (
+        "(2 are read)" in str(proof)
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails):
+    model = nn.Linear(4, 4)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    x, state = X.clone().requires_grad_(), torch.get_rng_state()
+
+    def run(model, x):
+        model(F.dropout(x)).sum().backward()
+        with torch.no_grad():
+            model.weight.mul_(2)
+        if fails:
+            raise KeyError("mine")
+
+    if fails:
+        with pytest.raises(KeyError, match="mine"):
+            prove(run, run, inputs=(model, x))
+    else:
+        assert prove(run, run, inputs=(model, x)).kind == "identical"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
+    assert model.weight.grad is None and x.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+
+
+def test_one_tensor_that_is_given_twice_stays_one():
+    def run(x, y):
+        x.add_(1)
+        return y * 2
+
+    def wrong(x, y):
+        return y * 2 + x.add_(1) * 0
+
+    assert prove(run, run, inputs=(X, X)).kind == "identical"
+    one, two = (prove(wrong, run, inputs=inputs) for inputs in ((X, X), (X, X.clone())))
+    assert one.kind == "another function"
+    assert two.kind in ("reordered", "rounds elsewhere")
+
+
+def test_an_unknown_is_raised_by_name_outside_of_a_proof():
+    assert issubclass(NoMeaning, NotImplementedError)
+
+
+TRAINERS = {
+    "AdamW": lambda parameters, **options: torch.optim.AdamW(parameters, lr=0.1, **options),
+    "SGD": lambda parameters, **options: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_several_steps_with_clipping_and_an_optimiser(name):
+    """Operators on lists are those on tensors; a missing step, or clipping, is another function."""
+
+    def train(model, x, *, steps=2, clip=1.0, foreach=False):
+        optimizer = TRAINERS[name](model.parameters(), foreach=foreach)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=foreach)
+            optimizer.step()
+
+    def with_options(**options):
+        return lambda model, x: train(model, x, **options)
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
+    assert prove(with_options(foreach=True), train, inputs=(model, X)).kind == "identical"
+    for wrong in ({"steps": 1}, {"clip": 0}, {"clip": 0.5}):
+        assert prove(with_options(**wrong), train, inputs=(model, X)).kind == "another function"
+
+
+def test_accumulated_gradients_are_reordered_and_a_missing_division_is_a_factor():
+    def train(model, x, *, parts=1, divided=True):
+        for part in x.chunk(parts):
+            loss = F.mse_loss(model(part), part)
+            (loss / parts if divided else loss).backward()
+
+    model, x = nn.Linear(4, 4), torch.cat((X, X + 1))
+    inputs = model, x
+    assert prove(lambda m, x: train(m, x, parts=2), train, inputs=inputs).kind == "reordered"
+    wrong = prove(lambda m, x: train(m, x, parts=2, divided=False), train, inputs=inputs)
+    assert wrong.kind == "another function" and wrong.factor == 2

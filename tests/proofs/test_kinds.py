@@ -1,0 +1,352 @@
+"""Each kind of equal, and what is no kind of it, on functions that a reader can check by hand."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import AnotherFunction, assert_same_function, meaning, prove
+
+F = nn.functional
+aten = torch.ops.aten
+
+
+def tensors(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+X, W, B = tensors((4, 6), (8, 6), (8,))
+
+
+def plain_attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+def online_attention(q, k, v, parts=2):
+    """Softmax in parts of the keys (Milakov and Gimelshein, 2018), as ring attention computes it."""
+    total = weight = largest = None
+    for keys, values in zip(k.chunk(parts, -2), v.chunk(parts, -2), strict=True):
+        scores = q @ keys.transpose(-1, -2)
+        high = scores.amax(-1, keepdim=True)
+        new = high if largest is None else torch.maximum(largest, high)
+        part = torch.exp(scores - new)
+        value, share = part @ values, part.sum(-1, keepdim=True)
+        if largest is not None:
+            shrink = torch.exp(largest - new)
+            value, share = total * shrink + value, weight * shrink + share
+        total, weight, largest = value, share, new
+    return total / weight
+
+
+def norm_by_hand(x, w, b):
+    apart = x - x.mean(-1, keepdim=True)
+    return apart * torch.rsqrt((apart * apart).mean(-1, keepdim=True) + 1e-5)
+
+
+def with_norm(attention):
+    """Two layers: the second exponential is one of what the first has made."""
+
+    def layers(q, k, v):
+        x = attention(q, k, v)
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+        return attention(x, k, x)
+
+    return layers
+
+
+QKV = tensors((2, 6, 8), (2, 6, 8), (2, 6, 8), seed=1)
+FUNCTIONS = {
+    "the same": ("identical", lambda x, w, b: F.linear(x, w, b), lambda x, w, b: F.linear(x, w, b)),
+    "times one": ("identical", lambda x, w, b: x * 1.0 + 1, lambda x, w, b: x + 1),
+    "halves by two spellings": (
+        "identical",
+        lambda x, w, b: x / 2 * w[:4],
+        lambda x, w, b: x * 0.5 * w[:4],
+    ),
+    "a sum in the other order": ("identical", lambda x, w, b: w[:4] + x, lambda x, w, b: x + w[:4]),
+    "a cast up and down": (
+        "identical",
+        lambda x, w, b: x.bfloat16().float().bfloat16(),
+        lambda x, w, b: x.bfloat16(),
+    ),
+    "moved and moved back": (
+        "identical",
+        lambda x, w, b: x.flip(0).flip(0) + x,
+        lambda x, w, b: x + x,
+    ),
+    "addmm in two operators": (
+        "other kernels",
+        lambda x, w, b: x @ w.t() + b,
+        lambda x, w, b: F.linear(x, w, b),
+    ),
+    "weights side by side": (
+        "other kernels",
+        lambda x, w, b: torch.cat((x @ w[:4].t(), x @ w[4:].t()), -1),
+        lambda x, w, b: x @ w.t(),
+    ),
+    "a product by rows": (
+        "other kernels",
+        lambda x, w, b: torch.cat([row @ w.t() for row in x.split(1)]),
+        lambda x, w, b: x @ w.t(),
+    ),
+    "silu by hand": (
+        "other kernels",
+        lambda x, w, b: x * torch.sigmoid(x),
+        lambda x, w, b: F.silu(x),
+    ),
+    "a sum in two halves": (
+        "reordered",
+        lambda x, w, b: x[:2].sum(0) + x[2:].sum(0),
+        lambda x, w, b: x.sum(0),
+    ),
+    "associativity": (
+        "reordered",
+        lambda x, w, b: (x + w[:4]) + w[4:],
+        lambda x, w, b: x + (w[:4] + w[4:]),
+    ),
+    "distributivity": (
+        "reordered",
+        lambda x, w, b: x * (w[:4] + w[4:]),
+        lambda x, w, b: x * w[:4] + x * w[4:],
+    ),
+    "a mean as a sum": ("reordered", lambda x, w, b: x.sum(0) / 4, lambda x, w, b: x.mean(0)),
+    "a long product in parts": (
+        "reordered",
+        lambda x, w, b: x[:, :3] @ w[:, :3].t() + x[:, 3:] @ w[:, 3:].t(),
+        lambda x, w, b: x @ w.t(),
+    ),
+    "a norm by hand": ("reordered", norm_by_hand, lambda x, w, b: F.layer_norm(x, (6,))),
+    "softmax without a maximum": (
+        "reordered",
+        lambda x, w, b: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+        lambda x, w, b: F.softmax(x, -1),
+    ),
+    "a reciprocal": ("rounds elsewhere", lambda x, w, b: x * (1 / 6), lambda x, w, b: x / 6),
+    "no rounding to bfloat16": (
+        "rounds elsewhere",
+        lambda x, w, b: x + 0,
+        lambda x, w, b: x.bfloat16().float(),
+    ),
+    "float32 in the middle of bfloat16": (
+        "rounds elsewhere",
+        lambda x, w, b: (x.float() * w[:4].float() + 1).bfloat16(),
+        lambda x, w, b: x.bfloat16() * w[:4].bfloat16() + 1,
+    ),
+    "another factor": ("another function", lambda x, w, b: 2 * x.sum(0), lambda x, w, b: x.sum(0)),
+    "a constant off by a billionth": (
+        "another function",
+        lambda x, w, b: x * (1 + 2**-30),
+        lambda x, w, b: x + 0,
+    ),
+    "another eps": (
+        "another function",
+        lambda x, w, b: F.layer_norm(x, (6,), eps=1e-6),
+        lambda x, w, b: F.layer_norm(x, (6,)),
+    ),
+    "a clamp that no number meets": (
+        "another function",
+        lambda x, w, b: x.clamp(-100, 100),
+        lambda x, w, b: x + 0,
+    ),
+    "a term left out": (
+        "another function",
+        lambda x, w, b: x @ w.t(),
+        lambda x, w, b: F.linear(x, w, b),
+    ),
+    "two rows exchanged": (
+        "another function",
+        lambda x, w, b: x[[1, 0, 2, 3]] + 1,
+        lambda x, w, b: x + 1,
+    ),
+    "a sign": ("another function", lambda x, w, b: x - w[:4], lambda x, w, b: x + w[:4]),
+    "relu left out": ("another function", lambda x, w, b: x + 1, lambda x, w, b: F.relu(x) + 1),
+    "gelu for gelu with tanh": (
+        "another function",
+        lambda x, w, b: F.gelu(x, approximate="tanh"),
+        lambda x, w, b: F.gelu(x),
+    ),
+    "a transposed square": (
+        "another function",
+        lambda x, w, b: x[:, :4].t() + 1,
+        lambda x, w, b: x[:, :4] + 1,
+    ),
+    "memory that nobody wrote": (
+        "another function",
+        lambda x, w, b: x + torch.empty_like(x),
+        lambda x, w, b: x + 0,
+    ),
+    "a write to an input": ("another function", lambda x, w, b: x.mul_(2), lambda x, w, b: x * 2),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_told_in_its_kind(name):
+    kind, actual, expected = FUNCTIONS[name]
+    proof = prove(actual, expected, inputs=(X, W, B))
+    assert proof.kind == kind, str(proof)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_graph_is_told_in_the_same_kind(name):
+    kind, actual, expected = FUNCTIONS[name]
+    graphs = [make_fx(function)(X.clone(), W, B) for function in (actual, expected)]
+    proof = prove(*graphs)
+    assert proof.kind == kind, str(proof)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "write" not in name])
+def test_gradients_are_told_in_their_kind(name):
+    """Of a function that is the same, gradients are; of another, mostly not."""
+    kind, actual, expected = FUNCTIONS[name]
+
+    def gradients(function):
+        def run(x, w, b):
+            made = [each.requires_grad_() for each in (x, w, b)]
+            result = function(*made).float()
+            weights = torch.arange(result.numel()).view(result.shape)
+            (result * result * weights).sum().backward()
+            return [each.grad for each in made if each.grad is not None]
+
+        return run
+
+    proof = prove(gradients(actual), gradients(expected), inputs=(X, W, B))
+    if kind in ("reordered", "rounds elsewhere"):
+        assert proof.is_at_least("rounds elsewhere"), str(proof)
+    if kind in ("identical", "other kernels"):
+        assert proof.is_at_least("reordered"), str(proof)
+
+
+@pytest.mark.parametrize("around", [lambda attention: attention, with_norm], ids=["one", "two"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_softmax_in_parts_is_the_same_function(around, parts):
+    def in_parts(q, k, v):
+        return online_attention(q, k, v, parts)
+
+    def wrong(q, k, v):
+        return online_attention(q, k, v.flip(1), parts)
+
+    assert prove(around(in_parts), around(plain_attention), inputs=QKV).kind == "reordered"
+    assert prove(around(wrong), around(plain_attention), inputs=QKV).kind == "another function"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_is_what_its_formula_says(is_causal):
+    """Also its backward, whose kernel reads the logarithms of sums that the forward keeps."""
+    inputs = [each[None] for each in QKV]
+    mask = torch.full((6, 6), -torch.inf).triu(1) if is_causal else torch.zeros(6, 6)
+
+    def by_hand(q, k, v):
+        return torch.softmax((q @ k.transpose(-1, -2)) * 8**-0.5 + mask, -1) @ v
+
+    def by_torch(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    def trained(function):
+        def run(q, k, v):
+            (function(*(each.requires_grad_() for each in (q, k, v))) ** 2).sum().backward()
+            return q.grad, k.grad, v.grad
+
+        return run
+
+    assert prove(by_torch, by_hand, inputs=inputs).is_at_least("reordered")
+    assert prove(trained(by_torch), trained(by_hand), inputs=inputs).is_at_least("reordered")
+    other = prove(
+        trained(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=not is_causal)),
+        trained(by_hand),
+        inputs=inputs,
+    )
+    assert other.kind == "another function"
+
+
+@pytest.mark.parametrize(
+    "factor", [Fraction(2), Fraction(1, 2), Fraction(-1), Fraction(8), Fraction(3, 7)]
+)
+def test_a_common_factor_is_named(factor):
+    proof = prove(
+        lambda x, w, b: (x @ w.t()) * factor.numerator / factor.denominator,
+        lambda x, w, b: x @ w.t(),
+        inputs=(X, W, B),
+    )
+    assert proof.factor == factor
+    assert f"{factor} times what is expected" in str(proof)
+
+
+def test_where_it_begins_is_the_first_value_that_the_other_never_makes():
+    """Neither a bucket and its split, nor another layout, is taken for it."""
+
+    def expected(x, w, b):
+        return torch.sin(x @ w.t()) * 3
+
+    def actual(x, w, b):
+        bucket = torch.cat((w.reshape(-1), x.reshape(-1)))
+        own, rows = bucket.split((w.numel(), x.numel()))
+        product = rows.view(4, 6) @ own.view(8, 6).t()
+        return torch.cos(product) * 3
+
+    graphs = [make_fx(function)(X, W, B) for function in (actual, expected)]
+    proof = prove(*graphs)
+    assert proof.kind == "another function"
+    assert proof.origin.startswith("node cos (aten.cos.default)"), proof.origin
+
+
+def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
+    @torch.library.custom_op("gt_proofs::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by
+
+    scaled.register_fake(lambda x, by: torch.empty_like(x))
+
+    def by_operator(x, w, b):
+        return scaled(x, 3.0) + 1
+
+    def by_hand(x, w, b):
+        return x * 3 + 1
+
+    same = prove(by_operator, by_operator, inputs=(X, W, B))
+    assert same.kind == "identical"
+    assert "gt_proofs.scaled.default" in "".join(same.assumes)
+    unknown = prove(by_operator, by_hand, inputs=(X, W, B))
+    assert unknown.kind == "unknown" and "gt_proofs.scaled.default" in unknown.reason
+    with meaning("gt_proofs::scaled", lambda x, by: x * by):
+        assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "identical"
+    with meaning("gt_proofs::scaled", lambda x, by: x * by * 2):
+        assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "another function"
+    assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "unknown", "it is gone"
+
+
+def test_a_failure_says_the_kind_the_place_and_where_it_begins():
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_function(lambda x: x * 3, lambda x: x.clone(), inputs=(X,))
+    text = str(failure.value)
+    assert text.startswith("expected at least 'reordered'\nanother function:")
+    assert "first output 0, element [0, 0] (24 of 24 differ)" in text
+    assert "3 times what is expected" in text
+    assert failure.value.proof.kind == "another function"
+
+
+@pytest.mark.parametrize(
+    ("at_least", "holds"),
+    [
+        ("identical", False),
+        ("other kernels", False),
+        ("reordered", True),
+        ("rounds elsewhere", True),
+    ],
+)
+def test_at_least(at_least, holds):
+    def assert_it():
+        assert_same_function(
+            lambda x: x[:2].sum(0) + x[2:].sum(0),
+            lambda x: x.sum(0),
+            inputs=(X,),
+            at_least=at_least,
+        )
+
+    if holds:
+        assert_it()
+    else:
+        with pytest.raises(AnotherFunction, match="\nreordered: the same function"):
+            assert_it()

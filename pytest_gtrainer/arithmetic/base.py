@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.operators import COMPARISONS, FILLED, holds_exactly
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
 
-Elements = Tensor
-"""An int64 tensor."""
+# An int64 tensor.
+Elements: TypeAlias = Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Arithmetic(ABC):
         exponentials: how often ``exp`` was computed as a function of nothing known.
     """
 
-    kind: ClassVar[str]
+    kind: str
     takes_apart: bool = True
 
     def __init__(self, seed: int = 0) -> None:

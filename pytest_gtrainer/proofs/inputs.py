@@ -85,7 +85,7 @@ def _extents_in(user: fx.Node, index: fx.Node) -> Iterator[int]:
     if name == "embedding" and user.args[1] is index:
         yield shapes[0][0]
     elif name == "embedding_dense_backward" and user.args[1] is index:
-        yield int(user.args[2])  # type: ignore[arg-type]
+        yield int(user.args[2])
     elif name in _ALONG_DIM and argument_of(user, "index") is index:
         yield shapes[0][int(argument_of(user, "dim"))]
     elif name.startswith("nll_loss") and argument_of(user, "target") is index:

@@ -115,7 +115,10 @@ def _run_both(programs: Sequence[Program], arithmetic: Callable[[], Arithmetic])
     decides = any(run.arithmetic.decisions for run in first)
     if not decides or first_difference(first[0].results, first[1].results) is not None:
         return first
-    other = tuple(program.run(_reversed(arithmetic())) for program in programs)
+    other = (
+        programs[0].run(_reversed(arithmetic())),
+        programs[1].run(_reversed(arithmetic())),
+    )
     return first if first_difference(other[0].results, other[1].results) is None else other
 
 

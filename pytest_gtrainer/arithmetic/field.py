@@ -27,7 +27,7 @@ from pytest_gtrainer.arithmetic.base import (
     mapped,
     values_in,
 )
-from pytest_gtrainer.arithmetic.operators import BITS
+from pytest_gtrainer.arithmetic.operators import BITS, names
 from pytest_gtrainer.arithmetic.prime import ROOT, P, Prime, Q
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 
@@ -49,7 +49,7 @@ class Field(Arithmetic):
     def lift(self, value: Any) -> Elements:
         if isinstance(value, Value):
             return value.elements
-        if isinstance(value, complex) or isinstance(value, Tensor) and value.is_complex():
+        if isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex()):
             raise NoMeaning("complex numbers")
         if isinstance(value, Tensor):
             return self.prime.numbers(value, as_meant=not self.rounds)
@@ -335,12 +335,12 @@ class Field(Arithmetic):
 
 
 _OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
-_METHODS = frozenset(
+_METHODS = names(
     """
-    add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm bmm dot mv sum mean var var_mean
-    cumsum prod index_put _unsafe_index_put index_add scatter_add embedding_dense_backward
-    convolution convolution_backward
-    """.split()
+    add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm
+    bmm dot mv sum mean var var_mean cumsum prod index_put _unsafe_index_put index_add
+    scatter_add embedding_dense_backward convolution convolution_backward
+    """
 )
 
 
@@ -432,11 +432,11 @@ class FieldWithExponents(Field):
 
 
 _LOW = (1 << 31) - 1
-_CHOICES = frozenset("maximum minimum amax amin".split())
-_LINEAR = frozenset(
+_CHOICES = names("maximum minimum amax amin")
+_LINEAR = names(
     """
-    add sub neg mm bmm dot mv sum mean cumsum index_put _unsafe_index_put index_add scatter_add
-    embedding_dense_backward convolution convolution_backward
-    """.split()
+    add sub neg mm bmm dot mv sum mean cumsum index_put _unsafe_index_put index_add
+    scatter_add embedding_dense_backward convolution convolution_backward
+    """
 )
 _BILINEAR = _LINEAR | {"mul", "div"}

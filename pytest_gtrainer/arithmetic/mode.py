@@ -36,14 +36,15 @@ from pytest_gtrainer.arithmetic.operators import (
     UNINITIALISED,
     base_name,
     is_pointwise,
+    names,
 )
 from pytest_gtrainer.arithmetic.shadows import Shadows, whole_storage
-from pytest_gtrainer.arithmetic.values import NoMeaning, Value
+from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import COMMUNICATING, is_random, is_view
 from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
-_READS = frozenset("_local_scalar_dense equal is_nonzero item".split())
-_ON_STORAGES = frozenset("set_ resize_ record_stream is_pinned _pin_memory".split())
+_READS = names("_local_scalar_dense equal is_nonzero item")
+_ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
 
 class ArithmeticMode(TorchDispatchMode):
@@ -147,26 +148,15 @@ class ArithmeticMode(TorchDispatchMode):
         """Give the results of an operator without side effects their elements."""
         arithmetic = self.arithmetic
         call = self._call(func, base, args, kwargs, results)
-        if base == "native_dropout":
-            return self._drop_out(call, args)
         if is_random(OperatorCall(func, tuple(args), kwargs)):
-            if base.endswith("_like"):
-                return None  # only the shape is of the operand: the numbers drawn are known
-            raise NoMeaning(f"{func} draws random numbers that depend on abstract ones")
-        if base in CASTS and call.result.dtype == torch.bool:
-            return self._know(call.result, arithmetic.order_key(call.args[0].elements) != 0)
-        if base in TRUTHS:
-            return self._know(call.result, arithmetic.truth(call))
+            return self._draw(call, args)
+        if self._decide(call):
+            return None
         if base in CASTS:
             elements, fits = arithmetic.cast(call.args[0], call.result.dtype)
             return self.shadows.write(call.result, elements, fits)
-        if base in COMPARISONS:
-            return self._know(call.result, arithmetic.compare(call))
-        if base in FINITE:
-            return self._know(call.result, torch.full((), FINITE[base]))
         if base in SORTS:
             return self._set(call, arithmetic.sort(call))
-
         found = arithmetic.compute(call)
         if found is not NotImplemented:
             return self._set(call, found)
@@ -175,16 +165,35 @@ class ArithmeticMode(TorchDispatchMode):
             for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
                 self.shadows.write(tensor, elements, fits)
             return None
-        if arithmetic.takes_apart:
-            parts = parts_of(func)
-            if parts is not None:
-                return self._adopt(results, self._by_parts(parts, args, kwargs), call)
+        parts = parts_of(func)
+        if parts is not None and arithmetic.takes_apart:
+            return self._adopt(results, self._by_parts(parts, args, kwargs), call)
         if is_pointwise(func) and len(results) == 1:
             return self._set(call, [arithmetic.pointwise(call)])
-        is_known = (
-            parts_of(func) is not None or not arithmetic.takes_apart and func.namespace == "aten"
-        )
-        self._set(call, arithmetic.whole(call, is_known=is_known))
+        is_torchs = not arithmetic.takes_apart and func.namespace == "aten"
+        return self._set(call, arithmetic.whole(call, is_known=parts is not None or is_torchs))
+
+    def _decide(self, call: Call) -> bool:
+        """Compare elements; return whether the operator does nothing else."""
+        arithmetic, base = self.arithmetic, call.base
+        if base in CASTS and call.result.dtype == torch.bool:
+            self._know(call.result, arithmetic.order_key(call.args[0].elements) != 0)
+        elif base in TRUTHS:
+            self._know(call.result, arithmetic.truth(call))
+        elif base in COMPARISONS:
+            self._know(call.result, arithmetic.compare(call))
+        elif base in FINITE:
+            self._know(call.result, torch.full((), FINITE[base]))
+        else:
+            return False
+        return True
+
+    def _draw(self, call: Call, args: Any) -> None:
+        """Leave what is drawn as it is: known numbers."""
+        if call.base == "native_dropout":
+            self._drop_out(call, args)
+        elif not call.base.endswith("_like"):  # that draws for a shape
+            raise NoMeaning(f"{call.operator} draws random numbers that depend on abstract ones")
 
     def _call(
         self, func: Any, base: str, args: Any, kwargs: Any, results: Sequence[Tensor]

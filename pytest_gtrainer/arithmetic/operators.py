@@ -21,19 +21,25 @@ import torch
 
 from pytest_gtrainer._torch.values import schema
 
-MOVES = frozenset(
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+MOVES = names(
     """
     alias_copy as_strided_copy as_strided_scatter cat clone constant_pad_nd contiguous copy
-    detach_copy diag_embed diagonal_copy diagonal_scatter embedding expand_copy fill flip gather
-    index index_copy index_fill index_put index_select lift lift_fresh_copy masked_fill masked_scatter
-    masked_select narrow_copy permute_copy pixel_shuffle pixel_unshuffle
+    detach_copy diag_embed diagonal_copy diagonal_scatter embedding expand_copy fill flip
+    gather index index_copy index_fill index_put index_select lift lift_fresh_copy masked_fill
+    masked_scatter masked_select narrow_copy permute_copy pixel_shuffle pixel_unshuffle
     reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave
     replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select_backward
     select_copy select_scatter slice_backward slice_copy slice_scatter split_copy
     split_with_sizes_copy squeeze_copy stack t_copy take transpose_copy tril triu unbind_copy
-    unfold_copy unsqueeze_copy view_copy
-    where zero _reshape_copy _unsafe_index _unsafe_index_put _unsafe_masked_index channel_shuffle _chunk_cat
-    """.split()
+    unfold_copy unsqueeze_copy view_copy where zero _reshape_copy _unsafe_index
+    _unsafe_index_put _unsafe_masked_index channel_shuffle _chunk_cat
+    """
 )
 """They run on the elements as they are, unless they add what meets at one place.
 
@@ -43,25 +49,27 @@ A number that they fill in is made an element first.
 FILLED = frozenset({"value", "fill_value", "fill", "self", "other"})
 """Arguments of moves that may be such a number."""
 
-UNINITIALISED = frozenset(
-    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split()
+UNINITIALISED = names(
+    """
+    empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    """
 )
-FACTORIES = frozenset("full_like new_full new_ones new_zeros ones_like zeros_like".split())
+FACTORIES = names("full_like new_full new_ones new_zeros ones_like zeros_like")
 """They make known numbers, and read no more than the shape of a tensor."""
 
 CASTS = frozenset({"_to_copy", "convert_element_type"})
-COMPARISONS = frozenset("eq ge gt le lt ne".split())
-SORTS = frozenset("argmax argmin argsort kthvalue max median min mode sort topk".split())
-TRUTHS = frozenset("logical_and logical_not logical_or logical_xor signbit".split())
+COMPARISONS = names("eq ge gt le lt ne")
+SORTS = names("argmax argmin argsort kthvalue max median min mode sort topk")
+TRUTHS = names("logical_and logical_not logical_or logical_xor signbit")
 FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 """Questions to which every abstract element has one answer."""
 
-COMMUTATIVE = frozenset("add logical_and logical_or logical_xor maximum minimum mul".split())
-CORRECTLY_ROUNDED = frozenset(
+COMMUTATIVE = names("add logical_and logical_or logical_xor maximum minimum mul")
+CORRECTLY_ROUNDED = names(
     """
-    abs add ceil clamp clamp_max clamp_min div floor maximum minimum mul neg reciprocal relu round
-    rsub sign sqrt sub threshold_backward trunc where
-    """.split()
+    abs add ceil clamp clamp_max clamp_min div floor maximum minimum mul neg reciprocal relu
+    round rsub sign sqrt sub threshold_backward trunc where
+    """
 )
 """IEEE 754 says what they give, or they only choose: vector and scalar code agree.
 

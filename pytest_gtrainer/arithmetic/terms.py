@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, dims_of, values_in
-from pytest_gtrainer.arithmetic.operators import COMMUTATIVE, CORRECTLY_ROUNDED, is_pointwise
+from pytest_gtrainer.arithmetic.operators import COMMUTATIVE, CORRECTLY_ROUNDED, is_pointwise, names
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
 
-_REDUCTIONS = frozenset("amax amin mean prod sum var".split())
-_PRODUCTS = frozenset("bmm dot mm mv".split())
+_REDUCTIONS = names("amax amin mean prod sum var")
+_PRODUCTS = names("bmm dot mm mv")
 
 
 class Terms(Arithmetic):
@@ -76,9 +76,9 @@ class Terms(Arithmetic):
             return [folded.reshape(call.result.shape)]
         if call.base in ("add", "sub", "mul", "div", "maximum", "minimum"):
             return [self._binary(call)]
-        if is_pointwise(call.operator) and len(call.results) == 1:
-            if self.strict or call.base in ("neg", "reciprocal", "sqrt"):
-                return [self.pointwise(call)]
+        is_atom = self.strict or call.base in ("neg", "reciprocal", "sqrt")
+        if is_atom and is_pointwise(call.operator) and len(call.results) == 1:
+            return [self.pointwise(call)]
         return NotImplemented
 
     def _product(self, call: Call) -> Elements:
@@ -102,12 +102,12 @@ class Terms(Arithmetic):
         base, dtype = call.base, str(call.result.dtype)
         options = [call.named.get("alpha", 1), call.named.get("rounding_mode")]
         is_plain = options == [1, None]
-        if base == "div" and is_plain and isinstance(right, int | float):
-            if _is_power_of_two(right):  # exact in both spellings
-                base, right = "mul", 1 / right
-        if base == "mul" and not _is_tensor(right) and right == 1 and isinstance(left, Value):
-            if left.dtype == call.result.dtype:
-                return left.elements
+        is_number = isinstance(right, int | float)
+        if base == "div" and is_plain and is_number and _is_power_of_two(right):
+            base, right = "mul", 1 / right  # exact in both spellings
+        is_same = isinstance(left, Value) and left.dtype == call.result.dtype
+        if base == "mul" and is_number and right == 1 and is_same:
+            return left.elements
         operands = torch.broadcast_tensors(self.lift(left), self.lift(right))
         dtypes = {str(each.dtype) for each in (left, right) if isinstance(each, Value | Tensor)}
         mixed = sorted(dtypes) if len(dtypes) > 1 else []
@@ -117,10 +117,6 @@ class Terms(Arithmetic):
 
 
 _OF_REDUCTIONS = ("correction", "unbiased", "dtype")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Value | Tensor)
 
 
 def _is_power_of_two(number: float) -> bool:

@@ -155,11 +155,10 @@ class SimulatedProgram(Program):
 
     def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
         net = AnyOrder.of(self.net) if isinstance(mode.arithmetic, Field) else self.net
-        placeholders = self.gm.graph.find_nodes(op="placeholder")
         shared: dict[int, Any] = {}
         given = [copies(own, shared) for own in self.inputs]
         for rank, own in enumerate(given):
-            for place, (node, value) in enumerate(zip(placeholders, own, strict=True)):
+            for place, value in enumerate(own):
                 if _is_float(value) and not mode.shadows.has(value):
                     mode.make_abstract(value, (place, rank))
         state: dict[Key, Tensor] = {}

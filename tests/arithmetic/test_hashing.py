@@ -37,7 +37,8 @@ def test_fold_depends_on_order_count_and_every_element():
         hashing.fold(rows.flip(1), [1]),
         hashing.fold(rows[:, :2], [1]),
     ]
-    assert not bool((whole[0] == whole[1]).any()) and not bool((whole[0] == whole[2]).any())
+    assert not bool((whole[0] == whole[1]).any())
+    assert not bool((whole[0] == whole[2]).any())
     zeros = torch.zeros(2, 3, dtype=torch.int64)
     assert hashing.fold(zeros, [1])[0] != hashing.fold(zeros[:, :2], [1])[0], "zeros count, too"
     for place in range(3):

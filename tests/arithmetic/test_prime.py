@@ -29,7 +29,8 @@ def is_prime(number):
 
 def test_both_moduli_are_primes_below_two_to_the_31():
     assert P == 2 * Q + 1 < 2**31
-    assert is_prime(P) and is_prime(Q)
+    assert is_prime(P)
+    assert is_prime(Q)
     assert pow(ROOT, Q, P) == 1 != ROOT, "powers of the root repeat after Q"
 
 
@@ -49,7 +50,10 @@ def test_matrix_products_are_exact(rows, inner, columns, data):
     left = [[data.draw(elements) for _ in range(inner)] for _ in range(rows)]
     right = [[data.draw(elements) for _ in range(columns)] for _ in range(inner)]
     expected = [
-        [sum(a * b for a, b in zip(row, column, strict=True)) % P for column in zip(*right)]
+        [
+            sum(a * b for a, b in zip(row, column, strict=True)) % P
+            for column in zip(*right, strict=True)
+        ]
         for row in left
     ]
     assert field.matmul(torch.tensor(left), torch.tensor(right)).tolist() == expected
@@ -139,4 +143,5 @@ def test_the_order_is_total_and_puts_half_above_zero():
     assert len(keys.unique()) == len(drawn.unique())
     assert 400 < int((keys > field.order_key(one(0))).sum()) < 600
     ends = field.order_key(torch.tensor([field.minus_infinity, field.infinity]))
-    assert bool((keys > ends[0]).all()) and bool((keys < ends[1]).all())
+    assert bool((keys > ends[0]).all())
+    assert bool((keys < ends[1]).all())

@@ -309,7 +309,8 @@ def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     assert same.kind == "identical"
     assert "gt_proofs.scaled.default" in "".join(same.assumes)
     unknown = prove(by_operator, by_hand, inputs=(X, W, B))
-    assert unknown.kind == "unknown" and "gt_proofs.scaled.default" in unknown.reason
+    assert unknown.kind == "unknown"
+    assert "gt_proofs.scaled.default" in unknown.reason
     with meaning("gt_proofs::scaled", lambda x, by: x * by):
         assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "identical"
     with meaning("gt_proofs::scaled", lambda x, by: x * by * 2):

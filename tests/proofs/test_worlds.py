@@ -70,7 +70,8 @@ def test_a_pass_that_only_moves_is_identical(traced, gt_world):
     after = deduplicate_fsdp_unshard_chains_pass(copy.deepcopy(before))
     proof = prove(canonicalize_graph_pass(after), before, world=gt_world)
     assert proof.kind == "identical", str(proof)
-    assert proof.first is None and proof.compared == 4 * 11
+    assert proof.first is None
+    assert proof.compared == 4 * 11
 
 
 def test_another_payload_order_is_reordered_in_the_gradients_that_changed_place(traced, gt_world):

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -51,12 +51,12 @@ _CHOICES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class SumOrder:
     """The channel of one element, and the order of the ranks that add it.
 
     A tuple among the ranks is a sum that arrives as one value.
 
-    >>> str(Path(2, (3, 2, 1, 0), "tree"))
+    >>> str(SumOrder(2, (3, 2, 1, 0), "tree"))
     'channel 2, tree, summed in the order of ranks 3 2 1 0'
     """
 
@@ -108,7 +108,9 @@ class Net(ABC):
         Raises:
             ValueError: no ranks, a repeated one, or one that is not in the world.
         """
-        return replace(self, members=tuple(ranks))  # type: ignore[type-var]
+        group = replace(self, members=tuple(ranks))  # type: ignore[type-var]
+        group._check_members()  # a net of your own need not do it
+        return group
 
     def _check_members(self) -> None:
         if self.members is None:
@@ -121,9 +123,9 @@ class Net(ABC):
             raise ValueError(f"the group {members} repeats a rank: name each once")
         size = self.world_size
         for rank in members:
-            if rank not in range(size):
+            if type(rank) is not int or rank not in range(size):
                 raise ValueError(
-                    f"rank {rank} of the group is not in the world of {size} ranks: "
+                    f"rank {rank!r} of the group is not in the world of {size} ranks: "
                     f"they are 0..{size - 1}"
                 )
 
@@ -132,11 +134,12 @@ class Net(ABC):
         """Reduce ``[n, n * m]``, a row for each rank's input, to ``[n, m]``, a row for each shard.
 
         Args:
-            destinations: only the shards of these ranks of the group: ``[n, k * m]`` to ``[k, m]``.
+            destinations: only the shards of these ranks of the group, which follow each other:
+                ``[n, k * m]`` to ``[k, m]``.
 
         Raises:
             NoModel: the op or dtype is not modelled.
-            ValueError: ``destinations`` of a net that is not ``by_destination``.
+            ValueError: ``destinations`` of a net that is not ``by_destination``, or no such ranks.
         """
 
     @abstractmethod
@@ -156,7 +159,7 @@ class Net(ABC):
         dtype: torch.dtype,
         destination: int = 0,
         op: str = "sum",
-    ) -> Path:
+    ) -> SumOrder:
         """Return how one element is summed; messages quote it.
 
         Args:
@@ -165,7 +168,9 @@ class Net(ABC):
             destination: the rank of the group that gets the shard.
 
         Raises:
-            ValueError: another collective, or an element outside of the payload.
+            NoModel: the op or dtype is not modelled.
+            ValueError: another collective, an element outside of the payload, or a destination
+                outside of the group.
         """
 
 
@@ -271,7 +276,7 @@ class NetModel(Net):
         return cls(nodes=nodes, ranks_per_node=size // nodes, **fields)
 
     @classmethod
-    def from_log(cls, path: str | FilePath, nodes: int, **fields: Any) -> NetModel:
+    def from_log(cls, path: str | Path, nodes: int, **fields: Any) -> NetModel:
         """Return the net whose rings are in a file of channel lines, or in a log of NCCL.
 
         With ``algorithm="tree"`` its trees are read, too, from lines ``Trees [0] ...`` of all
@@ -280,7 +285,7 @@ class NetModel(Net):
         Raises:
             ValueError: the file has no channels, or not all of a ring or tree; or as ``of_world``.
         """
-        text = FilePath(path).read_text()
+        text = Path(path).read_text()
         found: dict[str, Any] = {}
         try:
             found["rings"] = rings_from_log(text)
@@ -295,7 +300,11 @@ class NetModel(Net):
         return self.nodes * self.ranks_per_node
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
-        wanted = destinations or range(self.size)
+        wanted = range(self.size) if destinations is None else destinations
+        if not wanted or wanted.step != 1 or wanted.start < 0 or wanted.stop > self.size:
+            raise ValueError(
+                f"destinations={wanted}: give ranks of 0..{self.size - 1} that follow each other"
+            )
         shards = len(wanted)
         count = self._check_inputs("reduce_scatter", inputs, shards, op)
         if self._algorithm_for("reduce_scatter", op) == "ring":
@@ -340,10 +349,13 @@ class NetModel(Net):
         dtype: torch.dtype,
         destination: int = 0,
         op: str = "sum",
-    ) -> Path:
+    ) -> SumOrder:
         check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
         if not 0 <= offset < count:
             raise ValueError(f"element {offset} is not in a payload of {count}")
+        if destination not in range(self.size):
+            raise ValueError(f"destination={destination}: the net has ranks 0..{self.size - 1}")
+        ring_sums.check_reduction(collective, op, dtype)
         algorithm = self._algorithm_for(collective, op)
         split = self._stretches if algorithm == "ring" else self._parts
         part = next(part for part in split(collective, count, dtype.itemsize) if offset in part)
@@ -358,7 +370,7 @@ class NetModel(Net):
             order = tree_sums.rename_ranks(tree_sums.pat_order(self.size, delta), behind)
         if self.members is not None:
             order = tree_sums.rename_ranks(order, self.members)
-        return Path(part.channel, order, algorithm)
+        return SumOrder(part.channel, order, algorithm)
 
     def _algorithm_for(self, collective: str, op: str) -> str:
         """Return what carries a collective out: rings do what trees and PAT do not serve."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
+from pytest_gtrainer.worlds.simulated.net import Net, SumOrder, check_count
 from pytest_gtrainer.worlds.simulated.rings import (
     Stretch,
     check_reduction,
@@ -72,12 +72,14 @@ class GlooNet(Net):
         dtype: torch.dtype,
         destination: int = 0,
         op: str = "sum",
-    ) -> Path:
+    ) -> SumOrder:
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
         part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)
         members = self.members or range(self.ranks)
-        return Path(0, tuple(members[rank] for rank in self._orders()[0, :, part.place].tolist()))
+        return SumOrder(
+            0, tuple(members[rank] for rank in self._orders()[0, :, part.place].tolist())
+        )
 
     def _stretches(self, count: int, itemsize: int) -> list[Stretch]:
         if not count:

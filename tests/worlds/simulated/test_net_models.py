@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer import Net, NetModel, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.worlds.simulated import NoModel
 from tests.worlds.simulated import specification
 from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
@@ -332,3 +332,76 @@ def test_payloads_of_a_wrong_shape_are_refused():
         NetModel(1, 4).reduce_scatter(torch.ones(4, 6), "sum")
     with pytest.raises(ValueError, match="element 8 is not in a payload of 8"):
         NetModel(1, 4).explain("all_reduce", 8, 8, torch.float32)
+
+
+NETS = [
+    NetModel(1, 4),
+    NetModel(2, 2, algorithm="pat"),
+    NetModel(2, 4).for_group((5, 0, 1, 7)),
+    NetModel(1, 4, accumulate="fp32"),
+]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_destinations_are_ranks_that_follow_each_other(net):
+    inputs = numbers(4, 8)
+    whole = net.reduce_scatter(inputs, "sum")
+    for wanted in (range(4), range(1), range(1, 3), range(3, 4)):
+        rows = inputs.view(4, 4, 2)[:, wanted.start : wanted.stop].reshape(4, -1)
+        part = net.reduce_scatter(rows, "sum", wanted)
+        assert torch.equal(part, whole[wanted.start : wanted.stop])
+    for wrong in (
+        range(0),
+        range(2, 2),
+        range(0, 4, 2),
+        range(3, -1, -1),
+        range(3, 5),
+        range(-1, 2),
+    ):
+        with pytest.raises(ValueError, match=r"destinations=range\(.*: give ranks of 0\.\.3 that"):
+            net.reduce_scatter(inputs, "sum", wrong)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_an_explanation_is_of_a_rank_and_reduction_that_there_are(net):
+    for destination in (9, 4, -1, None, 1.5):
+        with pytest.raises(ValueError, match=f"destination={destination}: the net has ranks 0..3"):
+            net.explain("reduce_scatter", 0, 8, torch.float32, destination)
+    with pytest.raises(NoModel, match="reduce_scatter with op 'bxor' has no model"):
+        net.explain("reduce_scatter", 0, 8, torch.float32, op="bxor")
+    assert net.explain("reduce_scatter", 0, 8, torch.float32, 3).ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ((), "a group without ranks has no net"),
+        ((1, 1), "repeats a rank"),
+        ((0, 4), "rank 4 of the group is not in the world of 4 ranks"),
+        ((-1,), "rank -1 of the group"),
+        ((0, 1.0), "rank 1.0 of the group"),
+        ((False, 2), "rank False of the group"),
+        ("01", "rank '0' of the group"),
+    ],
+)
+def test_a_group_of_a_net_of_ones_own_is_checked(ranks, sentence):
+    """A class of a user need not check its fields."""
+    for net in (UncheckedNet(), NetModel(1, 4), NetModel(1, 4).for_group((0, 1))):
+        with pytest.raises(ValueError, match=sentence):
+            net.for_group(ranks)
+    assert UncheckedNet().for_group([3, 0]).members == (3, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class UncheckedNet(Net):
+    by_destination = False
+    members: tuple[int, ...] | None = None
+
+    @property
+    def world_size(self):
+        return 4
+
+    def reduce_scatter(self, inputs, op, destinations=None):
+        raise NotImplementedError
+
+    all_reduce = explain = reduce_scatter

@@ -9,7 +9,9 @@ described, such as an object of a C extension whose ``repr`` is an address, rais
 Functions and classes of torch and of Python's standard library are described by their names: the
 header records the torch that made a text, and a digest of their code would change with each
 release. A name is trusted only if it leads back to the value, and if the code lies in a file of
-torch or of the standard library.
+torch or of the standard library. An operator is its name, whoever has registered it: a graph shows
+that it calls ``my_library::norm``, and not the kernels of it. A function of any other C extension
+is its name and a digest of the extension's file.
 """
 
 import ast
@@ -21,10 +23,12 @@ import inspect
 import itertools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,8 +52,8 @@ from pytest_gtrainer.graphtext.operators import word
 from pytest_gtrainer.graphtext.sections import is_word
 
 _DEEPEST = 40
-_HEAP = 1 << 9
-"""The flag of a class that a ``class`` statement made."""
+_HEAP, _IMMUTABLE, _NOT_CALLED = 1 << 9, 1 << 8, 1 << 7
+"""Flags of classes: made at run time; by C, so that nobody may change it; by C alone."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module holds: its tables of parameters and hooks, and ``training``."""
 _FROZEN = "<frozen "
@@ -76,7 +80,10 @@ def description(value: Any) -> str:
     >>> description({"p": (0.5, None)})
     "{'p': (0.5, None)}"
     """
-    return _Describer().describe(value)
+    try:
+        return _Describer().describe(value)
+    except RecursionError:
+        raise CannotShow(f"{name_of(value)} calls too many functions in a chain") from None
 
 
 def digest_of(value: Any) -> str:
@@ -119,11 +126,8 @@ def is_known_by_name(value: Any) -> bool:
         return True
     owner = getattr(value, "__self__", None)
     if isinstance(value, types.BuiltinFunctionType):
-        if owner is None or isinstance(owner, types.ModuleType):
-            return True
-        # The functions of pybind11, such as those of ``torch._C``, are bound to a capsule.
-        if type(owner).__name__ == "PyCapsule":
-            return True
+        if _is_of_a_module(value):
+            return (value.__module__ or "builtins").partition(".")[0].lstrip("_") in _BY_NAME
         return isinstance(owner, type) and is_known_by_name(owner)
     if owner is not None or not _is_of_torch(value):
         return False
@@ -132,6 +136,21 @@ def is_known_by_name(value: Any) -> bool:
     for part in value.__qualname__.split("."):
         found = inspect.getattr_static(found, part, None)
     return found is value or getattr(found, "__func__", None) is value
+
+
+def _is_of_a_module(value: types.BuiltinFunctionType) -> bool:
+    """Return whether a function of C belongs to a module, and not to an object or class."""
+    owner = value.__self__
+    # The functions of pybind11, such as those of ``torch._C``, are bound to a capsule.
+    return (
+        owner is None or isinstance(owner, types.ModuleType) or type(owner).__name__ == "PyCapsule"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_of_file(file: str) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:12]
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -185,10 +204,16 @@ def function_under(kernel: Any) -> Any:
 
 
 class _Describer:
-    """Describes one value and what it holds. A reference back to an open value is ``up(n)``."""
+    """Describes one value and what it holds. A reference back to an open value is ``up(n)``.
+
+    Functions and classes are described once: functions that call each other are many paths, and
+    each path would be walked. So the cost is linear in the code that can be reached.
+    """
 
     def __init__(self) -> None:
         self._open: list[int] = []  # ids of the values being described, outermost first
+        self._depth = 0  # how many of these are data, and no code
+        self._code: dict[int, tuple[Any, str]] = {}  # by id; the value, so that its id stays taken
 
     def describe(self, value: Any) -> str:
         """Return the description of a value.
@@ -202,15 +227,23 @@ class _Describer:
         # A list may hold itself, and a module its parent: only the distance to that is written.
         if id(value) in self._open:
             return f"up({len(self._open) - self._open.index(id(value))})"
-        if len(self._open) > _DEEPEST:
+        is_code = isinstance(value, types.FunctionType | type)
+        if is_code and id(value) in self._code:
+            return self._code[id(value)][1]
+        if not is_code and self._depth > _DEEPEST:
             raise CannotShow(
                 f"what {name_of(value)} belongs to is nested more than {_DEEPEST} deep"
             )
         self._open.append(id(value))
+        self._depth += not is_code
         try:
-            return self._describe_by_kind(value)
+            text = self._describe_by_kind(value)
         finally:
+            self._depth -= not is_code
             self._open.pop()
+        if is_code:
+            self._code[id(value)] = value, text
+        return text
 
     def _describe_by_kind(self, value: Any) -> str:
         # The order counts: a parameter is a tensor, and an enum may be a number.
@@ -271,7 +304,10 @@ class _Describer:
         is_plain = kind in (dict, list, tuple, set)
         if is_plain or kind.__module__.startswith("torch.fx.immutable"):
             return inner
-        return self._describe_call(self._describe_class(kind), _state_of(value), inner)
+        state = _state_of(value)
+        if isinstance(value, defaultdict):
+            state["default_factory"] = value.default_factory
+        return self._describe_call(self._describe_class(kind), state, inner)
 
     def _describe_array(self, value: Any) -> str:
         """Describe an array or number of NumPy by its bytes; an array of objects by its items."""
@@ -312,10 +348,8 @@ class _Describer:
             else:
                 prefix = self.describe(owner)
             return f"{prefix}.{self.describe(value.__func__)}"
-        if not isinstance(value, types.FunctionType):  # a method of an object of C
-            if owner is None or isinstance(owner, types.ModuleType):
-                return name
-            return f"{self.describe(owner)}.{name}"
+        if not isinstance(value, types.FunctionType):
+            return self._describe_function_of_c(value)
         parts = [name]
         if not _is_of_torch(value) or value.__name__ == "<lambda>":
             parts += [code_of(value.__code__), *self._describe_globals(value)]
@@ -334,6 +368,15 @@ class _Describer:
                 content = (cell.cell_contents,)
             parts.append(self.describe(content))
         return f'{name}["{digest_of_text("; ".join(parts))}"]'
+
+    def _describe_function_of_c(self, value: Any) -> str:
+        name = qualified_name(value)
+        if not _is_of_a_module(value):
+            return f"{self.describe(value.__self__)}.{name}"
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        if file is None:
+            raise CannotShow(f"{name} is a function of C, and its module has no file")
+        return f'{name}["{_digest_of_file(file)}"]'
 
     def _describe_globals(self, function: types.FunctionType) -> Iterator[str]:
         """Yield what the code reads from its module: plain values, and code of the same package."""
@@ -376,29 +419,58 @@ class _Describer:
         for base in (int, float, str, complex):
             if isinstance(value, base):  # an instance of a subclass, or it would be a literal
                 return self._describe_call(self._describe_class(kind), state, base.__repr__(value))
-        if state or (kind.__repr__ is object.__repr__ and _is_of_python(kind)):
+        is_of_python = _is_of_python(kind)
+        if is_of_python and (state or kind.__repr__ is object.__repr__):
             return self._describe_call(self._describe_class(kind), state)
-        # An object of a C extension keeps its state out of sight; its `repr` may show it.
+        # An object of a C extension keeps its state out of sight. Its `repr` may show it, unless a
+        # class of Python has another one; else its pickle does.
+        is_whole = is_of_python or not isinstance(kind.__repr__, types.FunctionType)
         try:
             text = repr(value)
         except Exception as error:
             raise CannotShow(
                 f"the `repr` of {qualified_name(kind)} raises {type(error).__name__}"
             ) from error
-        if " at 0x" in text:
+        if state or not is_whole:
+            hidden = repr(digest_of_text(self._describe_pickled(value)))
+            return self._describe_call(self._describe_class(kind), state, hidden)
+        if re.search(r"(at|@) 0x", text):  # ``hashlib`` writes "@"
             raise CannotShow(
                 f"{qualified_name(kind)} has no state that Python sees, "
                 "and its `repr` is an address"
             )
         return self._describe_call(self._describe_class(kind), {}, repr(text))
 
+    def _describe_pickled(self, value: Any) -> str:
+        """Describe an object of C by the arguments and the state that pickle would write."""
+        kind = type(value)
+        reduced = None
+        if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
+            with contextlib.suppress(Exception):  # whatever a class raises that has no pickle
+                reduced = value.__reduce_ex__(2)
+        if reduced is None:
+            raise CannotShow(
+                f"{qualified_name(kind)} is made by C, and neither its `repr` nor a pickle shows "
+                "all of its state"
+            )
+        if isinstance(reduced, str):
+            return reduced
+        _, arguments, *rest = reduced
+        items = [tuple(item) if isinstance(item, Iterator) else item for item in rest]
+        return self.describe((arguments, *items))
+
 
 def _is_of_python(kind: type) -> bool:
     """Return whether a class and its bases are made by ``class`` statements, not by C."""
-    return all(
-        isinstance(vars(base).get("__module__"), str) and base.__flags__ & _HEAP
-        for base in kind.__mro__[:-1]
-    )
+    for base in kind.__mro__[:-1]:
+        if not isinstance(vars(base).get("__module__"), str) or not base.__flags__ & _HEAP:
+            return False
+        # C makes classes at run time, too. As ``copyreg`` does: such have a ``__new__`` of their
+        # own, or nobody may call or change them.
+        is_new_of_c = getattr(base.__new__, "__self__", None) is base
+        if is_new_of_c or base.__flags__ & (_IMMUTABLE | _NOT_CALLED):
+            return False
+    return True
 
 
 def _state_of(value: Any) -> dict[str, Any]:

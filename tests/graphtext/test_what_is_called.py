@@ -5,9 +5,16 @@ structures.
 import collections
 import enum
 import functools
+import hashlib
+import operator
+import queue
+import random
+import re
+import struct
 import sys
 import textwrap
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +31,13 @@ from torch.fx.passes.split_module import split_module
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.graphtext import TextError
-from pytest_gtrainer.graphtext.identity import code_of, digest_of
+from pytest_gtrainer.graphtext.identity import (
+    CannotShow,
+    code_of,
+    description,
+    digest_of,
+    is_known_by_name,
+)
 from pytest_gtrainer.graphtext.spelling import HiddenValue, refuse_hidden
 
 Point = collections.namedtuple("Point", "x y")
@@ -734,6 +747,94 @@ def held_by_itself() -> Scaler:
 
 def test_an_object_that_holds_itself_has_a_digest():
     assert digest_of(held_by_itself()) == digest_of(held_by_itself()) != digest_of(Scaler([2]))
+
+
+class OwnRandom(random.Random):
+    def __repr__(self):
+        return "OwnRandom()"
+
+
+class Point3(collections.deque):
+    def __repr__(self):
+        return "Point3()"
+
+
+def noted(error, note):
+    error.note = note
+    return error
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        random.Random,
+        OwnRandom,
+        lambda n: noted(ValueError(n), "a"),
+        lambda n: Point3([n]),
+        lambda n: collections.defaultdict([list, dict][n]),
+        lambda n: [random.Random(n)],
+        lambda n: types.SimpleNamespace(a=n),
+    ],
+)
+def test_an_object_of_c_is_also_what_it_keeps_out_of_sight(make):
+    """V3: classes of C that Python's attributes do not show, their subclasses, and containers."""
+    assert description(make(0)) == description(make(0)) != description(make(1))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [struct.Struct("i"), queue.SimpleQueue(), hashlib.sha256(b"x"), threading.local()],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_of_c_that_nothing_shows_is_refused(value):
+    with pytest.raises(CannotShow):
+        description(value)
+
+
+def chain_of(length: int, width: int, last: str = "x"):
+    """Functions of one module, each of which calls the next one ``width`` times under two names."""
+    lines = [f"def f{length}(x): return {last}"]
+    for place in reversed(range(length)):
+        calls = " + ".join([f"f{place + 1}(x)", f"g{place + 1}(x)"][:width])
+        lines.append(f"def f{place}(x): return {calls}")
+        lines.append(f"def g{place}(x): return {calls}, f0")
+    lines.append(f"def g{length}(x): return {last}")
+    space: dict[str, Any] = {"__name__": "chain"}
+    exec(compile("\n".join(lines), "<made for a test>", "exec"), space)
+    return space["f0"]
+
+
+def test_functions_that_call_others_by_many_paths_are_described_once():
+    """2 ** 60 paths lead to the last function, and all of them lead back."""
+    assert digest_of(chain_of(60, 2)) == digest_of(chain_of(60, 2)) != digest_of(chain_of(59, 2))
+    assert digest_of(chain_of(60, 2)) != digest_of(chain_of(60, 2, last="-x"))
+
+
+def test_a_chain_of_calls_is_no_nesting():
+    """V3: only data are nested; a chain too long for the interpreter is refused in words."""
+    assert digest_of(chain_of(60, 1)) != digest_of(chain_of(60, 1, last="-x"))
+    assert digest_of(Scaler(deep(30))) != digest_of(Scaler(deep(31)))
+    with pytest.raises(CannotShow, match="f0 calls too many functions in a chain"):
+        digest_of(chain_of(5000, 1))
+
+
+def test_a_function_of_another_c_extension_is_also_its_file(monkeypatch, tmp_path):
+    """V3: its name says nothing of its code; of torch, NumPy and Python the name is enough."""
+    extension = pytest.importorskip("markupsafe._speedups")
+    functions = [
+        one for one in vars(extension).values() if isinstance(one, types.BuiltinFunctionType)
+    ]
+    assert not is_known_by_name(functions[0])
+    before = description(functions[0])
+    assert re.fullmatch(r'markupsafe\._speedups\.\w+\["[0-9a-f]{12}"\]', before)
+    (tmp_path / "other.so").write_bytes(b"another build")
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "other.so"))
+    assert description(functions[0]) != before
+    monkeypatch.delattr(extension, "__file__")
+    with pytest.raises(CannotShow, match="is a function of C, and its module has no file"):
+        description(functions[0])
+    for known in (torch.relu, torch._C._nn.gelu, numpy.array, max, operator.add, time.monotonic):
+        assert is_known_by_name(known)
 
 
 def helper(x):

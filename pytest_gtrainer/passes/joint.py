@@ -1,7 +1,7 @@
 """Bucket the FSDP collectives of a joint forward and backward graph, and overlap them with compute.
 
 *Idea.* An all-gather's launch depends on graph inputs only, so it may stand anywhere before its
-wait. A wait of a reduce-scatter feeds the output only, so it may stand anywhere behind its launch.
+wait. A wait of a reduce-scatter feeds the output only, so it may stand anywhere after its launch.
 Each block of nodes is built in its final place; compute nodes never move. A payload is packed as
 eager FSDP2 packs it. *Invariant.* Everything is checked before the first node is built, so a pass
 that refuses leaves the graph as it was. *Cost.* Linear in nodes; one recompile. *Source.*
@@ -209,9 +209,27 @@ def transformer_block_bucketing_reordering_pass(
             "the graph has nodes of the backward: for a joint graph use "
             "joint_transformer_block_bucketing_reordering_pass"
         )
+    if direction == BACKWARD:
+        _refuse_joint_graph(gm.graph)
     return _bucket(
         gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets, direction
     )
+
+
+def _refuse_joint_graph(graph: fx.Graph) -> None:
+    """Refuse a graph of the backward that has results of the forward.
+
+    A graph of the backward alone has marks on all its results, or none at all. Nodes of the forward
+    that it recomputes may have no mark, and are no results.
+    """
+    if all(direction_of(node) == FORWARD for node in graph.nodes):
+        return
+    for result in graph.output_node().all_input_nodes:
+        if result.op not in ("placeholder", "get_attr") and direction_of(result) == FORWARD:
+            raise PlanError(
+                f"the graph has nodes of the backward and a result of the forward ({result}): for "
+                "a joint graph use joint_transformer_block_bucketing_reordering_pass"
+            )
 
 
 def _bucket(
@@ -231,9 +249,9 @@ def _bucket(
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
         return False
     gathers, scatters = fsdp_all_gathers(gm), fsdp_reduce_scatters(gm)
-    if _has_nothing_to_bucket(gm, [*gathers, *scatters], require_buckets):
+    if _is_nothing_to_do(gm, [*gathers, *scatters], require_buckets):
         return False
-    _check_plan(plan, gm, gathers, scatters)
+    _check_plan(plan, gm, gathers, scatters, direction)
     _check_values([*gathers, *scatters])
 
     gathering = _merge_members(gm, plan, gathers, payload_order, direction)
@@ -246,10 +264,10 @@ def _bucket(
         by_direction[merge.direction].append(merge)
     _check_writes(gm.graph, list(by_direction.values()), scattering, reorder)
 
-    behind: dict[fx.Node, fx.Node] = {}
+    must_follow: dict[fx.Node, fx.Node] = {}
     for merges in by_direction.values():
-        behind |= _build_all_gathers(merges, reorder)
-    behind |= _build_reduce_scatters(gm.graph, scattering, reorder)
+        must_follow |= _build_all_gathers(merges, reorder)
+    must_follow |= _build_reduce_scatters(gm.graph, scattering, reorder)
     for merge in (*gathering, *scattering):
         if len(merge.members) == 1:
             continue  # its own collective was moved
@@ -258,15 +276,17 @@ def _bucket(
                 gm.graph.erase_node(node)
     if insert_overlap_deps:
         # Inductor's scheduler reorders nodes that no dependency keeps apart.
-        add_control_dependencies(gm.graph, behind)
+        add_control_dependencies(gm.graph, must_follow)
     return True
 
 
-def _has_nothing_to_bucket(
+def _is_nothing_to_do(
     gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool
 ) -> bool:
-    """Return whether the graph has no collective of FSDP, or each one has its bucket; refuse
-    others' buckets.
+    """Return whether no collective of FSDP is without a bucket.
+
+    Raises:
+        PlanError: some have one and others do not, or another pass has made the buckets.
     """
     if not members and not any("fsdp_bucket" in node.meta for node in gm.graph.nodes):
         idle = "no collective of FSDP in the graph: was data_parallel applied?"
@@ -291,10 +311,15 @@ def _has_nothing_to_bucket(
 
 
 def _check_plan(
-    plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]
+    plan: Plan,
+    gm: fx.GraphModule,
+    gathers: list[FsdpCollective],
+    scatters: list[FsdpCollective],
+    direction: str | None,
 ) -> None:
-    """Check that the plan's names exist, and that each sharded parameter is in one bucket per
-    direction.
+    """Check that the plan names modules that exist, and covers each collective.
+
+    A parameter has at most one collective of a kind in each direction.
     """
     known = {node_fqn(node) for node in gm.graph.nodes}
     known.update(member.parameter for member in gathers)
@@ -315,7 +340,7 @@ def _check_plan(
             )
         seen: dict[tuple[int, str], FsdpCollective] = {}
         for member in members:
-            first = seen.setdefault((member.position, member.direction), member)
+            first = seen.setdefault((member.position, direction or member.direction), member)
             if first is not member:
                 raise PlanError(_explain_second_collective(plan, kind, first, member))
 
@@ -405,8 +430,9 @@ def _merge_members(
 def _hoist_first_backward_all_gather(
     gm: fx.GraphModule, plan: Plan, merges: list[Merge], direction: str | None
 ) -> list[Merge]:
-    """Move the launch of the first backward all-gather up to where the backward of the loss ends.
+    """Move the launch of the first backward all-gather up to the first compute of the backward.
 
+    That is the first node that a bucket of the plan covers: as a rule the head's, after the loss's.
     Eager FSDP2 unshards the last group in its first pre-backward hook, so compute of the head hides
     this all-gather. Without the move it would be launched directly before its wait, with nothing to
     hide it.
@@ -469,13 +495,14 @@ def _check_writes(
         for node in moving:
             for read in node.all_input_nodes:
                 for writer in written.get(storage_of(read), ()):
-                    # The collective is built in front of its place, so a write there is crossed.
+                    # An all-gather is built before its place, so a write there is crossed. The
+                    # place of a reduce-scatter is a launch, which writes nothing.
                     if first <= writer < last:
                         raise PlanError(
                             f"{writer} writes to {member.parameter}, or its gradient, between "
                             f"{first} and {last}: in bucket {merge.bucket.label!r} its collective "
                             "would cross the write and send other values. Move the write before "
-                            "the first or behind the last collective of the bucket, or out of the "
+                            "the first or after the last collective of the bucket, or out of the "
                             "graph"
                         )
 
@@ -489,19 +516,17 @@ def _check_writes(
 
 
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
-    """Build launches and waits; return, of each wait that prefetches, the launch that it must stay
-    behind.
-    """
+    """Build launches and waits; return the launch that each wait that prefetches must come after."""
     places = _launch_places(merges, prefetch)
     launches: dict[int, fx.Node] = {}
     for index, place in places.items():
         launches[index] = _launch_all_gather(merges[index], place)
-    behind: dict[fx.Node, fx.Node] = {}
+    must_follow: dict[fx.Node, fx.Node] = {}
     for index, launch in launches.items():
         wait = _wait_all_gather(merges[index], launch)
         if prefetch and index + 1 in launches:
-            behind[wait] = launches[index + 1]
-    return behind
+            must_follow[wait] = launches[index + 1]
+    return must_follow
 
 
 def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -549,12 +574,12 @@ def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
 def _build_reduce_scatters(
     graph: fx.Graph, merges: list[Merge], defer: bool
 ) -> dict[fx.Node, fx.Node]:
-    """Build launches, each behind the last launch of its members, and waits.
+    """Build launches, each after the last launch of its members, and waits.
 
-    With ``defer``, a wait stands behind the launch of the next reduce-scatter, the last one before
-    the output. Returns, of each deferred wait, the launch that it must stay behind.
+    With ``defer``, a wait stands after the launch of the next reduce-scatter, the last one before
+    the output. Returns the launch that each deferred wait must come after.
     """
-    behind: dict[fx.Node, fx.Node] = {}
+    must_follow: dict[fx.Node, fx.Node] = {}
     returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
@@ -562,7 +587,7 @@ def _build_reduce_scatters(
         anchor = merge.last_launch.next
         launch = _launch_reduce_scatter(merge, anchor)
         if waiting is not None:
-            behind[_wait_reduce_scatter(*waiting, anchor, returned)] = launch
+            must_follow[_wait_reduce_scatter(*waiting, anchor, returned)] = launch
         if defer:
             waiting = (merge, launch)
         else:
@@ -572,7 +597,7 @@ def _build_reduce_scatters(
         _wait_reduce_scatter(*waiting, output, returned)
     # All results at once: one by one, each replacement would copy the whole list of gradients.
     output.args = fx.node.map_arg(output.args, lambda node: returned.get(node, node))
-    return behind
+    return must_follow
 
 
 def _launch_reduce_scatter(merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -622,7 +647,7 @@ def _wait_reduce_scatter(
 
 def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
-        if node is anchor:  # it stands there already, and the others go behind it
+        if node is anchor:  # it stands there already, and the others go after it
             anchor = anchor.next
         else:
             anchor.prepend(node)

@@ -1,6 +1,7 @@
 """A forward and a backward graph, bucketed alone, have the buckets of the joint graph (D12)."""
 
 import pytest
+import torch
 from torch import fx
 
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
@@ -94,10 +95,26 @@ def test_module_names_come_from_the_module_stack_too(joint, plan):
     )
 
 
+def test_a_graph_of_the_backward_has_marks_on_its_results_or_none(joint, plan):
+    """D12: what it recomputes of the forward has no mark, and is no result."""
+    for marks in (True, False):
+        gm = half(joint.gm, "bwd", marks=marks)
+        placeholder = gm.graph.find_nodes(op="placeholder")[0]
+        first = next(node for node in gm.graph.nodes if node.op == "call_function")
+        with gm.graph.inserting_before(first):
+            recomputed = gm.graph.call_function(torch.ops.aten.neg.default, (placeholder,))
+        recomputed.meta["val"] = placeholder.meta["val"]
+        assert len(
+            buckets(separate_pass(gm, bucket_plan=plan, direction="bwd"), "bwd", REDUCE_SCATTER)
+        )
+
+
 def test_a_joint_graph_is_refused(joint, plan):
     before = joint.gm.code
     with pytest.raises(PlanError, match="has nodes of the backward: for a joint graph use joint_"):
         separate_pass(joint.gm, bucket_plan=plan, direction="fwd")
+    with pytest.raises(PlanError, match=r"a result of the forward \(.*\): for a joint graph use "):
+        separate_pass(joint.gm, bucket_plan=plan, direction="bwd")
     with pytest.raises(ValueError, match="direction='backward': expected 'fwd' or 'bwd'"):
         separate_pass(joint.gm, bucket_plan=plan, direction="backward")
     assert joint.gm.code == before

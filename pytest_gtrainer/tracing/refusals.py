@@ -246,28 +246,10 @@ def _refuse_changes(
         )
 
 
-class _Watch(TorchDispatchMode):
-    """Refuse operators that draw random numbers behind a change of the random state by the step,
-    and casts of autocast that eager code would not make.
-
-    Operators draw nothing while they are traced. Here each one that would draw leaves the generator
-    of the CPU at a new seed. One that finds another seed comes behind code that has set the state:
-    a checkpoint that recomputes, ``torch.manual_seed``, ``fork_rng``. Such code sets the CPU's
-    generator beside those of other devices.
-
-    Autocast keeps the cast of a parameter for its next use, so eager code adds the gradients of
-    both uses in the lower precision. It keeps casts of leaves only, and a trace has views.
-    """
+class _UserMode(TorchDispatchMode):
+    """A mode around the code of the user, which hands every operator on."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, state: Mapping[str, torch.Tensor], autocast: AutocastAround) -> None:
-        super().__init__()
-        self._autocast = autocast
-        self._fqns = {id(tensor): fqn for fqn, tensor in state.items() if tensor.requires_grad}
-        self._cast: set[str] = set()
-        self._seed = 2**40  # which no user takes
-        torch.default_generator.manual_seed(self._seed)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -276,23 +258,74 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(Call(func, args, kwargs)):
-            fqn = current_annotation(KEY)
-            what = f"{func} in {fqn}" if fqn else str(func)
-            if any(isinstance(each, torch.Generator) for each in [*args, *kwargs.values()]):
-                raise ValueError(
-                    f"{what} draws from a torch.Generator of the user, whose state no graph holds: "
-                    "draw outside of the step, and give the numbers as an input"
-                )
-            self.refuse_changes(what)
-            self._seed += 1
-            torch.default_generator.manual_seed(self._seed)
-        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._fqns:
-            self._refuse_second_cast(self._fqns[id(args[0])])
+        self.check(func, args, kwargs)
         return dispatch_below(func, types, args, kwargs)
 
-    def _refuse_second_cast(self, fqn: str) -> None:
-        if not self._autocast.eager_keeps_casts():
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+class _Draws(_UserMode):
+    """Refuse operators that draw random numbers after the step has changed the random state.
+
+    Operators draw nothing while they are traced. Here each one that would draw leaves the generator
+    of the CPU at a new seed. One that finds another seed comes after code that has set the state:
+    a checkpoint that recomputes, ``torch.manual_seed``, ``fork_rng``. Such code sets the CPU's
+    generator beside those of other devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed = 2**40  # which no user takes
+        torch.default_generator.manual_seed(self._seed)
+
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not is_random(Call(func, args, kwargs)):
+            return
+        fqn = current_annotation(KEY)
+        what = f"{func} in {fqn}" if fqn else str(func)
+        if any(isinstance(each, torch.Generator) for each in [*args, *kwargs.values()]):
+            raise ValueError(
+                f"{what} draws from a torch.Generator of the user, whose state no graph holds: "
+                "draw outside of the step, and give the numbers as an input"
+            )
+        self.refuse_changes(what)
+        self._seed += 1
+        torch.default_generator.manual_seed(self._seed)
+
+    def refuse_changes(self, what: str) -> None:
+        """Refuse a random state that is not the one after the last draw."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise ValueError(
+                f"{what} comes behind code of the step that sets the random state, so a graph, "
+                "which never sets it, would draw other numbers. checkpoint() does so before it "
+                "recomputes: give it preserve_rng_state=False, also where eager code runs, or "
+                "train without dropout. Call torch.manual_seed() and the like outside of the step"
+            )
+
+
+class RefusingSecondCasts(_UserMode):
+    """Refuse a second cast of a parameter that eager code would not make.
+
+    Autocast keeps the cast of a parameter for its next use, so eager code adds the gradients of
+    both uses in the lower precision. It keeps casts of leaves only, and a trace has views.
+
+    Args:
+        state: the tensors that stand for parameters and buffers in the trace, by FQN.
+        autocast: that around the trace.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], autocast: AutocastAround) -> None:
+        super().__init__()
+        self._autocast = autocast
+        self._fqns = {id(tensor): fqn for fqn, tensor in state.items() if tensor.requires_grad}
+        self._cast: set[str] = set()
+
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is not torch.ops.aten._to_copy.default:
+            return
+        fqn = self._fqns.get(id(args[0]))
+        if fqn is None or not self._autocast.eager_keeps_casts():
             return
         if fqn in self._cast:
             raise ValueError(
@@ -303,25 +336,10 @@ class _Watch(TorchDispatchMode):
             )
         self._cast.add(fqn)
 
-    def refuse_changes(self, what: str) -> None:
-        """Refuse a random state that is not the one behind the last draw."""
-        if torch.default_generator.initial_seed() != self._seed:
-            raise ValueError(
-                f"{what} comes behind code of the step that sets the random state, so a graph, "
-                "which never sets it, would draw other numbers. checkpoint() does so before it "
-                "recomputes: give it preserve_rng_state=False, also where eager code runs, or "
-                "train without dropout. Call torch.manual_seed() and the like outside of the step"
-            )
-
 
 @contextmanager
-def refusing_random_states(
-    state: Mapping[str, torch.Tensor], autocast: AutocastAround
-) -> Iterator[None]:
+def refusing_random_states() -> Iterator[None]:
     """Inside, run code of the user that may draw random numbers; put all random states back.
-
-    Refuse casts that eager code would not make, too. ``state`` has the tensors that stand for
-    parameters and buffers in the trace, by FQN; ``autocast`` is that around the trace.
 
     Raises:
         ValueError: a graph would draw other numbers than the code does.
@@ -329,7 +347,7 @@ def refusing_random_states(
     with without_modes():
         before, kept = random_state(), GeneratorStates.now()
     try:
-        draws = _Watch(state, autocast)
+        draws = _Draws()
         with draws:
             yield
         draws.refuse_changes("the end of the step")

@@ -62,6 +62,7 @@ from pytest_gtrainer.tracing.model import (
     tensor_text,
 )
 from pytest_gtrainer.tracing.refusals import (
+    RefusingSecondCasts,
     RunMode,
     refuse_compiled_code,
     refuse_input,
@@ -548,7 +549,8 @@ class Tracing:
             state.exchanged(tensors),
             reusing_gathers() if self.reuse_gathers else nullcontext(),
             refusing_side_effects(self.model, state, tensors),
-            refusing_random_states(dict(zip(state.fqns, tensors, strict=True)), self.autocast),
+            refusing_random_states(),
+            RefusingSecondCasts(dict(zip(state.fqns, tensors, strict=True)), self.autocast),
         ):
             yield tensors
 

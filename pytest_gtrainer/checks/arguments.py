@@ -1,9 +1,12 @@
-"""Patterns of operators (``mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``) and of a
-call's arguments.
+"""Match operators and the arguments of calls.
 
-Arguments are ``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word is a
-captured value, a graph input, a word of graph text (``bf16``) or a process group's symbol, as the
-place asks for.
+An operator is ``mm``, ``aten.add.Tensor``, ``_c10d_functional.*`` or ``output``. Arguments are
+``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word is a captured
+value, a graph input, a word of graph text (``bf16``) or the symbol of a process group, as the place
+asks for.
+
+Before a pattern is matched, it is checked against the schemas of torch: a pattern that no call of
+the operator can match would make every ``never`` hold.
 """
 
 from __future__ import annotations
@@ -109,7 +112,8 @@ def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
 def _known_operators(text: str) -> Iterator[tuple[Sequence[str], str]]:
     """Yield the path and the name of each operator, function and method that a node may call.
 
-    Of the functions below ``torch`` only the one that ``text`` names.
+    The functions in ``torch`` are too many to walk over, so only the one that ``text`` names is
+    yielded.
     """
     for registered in operator_names():
         path = registered.replace("::", ".").split(".")
@@ -119,21 +123,23 @@ def _known_operators(text: str) -> Iterator[tuple[Sequence[str], str]]:
     for spelled in FUNCTIONS:
         yield spelled.split("."), spelled.rpartition(".")[2]
     for home, owner in (("operator", operator), ("method", torch.Tensor)):
-        for name in dir(owner):  # `shape` and `__class__` are nothing that a node calls
+        for name in dir(owner):
+            # A node does not call ``shape`` or ``__class__``.
             if not name.startswith("__") and inspect.isroutine(getattr(owner, name)):
                 yield (home, name), name
     if text.startswith("torch."):
         with contextlib.suppress(AttributeError):
             found = operator.attrgetter(text.partition(".")[2])(torch)
             if inspect.isroutine(found):
-                called = function_of(found)  # by the name that it has in a graph
+                # A graph may have another name for it: ``torch._C._nn.gelu``.
+                called = function_of(found)
                 yield called.text.split("."), called.short
 
 
-ANY, REST = (
-    "_",
-    "...",
-)  # whatever stands there; any number of arguments, and at the end of a call keywords, too
+ANY = "_"
+"""Any one argument."""
+REST = "..."
+"""Any number of arguments, and at the end of a call also of keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +172,16 @@ class CallPattern(Predicate):
     keywords: tuple[tuple[str, Argument], ...] = ()
 
     def __str__(self) -> str:
-        told = [*map(str, self.arguments), *(f"{name}={value}" for name, value in self.keywords)]
-        return f"{self.operator.text}({', '.join(told)})"
+        arguments = [str(argument) for argument in self.arguments]
+        arguments += [f"{name}={value}" for name, value in self.keywords]
+        return f"{self.operator.text}({', '.join(arguments)})"
 
     def check(self, subject: Subject) -> None:
-        symbols = {group.symbol for group in subject.groups.values()}
+        """Raise ``CheckError`` for a name without a value, or a call that no schema allows."""
+        words_of_text = {*CONSTANTS, *(group.symbol for group in subject.groups.values())}
+        # Names first: which constants an argument may be depends on what the names are.
         for pattern in _nested(self):
-            if isinstance(pattern, Name) and pattern.text not in (*CONSTANTS, *symbols):
+            if isinstance(pattern, Name) and pattern.text not in words_of_text:
                 by_index = _input_by_index(pattern, subject)
                 subject.check_name(by_index or pattern.text)
                 if pattern.item is not None and by_index is None:
@@ -188,7 +197,7 @@ class CallPattern(Predicate):
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if not self.operator.matches(node):
-            return None  # told by the operator's own pattern
+            return None  # the pattern of the operator reports it
         found = call_mismatch(self, node, subject)
         return _at("its arguments", found) if found else None
 
@@ -197,17 +206,19 @@ class CallPattern(Predicate):
 
 
 Argument = str | Name | List | CallPattern
-"""A string is a constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``;
-or ``ANY``.
+"""A string is a constant as graph text spells it, ``2.0``, ``'avg'``, ``None``,
+``device("cuda")``, or ``ANY`` or ``REST``.
 """
 
 
 def _nested(pattern: Argument) -> Iterator[Argument]:
-    """A pattern, then those inside it."""
+    """Yield a pattern, then those inside it."""
     yield pattern
-    inner: Sequence[Argument] = pattern.items if isinstance(pattern, List) else ()
-    if isinstance(pattern, CallPattern):
-        inner = [*pattern.arguments, *(value for _, value in pattern.keywords)]
+    inner: list[Argument] = []
+    if isinstance(pattern, List):
+        inner = list(pattern.items)
+    elif isinstance(pattern, CallPattern):
+        inner = [*pattern.arguments, *dict(pattern.keywords).values()]
     for item in inner:
         yield from _nested(item)
 
@@ -218,24 +229,22 @@ def _check_item(name: Name, subject: Subject) -> None:
     if node is None:
         raise CheckError(f"{name}: {name.text} is a graph input, and these have no outputs")
     value = node.meta.get("val", node.meta.get("example_value"))
-    results = schema(node.target).returns if isinstance(node.target, OpOverload) else None
     if isinstance(value, tuple | list):
-        number = len(value)
-    elif results is None or any(
-        "[]" in str(each.type) or "List" in str(each.type) for each in results
-    ):
-        return  # a tensor that a function of Python indexes, or a list of unknown length
+        count = len(value)
+    elif isinstance(node.target, OpOverload):
+        types = [str(result.type) for result in schema(node.target).returns]
+        if any("[]" in each or "List" in each for each in types):
+            return  # a list of a length that the schema does not say
+        count = len(types) if len(types) > 1 else 0
     else:
-        number = len(results) if len(results) > 1 else 0
-    if int(name.item or 0) >= number:
-        has = f"{number} outputs, counted from 0" if number else "one output, and it is no tuple"
+        return  # a function of Python may return anything
+    if int(name.item or 0) >= count:
+        has = f"{count} outputs, counted from 0" if count else "one output, and it is no tuple"
         raise CheckError(f"{name}: {operator_of(node).text} has {has}")
 
 
 def _check_device(literal: str) -> None:
-    """Raise ``CheckError`` for a device that torch does not know, or with a number, which no text
-    has.
-    """
+    """Raise ``CheckError`` for a device that torch does not know, or one with a number."""
     name = literal.removeprefix('device("').removesuffix('")')
     try:
         device = torch.device(name)
@@ -245,71 +254,63 @@ def _check_device(literal: str) -> None:
         raise CheckError(f'{literal}: a device is compared by its type: device("{device.type}")')
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The arguments that an operator takes."""
+def _allows(overload: OpOverload, pattern: CallPattern, subject: Subject) -> bool:
+    """Return whether an operator can have as many arguments of such types, and these keywords."""
+    arguments = {argument.name: argument for argument in schema(overload).arguments}
+    keywords = dict(pattern.keywords)
+    in_order = []
+    required = set()
+    for name, argument in arguments.items():
+        if not argument.kwarg_only and name not in keywords:
+            in_order.append(name)
+        if not argument.has_default_value():
+            required.add(name)
+    given = [argument for argument in pattern.arguments if argument != REST]
+    if not keywords.keys() <= arguments.keys() or len(given) > len(in_order):
+        return False
+    if REST in pattern.arguments:
+        # An argument after the ``...`` has no known place, so its type is not known.
+        given = given[: pattern.arguments.index(REST)]
+    elif not required <= {*in_order[: len(given)], *keywords}:
+        return False
+    asked = [*zip(in_order, given, strict=False), *keywords.items()]
+    return all(_may_be(overload, arguments[name], value, subject) for name, value in asked)
 
-    overload: OpOverload
 
-    def __str__(self) -> str:
-        return str(schema(self.overload))
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of its schema by name."""
-        return {each.name: each for each in schema(self.overload).arguments}
-
-    def takes(self, pattern: CallPattern, subject: Subject) -> bool:
-        """Return whether a call with as many arguments of such types, and these keywords, is
-        possible.
-        """
-        known, keywords = self.arguments, dict(pattern.keywords)
-        free = [
-            name for name, each in known.items() if not each.kwarg_only and name not in keywords
-        ]
-        given = [argument for argument in pattern.arguments if argument != REST]
-        if not keywords.keys() <= known.keys() or len(given) > len(free):
-            return False
-        if REST in pattern.arguments:  # what stands behind it has no known place
-            given = given[: pattern.arguments.index(REST)]
-        else:
-            required = {name for name, each in known.items() if not each.has_default_value()}
-            if not required <= {*free[: len(given)], *keywords}:
-                return False
-        asked = [*zip(free, given, strict=False), *keywords.items()]
-        return all(self._may_be(known[name], value, subject) for name, value in asked)
-
-    def _may_be(self, argument: Any, pattern: Argument, subject: Subject) -> bool:
-        """Return whether an argument of this type can be such a value."""
-        if pattern in (ANY, REST):
+def _may_be(overload: OpOverload, argument: Any, pattern: Argument, subject: Subject) -> bool:
+    """Return whether an argument of a schema can be what a pattern describes."""
+    if pattern in (ANY, REST):
+        return True
+    kinds = [argument.real_type]  # ``int[]?`` is an optional list of integers
+    while hasattr(kinds[-1], "getElementType"):
+        kinds.append(kinds[-1].getElementType())
+    kind = kinds[-1].kind()
+    is_group = argument.name in _GROUP_NAMES
+    may_be_node = kind not in _CONSTANT_KINDS and not is_group
+    if isinstance(pattern, CallPattern):
+        return may_be_node
+    if isinstance(pattern, List):
+        if is_group:  # a list of ranks
             return True
-        kinds = [argument.real_type]  # `int[]?` is an optional list of integers
-        while hasattr(kinds[-1], "getElementType"):
-            kinds.append(kinds[-1].getElementType())
-        kind = kinds[-1].kind()
-        is_group = argument.name in ("group_name", "process_group")
-        if isinstance(pattern, List):
-            is_list = any(each.kind() == "ListType" for each in kinds)
-            items = () if is_group else pattern.items
-            inside = all(self._may_be(argument, item, subject) for item in items)
-            return inside and (is_list or is_group or kind not in _TYPES)
-        if isinstance(pattern, CallPattern):
-            return kind not in _CONSTANT_KINDS and not is_group
-        if isinstance(pattern, Name):
-            if pattern.text in subject.captures or subject.inputs_called(pattern.text):
-                return kind not in _CONSTANT_KINDS and not is_group
-            if pattern.text not in CONSTANTS:  # a group, or an input by its index
-                return is_group or pattern.item is not None
-        if is_group:  # written by its symbol or its ranks
-            return False
-        value = _value_of(str(pattern))
-        if value is None:
-            return kind not in _TYPES or any(each.kind() == "OptionalType" for each in kinds)
-        if kind == "TensorType" and takes_numbers(self.overload):
-            return isinstance(value, bool | int | float | complex)
-        return kind not in _TYPES or type(value) in _TYPES[kind]
+        is_list = any(each.kind() == "ListType" for each in kinds)
+        fits = all(_may_be(overload, argument, item, subject) for item in pattern.items)
+        return fits and (is_list or kind not in _TYPES)
+    if isinstance(pattern, Name):
+        if pattern.text in subject.captures or subject.inputs_called(pattern.text):
+            return may_be_node
+        if pattern.text not in CONSTANTS:  # a group, or an input by its index
+            return is_group or pattern.item is not None
+    if is_group:  # it is written by its symbol or its ranks
+        return False
+    value = _value_of(str(pattern))
+    if value is None:
+        return kind not in _TYPES or any(each.kind() == "OptionalType" for each in kinds)
+    if kind == "TensorType" and takes_numbers(overload):
+        return isinstance(value, bool | int | float | complex)
+    return kind not in _TYPES or type(value) in _TYPES[kind]
 
 
+_GROUP_NAMES = ("group_name", "process_group")
 _TYPES: dict[str, tuple[type, ...]] = {
     "TensorType": (),
     "IntType": (int,),
@@ -323,7 +324,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "MemoryFormatType": (torch.memory_format,),
     "DeviceObjType": (torch.device,),
 }
-"""What constants a schema's type takes; types that are not here take any."""
+"""Types of the constants that a type of a schema takes; a type that is not here takes any."""
 _CONSTANT_KINDS = frozenset(
     {"StringType", "ScalarTypeType", "LayoutType", "MemoryFormatType", "DeviceObjType"}
 )
@@ -331,7 +332,7 @@ _CONSTANT_KINDS = frozenset(
 
 
 def _value_of(literal: str) -> Any:
-    """Return the constant that is spelled so."""
+    """Return the constant that graph text spells so."""
     if literal in CONSTANTS:
         return CONSTANTS[literal]
     if literal.startswith("device("):
@@ -343,72 +344,68 @@ def _value_of(literal: str) -> Any:
 
 
 def _check_call(pattern: CallPattern, subject: Subject) -> None:
-    """Raise a CheckError if no operator of this name takes these arguments: then no node can match."""
-    keywords = [name for name, _ in pattern.keywords]
-    for name in keywords:
-        if keywords.count(name) > 1:
-            raise CheckError(f"{pattern}: {name}= is given {keywords.count(name)} times")
-    if pattern.operator.text == OUTPUT:
+    """Raise ``CheckError`` if no operator of this name takes these arguments."""
+    name = pattern.operator.text
+    keywords = [keyword for keyword, _ in pattern.keywords]
+    for keyword in keywords:
+        if keywords.count(keyword) > 1:
+            raise CheckError(f"{pattern}: {keyword}= is given {keywords.count(keyword)} times")
+    if name == OUTPUT:
         if keywords:
             raise CheckError(
                 f"{pattern}: the output has results in their order, and no argument {keywords[0]}="
             )
         return
-    signatures = list(_signatures(pattern.operator.text))
-    known = {name for each in signatures for name in each.arguments}
-    is_open = not signatures  # of a higher-order operator, say, which has no signature
-    # Graphs of Dynamo call functions and methods of Python, which take their arguments in other
-    # ways as well.
-    others = [
-        node
-        for node in subject.schedule
-        if pattern.operator.matches(node) and not _is_overload(node)
-    ]
-    for node in others:
+
+    overloads = list(_overloads(name))
+    known = {argument.name for each in overloads for argument in schema(each).arguments}
+    takes_any = not overloads  # a higher-order operator, say, has no schema
+    # Graphs of Dynamo call functions and methods of Python, which may have other arguments than the
+    # operator of the same name.
+    has_functions = False
+    for node in subject.schedule:
+        if isinstance(node.target, OpOverload) or not pattern.operator.matches(node):
+            continue
+        has_functions = True
         known |= node.kwargs.keys()
-        with contextlib.suppress(TypeError, ValueError):  # a method's name, a builtin function
+        # A method is a name, and a builtin function may have no signature.
+        with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(node.target).parameters.values()
             known |= {each.name for each in parameters}
-            is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    unknown = [name for name in keywords if name not in known]
-    if unknown and not is_open:
-        hint = nearest(unknown[0], known) or f": it has {', '.join(sorted(known))}"
-        raise CheckError(f"{pattern}: {pattern.operator.text} has no argument {unknown[0]}={hint}")
-    if signatures and not others and not any(each.takes(pattern, subject) for each in signatures):
-        shown = " or ".join(str(each) for each in signatures[:_MOST_SIGNATURES])
-        more = (
-            f" or {len(signatures) - _MOST_SIGNATURES} more"
-            if len(signatures) > _MOST_SIGNATURES
-            else ""
-        )
-        raise CheckError(
-            f"{pattern}: no node can have these arguments, because the operator is {shown}{more}; "
-            "write `_` for an argument, or `...` at the end for all that follow"
-        )
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for keyword in keywords:
+        if keyword not in known and not takes_any:
+            hint = nearest(keyword, known) or f": it has {', '.join(sorted(known))}"
+            raise CheckError(f"{pattern}: {name} has no argument {keyword}={hint}")
+
+    if not overloads or has_functions or any(_allows(o, pattern, subject) for o in overloads):
+        return
+    shown = " or ".join(str(schema(each)) for each in overloads[:_MOST_SCHEMAS])
+    if len(overloads) > _MOST_SCHEMAS:
+        shown += f" or {len(overloads) - _MOST_SCHEMAS} more"
+    raise CheckError(
+        f"{pattern}: no node can have these arguments, because the operator is {shown}; "
+        "write `_` for an argument, or `...` at the end for all that follow"
+    )
 
 
-_MOST_SIGNATURES = 3
+_MOST_SCHEMAS = 3  # of many overloads a message shows so many
 
 
-def _signatures(text: str) -> Iterator[Signature]:
-    """Yield the signatures of the operators of the dispatcher that a pattern names."""
-    # Only a part of 3,600 names is worth a closer look.
+def _overloads(text: str) -> Iterator[OpOverload]:
+    """Yield the operators of torch's dispatcher that a pattern names."""
+    # To compare 3,600 names part by part takes long; few of them contain the longest literal part.
     literal = max(re.split(r"[.*?\[\]]", text.removesuffix(".default")), key=len)
     for registered in sorted(operator_names()):
         if literal not in registered:
             continue
-        space, _, name = registered.partition("::")
-        word, _, overload = name.partition(".")
-        path = [space, word, overload] if overload else [space, word]
-        if (
-            _fits(text, path, word)
-            and (found := operator_overload(space, word, overload)) is not None
-        ):
-            yield Signature(found)
-
-
-def _is_overload(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload)
+        space, _, rest = registered.partition("::")
+        name, _, overload = rest.partition(".")
+        path = [space, name, overload] if overload else [space, name]
+        if _fits(text, path, name):
+            found = operator_overload(space, name, overload)
+            if found is not None:
+                yield found
 
 
 class Slot(NamedTuple):
@@ -558,7 +555,7 @@ def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
     if pattern == ANY:
         return None
     group = subject.groups.get(value) if isinstance(value, str) else None
-    if group is not None and slot.name in ("group_name", "process_group"):
+    if group is not None and slot.name in _GROUP_NAMES:
         return _group_mismatch(pattern, group)
     is_number = isinstance(pattern, str) and pattern[-1:].isdecimal()
     # A list of one number may be given as that number.
@@ -634,33 +631,31 @@ def _is_same_number(one: object, other: object) -> bool:
 
 
 def _whole(value: fx.Node) -> fx.Node:
-    """Return the node of which a value is an output; ``split`` stands for any output of it."""
+    """Return the node that a value is an output of, as ``split`` stands for any of its outputs."""
     while is_item(value):
         value = value.args[0]
     return value
 
 
 def _is_named(pattern: Name, value: fx.Node, subject: Subject) -> bool:
-    if (whole := _input_by_index(pattern, subject)) is not None:
-        return subject.is_named(value, whole)
+    by_index = _input_by_index(pattern, subject)
+    if by_index is not None:
+        return subject.is_named(value, by_index)
     if pattern.item is None:
         return subject.is_named(_whole(value), pattern.text)
-    return (
-        is_item(value)
-        and value.args[1] == pattern.item
-        and subject.is_named(value.args[0], pattern.text)
-    )
+    is_this_item = is_item(value) and value.args[1] == pattern.item
+    return is_this_item and subject.is_named(value.args[0], pattern.text)
 
 
 def _input_by_index(pattern: Name, subject: Subject) -> str | None:
-    """``A[0]`` is the graph input without a name at position 0, unless A is a capture."""
+    """Return the name of ``A[0]``, the graph input without a name at position 0; None for others.
+
+    A capture may be called A, too: then ``A[0]`` is its first output.
+    """
+    if pattern.item is None or pattern.text in subject.captures:
+        return None
     name = f"{pattern.text}.{pattern.item}"
-    is_input = (
-        pattern.item is not None
-        and pattern.text not in subject.captures
-        and subject.inputs_called(name)
-    )
-    return name if is_input else None
+    return name if subject.inputs_called(name) else None
 
 
 def _shown(value: Any, subject: Subject) -> str:

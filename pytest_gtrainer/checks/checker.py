@@ -1,8 +1,8 @@
-"""Checks as a text, the search that runs them, and its failures in words.
+"""Run checks on a graph, and describe in words why one fails.
 
-A ``then`` takes the first node that matches behind the last match, and does not come back to it, as
-FileCheck does. So the cost is one walk over the schedule for a run of checks, and one for each
-``count`` and ``start``.
+As in FileCheck, a ``then`` takes the first node that matches after the last match, and does not
+come back to it. So all ``then`` and ``next`` together walk over the schedule once. Each ``never``
+walks over the nodes between its two matches, and each ``count`` over all nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
-_MOST = 8  # a failure shows so many nodes of a count
+_MOST = 8  # a failed ``count`` shows so many nodes
 
 
 @facts.check
@@ -66,30 +66,52 @@ def run_checks(subject: Subject, checks: Iterable[Check]) -> None:
 
 
 class Matcher:
-    """Runs checks one by one; ``finish`` judges what waits for the end."""
+    """Run checks one by one; ``finish`` judges those that wait for the end."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject, self._schedule = subject, subject.schedule
-        self._at = -1  # the last match's place in the schedule
-        self._waiting: list[Check] = []
+        self._at = -1  # place of the last match in the schedule
+        self._waiting: list[Check] = []  # each `never` since the last match
         self._last: Check | None = None
 
     def run(self, check: Check) -> None:
+        """Run a check.
+
+        Raises:
+            CheckFailure: the graph is not as the check says.
+            CheckError: the check cannot match, cannot fail, or cannot be decided.
+        """
         self._last = check
         try:
             is_negative = check.kind == "never" or check.number == 0
             check.pattern.check(self._subject, is_negative=is_negative)
-            (self._waiting.append if check.kind == "never" else getattr(self, f"_{check.kind}"))(
-                check
-            )
+            match check.kind:
+                case "then":
+                    self._run_then(check)
+                case "next":
+                    self._run_next(check)
+                case "same":
+                    self._run_same(check)
+                case "never":
+                    self._waiting.append(check)
+                case "count":
+                    self._run_count(check)
+                case "start":
+                    self._end_waiting(len(self._schedule))
+                    self._at = -1
         except CheckError as error:
             raise CheckError(f"{check}\n{error}") from None
 
     def finish(self) -> None:
-        """Judge every `never` that no match has ended; a CheckError if nothing was checked."""
+        """Judge every `never` that no match has ended.
+
+        Raises:
+            CheckError: there was no check, or none after a `start`.
+        """
         if self._last is None:
             raise CheckError(
-                "there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`"
+                "there is no check, so nothing was checked: add one, such as "
+                "`then aten.mm in layers.0`"
             )
         if self._last.kind == "start":
             raise CheckError(
@@ -98,147 +120,149 @@ class Matcher:
         self._end_waiting(len(self._schedule))
 
     def _end_waiting(self, end: int) -> None:
-        """No node from behind the last match up to ``end`` may match a waiting `never`."""
+        """Judge each waiting `never` of the nodes between the last match and ``end``."""
         if self._waiting and self._at == len(self._schedule) - 1:
             raise CheckError(
-                f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail"
+                f"{self._waiting[0]}\n"
+                "nothing follows the graph's output, so this `never` cannot fail"
             )
         for check in self._waiting:
             for place in range(self._at + 1, end):
-                found = self._judge(check, place)
+                found = self._decide(check, place)
                 if isinstance(found, Unknown):
                     raise CheckError(f"{check}\n{self._undecided(place, found)}")
                 if found:
                     since = f"the match at {self._at}" if self._at >= 0 else "the start"
-                    upto = "the end" if end == len(self._schedule) else f"the match at {end}"
-                    told = f"it matches between {since} and {upto}\n{self._subject.line(place)}"
-                    raise self._failure(check, told)
+                    until = "the end" if end == len(self._schedule) else f"the match at {end}"
+                    where = f"it matches between {since} and {until}"
+                    raise self._failure(check, f"{where}\n{self._subject.line(place)}")
         self._waiting.clear()
 
     def _matches(self, check: Check, place: int) -> bool:
         return check.pattern.mismatch(self._schedule[place], self._subject) is None
 
-    def _judge(self, check: Check, place: int) -> bool | Unknown:
-        """Return whether a node matches, or why nobody can say, for a check that needs to know."""
+    def _decide(self, check: Check, place: int) -> bool | Unknown:
+        """Return whether a node matches, for a check that holds only if that is certain."""
         node = self._schedule[place]
         found = check.pattern.mismatch(node, self._subject)
         if isinstance(found, Unknown):
             return found
+        # A `never` fails for this node, whatever it calls; a leaf that is asked for counts as one.
         if found is None and (check.kind == "never" or node in self._subject.leaves):
             return True
         return check.pattern.may_fit_inside(node, self._subject) or found is None
 
     def _undecided(self, place: int, why: Unknown) -> str:
-        return (
-            f"nobody can say whether this node matches\n{self._subject.line(place)}\n        {why}"
-        )
+        line = self._subject.line(place)
+        return f"nobody can say whether this node matches\n{line}\n        {why}"
 
     def _arrive(self, check: Check, place: int) -> None:
         self._at = place
         if check.pattern.name:
             self._subject.captures[check.pattern.name] = self._schedule[place]
 
-    def _then(self, check: Check) -> None:
+    def _run_then(self, check: Check) -> None:
         for place in range(self._at + 1, len(self._schedule)):
             if self._matches(check, place):
                 self._end_waiting(place)
-                return self._arrive(check, place)
-        stood = "no node matches; the search began at the graph's first node"
+                self._arrive(check, place)
+                return
+        where = "no node matches; the search began at the graph's first node"
         if self._at >= 0:
-            stood = (
-                f"no node matches after the last match, which is\n{self._subject.line(self._at)}"
-            )
-        raise self._failure(check, stood, *self._nearest(check, self._at))
+            line = self._subject.line(self._at)
+            where = f"no node matches after the last match, which is\n{line}"
+        raise self._failure(check, where, *self._nearest(check, self._at))
 
-    def _next(self, check: Check) -> None:
+    def _run_next(self, check: Check) -> None:
         if self._waiting:
             raise CheckError(
-                f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail"
+                "between a match and its next node there is nothing, so "
+                f"`{self._waiting[0]}` cannot fail"
             )
-        if (place := self._at + 1) == len(self._schedule):
+        place = self._at + 1
+        if place == len(self._schedule):
             raise self._failure(check, "nothing follows the graph's output")
-        if not self._matches(check, place):
-            later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
-            told = (
-                [] if later is None else [f"a node that matches is at\n{self._subject.line(later)}"]
-            )
-            raise self._failure(
-                check, f"the next node does not match\n{self._differing(check, place)}", *told
-            )
-        self._arrive(check, place)
+        if self._matches(check, place):
+            self._arrive(check, place)
+            return
+        paragraphs = [f"the next node does not match\n{self._differing(check, place)}"]
+        for other in range(len(self._schedule)):
+            if self._matches(check, other):
+                paragraphs.append(f"a node that matches is at\n{self._subject.line(other)}")
+                break
+        raise self._failure(check, *paragraphs)
 
-    def _same(self, check: Check) -> None:
+    def _run_same(self, check: Check) -> None:
         if self._at < 0:
             raise CheckError(
-                "`same` speaks of the last match, and there is none yet: begin with `then` or `next`"
+                "`same` speaks of the last match, and there is none yet: "
+                "begin with `then` or `next`"
             )
         if not self._matches(check, self._at):
-            raise self._failure(
-                check, f"the last match is not such a node\n{self._differing(check, self._at)}"
-            )
+            differing = self._differing(check, self._at)
+            raise self._failure(check, f"the last match is not such a node\n{differing}")
         self._arrive(check, self._at)
 
-    def _count(self, check: Check) -> None:
+    def _run_count(self, check: Check) -> None:
         found = []
         for place in range(len(self._schedule)):
-            judged = self._judge(check, place)
-            if isinstance(judged, Unknown):
-                raise CheckError(self._undecided(place, judged))
-            if judged:
+            decided = self._decide(check, place)
+            if isinstance(decided, Unknown):
+                raise CheckError(self._undecided(place, decided))
+            if decided:
                 found.append(place)
         if len(found) != check.number:
-            lines = [self._subject.line(place) for place in found[:_MOST]]
-            lines += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
-            told = "\n".join([f"the graph has {len(found)}", *lines])
-            raise self._failure(check, told, *self._nearest(check, -1, besides=found))
-
-    def _start(self, check: Check) -> None:
-        self._end_waiting(len(self._schedule))
-        self._at = -1
+            lines = [f"the graph has {len(found)}"]
+            lines += [self._subject.line(place) for place in found[:_MOST]]
+            if len(found) > _MOST:
+                lines.append(f"and {len(found) - _MOST} more")
+            nearest = self._nearest(check, -1, besides=found)
+            raise self._failure(check, "\n".join(lines), *nearest)
 
     def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
-        subject, known = self._subject, self._subject.captures
-        words = dict.fromkeys(
-            word for predicate in check.pattern.predicates for word in predicate.names()
-        )
-        used = [
-            f"{word} is\n{subject.line(subject.place[known[word]])}"
-            for word in words
-            if word in known
-        ]
-        return CheckFailure("\n".join([str(check), *paragraphs, *used]))
+        """Return the error of a check: what is wrong, then the captures that it names."""
+        lines = [str(check), *paragraphs]
+        captures = self._subject.captures
+        shown = set()
+        for predicate in check.pattern.predicates:
+            for name in predicate.names():
+                if name in captures and name not in shown:
+                    shown.add(name)
+                    line = self._subject.line(self._subject.place[captures[name]])
+                    lines.append(f"{name} is\n{line}")
+        return CheckFailure("\n".join(lines))
 
     def _differing(self, check: Check, place: int) -> str:
-        """A node, and below it how it differs."""
-        words = check.pattern.differences(self._schedule[place], self._subject)
-        return "\n".join([self._subject.line(place), *(f"        {line}" for line in words)])
+        """Return the line of a node, and below it how the node differs from the pattern."""
+        lines = [self._subject.line(place)]
+        for words in check.pattern.differences(self._schedule[place], self._subject):
+            lines.append(f"        {words}")
+        return "\n".join(lines)
 
     def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
-        """The node of that operator that differs least; of equals the first behind the search's
-        beginning.
+        """Return a paragraph about the node of the same operator that differs least.
+
+        Of nodes that differ as little, the first one after the beginning of the search is shown.
         """
         pattern, subject = check.pattern, self._subject
-        places = [
-            p
-            for p, node in enumerate(self._schedule)
-            if pattern.has_operator(node) and p not in besides
-        ]
-        if not places and besides:
+        candidates = []
+        for place, node in enumerate(self._schedule):
+            if pattern.has_operator(node) and place not in besides:
+                distance = len(pattern.differences(node, subject))
+                candidates.append((distance, place <= at, place))
+        if candidates:
+            distance, _, best = min(candidates)
+            if distance == 0:
+                return [f"a node that matches is before that\n{subject.line(best)}"]
+            return [f"the nearest is\n{self._differing(check, best)}"]
+
+        if besides:
             return []
-        if not places:
-            for node in self._schedule:
-                why = pattern.may_fit_inside(node, subject)
-                if why is not None and node in subject.leaves:
-                    return [f"no node of the graph has that operator; {why}"]
-                if why is not None:
-                    where = "graph, but one in a graph that it calls,"
-                    return [f"no node of the {where} has that operator"]
-            return ["no node of the graph has that operator"]
-        distances = [
-            (len(pattern.differences(self._schedule[place], subject)), place <= at, place)
-            for place in places
-        ]
-        distance, _, best = min(distances)
-        if distance == 0:
-            return [f"a node that matches is before that\n{subject.line(best)}"]
-        return [f"the nearest is\n{self._differing(check, best)}"]
+        for node in self._schedule:
+            why = pattern.may_fit_inside(node, subject)
+            if why is not None and node in subject.leaves:
+                return [f"no node of the graph has that operator; {why}"]
+            if why is not None:
+                where = "graph, but one in a graph that it calls,"
+                return [f"no node of the {where} has that operator"]
+        return ["no node of the graph has that operator"]

@@ -1,5 +1,6 @@
-"""Predicates of a pattern, each of which says in words how a node differs; patterns, and checks
-made of them.
+"""Define what a node must be: predicates, patterns made of them, and checks made of patterns.
+
+A predicate says in words how a node differs from it, as failures quote it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from pytest_gtrainer.checks.subject import (
     is_called,
     is_within,
 )
-from pytest_gtrainer.graph.nodes import BACKWARD, spell_dtype
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 
@@ -28,7 +29,7 @@ Extent = int | None | EllipsisType  # an extent, None for any one, ``...`` for a
 
 @dataclass(frozen=True, slots=True)
 class InModule(Predicate):
-    """The module is, or lies in, the one that a component-wise pattern names."""
+    """The node belongs to a module, or to one inside it: ``layers.0``, ``layers.*``."""
 
     fqn: str
 
@@ -38,14 +39,17 @@ class InModule(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         owners, _, is_bucket = subject.scope(node)
         if is_bucket:
-            return f"it belongs to the bucket {_told(owners)}, expected the module {self.fqn}"
-        is_there = owners and is_within(owners[0], self.fqn)
-        return None if is_there else f"its module is {_told(owners)}, expected {self.fqn}"
+            return (
+                f"it belongs to the bucket {_modules_text(owners)}, expected the module {self.fqn}"
+            )
+        if owners and is_within(owners[0], self.fqn):
+            return None
+        return f"its module is {_modules_text(owners)}, expected {self.fqn}"
 
 
 @dataclass(frozen=True, slots=True)
 class InBucket(Predicate):
-    """The node belongs to the bucket of just these modules, in this order; none given: to any."""
+    """The node belongs to the bucket of just these modules, in this order; without any, to one."""
 
     fqns: tuple[str, ...]
 
@@ -54,13 +58,12 @@ class InBucket(Predicate):
             subject.check_module(fqn)
 
     def check_exists(self, subject: Subject) -> None:
-        """Raise ``CheckError`` if there is no such bucket: then no node would ever belong to it."""
+        """Raise ``CheckError`` if the graph has no such bucket."""
         if not self.fqns or any(map(self._is_of, subject.buckets)):
             return
-        known = "; ".join(f"bucket({', '.join(owners)})" for owners in subject.buckets)
-        raise CheckError(
-            f"no bucket is {', '.join(self.fqns)}, in this order; there is {known or 'no bucket'}"
-        )
+        buckets = [f"bucket({', '.join(owners)})" for owners in subject.buckets]
+        known = "; ".join(buckets) or "no bucket"
+        raise CheckError(f"no bucket is {', '.join(self.fqns)}, in this order; there is {known}")
 
     def _is_of(self, owners: Sequence[str]) -> bool:
         return len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))
@@ -68,17 +71,19 @@ class InBucket(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         owners, _, is_bucket = subject.scope(node)
         if not is_bucket:
-            return f"it belongs to no bucket but to {_told(owners)}, expected {self}"
+            return f"it belongs to no bucket but to {_modules_text(owners)}, expected {self}"
         if not self.fqns or self._is_of(owners):
             return None
-        return f"its bucket is {_told(owners)}, expected {_told(self.fqns)}"
+        return f"its bucket is {_modules_text(owners)}, expected {_modules_text(self.fqns)}"
 
     def __str__(self) -> str:
-        return f"the bucket {_told(self.fqns)}" if self.fqns else "one"
+        return f"the bucket {_modules_text(self.fqns)}" if self.fqns else "one"
 
 
 @dataclass(frozen=True, slots=True)
 class InDirection(Predicate):
+    """The node belongs to the forward ("fwd") or to the backward ("bwd")."""
+
     direction: str
 
     def check_exists(self, subject: Subject) -> None:
@@ -95,23 +100,26 @@ class InDirection(Predicate):
         if found == self.direction:
             return None
         words = f"its direction is {found or 'none'}, expected {self.direction}"
-        return words if found in ("fwd", "bwd", "") else Unknown(words)
+        # Else the node's bucket and its own mark disagree.
+        return words if found in (FORWARD, BACKWARD, "") else Unknown(words)
 
 
 @dataclass(frozen=True, slots=True)
 class HasType(Predicate):
-    """Dtype, shape and strides, as far as they are said."""
+    """The value is one tensor of this dtype, shape and strides, as far as they are given."""
 
     dtype: torch.dtype | None = None
     shape: tuple[Extent, ...] | None = None
     strides: tuple[Extent, ...] | None = None
 
     def check(self, subject: Subject) -> None:
-        shape, strides = self.shape, self.strides
-        is_exact = shape is not None and strides is not None and ... not in (*shape, *strides)
-        if is_exact and len(shape or ()) != len(strides or ()):
+        """Raise ``CheckError`` for strides of another number of dimensions than the shape."""
+        if self.shape is None or self.strides is None or ... in (*self.shape, *self.strides):
+            return
+        if len(self.shape) != len(self.strides):
             raise CheckError(
-                f"a shape of {len(shape or ())} dimensions has as many strides, not {len(strides or ())}"
+                f"a shape of {len(self.shape)} dimensions has as many strides, "
+                f"not {len(self.strides)}"
             )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
@@ -122,26 +130,30 @@ class HasType(Predicate):
             unknown = "its value is not known, expected one tensor"
             return unknown if _gives_no_tensor(node) else Unknown(unknown)
         words = f"its value is of type {type(value).__name__}, expected one tensor"
-        # `topk -> f32` is no type of topk, but a reader would say that it fits
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        differences = [self._difference(tensor) for tensor in tensors]
-        may_fit = any(one is None or isinstance(one, Unknown) for one in differences)
-        return Unknown(words) if may_fit else words
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                difference = self._difference(leaf)
+                if difference is None or isinstance(difference, Unknown):
+                    # ``topk -> f32`` is no type of topk, but a reader would say that it fits.
+                    return Unknown(words)
+        return words
 
     def _difference(self, value: torch.Tensor) -> str | None:
         if self.dtype is not None and value.dtype is not self.dtype:
             return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
         unknown: str | None = None
-        for what, wanted in (("shape is", self.shape), ("strides are", self.strides)):
+        for what, found, wanted in (
+            ("shape is", tuple(value.shape), self.shape),
+            ("strides are", value.stride(), self.strides),
+        ):
             if wanted is None:
                 continue
-            found = tuple(value.shape) if what == "shape is" else value.stride()
             fits = _extents_fit(found, wanted)
-            words = f"its {what} {_extents(found)}, expected {_extents(wanted)}"
+            words = f"its {what} {_extents_text(found)}, expected {_extents_text(wanted)}"
             if fits is False:
                 return words
-            if fits is None and unknown is None:
-                unknown = Unknown(words)
+            if fits is None:
+                unknown = unknown or Unknown(words)
         return unknown
 
 
@@ -154,7 +166,7 @@ def _gives_no_tensor(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ComesFrom(Predicate):
-    """A captured node or a graph input is among the node's ancestors, over any number of steps."""
+    """The node is computed from a captured node or a graph input, over any number of steps."""
 
     name: str
 
@@ -178,7 +190,7 @@ class ComesFrom(Predicate):
 
 @dataclass(frozen=True, slots=True)
 class UsedBy(Predicate):
-    """An operator, or a captured node, is among the users; with ``only``, every user is such a one."""
+    """An operator or a captured node uses the node; with ``only``, nothing else does."""
 
     user: OperatorPattern
     only: bool = False
@@ -190,47 +202,62 @@ class UsedBy(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         users = list(users_of(node))
         captured = subject.captures.get(self.user.text)
-        fits = [
-            user is captured if captured is not None else self.user.matches(user) for user in users
-        ]
-        if any(fits) and (all(fits) or not self.only):
+        if captured is not None:
+            fitting = [user for user in users if user is captured]
+        else:
+            fitting = [user for user in users if self.user.matches(user)]
+        if fitting and (len(fitting) == len(users) or not self.only):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
         words = f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
+        if captured is not None or self.only:
+            return words
         # What a user calls reads the value where no check looks.
         may_fit = any(self.user.may_run_in(user, subject) for user in users)
-        return Unknown(words) if may_fit and captured is None and not self.only else words
+        return Unknown(words) if may_fit else words
 
     def names(self) -> Iterable[str]:
         return [self.user.text]
 
 
-def _told(fqns: Sequence[str]) -> str:
-    """Modules in a message: the root has a name, and so has none at all."""
+def _modules_text(fqns: Sequence[str]) -> str:
+    """Return modules as a message shows them: the root has no name of its own."""
     return ", ".join(fqn or "the root" for fqn in fqns) or "none"
 
 
 def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | None:
-    """Return whether extents fit; None if that depends on a symbol: to compare it would add a
-    guard.
+    """Return whether extents fit; None if that depends on a symbol.
+
+    A symbol is not compared: that would add a guard to the graph's shape environment.
 
     >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
     (True, False, True)
     """
-    if ... in wanted and len(found) >= len(wanted) - 1:  # any number of them in its place
+    if ... in wanted and len(found) >= len(wanted) - 1:
         gap = list(wanted).index(...)
-        wanted = [*wanted[:gap], *[None] * (len(found) - len(wanted) + 1), *wanted[gap + 1 :]]
+        any_extents = [None] * (len(found) - len(wanted) + 1)
+        wanted = [*wanted[:gap], *any_extents, *wanted[gap + 1 :]]
     if len(found) != len(wanted):
         return False
-    asked = [(extent, want) for extent, want in zip(found, wanted, strict=True) if want is not None]
-    if any(type(extent) is int and extent != want for extent, want in asked):
-        return False
-    return True if all(type(extent) is int for extent, _ in asked) else None
+    is_known = True
+    for extent, want in zip(found, wanted, strict=True):
+        if want is None:
+            continue
+        if type(extent) is not int:
+            is_known = False
+        elif extent != want:
+            return False
+    return True if is_known else None
 
 
-def _extents(extents: Sequence[object]) -> str:
-    told = ["_" if e is None else "..." if e is ... else str(e) for e in extents]
-    return f"[{', '.join(told) or '()'}]"
+def _extents_text(extents: Sequence[object]) -> str:
+    words = []
+    for extent in extents:
+        if extent is None:
+            words.append("_")
+        else:
+            words.append("..." if extent is ... else str(extent))
+    return f"[{', '.join(words) or '()'}]"
 
 
 _ONCE: dict[tuple[type[Predicate], ...], str] = {
@@ -238,47 +265,47 @@ _ONCE: dict[tuple[type[Predicate], ...], str] = {
     (InModule, InBucket): "a module or bucket",
     (HasType,): "a dtype or shape",
 }
-"""What a node has one of: said twice, it is a contradiction or says nothing more."""
+"""Predicates that a pattern has at most once: twice is a contradiction, or says nothing more."""
 
-_OF_A_VALUE = (InDirection, InModule, InBucket, HasType, UsedBy)
-_OF_A_NODE_INSIDE = (OperatorPattern, HasType)
-"""What can be said of a node in a graph that another one calls; names mean values of the outer one.
-"""
+_NOT_OF_OUTPUT = (InDirection, InModule, InBucket, HasType, UsedBy)
+"""Predicates that the output node has nothing of."""
+_OF_INNER_NODE = (OperatorPattern, HasType)
+"""Predicates of a node in a graph that another one calls: names mean values of the outer graph."""
 
 KINDS = ("then", "next", "same", "never", "count", "start")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a node must be, operator first, and the name under which a match is captured."""
+    """The predicates of a node, operator first, and the name under which a match is captured."""
 
     predicates: tuple[Predicate, ...] = ()
     name: str | None = None
 
     def check(self, subject: Subject, *, is_negative: bool) -> None:
-        """Raise ``CheckError`` if no node can fit; of a negative check none may even be missing."""
+        """Raise ``CheckError`` if no node can fit.
+
+        A negative check may also not name a direction or bucket that the graph does not have.
+        """
         for kinds, what in _ONCE.items():
-            said = [predicate for predicate in self.predicates if isinstance(predicate, kinds)]
-            if len(said) > 1:
-                raise CheckError(f"{what} is said {len(said)} times of one node; say it once")
+            count = sum(isinstance(predicate, kinds) for predicate in self.predicates)
+            if count > 1:
+                raise CheckError(f"{what} is said {count} times of one node; say it once")
         for predicate in self.predicates:
             predicate.check(subject)
-            if predicate == OperatorPattern(OUTPUT):
-                others = [one for one in self.predicates if isinstance(one, _OF_A_VALUE)]
-                if others:
-                    wrong = "the output has no module, direction, type or users"
-                    raise CheckError(f"{wrong}, so no node can match")
             if is_negative and isinstance(predicate, InBucket | InDirection):
                 predicate.check_exists(subject)
+        is_output = OperatorPattern(OUTPUT) in self.predicates
+        if is_output and any(isinstance(one, _NOT_OF_OUTPUT) for one in self.predicates):
+            raise CheckError(
+                "the output has no module, direction, type or users, so no node can match"
+            )
 
     def differences(self, node: fx.Node, subject: Subject) -> list[str]:
-        """How a node differs, in words; of another operator that alone is told."""
-        asked = self.predicates if self.has_operator(node) else self.predicates[:1]
-        return [
-            words
-            for predicate in asked
-            if (words := predicate.difference(node, subject)) is not None
-        ]
+        """Return how a node differs, in words; of a node of another operator only that."""
+        predicates = self.predicates if self.has_operator(node) else self.predicates[:1]
+        differences = [predicate.difference(node, subject) for predicate in predicates]
+        return [words for words in differences if words is not None]
 
     def mismatch(self, node: fx.Node, subject: Subject) -> str | None:
         """Return how a node differs, in words; `Unknown` if it may fit, None if it fits."""
@@ -303,9 +330,9 @@ class Pattern:
                 difference = predicate.difference(node, subject)
                 if difference is not None and not isinstance(difference, Unknown):
                     return None
-        local = Pattern(tuple(p for p in self.predicates if isinstance(p, _OF_A_NODE_INSIDE)))
+        of_inner = [one for one in self.predicates if isinstance(one, _OF_INNER_NODE)]
         for inner in subject.inside(node):
-            found = local.mismatch(inner, subject)
+            found = Pattern(tuple(of_inner)).mismatch(inner, subject)
             if found is None or isinstance(found, Unknown):
                 what = operator_of(inner).text
                 return Unknown(f"it calls a graph that has {what}: check that graph by itself")
@@ -324,13 +351,20 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is asked of a graph."""
+    """One line of checks.
 
-    kind: str  # one of ``KINDS``
+    Attributes:
+        kind: one of ``KINDS``.
+        text: the line as written.
+        place: its file and line.
+        number: how many nodes a ``count`` expects.
+    """
+
+    kind: str
     pattern: Pattern
-    text: str  # as written
-    place: str  # file and line
-    number: int | None = None  # of a ``count``
+    text: str
+    place: str
+    number: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "start":

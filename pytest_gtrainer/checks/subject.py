@@ -1,6 +1,4 @@
-"""The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with
-a check.
-"""
+"""Define the graph that is checked, what names in checks stand for, and the errors of checks."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -30,16 +28,18 @@ from pytest_gtrainer.graphtext.sections import Scope
 
 
 class CheckError(ValueError):
-    """A check that cannot be read, cannot match or cannot fail; says where it stands and the way
-    out.
+    """A check that cannot be read, cannot match, cannot fail or cannot be decided.
+
+    The message says where the check stands, and the way out.
     """
 
     __module__ = "pytest_gtrainer"
 
 
 class CheckFailure(FailedCheck):
-    """A graph is not as a check says; the message names the check, where the search stood, and what
-    came nearest.
+    """A graph is not as a check says.
+
+    The message quotes the check, the node where the search stood, and the nearest node.
     """
 
     __module__ = "pytest_gtrainer"
@@ -66,7 +66,7 @@ def is_within(fqn: str, pattern: str) -> bool:
 
 
 def is_called(fqn: str, pattern: str) -> bool:
-    """Return whether a pattern names just this module or input.
+    """Return whether a pattern names this module or input, and not only one around it.
 
     >>> is_called("layers.1", "layers.*"), is_called("layers.1.wq", "layers.*")
     (True, False)
@@ -85,8 +85,9 @@ class Subject:
         mesh: Mapping[str, int] | None = None,
         names: Names | None = None,
     ) -> None:
-        """Modules of the graph ``before`` a pass are known, too; ``mesh`` and ``names`` are as for
-        a text.
+        """Read what the graph has; the arguments are those of ``assert_graph``.
+
+        Modules, buckets and directions of the graph ``before`` a pass are known, too.
         """
         gm = adopted(gm, names)
         self._gm, self._mesh = gm, mesh
@@ -95,23 +96,18 @@ class Subject:
         self.place = {node: place for place, node in enumerate(self.schedule)}
         self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
         self.groups = groups_of(gm, mesh or {})
-        self._scopes = scopes_of(nodes)
-        all_scopes = [
-            self._scopes,
-            *([scopes_of(adopted(before, names).graph.nodes)] if before else []),
-        ]
-        self._modules = {
-            fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners
-        }
-        self.buckets = {
-            scope.owners: None
-            for scopes in all_scopes
-            for scope in scopes.of.values()
-            if scope.is_bucket
-        }
         self.has_items = any(map(is_item, nodes))
-        spaces = [scope.space for scopes in all_scopes for scope in scopes.of.values()]
-        self.directions = {*spaces, *map(direction, self.schedule)} & {FORWARD, BACKWARD}
+
+        self._scopes = scopes_of(nodes)
+        scopes = list(self._scopes.of.values())
+        if before is not None:
+            scopes += scopes_of(adopted(before, names).graph.nodes).of.values()
+        self._modules = {fqn for scope in scopes for fqn in scope.owners}
+        # A dict keeps the order of the graph, in which a message lists them.
+        self.buckets = {scope.owners: None for scope in scopes if scope.is_bucket}
+        spaces = {scope.space for scope in scopes} | set(map(direction, self.schedule))
+        self.directions = spaces & {FORWARD, BACKWARD}
+
         self.leaves: dict[fx.Node, str] = {}
         """Nodes that call a module or function which the tracer did not look into, with its name.
 
@@ -166,9 +162,11 @@ class Subject:
     def sources_of(self, node: fx.Node, *, anywhere: bool = False) -> set[fx.Node]:
         """Return the nodes from which a node is computed, over any number of steps.
 
-        What was written into the memory of an operand before the node reads it counts too.
-        With ``anywhere`` so does what a method, a function or a kernel wrote before, whatever
-        memory that was: no schema says it.
+        What was written into the memory of an operand before the node reads it counts, too.
+
+        Args:
+            anywhere: count also what a leaf, a method, a function or a kernel wrote before. No
+                schema says which memory these write to, so it may be that of an operand.
         """
 
         def read_by(reader: fx.Node) -> list[fx.Node]:
@@ -177,28 +175,33 @@ class Subject:
                 found += self._writes.get(storage_of(operand), ())
             if anywhere:
                 found += self._writing_anywhere
-            return [one for one in found if one < reader]
+            return [source for source in found if source < reader]
 
         return walked(read_by(node), read_by)
 
     def scope(self, node: fx.Node) -> Scope:
-        """The module or bucket of a node; that of the output has no owners and no space."""
+        """Return the module or bucket of a node; the output has no owners and no space."""
         return self._scopes.of.get(node, Scope((), ""))
 
     def direction(self, node: fx.Node) -> str:
-        """Forward or backward, or words, if a bucket and the mark of its node disagree."""
-        space, own = self.scope(node).space, direction(node)
-        return space if space in ("", own) else f"{space} by its bucket and {own} by its mark"
+        """Return "fwd", "bwd" or "", or a sentence if the node's bucket and its mark disagree."""
+        of_bucket, of_mark = self.scope(node).space, direction(node)
+        if of_bucket in ("", of_mark):
+            return of_bucket
+        return f"{of_bucket} by its bucket and {of_mark} by its mark"
 
     def check_module(self, pattern: str) -> None:
-        """Raises ``CheckError`` if nothing in the graph, its parameters included, lies there."""
-        if not any(is_within(fqn, pattern) for fqn in self._modules):
-            parents = {".".join(fqn.split(".")[: pattern.count(".") + 1]) for fqn in self._modules}
-            raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
+        """Raise ``CheckError`` if no node, constant or parameter lies in the module."""
+        if any(is_within(fqn, pattern) for fqn in self._modules):
+            return
+        depth = pattern.count(".") + 1
+        parents = {".".join(fqn.split(".")[:depth]) for fqn in self._modules}
+        raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
 
     def inputs_called(self, name: str) -> list[fx.Node]:
-        """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``,
-        ``A.0``).
+        """Return the graph inputs of a name or pattern.
+
+        A name is an FQN, or one with its space: ``P.layers.0.w``, ``A.0``.
         """
         return [node for node in self._scopes.inputs if self._is_input_called(node, name)]
 
@@ -213,21 +216,21 @@ class Subject:
         return node.op == "placeholder" and self._is_input_called(node, name)
 
     def check_name(self, name: str) -> None:
-        """Raises ``CheckError`` if a name stands for no value."""
+        """Raise ``CheckError`` if a name stands for no value."""
         if name in self.captures or self.inputs_called(name):
             return
         words = [*self.captures, *(group.symbol for group in self.groups.values())]
         known = [*words, *(source.fqn for source in self._scopes.inputs.values())]
-        told = f" (captures and groups are {', '.join(words)})" if words else ""
-        hint = (
-            nearest(name, known)
-            or f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
-        )
-        raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{hint}")
+        others = f" (captures and groups are {', '.join(words)})" if words else ""
+        hint = nearest(name, known)
+        if not hint:
+            hint = f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
+        raise CheckError(f"{name!r} is neither a captured node nor a graph input{others}{hint}")
 
     def name_of(self, node: fx.Node) -> str:
-        """A node in a message's words: ``P.norm.weight``, the name of its capture, ``split[0] at
-        7``.
+        """Return a node as a message names it.
+
+        An input is ``P.norm.weight``, a captured node has its name, others are ``split[0] at 7``.
         """
         if node.op == "placeholder":
             source = self._scopes.inputs[node]
@@ -235,22 +238,22 @@ class Subject:
         item = ""
         while is_item(node):
             node, item = node.args[0], f"[{node.args[1]}]{item}"
-        captured = [name for name, capture in self.captures.items() if capture is node]
-        if captured or node.op == "output":
-            return (captured or ["output"])[0] + item
-        known = node in self.place
-        return (
-            f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
-        )
+        for name, capture in self.captures.items():
+            if capture is node:
+                return name + item
+        if node.op == "output":
+            return "output"
+        if node not in self.place:
+            return str(node.target)
+        return f"{operator_of(node).short}{item} at {self.place[node]}"
 
     def line(self, place: int) -> str:
-        """A node of the schedule as a message shows it: its place and its line of graph text."""
-        if not self._lines:
-            told = lines_of(self._gm, mesh=self._mesh)
-            computed = [
-                line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)
-            ]
-            self._lines = [*map(str, computed), "output"]  # in the order of the schedule
+        """Return a node of the schedule as a message shows it: its place and its line of text."""
+        if not self._lines:  # a graph is rendered for its first message only
+            for line in lines_of(self._gm, mesh=self._mesh):
+                if line.section.partition(".")[0] in (FORWARD, BACKWARD):
+                    self._lines.append(str(line))  # in the order of the schedule
+            self._lines.append("output")
         return f"{place:>6}  {self._lines[place]}"
 
 
@@ -268,7 +271,7 @@ def _writes_without_schema(node: fx.Node) -> bool:
     """Return whether a method, a function or a kernel writes, by torch's conventions for names."""
     if isinstance(node.target, OpOverload):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = str(getattr(node.target, "__name__", node.target))
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or "out" in node.kwargs or is_kernel_call(node.target) or mutates(node)
 
@@ -279,12 +282,16 @@ class Predicate:
     __slots__ = ()
 
     def check(self, subject: Subject) -> None:
-        """Raises ``CheckError`` if no node of any graph like this one can fit."""
+        """Raise ``CheckError`` if no node of any graph like this one can fit."""
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        """``its dtype is f32, expected bf16``, `Unknown` if it may fit; None if the node fits."""
+        """Return how a node differs: ``its dtype is f32, expected bf16``.
+
+        Returns:
+            None if the node fits, an `Unknown` if it may fit.
+        """
         raise NotImplementedError
 
     def names(self) -> Iterable[str]:
-        """Words that may be names of captures."""
+        """Return the words of the predicate that may be names of captures."""
         return ()

@@ -1,4 +1,4 @@
-"""Reading a check's text: ``then aten.mm(g, _) -> bf16[64, _] in fwd layers.0 as m``.
+"""Read the text of a check: ``then aten.mm(g, _) -> bf16[64, _] in fwd layers.0 as m``.
 
 ::
 
@@ -43,7 +43,12 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    """A word, a number, a string, or a mark of punctuation; "end" behind the last."""
+    """A part of the text of a check.
+
+    Attributes:
+        kind: "word", "number", "string", "mark", or "end" after the last one.
+        text: a string is without its quotes.
+    """
 
     kind: str
     text: str
@@ -68,21 +73,26 @@ def _advice(text: str) -> str:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """The tokens of a text, ``END`` behind them; a CheckError at a character that no check has.
+    """Return the tokens of a text, with ``END`` after them.
+
+    Raises:
+        CheckError: a character that no check has.
 
     >>> [token.text for token in tokens_of("aten.mm(g, ...) -> f32[2] in layers.*")]
     ['aten.mm', '(', 'g', ',', '...', ')', '->', 'f32', '[', '2', ']', 'in', 'layers.*', '']
     """
     found: list[Token] = []
-    place, text = 0, text.rstrip()
+    text = text.rstrip()
+    end = 0
     for match in _TOKEN.finditer(text):
-        if match.start() != place:
+        if match.start() != end:
             break
-        kind, place = str(match.lastgroup), match.end()
-        found.append(Token(kind, match[kind][1:-1] if kind == "string" else match[kind]))
-    if place < len(text):
-        mark = text[place:].lstrip()[:1]
-        raise CheckError(f"{mark!r} at column {place + 1} is not part of a check{_advice(mark)}")
+        kind, end = str(match.lastgroup), match.end()
+        token = match[kind][1:-1] if kind == "string" else match[kind]
+        found.append(Token(kind, token))
+    if end < len(text):
+        mark = text[end:].lstrip()[:1]
+        raise CheckError(f"{mark!r} at column {end + 1} is not part of a check{_advice(mark)}")
     return [*found, END]
 
 
@@ -91,10 +101,15 @@ _T = TypeVar("_T")
 
 
 def parse_check(text: str, place: str) -> Check:
-    """A check from its text; a ``CheckError`` says the place and what was expected."""
+    """Read a check from its text, which stands at ``place``, a file and a line.
+
+    Raises:
+        CheckError: says the place, and what was expected.
+    """
     try:
         reader = _Grammar(tokens_of(text))
-        if (kind := reader.word("one of " + ", ".join(KINDS))) not in KINDS:
+        kind = reader.word(f"one of {', '.join(KINDS)}")
+        if kind not in KINDS:
             raise CheckError(
                 f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}"
             )
@@ -105,7 +120,7 @@ def parse_check(text: str, place: str) -> Check:
 
 
 class _Grammar:
-    """Recursive descent over the tokens, one method a rule of the grammar."""
+    """Read tokens by recursive descent, with one method for each rule of the grammar."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self._tokens = tokens
@@ -116,7 +131,8 @@ class _Grammar:
         return self._tokens[self._at]
 
     def _take(self) -> Token:
-        if (token := self._next) is not END:
+        token = self._next
+        if token is not END:
             self._at += 1
         return token
 
@@ -144,22 +160,23 @@ class _Grammar:
 
     def pattern(self) -> Pattern:
         predicates: list[Predicate] = []
-        names: list[str] = []
+        name: str | None = None
         if self._next is not END and self._next.text not in CLAUSES:
             operator = OperatorPattern(self.word("an operator"))
             predicates.append(operator)
             if self._accept("("):
                 predicates.append(self._call(operator))
         while self._next is not END:
-            if self._accept("as"):
-                names.append(self.word("a name"))
-                if not names[-1].isidentifier() or names[-1] == "_":
-                    raise CheckError(f"a node's name is a plain word, not {names[-1]!r}")
-            else:
+            if not self._accept("as"):
                 predicates += self._clause()
-        if len(names) > 1:
-            raise CheckError(f"a node gets one name, not {' and '.join(names)}")
-        return Pattern(tuple(predicates), names[0] if names else None)
+                continue
+            word = self.word("a name")
+            if not word.isidentifier() or word == "_":
+                raise CheckError(f"a node's name is a plain word, not {word!r}")
+            if name is not None:
+                raise CheckError(f"a node gets one name, not {name} and {word}")
+            name = word
+        return Pattern(tuple(predicates), name)
 
     def _clause(self) -> list[Predicate]:
         if self._accept("in"):
@@ -179,12 +196,15 @@ class _Grammar:
         found: list[Predicate] = []
         if self._next.text in ("fwd", "bwd"):
             found.append(must.InDirection(self._take().text))
+        # After a direction a word may begin the next clause; else it is a module, ``in used``.
+        is_module = self._next.kind in ("word", "string")
+        if found and self._next.text in CLAUSES:
+            is_module = False
         if self._accept("bucket"):
             self._expect("(")
-            found.append(must.InBucket(tuple(self._until(")", lambda: self.word("a module")))))
-        elif self._next.kind in ("word", "string") and (
-            not found or self._next.text not in CLAUSES
-        ):
+            fqns = self._until(")", lambda: self.word("a module"))
+            found.append(must.InBucket(tuple(fqns)))
+        elif is_module:
             found.append(must.InModule(self._take().text))
         if not found:
             raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
@@ -193,13 +213,15 @@ class _Grammar:
     def _type(self) -> must.HasType:
         dtype: torch.dtype | None = None
         if self._next.kind == "word":
-            if (name := self._take().text) not in DTYPE_OF:
+            name = self._take().text
+            if name not in DTYPE_OF:
                 raise CheckError(f"there is no dtype {name!r}{nearest(name, DTYPE_OF)}")
             dtype = DTYPE_OF[name]
         shape = self._extents()
         if dtype is None and shape is None:
             raise CheckError(f"expected a dtype or a shape, found {self._shown()}")
-        return must.HasType(dtype, shape, self._extents() if shape is not None else None)
+        strides = self._extents() if shape is not None else None
+        return must.HasType(dtype, shape, strides)
 
     def _extents(self) -> tuple[Extent, ...] | None:
         if not self._accept("["):
@@ -221,7 +243,7 @@ class _Grammar:
         return ... if self._accept("...") else self.whole_number("an extent, `_` or `...`")
 
     def _until(self, closing: str, item: Callable[[], _T]) -> list[_T]:
-        """Items with commas between them, up to a closing mark."""
+        """Read items with commas between them, up to a closing mark."""
         found: list[_T] = []
         while not self._accept(closing):
             if found:
@@ -254,10 +276,10 @@ class _Grammar:
         if self._accept("...") or self._accept("_"):
             return token.text
         if self._accept("[") or self._accept("("):
-            return List(
-                _with_one_rest(self._until("]" if token.text == "[" else ")", self._argument))
-            )
-        if (word := self.word("an argument")) in ("None", "True", "False"):
+            closing = "]" if token.text == "[" else ")"
+            return List(_with_one_rest(self._until(closing, self._argument)))
+        word = self.word("an argument")
+        if word in ("None", "True", "False"):
             return word
         if self._accept("["):
             item = self.whole_number("the number of an output")
@@ -265,13 +287,21 @@ class _Grammar:
             return Name(word, item)
         if not self._accept("("):
             return Name(word)
-        call = self._call(OperatorPattern(word))
-        literals = [item for item in call.arguments if isinstance(item, str)]
+        return _constant_of(self._call(OperatorPattern(word)))
+
+
+def _constant_of(call: CallPattern) -> Argument:
+    """Return what ``range(0, 8)`` and ``device("cuda")`` stand for; any other call as it is."""
+    literals = [argument for argument in call.arguments if isinstance(argument, str)]
+    if call.operator.text == "range":
         bounds = [int(text) for text in literals if text.removeprefix("-").isdecimal()]
-        if word == "range" and 1 <= len(bounds) <= 3:
+        if 1 <= len(bounds) <= 3:
             return List(tuple(map(str, range(*bounds))))
-        names = [text[1:-1] for text in literals if text[:1] in ("'", '"')]
-        return f'device("{names[0]}")' if word == "device" and names else call
+    if call.operator.text == "device":
+        for text in literals:
+            if text[:1] in ("'", '"'):
+                return f'device("{text[1:-1]}")'
+    return call
 
 
 def _with_one_rest(items: Sequence[Argument]) -> tuple[Argument, ...]:

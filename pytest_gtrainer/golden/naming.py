@@ -186,16 +186,20 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
         return None
     first, *others = sorted(claims)
     for rank in others:
-        mine = [claim.name or "its only golden" for claim in claims[first]]
-        theirs = [claim.name or "its only golden" for claim in claims[rank]]
-        if mine != theirs:
+        if [claim.name for claim in claims[first]] != [claim.name for claim in claims[rank]]:
+            mine = [claim.name or "its only golden" for claim in claims[first]]
+            theirs = [claim.name or "its only golden" for claim in claims[rank]]
             return f"ranks check other goldens: rank {first} {mine}, rank {rank} {theirs}", {}
         for claim, other in zip(claims[first], claims[rank], strict=True):
             if claim.common_text != other.common_text:
-                number, one, two = _first_difference(claim.common_text, other.common_text)
+                # ``splitlines`` also ends lines at form feeds, which may be the difference.
+                texts = claim.common_text.removesuffix("\n"), other.common_text.removesuffix("\n")
+                sides = [text.split("\n") for text in texts]
+                pairs = enumerate(zip_longest(*sides, fillvalue="(ends here)"), start=1)
+                number, (one, two) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
                 return (
                     f"{_title(claim)} differs between ranks, first on rank {rank} at line {number}:"
-                    f"\n  rank {first}: {one}\n  rank {rank}: {two}",
+                    f"\n  rank {first}: {one.strip()}\n  rank {rank}: {two.strip()}",
                     {first: claim, rank: other},
                 )
     for nth, claim in enumerate(claims[first]):
@@ -213,14 +217,3 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
 
 def _title(claim: Claim) -> str:
     return f"golden {claim.name!r}" if claim.name else "the golden"
-
-
-def _first_difference(text: str, other: str) -> tuple[int, str, str]:
-    """Return number and content of the first line that differs."""
-    # ``splitlines`` also ends lines at form feeds, which may be the difference.
-    sides = text.removesuffix("\n").split("\n"), other.removesuffix("\n").split("\n")
-    pairs = zip_longest(*sides, fillvalue="(ends here)")
-    for number, (one, two) in enumerate(pairs, start=1):
-        if one != two:
-            return number, one.strip(), two.strip()
-    return len(sides[0]) + 1, "(ends here)", "(ends here)"

@@ -379,15 +379,18 @@ class HiddenGroup(ValueError):
     """A text does not show the ranks, or the reduction, of a collective of its graph."""
 
 
+def graphs_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph and all graphs inside it."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def refuse_hidden_groups(gm: fx.GraphModule) -> None:
     """Check that a text shows the ranks and the reduction of every collective, bodies included.
 
     Raises:
         HiddenGroup: another group or reduction would have the same text.
     """
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in graphs_in(gm):
         groups = groups_of(module, {})
         for node in module.graph.nodes:
             if node.op != "call_function" or not function_of(node.target).launches:

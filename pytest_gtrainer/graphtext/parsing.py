@@ -20,6 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pytest_gtrainer._torch.graph_text import append_node, hooks_of
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
 from pytest_gtrainer.graphtext.folding import (
@@ -34,6 +35,7 @@ from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import (
     UnknownOperator,
     function_of,
+    graphs_in,
     is_method,
     names_of_groups,
     operator_named,
@@ -525,10 +527,9 @@ def _namespaces(gm: fx.GraphModule) -> set[str] | None:
 
     Returns None if they call anything else, or have hooks.
     """
-    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    if any(map(hooks_of, graphs)):
+    if any(map(hooks_of, graphs_in(gm))):
         return None
-    calls = [node for module in graphs for node in module.graph.nodes]
+    calls = list(nodes_within(gm))
     targets = {node.target for node in calls if node.op == "call_function"}
     namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
     methods = {str(node.target) for node in calls if node.op == "call_method"}

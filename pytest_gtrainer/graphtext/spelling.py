@@ -34,6 +34,7 @@ from pytest_gtrainer._torch.graph_text import (
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext.identity import (
     CannotShow,
     description,
@@ -45,7 +46,7 @@ from pytest_gtrainer.graphtext.identity import (
     name_of,
 )
 from pytest_gtrainer.graphtext.literals import PLAIN, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
+from pytest_gtrainer.graphtext.operators import graphs_in, groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell, spell_from, spell_input
 
@@ -59,9 +60,7 @@ def held_values(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
     These are Python functions, called modules without a graph, tensors, and other objects, but not
     literals and operators. The hooks of a graph come with its output node.
     """
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in graphs_in(gm):
         if hooks := hooks_of(module):
             yield module.graph.output_node(), hooks
         for node in module.graph.nodes:
@@ -111,16 +110,13 @@ def refuse_hidden(gm: fx.GraphModule) -> None:
                 "accept any other in its place: give the graph numbers, tensors or functions "
                 "instead, or check a text of your own"
             ) from error
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if is_kernel_call(node.target) and kernel_of(node.kwargs)[0] is None:
-                raise HiddenValue(
-                    f"{node.name} calls a Triton kernel that torch's table of kernels does not "
-                    "hold any more, so a golden would accept any other: check the graph in the "
-                    "process and the test that traced it"
-                )
+    for node in nodes_within(gm):
+        if is_kernel_call(node.target) and kernel_of(node.kwargs)[0] is None:
+            raise HiddenValue(
+                f"{node.name} calls a Triton kernel that torch's table of kernels does not hold "
+                "any more, so a golden would accept any other: check the graph in the process and "
+                "the test that traced it"
+            )
 
 
 def constants(graph: AnyGraph) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer._pytest_private import uncaptured
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.team import LocalRanks, Team
 from pytest_gtrainer.worlds import by_value
@@ -176,6 +178,17 @@ class RanksOutcome:
         made = {rank: state.groups_made for rank, state in states.items()}
         if len(set(made.values())) > 1:
             return f"the ranks made different numbers of process groups: {by_value(made)}"
+        if len(states) == self.size:
+            messages: Counter[str] = Counter()
+            for state in states.values():
+                messages.update(state.messages)
+            for label, number in messages.items():
+                if number:
+                    more = f"{counted(abs(number), 'message')} {'more' if number > 0 else 'fewer'}"
+                    return (
+                        f"the ranks sent {more} on {label} than they received: "
+                        "give every send its recv"
+                    )
         return None
 
     def has_failed(self) -> bool:

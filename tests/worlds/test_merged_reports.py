@@ -8,7 +8,9 @@ from pytest_gtrainer.ranks.inside.session import summary_of
 from pytest_gtrainer.ranks.merge import PHASES, STRICT, MergedTest, result_of
 from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
-from pytest_gtrainer.ranks.wire import Raised
+from pytest_gtrainer.ranks.wire import GroupState, ItemDone, Raised
+from pytest_gtrainer.testing import run_project
+from tests.golden.conftest import QUICK
 
 
 def report(when="call", outcome="passed", longrepr=None, sections=(), duration=0.0, **more):
@@ -361,3 +363,69 @@ def test_reports_may_be_asked_for_again(request):
     texts = [[str(each.longrepr) for each in test.reports()] for _ in range(2)]
     assert texts[0] == texts[1]
     assert test.reports()[1].longrepr.reprcrash.message == "[rank 0] ValueError: on 0"
+
+
+def of_messages(*states):
+    answers = {}
+    for rank, messages in enumerate(states):
+        state = GroupState(True, 1, messages=messages)
+        answers[rank] = ItemDone((), (), None, state)
+    return RanksOutcome(len(states), answers).disagreement()
+
+
+def test_messages_that_nobody_receives_are_a_disagreement():
+    """With gloo the default group lives on: the next test would receive them."""
+    assert of_messages({"all ranks": 1}, {"all ranks": -1}, {"all ranks": 0}) is None
+    assert of_messages({"all ranks": 1}, {}, {}) == (
+        "the ranks sent 1 message more on all ranks than they received: give every send its recv"
+    )
+    assert of_messages({"all ranks": 0, "ranks 1, 2": -1}, {"ranks 1, 2": -1}) == (
+        "the ranks sent 2 messages fewer on ranks 1, 2 than they received: give every send its recv"
+    )
+
+
+MESSAGES = """
+import pytest, torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+def test_nobody_receives():
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(1), 1)
+
+def test_nobody_sends():
+    if dist.get_rank() == 1:
+        dist.irecv(torch.ones(1), 0)
+
+def test_in_a_group():
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(1), 1, group=group)
+
+def test_exchange():
+    peer = 1 - dist.get_rank()
+    got = torch.zeros(1)
+    ops = [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, got, peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(got)
+    assert got == 1
+"""
+
+
+@pytest.mark.second_tier
+def test_a_message_that_nobody_receives_fails_the_test(tmp_path):
+    files = {"test_it.py": MESSAGES, "pytest.ini": "[pytest]\n"}
+    run = run_project(tmp_path, *QUICK, "--gt-gpus=2", "--gt-device=cpu", files=files)
+    assert run["test_exchange"].outcome == "passed", run.output
+    for name, words in (
+        ("test_nobody_receives", "sent 1 message more on all ranks"),
+        ("test_nobody_sends", "sent 1 message fewer on all ranks"),
+        ("test_in_a_group", "sent 1 message more on all ranks (group 2 of these)"),
+    ):
+        assert run[name].outcome == "failed"
+        assert words in run[name].message

@@ -263,6 +263,7 @@ class RankGroup:
         self._default: dist.ProcessGroup | None = None
         self._joined = self._began = 0  # when, in ns since the epoch
         self._points: Counter[int] = Counter()  # sends and receives, by group
+        self._messages: Counter[int] = Counter()  # sends less receives of this test, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
         # The objects of these groups that somebody still holds, with what was issued on them before
@@ -274,9 +275,12 @@ class RankGroup:
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
 
     def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        step = 1 if method.__name__ == "send" else -1
+
         @functools.wraps(method)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             self._points[id(group)] += 1
+            self._messages[id(group)] += step
             return method(group, *args, **kwargs)
 
         return counted
@@ -349,6 +353,7 @@ class RankGroup:
         self._end(process_groups.live_groups())
         self._default = None
         self._points.clear()
+        self._messages.clear()
         self._known.clear()
         if not dist.is_initialized():
             return
@@ -377,8 +382,9 @@ class RankGroup:
         if broken or not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
         subgroups = len(process_groups.live_groups()) - 1
+        issued, messages = self._issued()
         return wire.GroupState(
-            True, process_groups.groups_made(), subgroups, self._issued(), shared
+            True, process_groups.groups_made(), subgroups, issued, shared, messages=messages
         )
 
     def _has_lost_gpu(self) -> bool:
@@ -391,22 +397,25 @@ class RankGroup:
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
 
-    def _issued(self) -> dict[str, int]:
-        """Collectives since this was last asked, by the ranks of a group: its name may differ
-        between ranks.
+    def _issued(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return collectives, and sends less receives, since this was last asked.
+
+        By the ranks of a group: its name may differ between ranks.
         """
         issued: dict[str, int] = {}
+        messages: dict[str, int] = {}
         same_ranks: Counter[str] = Counter()
         for group in process_groups.live_groups():
             label = self._label(group)
             same_ranks[label] += 1
             if same_ranks[label] > 1:
                 label += f" (group {same_ranks[label]} of these)"
+            messages[label] = self._messages.pop(id(group), 0)
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 total = process_groups.issued_on(group) - self._points[id(group)]
                 before, self._known[id(group)] = self._known[id(group)], total
                 issued[label] = total - before
-        return issued
+        return issued, messages
 
     def _label(self, group: dist.ProcessGroup) -> str:
         ranks = (
@@ -475,6 +484,7 @@ class RankGroup:
         self._end(made)
         for group in made:
             self._points.pop(id(group), None)
+            self._messages.pop(id(group), None)
             self._known.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)

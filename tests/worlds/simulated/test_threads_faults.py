@@ -522,3 +522,79 @@ def test_tracing_works_again_afterwards():
 def test_a_training_leaves_nothing():
     """Meshes, whose groups are gone, sit in no cache of DTensor's."""
     simulated_eager(lambda mesh: llama3_training(mesh, "fp32", steps=2), NET)
+
+
+def sends_to_nobody(rank):
+    dist.barrier()
+    if rank == 3:
+        dist.isend(torch.ones(2), 0)
+
+
+def sends_twice(rank):
+    if rank == 0:
+        dist.isend(torch.ones(2), 1, tag=5)
+        dist.isend(torch.ones(2), 1, tag=5)
+    if rank == 1:
+        dist.recv(torch.ones(2), 0, tag=5)
+
+
+def receives_from_nobody(rank):
+    dist.barrier()
+    if rank == 1:
+        dist.irecv(torch.ones(2), 2)
+
+
+def sends_under_another_tag(rank):
+    if rank == 0:
+        dist.isend(torch.ones(2), 1, tag=1)
+    if rank == 1:
+        dist.irecv(torch.ones(2), 0, tag=2)
+
+
+def calls_alone(rank):
+    dist.barrier()
+    if rank in (0, 2):
+        dist.all_reduce(torch.ones(2), async_op=True)
+
+
+def calls_alone_in_a_group(rank):
+    group = dist.new_group([1, 3])
+    dist.barrier()
+    if rank == 3:
+        dist.all_reduce(torch.ones(2), group=group, async_op=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (sends_to_nobody, "rank 3 sent float32[2] to rank 0, which never received it"),
+        (sends_twice, "rank 0 sent float32[2] to rank 1, which never received it"),
+        (receives_from_nobody, "rank 1 began to receive float32[2] from rank 2, which never sent it"),
+        (sends_under_another_tag, "rank 0 sent float32[2] to rank 1, which never received it"),
+        (
+            calls_alone,
+            "ranks 0, 2 called all_reduce (sum) of float32[2] (collective 1 of the group of ranks 0-3), "
+            "and ended before ranks 1, 3 did",
+        ),
+        (
+            calls_alone_in_a_group,
+            "rank 3 called all_reduce (sum) of float32[2] (collective 0 of the group of ranks 1, 3), "
+            "and ended before rank 1 did",
+        ),
+    ],
+)
+def test_what_a_rank_begins_alone_and_does_not_wait_for(function, complaint):
+    """On real ranks it would meet a later call, or hang."""
+    assert failure_of(CollectiveMismatch, function) == complaint
+
+
+def test_what_ranks_begin_together_need_not_be_waited_for():
+    def together(rank):
+        dist.all_reduce(torch.ones(2), async_op=True)
+        if rank == 0:
+            dist.isend(torch.ones(2), 1)
+        if rank == 1:
+            dist.irecv(torch.ones(2), 0)
+        return rank
+
+    assert run(together) == [0, 1, 2, 3]

@@ -64,10 +64,17 @@ class Meeting(Awaited):
     def is_complete(self) -> bool:
         return len(self.calls) == len(self.place.ranks)
 
+    @property
+    def text(self) -> str:
+        """The collective, as the first rank called it."""
+        return f"{next(iter(self.calls.values())).text} ({self.where})"
+
+    @property
+    def missing(self) -> str:
+        return ranks_text(rank for rank in self.place.ranks if rank not in self.calls)
+
     def __str__(self) -> str:
-        call = next(iter(self.calls.values()))
-        missing = ranks_text(rank for rank in self.place.ranks if rank not in self.calls)
-        return f"waiting in {call.text} ({self.where}) for {missing}"
+        return f"waiting in {self.text} for {self.missing}"
 
     def hold(self) -> None:
         """Carry the collective out, once every member has called it.
@@ -146,16 +153,16 @@ class MeetingPlace:
         self.sent: defaultdict[Route, deque[Tensor]] = defaultdict(deque)
         self.wanted: defaultdict[Route, deque[Message]] = defaultdict(deque)
         self.arrivals = dict.fromkeys(ranks, 0)
-        self._open: dict[int, Meeting] = {}
+        self.open: dict[int, Meeting] = {}  # by their numbers
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
         """Add the call of a rank to its next meeting."""
         number = self.arrivals[rank]
         self.arrivals[rank] += 1
-        meeting = self._open.setdefault(number, Meeting(self, number))
+        meeting = self.open.setdefault(number, Meeting(self, number))
         meeting.calls[rank] = call
         if meeting.is_complete:
-            del self._open[number]
+            del self.open[number]
         return meeting
 
 
@@ -176,6 +183,22 @@ class SharedGroups:
             net = self._net if is_world else self._net.for_group(ranks)
             self._places[name, ranks] = MeetingPlace(ranks, net, text)
         return self._places[name, ranks]
+
+    def unmatched(self) -> str:
+        """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
+        for place in self._places.values():
+            for meeting in place.open.values():
+                called = f"{ranks_text(meeting.calls)} called {meeting.text}"
+                return f"{called}, and ended before {meeting.missing} did"
+            for (source, destination, _), tensors in place.sent.items():
+                if tensors:
+                    what = f"rank {source} sent {texts([tensors[0]])} to rank {destination}"
+                    return f"{what}, which never received it"
+            for (source, destination, _), messages in place.wanted.items():
+                if messages:
+                    what = f"rank {destination} began to receive {texts([messages[0].tensor])}"
+                    return f"{what} from rank {source}, which never sent it"
+        return ""
 
 
 class _Work(Work):

@@ -17,6 +17,7 @@ from pytest_gtrainer._torch.process_groups import forget_meshes
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.team import (
@@ -56,6 +57,8 @@ def run_threads(
         The results, in the order of ranks.
 
     Raises:
+        CollectiveMismatch: ranks disagree in a collective, or one that a rank began, or a message,
+            has no counterpart.
         Standstill: every rank waits for another.
         TimeLimit: a rank ran for ``timeout`` seconds without a collective and without ending.
         Exception: the first error of any rank, with a note that names the rank.
@@ -147,7 +150,11 @@ class _Crew:
             team.fail(None, error)
 
         stuck = self._end()
-        if (failure := team.take_error()) is None:
+        failure = team.take_error()
+        if failure is None:
+            unmatched = self._groups.unmatched()
+            if unmatched:
+                raise CollectiveMismatch(unmatched)
             return self._results
         rank, raised = failure
         if rank is not None:

@@ -21,8 +21,11 @@ from pytest_gtrainer.worlds.spec import make_spec
 
 
 class RankError(Exception):
-    """A function failed, first on ``rank`` (None: on all); ``remote_traceback`` is what its
-    interpreter printed.
+    """A function failed on ranks.
+
+    Attributes:
+        rank: where it failed first; None if it concerns all ranks.
+        remote_traceback: the text that the interpreter of that rank printed.
     """
 
     def __init__(self, message: str, rank: int | None, remote_traceback: str = "") -> None:
@@ -35,19 +38,27 @@ class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
-        if (plugin := request.config.pluginmanager.getplugin("gtrainer-ranks")) is None:
+        self._plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
+        if self._plugin is None:
             pytest.fail(
                 "gt_ranks cannot be used inside a rank: the test is there already", pytrace=False
             )
-        self._plugin, self._item, self._config = plugin, request.node, request.config
+        self._item, self._config = request.node, request.config
 
     @facts.check
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
-        """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
+        """Call ``function(*args)`` on every rank of a world.
 
-        The process group is up on the ranks; ``torch.distributed`` tells a function its rank.
+        The process group is up on the ranks; a function asks ``torch.distributed`` for its rank.
         Inside ``deterministic``, or with ``gt_deterministic``, the ranks are deterministic as well.
-        ``size`` is the number of ranks: else the marker's, else all there are.
+
+        Args:
+            function: one at the top level of a module, so that a rank can import it.
+            args: they are pickled.
+            size: the number of ranks; by default the marker's, else all there are.
+
+        Returns:
+            The results, in the order of ranks.
 
         Raises:
             RankError: the function raised on a rank, a rank died, or the limit was reached.
@@ -58,7 +69,9 @@ class RankCaller:
         spec = spec_of(self._item)
         command = wire.CallFunction(_payload(function, args), chain_of(self._item))
         found = devices.resolve(self._config)
-        wanted = size if size is not None else spec.size if spec is not None else found.slots
+        wanted = found.slots if spec is None else spec.size
+        if size is not None:
+            wanted = size
         if type(wanted) is not int or wanted < 1:
             raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
         if wanted > found.slots:
@@ -76,18 +89,14 @@ class RankCaller:
             facts.emit(**fact)
         for fact in select_shown(sent.get(0, ())):
             facts.emit(**fact)
-        if any(
-            (answer.error or "").rstrip().endswith("Exit: Quitting debugger")
-            for answer in answers.values()
-        ):
-            pytest.exit("Quitting debugger")
+        for answer in answers.values():
+            if (answer.error or "").rstrip().endswith("Exit: Quitting debugger"):
+                pytest.exit("Quitting debugger")
         _raise_failure(outcome)
         for rank, answer in answers.items():
             if answer.output:
-                print(
-                    f"[rank {rank}] {answer.output}",
-                    end="" if answer.output.endswith("\n") else "\n",
-                )
+                end = "" if answer.output.endswith("\n") else "\n"
+                print(f"[rank {rank}] {answer.output}", end=end)
         for text in controls_that_never_differ(sent):
             raise RankError(text, None)
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
@@ -100,21 +109,27 @@ class RankCaller:
             try:
                 return function(*args)
             except Exception as error:
-                told = traceback.format_exc()
-                raise RankError(f"rank 0 raised {summary_of(error)}\n\n{told}", 0, told) from error
+                text = traceback.format_exc()
+                raise RankError(f"rank 0 raised {summary_of(error)}\n\n{text}", 0, text) from error
 
 
 def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call as bytes: under the settings of this process, if it is inside ``deterministic``."""
+    """Return the call as bytes.
+
+    Inside ``deterministic`` the ranks get the settings of this process.
+    """
     __tracebackhide__ = True
     name = getattr(function, "__qualname__", repr(function))
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(
             f"gt_ranks.run: {name} has no name that another process could import it by: "
-            "define it with def at the top level of the test file, and hand over what it needs as arguments"
+            "define it with def at the top level of the test file, and hand over what it needs as "
+            "arguments"
         )
+    # Not imported here, since it imports torch; a test that is inside has imported it.
     determinism = sys.modules.get("pytest_gtrainer.numerics.determinism")
-    if determinism is not None and (settings := determinism.active()) is not None:
+    settings = determinism.active() if determinism is not None else None
+    if determinism is not None and settings is not None:
         function, args = determinism.call_under, (settings.config, settings.nccl, function, *args)
     try:
         return pickle.dumps((function, args))
@@ -125,26 +140,18 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _raise_failure(outcome: RanksOutcome) -> None:
+    """Raise the earliest cause of a failure: an incident, or the exception of a rank."""
     __tracebackhide__ = True
-    errors = {
-        rank: answer.error for rank, answer in outcome.called.items() if answer.error is not None
-    }
-    first = min(
-        errors,
-        key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)),
-        default=None,
-    )
+    failed = [rank for rank, answer in outcome.called.items() if answer.error is not None]
+    # An exception that only says that another rank has gone comes last.
+    failed.sort(key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)))
+    first = failed[0] if failed else None
     for incident in outcome.causes()[:1]:
-        if (
-            first is None
-            or incident.time < outcome.raised[first].time
-            or outcome.is_consequence(first)
-        ):
-            details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
-            raise RankError(incident.text + details, incident.rank)
+        is_earlier = first is None or incident.time < outcome.raised[first].time
+        if first is None or is_earlier or outcome.is_consequence(first):
+            details = [f"\n\n--- {title} ---\n{text}" for title, text in incident.details]
+            raise RankError("".join([incident.text, *details]), incident.rank)
     if first is not None:
-        raise RankError(
-            f"rank {first} raised {outcome.raised[first].summary}\n\n{errors[first]}",
-            first,
-            errors[first],
-        )
+        error = str(outcome.called[first].error)
+        summary = outcome.raised[first].summary
+        raise RankError(f"rank {first} raised {summary}\n\n{error}", first, error)

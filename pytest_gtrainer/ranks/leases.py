@@ -23,7 +23,7 @@ from typing import NamedTuple, TextIO
 from pytest_gtrainer.environment import private_folder
 
 POLL_SECONDS = 0.02
-TELL_EVERY = 60.0
+LINE_EVERY = 60.0
 
 Tell = Callable[[str], None]
 
@@ -78,7 +78,7 @@ class Slots:
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
         start = time.monotonic()
-        next_line = start + TELL_EVERY
+        next_line = start + LINE_EVERY
         who = f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}"
         place = Place(os.getpid(), who, count, self.names)
         with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ class Slots:
                     tell(
                         f"{holder} has waited {now - start:.3g} s for {self._waiting(own, count, places)}"
                     )
-                    next_line = now + TELL_EVERY
+                    next_line = now + LINE_EVERY
                 time.sleep(POLL_SECONDS)
 
     def wanted(self) -> bool:
@@ -161,11 +161,11 @@ class Slots:
 
     def _waiting(self, own: str, count: int, places: Mapping[str, Place]) -> str:
         holders = {slot: place.holder for place in places.values() for slot in place.slots}
-        told = (
+        held = (
             "; ".join(f"{name} by {holders[name]}" for name in self.names if name in holders)
             or "none"
         )
-        text = f"{count} of {len(self.names)} slots ({', '.join(self.names)}), held are: {told}"
+        text = f"{count} of {len(self.names)} slots ({', '.join(self.names)}), held are: {held}"
         name, first = next(iter(self._waiters(places).items()))
         return (
             text

@@ -1,7 +1,7 @@
 """Merge what ranks report of a test into the reports that pytest gets.
 
-What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's. What
-the parent finds wrong afterwards, a golden for example, is an *objection*: see ``objections``.
+What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's.
+What the parent finds wrong afterwards, a golden for example, is an *objection*: see ``objections``.
 Outcome, exit status, JUnit file, summary and page all follow from the reports made here, for every
 launcher of ranks.
 
@@ -229,7 +229,8 @@ def _take_claims_of_subtests(
 def _xfail_of(by_rank: Iterable[Iterable[pytest.TestReport]]) -> Xfail | None:
     """Return the xfail mark that held in all these reports, with what it expects in each.
 
-    None if a report had none: a test may add the mark while it runs, so it holds from some phase on.
+    None if a report had none: a test may add the mark while it runs, so it holds from some phase
+    on.
     """
     marks = []
     for reports in by_rank:
@@ -358,7 +359,7 @@ class MergedTest:
         subtests: Subtests | None = None,
         in_subtests: Mapping[int, Counter[str]] | None = None,
     ) -> None:
-        """``in_subtests``: how many claims of the call came with subtests, by rank and attribute."""
+        """Read the results; ``in_subtests``: claims of the call that came with subtests, counted."""
         self.item = item
         self.outcome = outcome
         self.by_rank = dict(sorted(reports.items()))
@@ -591,7 +592,8 @@ class MergedTest:
         report.sections = _sections(of_phase)
         in_call = self.outcome.spent if phase == "call" else 0.0
         report.duration = max((each.duration for each in of_phase.values()), default=in_call)
-        report.gt_facts = merge_facts(_claims(self.by_rank, "gt_facts", phase))  # type: ignore[attr-defined]
+        facts = merge_facts(_claims(self.by_rank, "gt_facts", phase))
+        report.gt_facts = facts  # type: ignore[attr-defined]
         return report
 
 

@@ -16,7 +16,7 @@ from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.marker import id_of, valid_spec_of
 
 # here, not where they are used first: a pytest run in this process (``pytester``) forgets the
-# modules that it imported, and messages are told by their classes
+# modules that it imported, and messages are recognised by their classes
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
@@ -85,12 +85,15 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
-        told = f"needs {facts.counted(spec.size, 'rank')}, {found.giver} {found.slots}"
+        cause = f"needs {facts.counted(spec.size, 'rank')}, {found.giver} {found.slots}"
         if found.in_process:
-            told += ": debug it on ranks with breakpoint() or --pdb, or let it run on one too"
-            return f"{told}, by size=[1, {spec.size}]"
-        is_a_choice = found.kind == "cpu" and found.giver.startswith("--gt-gpus")
-        return f"{told}: --gt-gpus={spec.size} lets it run" if is_a_choice else told
+            return (
+                f"{cause}: debug it on ranks with breakpoint() or --pdb, or let it run on one too, "
+                f"by size=[1, {spec.size}]"
+            )
+        if found.kind == "cpu" and found.giver.startswith("--gt-gpus"):
+            return f"{cause}: --gt-gpus={spec.size} lets it run"
+        return cause
     return None
 
 
@@ -100,13 +103,13 @@ def one_rank(config: pytest.Config) -> Iterator[None]:
     from pytest_gtrainer.worlds.fake import world_of_one
 
     found = devices.resolve(config)
-    told = {"config": config, "rank": 0, "device": found.kind}
+    rank = {"config": config, "rank": 0, "device": found.kind}
     with world_of_one(found.backend):
-        config.hook.pytest_gtrainer_rank_setup(**told)
+        config.hook.pytest_gtrainer_rank_setup(**rank)
         try:
             yield
         finally:
-            config.hook.pytest_gtrainer_rank_teardown(**told)
+            config.hook.pytest_gtrainer_rank_teardown(**rank)
 
 
 class RanksPlugin:
@@ -135,10 +138,10 @@ class RanksPlugin:
         if (launch := devices.launch_of(self.config)) is not None:
             from pytest_gtrainer.ranks.torchrun.line import Refused
             from pytest_gtrainer.ranks.torchrun.nodes import Nodes
-            from pytest_gtrainer.ranks.watch import tell
+            from pytest_gtrainer.ranks.watch import write_line
 
             try:
-                self._nodes = Nodes(launch, lambda text: tell(self.config, text))
+                self._nodes = Nodes(launch, lambda text: write_line(self.config, text))
             except Refused as error:  # there is no key to sign with
                 raise pytest.UsageError(str(error)) from error
 
@@ -210,7 +213,7 @@ class RanksPlugin:
                 None  # as for pytest: else what a teardown of wider scope raises has no report
             )
         # What earlier tests have set up in this process, and the next one does not share: if that
-        # fails, it must be told before the last report, with which goldens are written.
+        # fails, it must be reported before the last report, with which goldens are written.
         call = pytest.CallInfo.from_call(
             lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE
         )

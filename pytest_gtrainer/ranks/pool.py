@@ -27,7 +27,7 @@ from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.leases import Lease, Slots, Tell
 from pytest_gtrainer.ranks.team import LEAST_START_LIMIT, START_LIMIT, ForkServer, LocalRanks, Team
-from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, tell
+from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, write_line
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
@@ -236,7 +236,7 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
     are given back.
     """
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
-    say = functools.partial(tell, config)
+    say = functools.partial(write_line, config)
     if devices.launch_of(config) is not None:
         return Sharing()  # whoever has started torchrun shares them out
     if found.kind == "cuda":

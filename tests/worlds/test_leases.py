@@ -288,7 +288,7 @@ def test_equal_gpus_may_be_counted(monkeypatch):
 
 def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
     process = other_process(4)
-    monkeypatch.setattr(leases, "TELL_EVERY", 0.1)
+    monkeypatch.setattr(leases, "LINE_EVERY", 0.1)
     told = []
 
     def tell(text):

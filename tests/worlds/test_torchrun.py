@@ -17,7 +17,7 @@ import pytest, torch
 import torch.distributed as dist
 from pytest_gtrainer.ranks import watch
 
-watch.TELL_EVERY = 0.5
+watch.LINE_EVERY = 0.5
 
 on = lambda size, **more: pytest.mark.gt_world("ranks", size=size, **more)
 PIDS = set()

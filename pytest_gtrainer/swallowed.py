@@ -21,8 +21,8 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import active_xfail, caught_by, open_expectations
 
 _ADVICE = (
-    "The test has caught this exception. A check that fails counts all the same, unless pytest.raises expects it. "
-    "To look at a difference without a verdict: compare(actual, expected)"
+    "The test has caught this exception. A check that fails counts all the same, unless "
+    "pytest.raises expects it. To look at a difference without a verdict: compare(actual, expected)"
 )
 _ENDS_THE_RUN = (KeyboardInterrupt, pytest.exit.Exception)
 _IN_CHILD = (
@@ -61,7 +61,7 @@ class FailedChecks:
         self._noted = []
 
     def forget(self, error: BaseException) -> None:
-        """Leave out what ``error`` is, comes from or was raised while handling: it is not hidden."""
+        """Leave out an error, and all that it comes from: they are not hidden."""
         reported = list(chain_of(error))
         self._noted = [
             noted for noted in self._noted if not any(noted[0] is each for each in reported)
@@ -130,8 +130,9 @@ def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> 
 
 
 class SwallowedChecks:
-    """Applies this to the phases of tests that are functions; a doctest, for one, expects
-    exceptions by their text.
+    """The plugin: raises hidden checks at the end of the phases of tests that are functions.
+
+    A doctest, for one, expects exceptions by their text.
     """
 
     def __init__(self) -> None:

@@ -359,7 +359,7 @@ class MergedTest:
         subtests: Subtests | None = None,
         in_subtests: Mapping[int, Counter[str]] | None = None,
     ) -> None:
-        """Read the results; ``in_subtests``: claims of the call that came with subtests, counted."""
+        """Read the results. ``in_subtests`` counts claims that came with subtests."""
         self.item = item
         self.outcome = outcome
         self.by_rank = dict(sorted(reports.items()))

@@ -234,7 +234,7 @@ class RanksPlugin:
         reports: Sequence[pytest.TestReport],
         before: RanksOutcome,
     ) -> None:
-        """Run a test that failed once more, on new ranks, and add to its failure what came of that."""
+        """Run a failed test once more, on new ranks, and add the result to its failure."""
         failed = next((report for report in reports if report.failed), None)
         if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
             return
@@ -253,8 +253,9 @@ class RanksPlugin:
         said = "The test fails on fresh ranks, too."
         if passes(item, outcome):
             said = (
-                "The test passes on fresh ranks. Either something that earlier tests left in these processes makes it "
-                "fail, such as a table of a library, or chance does. --gt-fresh-ranks starts new ranks for each test."
+                "The test passes on fresh ranks. Either something that earlier tests left in these "
+                "processes makes it fail, such as a table of a library, or chance does. "
+                "--gt-fresh-ranks starts new ranks for each test."
             )
         append_section(failed, "fresh ranks", said)
 
@@ -389,8 +390,9 @@ def _explain_examples(
     append_section(
         failed,
         "hypothesis",
-        "Ranks run the same examples until one fails. A rank that fails alone then runs smaller examples alone, so "
-        "its collectives no longer match those of other ranks. Let all ranks fail together: gather what the test "
+        "Ranks run the same examples until one fails. A rank that fails alone then runs smaller "
+        "examples alone, so its collectives no longer match those of other ranks. Let all ranks fail "
+        "together: gather what the test "
         "asserts from all ranks, then assert it on each.",
     )
 

@@ -74,7 +74,7 @@ def readable(fds: Iterable[int], seconds: float) -> set[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process has been stopped, and not been told to go on."""
+    """Return whether a signal has stopped a process and none has continued it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
@@ -396,19 +396,23 @@ class LocalRanks:
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         pids = {rank: self._processes[rank].pid for rank in ranks}
-        halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
-        stopped = {
-            rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on"
-            for rank, pid in halted.items()
-        }
-        asked, send = pids.keys() - stopped.keys(), self._server.signal
-        told = answers.take_answers(
-            kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum)
+        stopped = {}
+        for rank, pid in pids.items():
+            if is_stopped(pid):
+                stopped[rank] = f"{answers.STOPPED}: kill -CONT {pid} lets it go on"
+        texts = answers.take_answers(
+            kind,
+            pids.keys() - stopped.keys(),
+            self._folder,
+            lambda rank, signum: self._server.signal(pids[rank], signum),
         )
         if kind == "output":
-            texts = {rank: [told.get(rank, ""), self._output(rank)] for rank in pids}
-            return {rank: "\n".join(filter(None, pair)) for rank, pair in texts.items()}
-        return told if kind == "calls" else {**stopped, **told}
+            for rank in pids:
+                parts = [texts.get(rank, ""), self._output(rank)]
+                texts[rank] = "\n".join(filter(None, parts))
+        elif kind != "calls":
+            texts |= stopped
+        return texts
 
     def interrupt(self, rank: int) -> None:
         self._server.signal(self._processes[rank].pid, signal.SIGINT)
@@ -536,7 +540,10 @@ class Team:
         return any(part.has_lost_ranks() for part in self._parts)
 
     def _obeyed(self, command: object, limit: float) -> bool:
-        """Send a command: whether every rank sends it back in time. Other messages are passed over."""
+        """Send a command; return whether every rank sends it back in time.
+
+        Other messages are passed over.
+        """
         self.send(command)
         end, missing = time.monotonic() + limit, set(range(self.size))
         while missing and time.monotonic() < end:

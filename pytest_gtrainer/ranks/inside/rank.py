@@ -1,5 +1,8 @@
-"""A rank: its process groups, kept warm between tests, and the loop that takes commands, obeys and
-answers.
+"""A rank's process: its process groups, kept warm between tests, and the loop that runs commands.
+
+``serve`` is the entry. It reads commands of ``wire`` from the parent, lets a ``Rank`` run them, and
+sends the answers. ``RankGroup`` makes and ends the process groups, and counts what tests issue on
+them, because the parent compares the counts of all ranks.
 """
 
 import _thread
@@ -46,9 +49,8 @@ from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffe
 from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
 from pytest_gtrainer.worlds import hygiene
 
-COLLECTIVE_LIMIT = timedelta(
-    hours=24
-)  # the parent's limit for a test ends a blocked collective long before this does
+# The parent's limit for a test ends a blocked collective long before this does.
+COLLECTIVE_LIMIT = timedelta(hours=24)
 
 MEMORY_TOLERANCE = 2**20
 
@@ -67,14 +69,13 @@ _MESH_GROUPS = "mesh_"
 
 
 def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
-    """Start as a rank, then obey until told to stop: the exit status."""
+    """Start as a rank, run commands until one of them stops it, and return the exit status."""
     torch.set_num_threads(1)
     own = os.getpid()
 
     def send(message: object) -> None:
-        if (
-            os.getpid() != own
-        ):  # a test has forked and let the child return: its answers would be taken for the rank's
+        # A test has forked and let the child return: its answers would be taken for the rank's.
+        if os.getpid() != own:
             os._exit(1)
         channel.send(pickle.dumps(message))
 
@@ -103,10 +104,8 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     debugger.connect(setup.rank, ask, lambda: send(wire.PromptOver()), rank.session)
     send(wire.Started(None, capture_fds(rank.session.config)))
     answer: object = None
-    with (
-        facts.watching({"control": lambda **_: None}),
-        contextlib.suppress(EOFError),
-    ):  # the parent is gone
+    # The parent judges controls over all ranks; it may also be gone.
+    with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):
         while not isinstance(answer, wire.Stopped):
             answer = rank.obey(pickle.loads(channel.receive()))
             send(answer)
@@ -114,8 +113,9 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
 
 
 def _answer_parent(rank: "Rank", file: Path) -> None:
-    """Write stacks, calls of collectives or output when the parent asks; a thread, as the main one
-    may be in a call.
+    """Write stacks, calls of collectives or output when the parent asks.
+
+    In a thread of its own, since the main thread may be in a call that does not return.
     """
     main, own = threading.main_thread().ident, threading.get_ident()
     with file.open("w", buffering=1) as answers:
@@ -142,10 +142,10 @@ class Rank:
         self.session, self.group, self._send = own, group, send
         self._tests = CollectedTests(own)
         self.recorder = Recorder(own.config, send, group.explain, group.check_ended_groups)
-        self._is_stop_told = False
+        self._has_reported_stop = False
 
     def obey(self, command: object) -> object:
-        """Obey a command: its result, or the command itself if it has none."""
+        """Run a command; return its result, or the command itself if it has none."""
         match command:
             case wire.RunItem():
                 return self._run_item(command)
@@ -164,8 +164,9 @@ class Rank:
         return command
 
     def _run_item(self, command: wire.RunItem) -> wire.ItemDone:
-        """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a
-        phase did.
+        """Run the whole protocol of a test.
+
+        The answer's ``trouble`` is what stopped it, if something outside of a phase did.
         """
         self.group.begin()
         memory, trouble = self.group.memory(), None
@@ -173,11 +174,11 @@ class Rank:
         try:
             item, following = self._tests.find(command.item), None
             if command.next_item is not None:
-                with contextlib.suppress(CollectionDiffers):  # its own turn will tell
+                # If it is missing, the command that runs it says so.
+                with contextlib.suppress(CollectionDiffers):
                     following = self._tests.find(command.next_item)
-            vars(item).setdefault(
-                "location", command.location
-            )  # a cached property, which reads the source
+            # A cached property of pytest, which would read the source.
+            vars(item).setdefault("location", command.location)
             # The parent may have changed its mind about what comes after the last test.
             tear_down(self.session, item)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -187,12 +188,11 @@ class Rank:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
             trouble = f"broke off: {session.summary_of(error)}"
-        asked = (
-            self.session.shouldfail or self.session.shouldstop
-        )  # a hook did; pytest lets nobody take it back
-        if asked and not self._is_stop_told:
+        # A hook asked for it. pytest lets nobody take it back, so it is reported once.
+        asked = self.session.shouldfail or self.session.shouldstop
+        if asked and not self._has_reported_stop:
             trouble = trouble or f"asked to stop the run: {asked}"
-            self._is_stop_told = True
+            self._has_reported_stop = True
         debugger.release()  # one may step past the end of a test
         process_groups.forget_compiled()
         shared = bool(self.session.config.stash.get(SHARED, ()))
@@ -203,15 +203,14 @@ class Rank:
         self.group.begin()
         seed_everything(hygiene.SEED)
         capture = self.session.config.pluginmanager.getplugin("capturemanager")
-        result = told = None
+        result = failure = None
         with facts.collecting() as seen:
             try:
                 self._tests.load(command.chain)
                 function, args = pickle.loads(command.payload)
                 with hygiene.restored(), contextlib.ExitStack() as stack:
-                    if (
-                        capture is not None
-                    ):  # as pytest does around a phase; collecting leaves it suspended
+                    # As pytest does around a phase; collecting leaves it suspended.
+                    if capture is not None:
                         stack.callback(capture.suspend_global_capture)
                         capture.resume_global_capture()
                     with raised_at_the_end(FailedChecks()):
@@ -221,20 +220,21 @@ class Rank:
                     result = _pickled(value)
             except BaseException as error:
                 self._send(session.raised(error))
-                if (cause := self.group.explain(error)) is not None:
+                cause = self.group.explain(error)
+                if cause is not None:
                     error.add_note(cause)
-                shown = error.__traceback__  # without this module's own frames on top
-                while (
-                    shown is not None
-                    and shown.tb_frame.f_code.co_filename == __file__
-                    and shown.tb_next is not None
-                ):
-                    shown = shown.tb_next
-                told = "".join(traceback.format_exception(type(error), error, shown))
+                # The traceback without this module's own frames on top.
+                entry = error.__traceback__
+                while entry is not None and entry.tb_next is not None:
+                    if entry.tb_frame.f_code.co_filename != __file__:
+                        break
+                    entry = entry.tb_next
+                failure = "".join(traceback.format_exception(type(error), error, entry))
         debugger.release()
         process_groups.forget_compiled()
-        written = session.cut("".join(capture.read_global_capture() if capture is not None else ()))
-        return wire.CallDone(result, told, written, tuple(session.plain(seen)), self.group.state())
+        output = "".join(capture.read_global_capture()) if capture is not None else ""
+        sent = tuple(session.plain(seen))
+        return wire.CallDone(result, failure, session.cut(output), sent, self.group.state())
 
 
 def _pickled(result: Any) -> bytes:
@@ -248,29 +248,24 @@ def _pickled(result: Any) -> bytes:
 
 
 class RankGroup:
-    """The default group of a rank, and what the tests have made beside it; ``index`` is that of its
-    GPU.
-    """
+    """The default group of a rank, and the groups that tests have made beside it."""
 
     def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
-        self.rank, self.size, self.device, self.backend, self._index = (
-            rank,
-            0,
-            device,
-            backend,
-            index,
-        )
+        """``index`` is that of the rank's GPU on its machine."""
+        self.rank, self.size = rank, 0
+        self.device, self.backend, self._index = device, backend, index
         self._default: dist.ProcessGroup | None = None
-        self._joined = self._began = 0  # when, in ns since the epoch
+        # When the rank joined the group, and began its present command: in ns since the epoch.
+        self._joined = self._began = 0
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._messages: Counter[int] = Counter()  # sends less receives of this test, by group
-        self._known: Counter[int] = Counter()  # collectives that were told already, by group
+        self._known: Counter[int] = Counter()  # collectives that were reported already, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
         # The objects of these groups that somebody still holds, with what was issued on them before
         # the present test.
         self._issued_on_ended: dict[weakref.ref[dist.ProcessGroup], int] = {}
         process_groups.silence_collective_log()
-        # gloo adds sends and receives to the collectives: ranks may differ in them
+        # gloo counts sends and receives among the collectives, and ranks may differ in them.
         for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
 
@@ -286,8 +281,9 @@ class RankGroup:
         return counted
 
     def join(self, place: str, size: int) -> None:
-        """Make the default group anew, of ``size`` ranks that meet at ``place``: see
-        ``wire.JoinGroup``.
+        """Make the default group anew, of ``size`` ranks that meet at ``place``.
+
+        It is the ``store`` of a ``wire.JoinGroup``.
         """
         if self.rank >= size:
             raise ValueError(
@@ -311,24 +307,26 @@ class RankGroup:
         self._default = dist.group.WORLD
         self._joined = time.time_ns()
         if self.backend == "gloo":
-            # a rank that waits for one it has no connection with would not notice that one's end
+            # gloo connects lazily. A rank that waits for one it has no connection with would not
+            # notice that one's end.
             dist.all_to_all_single(torch.empty(size), torch.zeros(size))
             self._issued()
 
     def explain(self, error: BaseException) -> str | None:
-        """Say so if an exception, or one that it comes from, names a process group of an earlier
-        test; else None.
+        """Return a sentence if an exception names a process group of an earlier test.
+
+        Exceptions that it was raised from, or while handling, count too.
         """
         message = "\n".join(map(session.str_of, chain_of(error)))
         live = process_groups.names_of_live_groups()
-        names = {name for pattern in _NAMES_A_GROUP for name in pattern.findall(message)}
-        stale = {
-            name: f"Process group {name!r}"
-            for name in sorted(names & self._ended - set(live.values()))
-        }
-        for address in sorted(
-            set(_SHOWS_A_GROUP.findall(message)) - {hex(id(group)) for group in live}
-        ):
+        names: set[str] = set()
+        for pattern in _NAMES_A_GROUP:
+            names.update(pattern.findall(message))
+        stale = {}
+        for name in sorted(names & self._ended - set(live.values())):
+            stale[name] = f"Process group {name!r}"
+        addresses = {hex(id(group)) for group in live}
+        for address in sorted(set(_SHOWS_A_GROUP.findall(message)) - addresses):
             stale[address] = f"The process group at {address}"
         if not stale:
             return None
@@ -359,25 +357,23 @@ class RankGroup:
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
             if self.backend == "nccl":
-                # destroying waits for collectives that will never end
+                # Destroying waits for collectives that will never end.
                 process_groups.abort_all_groups()
             else:
                 dist.destroy_process_group()
         _forget_last_error()
-        # gloo closes its connections only with the last reference, a test's model's too
+        # gloo closes its connections only with the last reference, that of a test's model too.
         gc.collect()
 
     def _end(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Note groups that are about to be destroyed. Whoever holds the object can go on to use it."""
+        """Note groups that are about to be destroyed: code that holds one can still use it."""
         names = process_groups.names_of_live_groups()
         for group in groups:
             self._ended.add(names[group])
             self._issued_on_ended[weakref.ref(group)] = 0
 
     def state(self, *, shared: bool = False) -> wire.GroupState:
-        """Return what the test has issued on the groups that exist, for comparison with the other
-        ranks.
-        """
+        """Return what the test issued on the groups that exist, to be compared with other ranks."""
         broken = self.device == "cuda" and self._has_lost_gpu()
         if broken or not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
@@ -418,55 +414,52 @@ class RankGroup:
         return issued, messages
 
     def _label(self, group: dist.ProcessGroup) -> str:
-        ranks = (
-            dist.get_process_group_ranks(group) if group is not self._default else range(self.size)
-        )
+        if group is self._default:
+            return "all ranks"
+        ranks = dist.get_process_group_ranks(group)
         return "all ranks" if len(ranks) == self.size else "ranks " + ", ".join(map(str, ranks))
 
     def begin(self) -> None:
+        """Begin a command: what is issued from now on is of its test."""
         self._began = time.time_ns()
-        alive = {reference: reference() for reference in self._issued_on_ended}
-        self._issued_on_ended = {
-            reference: process_groups.issued_on(group)
-            for reference, group in alive.items()
-            if group is not None
-        }
+        for reference in list(self._issued_on_ended):
+            group = reference()
+            if group is None:
+                del self._issued_on_ended[reference]
+            else:
+                self._issued_on_ended[reference] = process_groups.issued_on(group)
 
     def calls(self) -> dict[str, Any]:
-        """Its last calls of collectives on each group, as ``ranks.answers.read_calls`` takes them."""
+        """Return the last calls of collectives on each group, for ``ranks.answers.read_calls``."""
         recorded = process_groups.recorded_calls(self._joined)
-        told = {}
+        by_group = {}
         for group, name in process_groups.names_of_live_groups().items():
             own, ranks = recorded.get(name, []), dist.get_process_group_ranks(group)
             calls = [call for when, *call in own if when >= self._began]
             last, first = own[-1][1] if own else 0, calls[0][0] if calls else 0
-            told[name] = [self._label(group), ranks, last, first, calls[-KEPT:]]
-        return told
+            by_group[name] = [self._label(group), ranks, last, first, calls[-KEPT:]]
+        return by_group
 
     def memory(self) -> int:
-        """Bytes that torch has allocated on this rank's GPU."""
+        """Return the bytes that torch has allocated on this rank's GPU."""
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
     def left_behind(self, memory_before: int, *, shared: bool) -> tuple[str, ...]:
-        """Return what a test has left: GPU memory, and groups, but for those of a DeviceMesh or of
-        graph passes.
+        """Return what a test has left: GPU memory, and groups.
+
+        Groups of a DeviceMesh and of graph passes do not count: a test cannot destroy them.
         """
         left = []
-        for group, name in (
-            process_groups.names_of_live_groups().items()
-            if self._is_intact() and not shared
-            else ()
-        ):
-            if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
-                continue
-            from pytest_gtrainer._torch.passes import is_extra_group
+        if self._is_intact() and not shared:
+            for group, name in process_groups.names_of_live_groups().items():
+                if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
+                    continue
+                from pytest_gtrainer._torch.passes import is_extra_group
 
-            if not is_extra_group(name):
-                left.append(f"a process group of {self._label(group)}")
-        for free in (
-            forget_cublas_workspaces,
-            gc.collect,
-        ):  # those of a test's products are no leak
+                if not is_extra_group(name):
+                    left.append(f"a process group of {self._label(group)}")
+        # cuBLAS keeps a workspace for a test's products, which is no leak.
+        for free in (forget_cublas_workspaces, gc.collect):
             if self.memory() - memory_before > MEMORY_TOLERANCE:
                 free()
         grown = self.memory() - memory_before
@@ -475,8 +468,9 @@ class RankGroup:
         return tuple(left)
 
     def drop_subgroups(self) -> None:
-        """Destroy every group of a test; blocks where a collective that another rank never issued
-        is under way.
+        """Destroy every group of a test.
+
+        It blocks while a collective is under way that another rank never issued.
         """
         if not self._is_intact():
             return
@@ -490,34 +484,38 @@ class RankGroup:
                 dist.destroy_process_group(group)
         if made:
             process_groups.forget_groups(made)
-            del (
-                made,
-                group,
-            )  # gloo closes connections with the last reference: now, while ranks are idle
-            # the next test may make an equal mesh, whose groups are others
+            # gloo closes connections with the last reference: now, while ranks are idle.
+            del made, group
+            # The next test may make an equal mesh, whose groups are others.
             process_groups.forget_meshes()
             _forget_last_error()
             gc.collect()
 
 
 def _where_kept(ended: Mapping[str, str]) -> str:
-    """Return a sentence on each group of an earlier test, by name or address, that says which
-    tables still hold it.
+    """Return a sentence on each group of an earlier test, with the tables that still hold it.
+
+    ``ended`` has the beginning of the sentence by the group's name or address.
     """
-    said = []
+    sentences = []
     for group, subject in ended.items():
-        said.append(f"{subject} was made by an earlier test in these processes, and has ended.")
+        sentences.append(
+            f"{subject} was made by an earlier test in these processes, and has ended."
+        )
         tables = process_groups.tables_that_name(group)
         if tables:
-            said.append(
+            sentences.append(
                 f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture."
             )
         else:
-            said.append("No table of a module that holds it was found: a closure or a cache may.")
-    said.append(
-        "--gt-fresh-ranks=on-failure runs the test once more, on new ranks; --gt-fresh-ranks runs all so."
+            sentences.append(
+                "No table of a module that holds it was found: a closure or a cache may."
+            )
+    sentences.append(
+        "--gt-fresh-ranks=on-failure runs the test once more, on new ranks; "
+        "--gt-fresh-ranks runs all so."
     )
-    return "\n".join(said)
+    return "\n".join(sentences)
 
 
 def _forget_last_error() -> None:

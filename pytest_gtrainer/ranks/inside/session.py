@@ -40,7 +40,7 @@ PARENT_ONLY = (
 # Some plugins register objects of their own while the command line is parsed.
 PARENT_ONLY_OBJECTS = ("_cov", "terminalreporter")
 
-# What selects, stops or branches in the parent: a rank runs exactly what it is told to.
+# What selects, stops or branches in the parent: a rank runs exactly what the parent sends.
 NEUTRAL_OPTIONS: dict[str, Any] = {
     "usepdb": False,
     "maxfail": 0,
@@ -120,8 +120,9 @@ def _draw_alike(hypothesis: Any, seed: str) -> None:
 
 
 def close_session(session: pytest.Session) -> tuple[str, ...]:
-    """Tear down what is still set up, and let plugins finish. Returns what failed: each step runs
-    in any case.
+    """Tear down what is still set up, and let plugins finish; each step runs in any case.
+
+    Returns what failed.
     """
     finish = session.config.hook.pytest_sessionfinish
     steps: dict[str, Callable[[], object]] = {
@@ -134,16 +135,14 @@ def close_session(session: pytest.Session) -> tuple[str, ...]:
         try:
             step()
         except BaseException as error:
-            told = traceback.TracebackException.from_exception(error)
-            foreign = [
-                frame
-                for frame in told.stack
-                if not re.search("/pluggy/|/pytest_gtrainer/", frame.filename)
-            ]
-            told.stack = traceback.StackSummary.from_list(foreign)
-            problems.append(
-                f"{name} raised {summary_of(error)}\n\n{cut(''.join(told.format()))}".rstrip()
-            )
+            shown = traceback.TracebackException.from_exception(error)
+            foreign = []
+            for frame in shown.stack:
+                if not re.search("/pluggy/|/pytest_gtrainer/", frame.filename):
+                    foreign.append(frame)
+            shown.stack = traceback.StackSummary.from_list(foreign)
+            text = cut("".join(shown.format()))
+            problems.append(f"{name} raised {summary_of(error)}\n\n{text}".rstrip())
     if session.exitstatus != pytest.ExitCode.OK:  # a hook may say so that the run has failed
         problems.append(f"pytest_sessionfinish set the exit status {int(session.exitstatus)}")
     return tuple(problems)
@@ -154,8 +153,9 @@ class CollectionDiffers(Exception):
 
 
 class CollectedTests:
-    """The parent's tests here, by walking directories: ``perform_collect`` again drops fixtures
-    (pytest 9.1).
+    """The parent's tests in this session, found by walking directories.
+
+    pytest's own ``perform_collect``, called again, drops fixtures (pytest 9.1).
     """
 
     def __init__(self, session: pytest.Session) -> None:
@@ -171,7 +171,11 @@ class CollectedTests:
             self._failures.append(str(report.longrepr))
 
     def find(self, ref: wire.ItemRef) -> pytest.Item:
-        """The session's own item for one of the parent's; CollectionDiffers if there is none."""
+        """Return the session's own item for one of the parent's.
+
+        Raises:
+            CollectionDiffers: there is none.
+        """
         self.load(ref.chain)
         if ref.nodeid not in self._items:
             wrong = f"{ref.nodeid} was collected in the parent but not in this rank"
@@ -187,7 +191,8 @@ class CollectedTests:
         session, root, file = self._session, Path(chain[0]), Path(chain[-1])
         private.add_initial_path(session, file)
         if root not in self._nodes:
-            if not (found := private.collectors_of(session, root)):
+            found = private.collectors_of(session, root)
+            if not found:
                 raise CollectionDiffers(f"{root} cannot be collected in this rank")
             self._nodes[root] = [found[0]]
         nodes = self._nodes[root]
@@ -250,8 +255,7 @@ class Recorder:
         return taken
 
     def unreported(self) -> str:
-        """Return what the present test has written that the parent cannot read from the files of
-        this rank.
+        """Return output of the present test that the parent cannot read from this rank's files.
 
         This is the output of earlier phases, output that is captured in memory, and log records.
         """
@@ -312,8 +316,8 @@ class Recorder:
 def wait_for_gpu() -> None:
     """Fail a test for what its last kernels did wrong: the next one would be blamed.
 
-    Not without end: of one that waits for a rank that never comes, what the ranks have issued
-    tells.
+    Not without end: a kernel may wait for a rank that never comes. The counts of what the ranks
+    have issued show that.
     """
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
@@ -324,16 +328,17 @@ def wait_for_gpu() -> None:
         while not done.query() and time.monotonic() < end:
             time.sleep(1e-4)
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        wrong = str(error).partition("\n")[0]
         pytest.fail(
-            f"a kernel that the test left running: {told}; CUDA_LAUNCH_BLOCKING=1 shows which",
+            f"a kernel that the test left running: {wrong}; CUDA_LAUNCH_BLOCKING=1 shows which",
             pytrace=False,
         )
 
 
 def restored_after(item: pytest.Item) -> Generator[None, object, object]:
-    """Put back what the body of a test changed in the process, and blame the test for what decides
-    bits.
+    """Put back what the body of a test changed in the process.
+
+    The test is blamed for changes that decide bits.
     """
     changes: hygiene.Changes = {}
     try:
@@ -351,25 +356,30 @@ def raised(error: BaseException) -> wire.Raised:
     waiting_in = collective_of(_frames_of(error))
     if waiting_in is None and any(sign in str_of(error) for sign in LOST_PEER):
         waiting_in = "a collective"
-    told, is_skip = (
+    is_skip = isinstance(error, pytest.skip.Exception)
+    place = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place.append((frame.f_code.co_filename, line))
+    return wire.Raised(
+        time.monotonic(),
+        summary_of(error),
+        is_skip,
+        waiting_in,
         plain(origin) if isinstance(origin, tuple) else None,
-        isinstance(error, pytest.skip.Exception),
+        tuple(place),
     )
-    place = tuple(
-        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
-    )
-    return wire.Raised(time.monotonic(), summary_of(error), is_skip, waiting_in, told, place)
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, str]]:
-    """File and function of every frame that the exception went through, innermost first."""
+    """Return file and function of every frame that the exception went through, innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [(frame.f_code.co_filename, frame.f_code.co_name) for frame in reversed(frames)]
 
 
 def hide_collective_frames(error: BaseException) -> None:
-    """End the traceback at the call of the collective: to show more, pytest parses torch's largest
-    files for 4 s.
+    """End the traceback at the call of the collective.
+
+    To show more, pytest would parse torch's largest files, which takes 4 s.
     """
     frames, entry = _frames_of(error), error.__traceback__
     keep = len(frames) - depth_of_collective(frames)
@@ -380,7 +390,7 @@ def hide_collective_frames(error: BaseException) -> None:
 
 
 def str_of(error: BaseException) -> str:
-    """The message, also of an exception whose ``str`` fails."""
+    """Return the message, also of an exception whose ``str`` fails."""
     try:
         return str(error)
     except Exception as failure:
@@ -394,7 +404,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def cut(text: str) -> str:
-    """Head and tail of an output too long to send."""
+    """Return head and tail of an output that is too long to send, else all of it."""
     if len(text) <= OUTPUT_LIMIT:
         return text
     half = OUTPUT_LIMIT // 2
@@ -402,7 +412,7 @@ def cut(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Only builtin types, so that the parent can read it without the classes of the test.
+    """Return a value in builtin types, which the parent reads without the classes of the test.
 
     >>> plain({"a": (1, 2.5, None), "b": {3}, 4: b"x"})
     {'a': (1, 2.5, None), 'b': '{3}', 4: b'x'}

@@ -46,7 +46,8 @@ class FailedChecks:
         if isinstance(error, _SKIPS):
             return
         if os.getpid() != self._pid:
-            if not open_expectations():
+            # The first counts, as without a fork.
+            if not self._in_child[0] and not open_expectations():
                 text = f"{type(error).__name__}: {error}".encode()[:_LONGEST]
                 self._in_child[: len(text)] = text
             return

@@ -1,10 +1,9 @@
-"""What ranks answer to a signal while their tests run: Python stacks, collectives they have called,
-output.
+"""Answers of ranks to a signal while their tests run: Python stacks, calls of collectives, output.
 
-A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does,
-may read a frame that is being pushed or popped, and the rank dies of it (cpython #116008; seen once
-in some thousand tests). A rank that holds the GIL in C++ cannot answer. When its team is about to
-be killed anyway, its faulthandler may try: the "dump".
+A thread of the rank answers, holding the GIL. A signal handler that walks a stack may read a frame
+that is being pushed or popped, and the rank dies of it (cpython #116008; seen once in some thousand
+tests). A rank that holds the GIL in C++ cannot answer. When its team is about to be killed anyway,
+its faulthandler may try: the "dump".
 
 A *call* is a collective that a rank has issued on a group, as torch records it; its *number* counts
 the calls on that group. A rank *lacks* the calls that have a higher number than its own last one.
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
@@ -206,13 +205,11 @@ def depth_of_collective(frames: list[tuple[str, str]]) -> int:
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits
 # may differ.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-KEPT = 64  # how many of its last calls on a group a rank tells
+KEPT = 64  # the most of its last calls on a group that a rank answers with
 
 
 class Call(NamedTuple):
-    """A collective of one rank: ``place`` is the user's line, ``pending`` says that it has not come
-    to its end.
-    """
+    """A collective of one rank, called at the user's line ``place``; ``pending`` until it has ended."""
 
     op: str
     dtype: str
@@ -226,12 +223,15 @@ class Call(NamedTuple):
         return (self.op, self.dtype, self.elements) if self.op in _ALIKE else (self.op,)
 
     def __str__(self) -> str:
-        return f"{self.op}{f' of {self.dtype}{list(self.shape)}' if self.dtype else ''} at {self.place}"
+        tensor = f" of {self.dtype}{list(self.shape)}" if self.dtype else ""
+        return f"{self.op}{tensor} at {self.place}"
 
 
 class GroupCalls(NamedTuple):
-    """The calls of a rank on a group of ``ranks``: number of the last one, first one and last ones
-    of this test.
+    """The calls of a rank on a group of ``ranks``.
+
+    ``last`` is the number of the last call, ``first`` that of the first one of this test; ``calls``
+    are the last ones of this test.
     """
 
     label: str
@@ -245,39 +245,42 @@ Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their n
 
 
 def read_calls(texts: Mapping[int, str]) -> Calls:
-    """Return what ranks have answered; one that did not, or not to the end, is missing."""
+    """Return the calls that ranks answered with.
 
-    def group(
-        label: str, ranks: Sequence[int], last: int, first: int, calls: Sequence[Any]
-    ) -> GroupCalls:
-        return GroupCalls(
-            label, ranks, last, first, {number: Call(*call) for number, *call in calls}
-        )
-
-    told = {rank: json.loads(text) for rank, text in texts.items() if text.endswith("}")}
-    return {
-        rank: {name: group(*group_told) for name, group_told in groups.items()}
-        for rank, groups in told.items()
-    }
+    A rank that did not answer, or not to the end, is missing.
+    """
+    found: dict[int, dict[str, GroupCalls]] = {}
+    for rank, text in texts.items():
+        if not text.endswith("}"):
+            continue
+        found[rank] = {}
+        for name, (label, ranks, last, first, calls) in json.loads(text).items():
+            by_number = {number: Call(*call) for number, *call in calls}
+            found[rank][name] = GroupCalls(label, ranks, last, first, by_number)
+    return found
 
 
 def _by_group(
     calls: Calls,
 ) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:
-    """Each group's name, what its ranks say of it, and its calls by number and rank."""
-    for name in dict.fromkeys(name for groups in calls.values() for name in groups):
-        on = {rank: groups[name] for rank, groups in sorted(calls.items()) if name in groups}
+    """Yield each group's name, the calls of each of its ranks, and its calls by number and rank."""
+    by_group: dict[str, dict[int, GroupCalls]] = {}
+    for rank, groups in sorted(calls.items()):
+        for name, group in groups.items():
+            by_group.setdefault(name, {})[rank] = group
+    for name, on in by_group.items():
         issued: dict[int, dict[int, Call]] = {}
-        for rank, number, call in (
-            (rank, *told) for rank, group in on.items() for told in group.calls.items()
-        ):
-            issued.setdefault(number, {})[rank] = call
+        for rank, group in on.items():
+            for number, call in group.calls.items():
+                issued.setdefault(number, {})[rank] = call
         yield name, on, dict(sorted(issued.items()))
 
 
 def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
-    """Why the ``waiting`` ranks wait for ever; None if that is not certain. It is if each is in a
-    call that another rank lacks or has called otherwise, which has ended or waits for ever too.
+    """Return why the ``waiting`` ranks wait for ever; None if that is not certain.
+
+    It is certain if each is in a call that another rank lacks or has called otherwise, and that rank
+    has ended or waits for ever, too.
     """
     differing = differing_call(calls)
     stuck = [_stuck_calls(calls, rank) for rank in waiting]
@@ -290,29 +293,37 @@ def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
     inside = list(issued[number])
     lacking = [rank for rank, group in on.items() if group.last < number]
     ended = [rank for rank in lacking if rank not in waiting]
-    why = [f"{ranks_text(ended)} ended without it"] if ended else []
-    for rank in lacking if not ended else ():
-        own = (call for group in calls[rank].values() for call in group.calls.values())
-        why.append(
-            f"rank {rank} waits in {next((call for call in own if call.pending), 'no call')}"
-        )
+    why = []
+    if ended:
+        why.append(f"{ranks_text(ended)} ended without it")
+    else:
+        for rank in lacking:
+            pending = [
+                call
+                for group in calls[rank].values()
+                for call in group.calls.values()
+                if call.pending
+            ]
+            why.append(f"rank {rank} waits in {pending[0] if pending else 'no call'}")
     where = f"{on[inside[0]].calls[number]} on {on[inside[0]].label}"
     wait = "waits" if len(inside) == 1 else "wait"
     return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(on, issued, number)}"
 
 
 def called_by_some(calls: Calls) -> str:
-    """The first call that other ranks of its group lack, to be added to a sentence."""
+    """Return the first call that other ranks of its group lack, to be added to a sentence."""
     for _, on, issued in _by_group(calls):
         for number, own in issued.items():
             if any(group.last < number for group in on.values()):
-                return f"; {ranks_text(own)} alone called {next(iter(own.values()))}{_parting(on, issued, number)}"
+                called = f"{ranks_text(own)} alone called {next(iter(own.values()))}"
+                return f"; {called}{_parting(on, issued, number)}"
     return ""
 
 
 def differing_call(calls: Calls) -> str | None:
-    """The first call that ranks of a group issued differently: another collective, dtype, or number
-    of elements.
+    """Return the first call that ranks of a group issued differently.
+
+    That is another collective, dtype, or number of elements.
     """
     for _, on, issued in _by_group(calls):
         for number, own in issued.items():
@@ -320,13 +331,15 @@ def differing_call(calls: Calls) -> str | None:
             if len(kinds) > 1:
                 sides = sorted(kinds.values(), key=len)
                 text = ", ".join(f"{ranks_text(side)} called {own[side[0]]}" for side in sides)
-                return f"{text}, as call {number - (group := on[sides[0][0]]).first + 1} of this test on {group.label}"
+                group = on[sides[0][0]]
+                return f"{text}, as call {number - group.first + 1} of this test on {group.label}"
     return None
 
 
 def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
-    """Group and number of the calls that a rank is in and another one lacks, or has issued
-    differently.
+    """Return the calls that a rank is in and another one lacks, or has issued differently.
+
+    Each by its group and number.
     """
     found = []
     for name, own in calls.get(rank, {}).items():
@@ -344,14 +357,10 @@ def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
 def _parting(
     on: Mapping[int, GroupCalls], issued: Mapping[int, Mapping[int, Call]], before: int
 ) -> str:
-    """Return where the ranks of a group first called from different lines, before the call of that
-    number.
-    """
+    """Return where the ranks of a group first called from different lines before a call."""
     for number, own in issued.items():
         if number < before and len({call.place for call in own.values()}) > 1:
-            nth, places = (
-                number - on[min(own)].first + 1,
-                {rank: call.place for rank, call in own.items()},
-            )
+            nth = number - on[min(own)].first + 1
+            places = {rank: call.place for rank, call in own.items()}
             return f"; they part at call {nth} of this test: {by_value(places)}"
     return ""

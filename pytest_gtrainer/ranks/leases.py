@@ -25,7 +25,7 @@ from pytest_gtrainer.environment import private_folder
 POLL_SECONDS = 0.02
 LINE_EVERY = 60.0
 
-Tell = Callable[[str], None]
+WriteLine = Callable[[str], None]
 
 
 class LeaseError(Exception):
@@ -70,7 +70,7 @@ class Slots:
         self._line.mkdir(exist_ok=True)
 
     def acquire(
-        self, count: int, limit: float, holder: str = "", tell: Tell = lambda text: None
+        self, count: int, limit: float, holder: str = "", write: WriteLine = lambda text: None
     ) -> Lease:
         """Wait for ``count`` slots; LeaseError after ``limit`` seconds, ValueError if there are not
         as many.
@@ -96,7 +96,7 @@ class Slots:
                         f"waited {limit:.3g} s for {self._waiting(own, count, places)}; {advice}"
                     )
                 if now > next_line:
-                    tell(
+                    write(
                         f"{holder} has waited {now - start:.3g} s for {self._waiting(own, count, places)}"
                     )
                     next_line = now + LINE_EVERY

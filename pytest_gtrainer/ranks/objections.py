@@ -120,7 +120,7 @@ def as_if_to_the_end(claims: Claims, early: set[int]) -> dict[int, list[Any]]:
 
 
 def controls_that_never_differ(
-    told: Mapping[int, Iterable[Mapping[str, Any]]], early: Iterable[int] = ()
+    facts: Mapping[int, Iterable[Mapping[str, Any]]], early: Iterable[int] = ()
 ) -> Iterator[str]:
     """Name each control run that is equal on all ranks that made it.
 
@@ -129,9 +129,9 @@ def controls_that_never_differ(
     is not judged.
     """
     made: dict[tuple[str, int], dict[int, bool]] = {}
-    for rank, facts in told.items():
+    for rank, sent in facts.items():
         counts = Counter[str]()
-        for fact in facts:
+        for fact in sent:
             if fact["kind"] == "control":
                 counts[fact["what"]] += 1
                 made.setdefault((fact["what"], counts[fact["what"]]), {})[rank] = fact["equal"]
@@ -139,7 +139,7 @@ def controls_that_never_differ(
         if not all(equal_on.values()) or not equal_on.keys() >= set(early):
             continue
         where = "on all ranks"
-        if len(equal_on) < len(told):
+        if len(equal_on) < len(facts):
             only = ", ".join(map(str, equal_on))
             where = f"on rank {only}, and no other rank made a control of this name (`what`)"
         name = f"{what}: " if what else ""

@@ -25,7 +25,7 @@ from pytest_gtrainer import devices, options
 from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.leases import Lease, Slots, Tell
+from pytest_gtrainer.ranks.leases import Lease, Slots, WriteLine
 from pytest_gtrainer.ranks.team import LEAST_START_LIMIT, START_LIMIT, ForkServer, LocalRanks, Team
 from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, write_line
 
@@ -291,9 +291,9 @@ class GpuSharing(Sharing):
         entries: Mapping[str, str],
         limit: float,
         stop_ranks: Callable[[], None],
-        tell: Tell,
+        write: WriteLine,
     ) -> None:
-        super().__init__(lambda size, holder: slots.acquire(size, limit, holder, tell))
+        super().__init__(lambda size, holder: slots.acquire(size, limit, holder, write))
         self._slots, self._entries, self._stop_ranks = slots, entries, stop_ranks
         self._lease: Lease | None = None
         self._in_use = threading.Lock()

@@ -1,4 +1,4 @@
-"""What the processes of a world tell each other, and the pipes that carry it; each message is
+"""Messages between the processes of a world, and the pipes that carry them; each message is
 pickled by itself.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that

@@ -569,7 +569,10 @@ def calls_alone_in_a_group(rank):
     [
         (sends_to_nobody, "rank 3 sent float32[2] to rank 0, which never received it"),
         (sends_twice, "rank 0 sent float32[2] to rank 1, which never received it"),
-        (receives_from_nobody, "rank 1 began to receive float32[2] from rank 2, which never sent it"),
+        (
+            receives_from_nobody,
+            "rank 1 began to receive float32[2] from rank 2, which never sent it",
+        ),
         (sends_under_another_tag, "rank 0 sent float32[2] to rank 1, which never received it"),
         (
             calls_alone,

@@ -38,6 +38,7 @@ class InModule(Predicate):
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         owners, _, is_bucket = subject.scope(node)
+        # A bucket's collective serves several modules, so it belongs to none of them.
         if is_bucket:
             return (
                 f"it belongs to the bucket {_modules_text(owners)}, expected the module {self.fqn}"
@@ -123,6 +124,7 @@ class HasType(Predicate):
             )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        # Graphs of Dynamo have no "val" before AOTAutograd.
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
             return self._difference(value)
@@ -230,8 +232,10 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | No
 
     A symbol is not compared: that would add a guard to the graph's shape environment.
 
-    >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
-    (True, False, True)
+    >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None))
+    (True, False)
+    >>> _extents_fit((), (...,))
+    True
     """
     if ... in wanted and len(found) >= len(wanted) - 1:
         gap = list(wanted).index(...)
@@ -340,8 +344,8 @@ class Pattern:
         if leaf is None or any(operator.names_leaf(subject) for operator in operators):
             return None
         return Unknown(
-            f"the graph does not show what the leaf {subject.leaves[leaf]} calls: trace into it, or "
-            "check for the leaf itself by this path"
+            f"the graph does not show what the leaf {subject.leaves[leaf]} calls: "
+            "trace into it, or check for the leaf itself by this path"
         )
 
     def has_operator(self, node: fx.Node) -> bool:

@@ -121,7 +121,10 @@ def qualified_name(value: Any) -> str:
 
 
 def is_known_by_name(value: Any) -> bool:
-    """Return whether a function or class is torch's or Python's own, and found by its name."""
+    """Return whether a function or class is an operator, or torch's, NumPy's or Python's own.
+
+    A name of Python code counts only if it leads back to the value.
+    """
     if isinstance(value, (*_OPERATORS, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return True
     owner = getattr(value, "__self__", None)

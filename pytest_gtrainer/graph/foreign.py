@@ -1,8 +1,9 @@
-"""Graphs of other tracers, as copies with the metadata that ``graph.nodes`` names.
+"""Copy graphs of other tracers, with the metadata that ``graph.nodes`` names.
 
-Dynamo gives inputs a *source*, ``L['self']._modules['up']._parameters['weight']``, and modules
-stacks whose paths begin with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which
-count Dynamo's inputs; ``torch.export`` a signature beside the graph.
+Each tracer says in its own way what an input is. Dynamo gives it a *source*,
+``L['self']._modules['up']._parameters['weight']``, and gives modules stacks whose paths begin with
+one. AOTAutograd and Inductor leave *descriptors* in ``meta["desc"]``, which count Dynamo's inputs.
+``torch.export`` has a signature beside the graph.
 """
 
 import ast
@@ -46,20 +47,20 @@ class WithGraph(Protocol):  # a recorded pass, a traced step
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram | WithGraph
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
-"""What the inputs of a graph are: the model, FQNs by the name of the placeholder, or Dynamo's graph
-of the model.
+"""Names for the inputs of a graph: the model, FQNs by the name of the placeholder, or Dynamo's
+graph of the model.
 """
 
 
 class GivenName(NamedTuple):
-    """What an input is: "parameter", "buffer" or "input", and its FQN or the argument's name."""
+    """An input: its kind ("parameter", "buffer" or "input"), and its FQN or the argument's name."""
 
     kind: str
     fqn: str
 
 
 _Given: TypeAlias = Mapping[str, GivenName] | Sequence[GivenName]
-"""By placeholder, or by index of Dynamo's inputs, what somebody says the inputs are."""
+"""Names of inputs by placeholder, or by the index of Dynamo's inputs."""
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
 _STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
@@ -71,22 +72,25 @@ _NO_NAMES = frozenset(
 
 @functools.lru_cache(maxsize=1 << 14)
 def path_of(source: str) -> tuple[str, tuple[str, ...]]:
-    """The root of a source, and the names below it; of the path of a module no root.
+    """Return the root of a source, and the names below it; the path of a module has no root.
 
     >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("L['d']['a.b'].size()[0]")
     (('self', ('layers', '0', 'up')), ('d', ('a.b', 'size', '0')))
     """
-    source = _KEYS.sub(
-        r"\1", source.replace(".forward.run.__self__", "")
-    )  # a module's own forward, in eager_chunked
-    if (root := _ROOT.search(source)) is None:
+    # ``eager_chunked`` replaces the forward of a module, and keeps the module's own.
+    source = _KEYS.sub(r"\1", source.replace(".forward.run.__self__", ""))
+    root = _ROOT.search(source)
+    if root is None:
         return "", tuple(name for name in source.split(".") if name not in _NO_NAMES)
-    steps = _STEP.findall(source[root.end() :])
-    return _key(root[1]), tuple(name or _key(key) for name, key in steps if name not in _NO_NAMES)
+    names = []
+    for attribute, key in _STEP.findall(source[root.end() :]):
+        if attribute not in _NO_NAMES:
+            names.append(attribute or _key(key))
+    return _key(root[1]), tuple(names)
 
 
 def _key(spelled: str) -> str:
-    """Return what a key of a dictionary is, of a list its index."""
+    """Return the key of a dictionary, or the index of a list, without quotes."""
     try:
         return str(ast.literal_eval(spelled))
     except (ValueError, SyntaxError):
@@ -94,24 +98,35 @@ def _key(spelled: str) -> str:
 
 
 def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> GivenName:
-    """Return what a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is
-    part of the FQN.
+    """Return the input that a source of Dynamo names.
+
+    Args:
+        keeps_roots: the variable that holds a model is part of the FQN.
 
     >>> named_source("L['self']._modules['up']._parameters['weight']")
     GivenName(kind='parameter', fqn='up.weight')
     """
     root, steps = path_of(source)
-    is_buffer = "._buffers[" in source or isinstance(value, nn.Buffer)
-    is_parameter = "._parameters[" in source or isinstance(value, nn.Parameter)
-    kind = "parameter" if is_parameter else "buffer" if is_buffer else "input"
-    keeps_roots = keeps_roots or not steps or (kind == "input" and root != "self")
-    return GivenName(kind, joined([root, *steps] if keeps_roots else steps))
+    kind = "input"
+    if "._parameters[" in source or isinstance(value, nn.Parameter):
+        kind = "parameter"
+    elif "._buffers[" in source or isinstance(value, nn.Buffer):
+        kind = "buffer"
+    if keeps_roots or not steps or (kind == "input" and root != "self"):
+        return GivenName(kind, joined([root, *steps]))
+    return GivenName(kind, joined(steps))
 
 
 def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
-    """The graph itself, a recorded pass's, if it is ours, else a copy with our metadata; ValueError
-    if it has a cycle. ``names`` say what the inputs are where the graph does not; a model's
-    parameters, then its buffers, come first.
+    """Return a graph of ours as it is, and a copy of any other one with our metadata.
+
+    Args:
+        names: what the inputs are where the graph does not say it. Of a model the parameters come
+            first, then the buffers.
+
+    Raises:
+        TypeError: ``graph`` is no graph.
+        ValueError: the graph has a cycle, or ``names`` do not fit its inputs.
     """
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
@@ -123,118 +138,126 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         raise TypeError(f"{wrong}: give a GraphModule, an fx.Graph, or an ExportedProgram")
     elif names is None and not is_foreign(graph):
         return graph
-    keeps_roots = (
-        len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
-    )
-    made = _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+    roots = _roots(graph)
+    if isinstance(names, fx.GraphModule):
+        roots |= _roots(names)
+    # Parameters of two models in two variables may have one FQN without the variable.
+    keeps_roots = len(roots) > 1
+    copied = _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
     if isinstance(names, nn.Module):
-        _name_gradients(made.graph.output_node(), names)
-    return made
+        _name_gradients(copied.graph.output_node(), names)
+    return copied
 
 
 def _name_gradients(output: fx.Node, model: nn.Module) -> None:
-    """Name the last results after the parameters that are trained, if each can be the gradient of
-    its parameter.
+    """Name the last results after the trained parameters, if each can be the gradient of one.
+
+    A parameter may have no gradient; that one is None among the results.
     """
     trained = {fqn: tensor for fqn, tensor in model.named_parameters() if tensor.requires_grad}
-    leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
-    if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
+    results = output.args[0] if isinstance(output.args[0], list | tuple) else ()
+    first = len(results) - len(trained)
+    if "gt_outputs" in output.meta or first < 0:
         return
-    pairs = [
-        (leaf, of)
-        for leaf, of in zip(leaves[first:], trained.values(), strict=True)
-        if leaf is not None
-    ]
-    made = [
-        (leaf, of)
-        for leaf, of in pairs
-        if isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD
-    ]
-    if (
-        pairs == made
-        and made
-        and all(getattr(_value_of(leaf), "shape", None) in _shapes_of(of) for leaf, of in made)
-    ):
+    count = 0
+    for result, parameter in zip(results[first:], trained.values(), strict=True):
+        if result is None:
+            continue
+        if not isinstance(result, fx.Node) or direction(result) != BACKWARD:
+            return
+        if getattr(_value_of(result), "shape", None) not in _shapes_of(parameter):
+            return
+        count += 1
+    if count:
         names = (*(f"output_{place}" for place in range(first)), *trained)
         output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
 
 
 def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
-    """Of the whole, and of this rank's shard."""
+    """Return the shape of the whole tensor, and that of this rank's shard."""
     return tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape
 
 
 def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
-    """Inputs and results by the program's signature, and the backward behind the loss, if it has
-    one.
+    """Return the graph of an exported program, its inputs and results named by its signature.
+
+    A program with a loss has its backward after it; those nodes get the mark of the backward.
     """
     signature = program.graph_signature
     kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
-    given = [
-        (spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target)
-        for spec in signature.input_specs
-    ]
-    told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
-    made = _Adoption(program.graph_module, told).run()
+    given = {}
+    for spec in signature.input_specs:
+        name = spec.arg.name
+        given[name] = GivenName(kinds.get(spec.kind.name, "input"), spec.target or name)
+    copied = _Adoption(program.graph_module, given).run()
+
     results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
     trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
-    output = made.graph.output_node()
+    output = copied.graph.output_node()
     output.meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
     output.meta["gt_structure"] = program.call_spec.out_spec
-    leaves = [(kind, leaf) for leaf, (kind, _) in zip(output.args[0], results, strict=True)]
-    kept = (leaf for kind, leaf in leaves if isinstance(leaf, fx.Node) and "GRADIENT" not in kind)
-    nodes, forward = list(made.graph.nodes), walked(kept, lambda node: node.all_input_nodes)
-    for node in nodes[nodes.index(dict(leaves).get("LOSS_OUTPUT", output)) + 1 : -1]:
+
+    loss = output
+    kept = []  # results of the forward
+    for result, (kind, _) in zip(output.args[0], results, strict=True):
+        if kind == "LOSS_OUTPUT":
+            loss = result
+        if isinstance(result, fx.Node) and "GRADIENT" not in kind:
+            kept.append(result)
+    forward = walked(kept, lambda node: node.all_input_nodes)
+    nodes = list(copied.graph.nodes)
+    for node in nodes[nodes.index(loss) + 1 : -1]:
         if node not in forward:
             node.meta["autograd_backward"] = True
-    return made
+    return copied
 
 
 def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
-    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results
-    have them.
-    """
-    told = {"USER_OUTPUT": "output_{}", "LOSS_OUTPUT": "loss", "TOKEN": "token_{}"}
-    names = [
-        told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}")
-        for kind, _ in results
-    ]
-    return tuple(
-        name.format(results[:n].count(results[n]), results[n][1]) for n, name in enumerate(names)
-    )
+    """Return names of a program's results, by kind and target, as AOTAutograd names them."""
+    names = []
+    for place, (kind, target) in enumerate(results):
+        if kind == "LOSS_OUTPUT":
+            names.append("loss")
+        elif kind in ("USER_OUTPUT", "TOKEN"):
+            word = "output" if kind == "USER_OUTPUT" else "token"
+            names.append(f"{word}_{results[:place].count(results[place])}")
+        elif kind.startswith("GRADIENT"):
+            names.append(str(target))
+        else:
+            names.append(f"updated.{target}")
+    return tuple(names)
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:
-    """The variables that hold the models of a graph."""
-    sources = [
-        source
-        for node in gm.graph.find_nodes(op="placeholder")
-        if (source := source_of(node)) is not None
-    ]
-    paths = [_stack_path(node) for node in gm.graph.nodes if node.op != "placeholder"]
-    paths += [source for source in sources if "._parameters[" in source or "._buffers[" in source]
-    return {root for path in paths if (root := path_of(path)[0])}
+    """Return the variables that hold the models of a graph."""
+    roots = set()
+    for node in gm.graph.nodes:
+        path = source_of(node) if node.op == "placeholder" else _stack_path(node)
+        if path is None:
+            continue
+        # The source of another input names a variable, too, but no model.
+        if node.op != "placeholder" or "._parameters[" in path or "._buffers[" in path:
+            roots.add(path_of(path)[0])
+    return roots - {""}
 
 
 def is_foreign(gm: fx.GraphModule) -> bool:
-    """Return whether another tracer left its names or values in the graph, and ours, or a parser,
-    none.
-    """
+    """Return whether another tracer left names or values in a graph that has none of ours."""
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            if "gt_input" in node.meta:
+            if "gt_input" in node.meta:  # our tracer's, or a parser's
                 return False
             if source_of(node) is not None or "desc" in node.meta:
                 return True
-        if "example_value" in node.meta or (
-            node.op != "placeholder" and path_of(_stack_path(node))[0]
-        ):
+        elif path_of(_stack_path(node))[0]:
+            return True
+        if "example_value" in node.meta:
             return True
     return False
 
 
 def _stack_path(node: fx.Node) -> str:
-    """Of the innermost module that the tracer of the node was in; "" if it says none."""
+    """Return the path of the innermost module that the node was traced in; "" if none is known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     return str(list(stack.values())[-1][0]) if stack else ""
 

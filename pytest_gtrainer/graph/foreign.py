@@ -263,6 +263,7 @@ def _stack_path(node: fx.Node) -> str:
 
 
 def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given:
+    """Return the names of inputs that the argument ``names`` of ``adopted`` stands for."""
     if names is None:
         return {}
     if isinstance(names, fx.GraphModule):
@@ -270,46 +271,47 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
     placeholders = gm.graph.find_nodes(op="placeholder")
     if isinstance(names, Mapping):
         known = {str(node.target) for node in placeholders}
-        if unknown := [name for name in names if name not in known]:
-            listed = ", ".join(sorted(known))
-            raise ValueError(
-                f"names has {unknown[0]!r}, which is no input of the graph; these are {listed}"
-            )
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"names has {name!r}, which is no input of the graph; "
+                    f"these are {', '.join(sorted(known))}"
+                )
         return {name: GivenName("input", fqn) for name, fqn in names.items()}
-    state = [
-        *((GivenName("parameter", fqn), tensor) for fqn, tensor in names.named_parameters()),
-        *((GivenName("buffer", fqn), tensor) for fqn, tensor in names.named_buffers()),
-    ]
+
+    state = [(GivenName("parameter", fqn), tensor) for fqn, tensor in names.named_parameters()]
+    state += [(GivenName("buffer", fqn), tensor) for fqn, tensor in names.named_buffers()]
     if len(state) > len(placeholders):
         raise ValueError(
-            f"the model has {len(state)} parameters and buffers, the graph {len(placeholders)} inputs: give a mapping"
+            f"the model has {len(state)} parameters and buffers, the graph {len(placeholders)} "
+            "inputs: give a mapping"
         )
-    given = {
-        str(node.target): GivenName("input", str(n))
-        for n, node in enumerate(placeholders[len(state) :])
-    }
+    given = {}
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(_value_of(node), "shape", None)
         if shape not in (None, *_shapes_of(tensor)):
             raise ValueError(
-                f"input {node.target} has shape {list(shape)}, {name.fqn} of the model {list(tensor.shape)}: the "
-                "inputs do not begin with the model's parameters and buffers; give a mapping"
+                f"input {node.target} has shape {list(shape)}, {name.fqn} of the model "
+                f"{list(tensor.shape)}: the inputs do not begin with the model's parameters and "
+                "buffers; give a mapping"
             )
         given[str(node.target)] = name
+    for place, node in enumerate(placeholders[len(state) :]):
+        given[str(node.target)] = GivenName("input", str(place))
     return given
 
 
 def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
-    """Return what the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd
-    count.
-    """
+    """Return the inputs of a graph of Dynamo, in the order that descriptors of AOTAutograd count."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
-        told = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
-        source = source_of(node) if "gt_input" not in node.meta else None
-        found.append(
-            named_source(source, _value_of(node), keeps_roots) if source else GivenName(**told)
-        )
+        source = source_of(node)
+        if "gt_input" in node.meta:
+            found.append(GivenName(**node.meta["gt_input"]))
+        elif source:
+            found.append(named_source(source, _value_of(node), keeps_roots))
+        else:
+            found.append(GivenName("input", str(node.target)))
     return found
 
 

@@ -1,16 +1,11 @@
-"""The private names of torch: a module a topic, and nowhere else in this package.
+"""The private names of torch: a module for each topic, and nowhere else in this package.
 
-Each module says what it relies on and why. Its imports, the names that it spells out
-(``c10d._world``) and the calls that it makes are the list of what it needs: ``python -m
-pytest_gtrainer doctor`` reads them in the source and looks for them in the torch that is installed.
-What the source does not tell stands in tables beside the imports:
+Comments say why a name is needed, at the line that uses it. ``python -m pytest_gtrainer doctor``
+reads the names in the source, and looks for them in the torch that is installed: imports, and the
+table ``ATTRIBUTES``, which has attributes by class, or by the module or function that sets them.
 
-- ``ATTRIBUTES``: whose attributes are used, by class (or by the module or function that sets them);
-- ``CALLED_ON_US``: which methods of a class of ours torch calls, by the function of torch that
-  does.
-
-An import inside ``try`` with an ``except ImportError`` that does not raise is optional: a name that
-some versions have. Importing this package imports neither torch nor a topic.
+An import inside ``try`` is optional: a name that some versions have. Importing this package imports
+neither torch nor a topic.
 """
 
 from collections.abc import Iterator

@@ -79,8 +79,8 @@ HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
 BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
 MIXED, AGAIN, MOE = Recipe(mixed=True), Recipe(gathers_again=True), Recipe(moe=True, batch=4)
 ORDERS = (DENSE, ODD, TIED, HYBRID, MOE)
+# Generated models of a run, without and with those that shrink a failure.
 EXAMPLES, MOST_RUNS = 20, 30
-"""Generated models a run, and how many there are with those that shrink what fails."""
 
 
 @rule(
@@ -341,8 +341,10 @@ def is_cheap(run: Run) -> None:
     IN_PLACE,
 )
 def holds_on_generated(run: Run) -> None:
-    """Orders, odd names, biases, ties, odd extents, dtypes, meshes, late and aliased waits, by
-    hypothesis.
+    """Judge models that hypothesis generates, and report the smallest one that breaks a rule.
+
+    The models differ in orders, names, biases, ties, extents, dtypes, meshes, and in late and
+    aliased waits.
     """
     try:
         import hypothesis
@@ -367,9 +369,11 @@ def holds_on_generated(run: Run) -> None:
         )
     )
     kind = run.adapter.kind
-    judges = (is_valid, keeps_values, can_be_read)[: 3 if kind in (*MERGING, *DDP) else 2]
-    told: dict[Recipe, str] = {}
-    changed, smallest = False, DENSE  # hypothesis ends with the smallest model that fails
+    judges = [is_valid, keeps_values]
+    if kind in (*MERGING, *DDP):
+        judges.append(can_be_read)
+    failures: dict[Recipe, str] = {}
+    changed, smallest = False, DENSE
 
     @hypothesis.settings(
         max_examples=EXAMPLES,
@@ -377,31 +381,32 @@ def holds_on_generated(run: Run) -> None:
         database=None,
         derandomize=True,
         verbosity=Verbosity.quiet,
-        suppress_health_check=[
-            hypothesis.HealthCheck.too_slow
-        ],  # of a loaded machine, no fault of the pass
+        # A loaded machine is slow, and that is no fault of the pass.
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     @hypothesis.given(recipes, strategies.integers(0, len(as_given(kind, [DENSE])) - 1))
     def hold(recipe: Recipe, part: int) -> None:
         nonlocal changed, smallest
         recipe = as_given(kind, [recipe])[part]
-        if recipe not in told and len(told) < MOST_RUNS:
-            made = replace(run, recipe=recipe)
+        # Shrinking runs the same models again, and may try any number of new ones.
+        if recipe not in failures and len(failures) < MOST_RUNS:
+            model = replace(run, recipe=recipe)
             try:
-                changed |= render(made.before) != render(made.after)
+                changed |= render(model.before) != render(model.after)
                 for judge in judges:
-                    judge(made)
-                told[recipe] = ""
+                    judge(model)
+                failures[recipe] = ""
             except (AssertionError, Raised) as error:
-                told[recipe] = str(error).strip()
-        if told.get(recipe):
+                failures[recipe] = str(error).strip()
+        if failures.get(recipe):
+            # Hypothesis ends with the smallest model that fails.
             smallest = recipe
-            raise AssertionError(told[recipe])
+            raise AssertionError(failures[recipe])
 
     try:
         hold()
     except AssertionError:
-        raise AssertionError(f"{told[smallest]}\nthe smallest model: {smallest}") from None
+        raise AssertionError(f"{failures[smallest]}\nthe smallest model: {smallest}") from None
     if not changed:
         raise Nothing("it changes nothing")
 
@@ -747,7 +752,10 @@ def gathers_once(run: Run) -> None:
 
 
 _WRITTEN = "a write in between is seen: it is refused, or bits stay"
-_FRESH = "equal fresh buffers that are written to stay apart, and so do equal draws: bits stay, or it is refused"
+_FRESH = (
+    "equal fresh buffers that are written to stay apart, and so do equal draws: "
+    "bits stay, or it is refused"
+)
 
 rule("written", _WRITTEN, (*DEDUPLICATION, *AGAINST_MEMORY), Recipe(updates=True), may_refuse=True)(
     keeps_values

@@ -191,8 +191,9 @@ class Recipe:
         mode = "hybrid_shard" if "replicate" in names else "fully_shard"
         if self.mixed:
             # A parameter that is sharded keeps its policy, so the norms come before the model.
-            for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
-                data_parallel(module, shards, mode=mode)
+            for module in list(model.modules()):
+                if isinstance(module, nn.LayerNorm):
+                    data_parallel(module, shards, mode=mode)
         return data_parallel(model, shards, mode=mode, mp_policy=self.policy)
 
     def _prepare(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -285,7 +286,8 @@ def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
 
 def _change_waits(gm: fx.GraphModule, how: str) -> None:
     """Move the waits of parameters to their first readers ("late"), or put an alias behind them."""
-    for wait in [member.wait for member in fsdp_all_gathers(gm)]:
+    for member in fsdp_all_gathers(gm):
+        wait = member.wait
         if how == "late":
             min(wait.users).prepend(wait)
             continue

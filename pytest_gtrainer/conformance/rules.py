@@ -639,12 +639,13 @@ def moves_no_compute(run: Run) -> None:
     moving = set[str]()
     for member in (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before)):
         moving.update(node.name for node in (member.launch, member.wait, *member.chain))
-    before, after = ([node.name for node in gm.graph.nodes] for gm in run.graphs)
-    stayed = (set(before) & set(after)) - moving
-    was, now = ([name for name in names if name in stayed] for names in (before, after))
-    for one, other in zip(was, now, strict=True):
-        if one != other:
-            raise AssertionError(f"{other} runs where {one} ran: compute has moved")
+    orders = []
+    for gm, other in (run.graphs, run.graphs[::-1]):
+        common = {node.name for node in other.graph.nodes} - moving
+        orders.append([node.name for node in gm.graph.nodes if node.name in common])
+    for was, now in zip(*orders, strict=True):
+        if was != now:
+            raise AssertionError(f"{now} runs where {was} ran: compute has moved")
 
 
 # Each kernel takes 1 s and each collective 0.5 s, so a collective is hidden if one kernel runs

@@ -325,6 +325,7 @@ def find_origin(programs: Sequence[Program], kind: str, first: Place | None, rev
     return "" if tensor is None else trail.origin_of(tensor)
 
 
+@facts.check
 def assert_same_function(
     actual: Any,
     expected: Any,

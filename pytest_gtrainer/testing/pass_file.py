@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.proofs.proof import KINDS
 from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 
 SUFFIX = ".fxgraph"
@@ -32,9 +33,13 @@ _OF_HEADER = (
 )  # fields of a golden's header, which says what made it
 _OF_READER = ("note", "todo", "fixme", "example")
 _KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
-_WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
-"""Directives with one word: results bit for bit as before; the graph as it was; a second run
-changes nothing.
+_WORDS = {
+    "values": ("same", *KINDS),
+    "result": ("unchanged",),
+    "again": ("unchanged",),
+}
+"""Directives with one word: results bit for bit as before, or equal in a kind for any numbers; the
+graph as it was; a second run changes nothing.
 """
 _COMMENT = re.compile(
     r"\s*#(?P<marks>\W*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
@@ -46,7 +51,7 @@ _BEHIND_CODE = re.compile(
     rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:"
 )
 _VALUES = {
-    **{name: re.compile(re.escape(word)) for name, word in _WORDS.items()},
+    **{name: re.compile("|".join(map(re.escape, words))) for name, words in _WORDS.items()},
     "golden": re.compile(r"\w+"),
     "world": re.compile(r"fake\b.*"),
     "mesh": re.compile(r"\w+=\d+.*"),
@@ -90,8 +95,8 @@ class PassFile:
         world: the fake world they run in, None for none.
         golden: the view of the golden to compare with, None for none.
         raises: words of the error that the last pass raises, None if it must not raise.
-        values, result, again: whether these are asked for, see the table in
-            ``docs/graph-checks.md``.
+        values: "same", a kind of equal, or "" for no comparison of values.
+        result, again: whether these are asked for, see the table in ``docs/graph-checks.md``.
         checks: the ``# check:`` lines.
     """
 
@@ -101,7 +106,7 @@ class PassFile:
     world: WorldSpec | None
     golden: str | None
     raises: str | None
-    values: bool
+    values: str
     result: bool
     again: bool
     checks: tuple[Directive, ...]
@@ -170,10 +175,11 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
             f"{once['raises'].place}: {once['raises'].value!r} may be in any message: write the "
             "class of the error, or words of its message"
         )
-    for name, word in _WORDS.items():
-        if name in once and once[name].value != word:
+    for name, words in _WORDS.items():
+        if name in once and once[name].value not in words:
+            expected = " or ".join(f"`# {name}: {word}`" for word in words)
             raise PassFileError(
-                f"{once[name].place}: expected `# {name}: {word}`, found {once[name].value!r}"
+                f"{once[name].place}: expected {expected}, found {once[name].value!r}"
             )
     passes = tuple(
         call for directive in directives if directive.name == "passes" for call in _calls(directive)
@@ -187,9 +193,18 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     golden = values.get(
         "golden", None if checks or values.keys() & {"raises", "result"} else "full"
     )
-    words = {name: name in once for name in _WORDS}
-    world = _world(once.get("world"), once.get("mesh"))
-    return PassFile(file, text, passes, world, golden, values.get("raises"), **words, checks=checks)
+    return PassFile(
+        file,
+        text,
+        passes,
+        world=_world(once.get("world"), once.get("mesh")),
+        golden=golden,
+        raises=values.get("raises"),
+        values=values.get("values", ""),
+        result="result" in once,
+        again="again" in once,
+        checks=checks,
+    )
 
 
 def directives_of(text: str, file: str) -> list[Directive]:
@@ -240,7 +255,7 @@ def directives_of(text: str, file: str) -> list[Directive]:
         elif name not in _OF_HEADER and name.lower() not in _OF_READER:
             known = [
                 *OFTEN,
-                *(f"{each}: {_WORDS[each]}" if each in _WORDS else each for each in ONCE),
+                *(f"{each}: {_WORDS[each][0]}" if each in _WORDS else each for each in ONCE),
             ]
             hint = nearest(name.lower(), (*ONCE, *OFTEN)) or f"; there are {', '.join(known)}"
             raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")

@@ -20,6 +20,8 @@ from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.check import Golden
 from pytest_gtrainer.golden.compare import difference
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
 from pytest_gtrainer.numerics.graph_inputs import (
@@ -30,8 +32,11 @@ from pytest_gtrainer.numerics.graph_inputs import (
 )
 from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, why_nothing_shows, with_one_nan
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
+from pytest_gtrainer.proofs.proof import AnotherFunction
+from pytest_gtrainer.proofs.prove import assert_same_function
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
@@ -139,8 +144,10 @@ class _Run:
             expected = graphtext.render(self._before, mesh=self._mesh)
             self._assert_text(expected, f"{names} changed the graph, which had to stay as it was")
 
-        if file.values:
-            what = f"{file.file}, after the passes against before"
+        what = f"{file.file}, after the passes against before"
+        if file.values not in ("", "same"):
+            self._assert_proof(file.values, what)
+        elif file.values:
             for inputs in assert_same_values(self._gm, self._before, what):
                 idle = f"every result is NaN on {inputs}, so these inputs prove nothing"
                 facts.emit("idle", what=f"{file.file}: {idle}")
@@ -200,6 +207,20 @@ class _Run:
             except Exception as error:
                 error.add_note(f"in {call.name}, of {call.place}")
                 raise
+
+    def _assert_proof(self, at_least: str, what: str) -> None:
+        """Fail unless the graphs before and after are equal in a kind, for any numbers."""
+        __tracebackhide__ = True
+        communicates = any(launches(node.target) for node in nodes_within(self._before))
+        net = None
+        if communicates and self._file.world is not None:
+            net = NetModel.of_world(self._file.world.size)
+        try:
+            assert_same_function(self._gm, self._before, at_least=at_least, world=net)
+        except AnotherFunction as error:
+            raise AnotherFunction(f"{what}: {error}", error.proof) from None
+        except ValueError as error:
+            raise PassFileError(f"{what}: {error}") from None
 
     def _assert_text(self, expected: str, what: str) -> None:
         __tracebackhide__ = True

@@ -1,12 +1,14 @@
 """Each expectation of a pass file holds where it should and fails where it should."""
 
 import operator
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from pytest_gtrainer import bind_options
+from pytest_gtrainer import AnotherFunction, bind_options
 from pytest_gtrainer.checks import CheckError, CheckFailure
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.testing import PassFileError, run_pass_file
@@ -209,3 +211,49 @@ def test_a_world_that_is_up_is_used_if_it_fits(write, gt_world):
 def test_the_rewritten_graph_is_returned(write):
     gm = run(write("# check: then neg"))
     assert operator.countOf([node.op for node in gm.graph.nodes], "call_function") == 3
+
+
+JOINT = Path(__file__).parents[2] / "fixtures/graphs/joint/without_reordering.fxgraph"
+
+
+def halved_pass(gm, example_inputs):
+    """A mistake: half of a gradient."""
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default)
+    with gm.graph.inserting_after(node):
+        half = gm.graph.call_function(torch.ops.aten.mul.Scalar, (node, 0.5))
+    node.replace_all_uses_with(half, delete_user_cb=lambda user: user is not half)
+    half.meta.update(node.meta)
+    return gm
+
+
+@pytest.mark.parametrize("kind", ["identical", "other kernels", "reordered", "rounds elsewhere"])
+@pytest.mark.parametrize("passes", ["", "; halved_pass"], ids=["right", "wrong"])
+def test_values_are_equal_in_a_kind_on_all_ranks(tmp_path, kind, passes):
+    """One sum of two ranks is added in one order, so a bucket changes no bit of it."""
+    text = JOINT.read_text().replace("# values: same", f"# values: {kind}")
+    text = re.sub(r"# (check|again): .*\n", "", text)
+    text = re.sub(r"(# passes: .*)\n", rf"\1{passes}\n# check: then mm\n", text)
+    path = tmp_path / "joint.fxgraph"
+    path.write_text(text)
+    if not passes:
+        run_pass_file(path)
+        return
+    with pytest.raises(
+        AnotherFunction, match=r"(?s)after the passes against before: .*another function"
+    ):
+        run_pass_file(path, passes={"halved_pass": halved_pass})
+
+
+def test_an_integer_without_a_range_is_refused_with_the_file(write):
+    body = """\
+if I:
+  I.x: f32[3]
+  I.n: i64[3]
+if fwd:
+  mul: f32[3] = aten.mul.Tensor(I.x, I.n)
+if out:
+  yield fwd._.mul
+"""
+    path = write("# values: identical", "# check: then mul", body=body)
+    with pytest.raises(PassFileError, match=r"a.fxgraph.*n is torch.int64 and is no index of any"):
+        run_pass_file(path)

@@ -22,6 +22,7 @@ from pytest_gtrainer._torch.fake_groups import fake_group_beside, new_group_name
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.bisect import run_on_all
 from pytest_gtrainer.conformance.judging import (
     IN_PLACE,
     KINDS,
@@ -33,7 +34,15 @@ from pytest_gtrainer.conformance.judging import (
     as_given,
     rule,
 )
-from pytest_gtrainer.conformance.recipes import LINEARS, PREFIXES, Recipe, graph_of, mesh_of, step
+from pytest_gtrainer.conformance.recipes import (
+    LINEARS,
+    PREFIXES,
+    VOCABULARY,
+    Recipe,
+    graph_of,
+    mesh_of,
+    step,
+)
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
 from pytest_gtrainer.graph.collectives import (
@@ -57,7 +66,8 @@ from pytest_gtrainer.graph.nodes import (
 )
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, packed
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.numerics.compare import assert_bitwise_equal
+from pytest_gtrainer.numerics.compare import assert_bitwise_equal, compare_entries
+from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, lint
 from pytest_gtrainer.references.chunked import eager_chunked
@@ -68,6 +78,8 @@ from pytest_gtrainer.report.timeline import CostModel, timeline
 from pytest_gtrainer.testing.running import NothingShows, assert_same_values, sample
 from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
+from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.spec import WorldSpec
 
 ANY, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, POLICY, REASSIGNMENT, DDP, CHUNKING = (
@@ -177,6 +189,7 @@ def keeps_values(run: Run) -> None:
         facts.emit(
             "idle", what=f"{run.adapter.name}: every result of {run.recipe} is NaN on {inputs}"
         )
+    _keep_values_on_all_ranks(run)
     before, after = map(_communication, run.graphs)
     for what in sorted(before.keys() | after.keys()):
         # A pass that recomputes may repeat the collectives of the forward.
@@ -186,6 +199,32 @@ def keeps_values(run: Run) -> None:
             raise AssertionError(
                 f"{what}: {before[what]} elements before the pass, {after[what]} behind it"
             )
+
+
+def _keep_values_on_all_ranks(run: Run) -> None:
+    """Fail unless the graphs give the same bits if each rank holds other shards and tokens.
+
+    A fake all-gather repeats the shard of one rank, whose order among the others does not show. The
+    net adds all ranks in one order, so a place in a payload does not show in a sum.
+    """
+    meshes = [mesh_of(run.recipe)] if run.recipe.mesh else []
+    size = dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    inputs: list[PerRank] = []
+    for node in run.before.graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        shape, strides = list(like.shape), list(like.stride())
+        inputs.append(
+            PerRank(
+                sample_tensor(like, shape, strides, generator, integers=VOCABULARY)
+                for _ in range(size)
+            )
+        )
+    net = NetModel(ranks_per_node=size, accumulate="fp32")
+    run_ranks = run_on_all(lambda gm: RankGraph.of(gm, *meshes), net, inputs)
+    verdict = compare_entries(run_ranks(run.after), run_ranks(run.before))
+    if verdict.outcome != "equal":
+        raise AssertionError(f"with other shards and tokens on each rank\n{verdict}")
 
 
 def _communication(gm: fx.GraphModule) -> Counter[str]:

@@ -376,6 +376,41 @@ def draws_for_nobody(gm):
     return gm
 
 
+def reads_shards_in_order(*ranks, last=False):
+    """A pass that reads the shards of one gathered parameter in another order of ranks."""
+
+    def reads(gm):
+        member = fsdp_all_gathers(gm)[-1 if last else 0]
+        (rows, *_) = member.wait.meta["val"].shape
+        with gm.graph.inserting_before(member.wait):
+            order = gm.graph.call_function(aten.arange.default, (rows,))
+            order.meta = {**member.wait.meta, "val": torch.arange(rows)}
+            shards = gm.graph.call_function(aten.view.default, (order, [len(ranks), -1]))
+            shards.meta = {**order.meta, "val": order.meta["val"].view(len(ranks), -1)}
+            parts = []
+            for rank in ranks:
+                part = gm.graph.call_function(aten.select.int, (shards, 0, rank))
+                part.meta = {**order.meta, "val": shards.meta["val"][rank]}
+                parts.append(part)
+            order_of_ranks = gm.graph.call_function(aten.cat.default, (parts,))
+            order_of_ranks.meta = dict(order.meta)
+        insert_behind(member.wait, aten.index_select.default, 0, order_of_ranks)
+        return gm
+
+    return reads
+
+
+def bounds_tokens(most):
+    """A pass that takes the last tokens of the vocabulary for the one before them."""
+
+    def bounds(gm):
+        tokens = gm.graph.find_nodes(op="placeholder")[-1]
+        insert_behind(tokens, aten.clamp.default, 0, most)
+        return gm
+
+    return bounds
+
+
 def bounds_activations(gm):
     """A clamp that no ordinary activation reaches."""
     joins_gathers(gm)
@@ -746,6 +781,18 @@ MISTAKES_OF_KINDS = [
     ),
     ("deduplication", "D9", draws_for_nobody, "first at random state of torch.cpu afterwards"),
     ("deduplication", "D9", bounds_activations, "against before, on inputs with large numbers"),
+    *(
+        (kind, rule, reads_shards_in_order(*order, last=last), "with other shards and tokens on")
+        for kind, rule, order, last in (
+            ("any", "D9", (1, 2, 3, 0), False),
+            ("any", "D9", (0, 1, 3, 2), True),
+            ("any", "fresh", (1, 0, 2, 3), False),
+            ("bucketing", "D9", (3, 2, 1, 0), True),
+        )
+    ),
+    ("any", "D9", bounds_tokens(1), "against before, on inputs with integers from 2 to 10"),
+    ("any", "D9", bounds_tokens(14), "with other shards and tokens on each rank"),
+    ("any", "fresh", bounds_tokens(13), "with other shards and tokens on each rank"),
     ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
     ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),
     (

@@ -45,16 +45,13 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     if isinstance(actual, Record) and isinstance(expected, Record):
         for side, record in (("actual", actual), ("expected", expected)):
             if record.missing:
-                steps, ranks = (sorted(set(places)) for places in zip(*record.missing, strict=True))
+                doubts.append(f"{side} has nothing of {_places(record.missing)}: {record!r}")
+            lacking = _without_gradients(record)
+            if lacking:
                 doubts.append(
-                    f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}"
-                )
-            if lacking := _without_gradients(record):
-                steps, ranks = (sorted(set(places)) for places in zip(*lacking, strict=True))
-                doubts.append(
-                    f"{side} has weights and no gradient of {_some('rank', ranks)} at {_some('step', steps)}, "
-                    "where other ranks have gradients: if these train nothing, compare "
-                    "record.select(phase=...) or record.select(rank=...)"
+                    f"{side} has weights and no gradient of {_places(lacking)}, where other ranks "
+                    "have gradients: if these train nothing, compare record.select(phase=...) or "
+                    "record.select(rank=...)"
                 )
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
@@ -82,31 +79,34 @@ def _without_gradients(record: Record) -> list[tuple[int, int]]:
 
 
 def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:
-    """Return which tensors are the same memory on both sides, and what to do about it; nothing if
-    none is.
+    """Return which tensors are the same memory on both sides, and what to do about it; an empty
+    string if none is.
     """
     shared = [key for key, tensor in expected.items() if bits.share_memory(actual[key], tensor)]
-    if not shared:
-        places = [
-            {_place_in_memory(tensor) for tensor in side.values()} - {None}
-            for side in (actual, expected)
-        ]
-        if not places[0] or places[0] != places[1]:
-            return ""
+    if shared:
+        which = where(shared[0])
+        if len(shared) > 1:
+            which += f" and {len(shared) - 1} more"
         return (
-            "actual and expected are the same memory under other names, so what changes one side changes the other: "
-            "clone one of them before it changes"
+            f"{which}: actual and expected are the same memory, so nothing was compared: clone one "
+            "of them before it changes, give each side inputs of its own, or leave it out on both "
+            "sides"
         )
-    which = where(shared[0]) + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
-    return (
-        f"{which}: actual and expected are the same memory, so nothing was compared: clone one of them before it "
-        "changes, give each side inputs of its own, or leave it out on both sides"
-    )
+
+    # Two optimisers, say, may name the same parameters in another order.
+    ours = {_place_in_memory(tensor) for tensor in actual.values()} - {None}
+    theirs = {_place_in_memory(tensor) for tensor in expected.values()} - {None}
+    if ours and ours == theirs:
+        return (
+            "actual and expected are the same memory under other names, so what changes one side "
+            "changes the other: clone one of them before it changes"
+        )
+    return ""
 
 
 def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
-    """Say that all gradients, all weights, or all tensors outside a run are empty; nothing if none
-    of it is so.
+    """Return that all gradients, all weights, or all tensors outside a run are empty; an empty
+    string if they are not.
 
     Of a DTensor the global size counts: a rank may well hold an empty shard.
     """
@@ -120,8 +120,8 @@ def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
 
 
 def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
-    """Why the bits of a run prove nothing: a loss is not finite, or no element of a gradient is;
-    else nothing.
+    """Return why the bits of a run prove nothing: a loss is not finite, or no element of a gradient
+    is. An empty string if they do prove something.
 
     Outside a run NaN and inf may be meant, as in a mask; inside one, some infinite elements do not
     spoil the others.
@@ -132,11 +132,22 @@ def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
         bad = bits.count_not_finite(tensor)
         if bad and (key.phase == "loss" or bad == tensor.numel()):
             return (
-                f"the run is not finite: {where(key)} is NaN or infinite, and from there on bits are equal whatever "
-                "computes them. Train on other inputs, or with a smaller learning rate, so that all losses are finite; "
-                "compare a step that a gradient scaler skips by its weights: record.select(phase='weight')"
+                f"the run is not finite: {where(key)} is NaN or infinite, and from there on bits "
+                "are equal whatever computes them. Train on other inputs, or with a smaller "
+                "learning rate, so that all losses are finite; compare a step that a gradient "
+                "scaler skips by its weights: record.select(phase='weight')"
             )
     return ""
+
+
+def _places(places: Sequence[tuple[int, int]]) -> str:
+    """
+    >>> _places([(0, 1), (0, 2)])
+    'ranks 1, 2 at step 0'
+    """
+    steps = sorted({step for step, _ in places})
+    ranks = sorted({rank for _, rank in places})
+    return f"{_some('rank', ranks)} at {_some('step', steps)}"
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
@@ -155,9 +166,12 @@ def compare_entries(
     doubts: Sequence[str] = (),
     faults: Sequence[str] = (),
 ) -> Verdict:
-    """Compare tensors by key; a fault, or a bit, makes them different, a doubt or a missing name at
-    most unverified.
+    """Compare tensors by key.
+
+    A bit, a name that one side lacks, or one of ``faults`` makes the sides different. One of
+    ``doubts``, or a tensor without bytes, makes them at most unverified.
     """
+    # In the order of ``expected``: the first difference of a step is nearest to its origin.
     common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
     only_actual = tuple(key for key in actual if key not in common)
     only_expected = tuple(key for key in expected if key not in common)
@@ -176,23 +190,26 @@ def compare_entries(
             equal[key] = pair[1]
     unverified = [*doubts, *unread]
     if not common:
-        sides = (("actual", only_actual), ("expected", only_expected))
-        unverified += [f"{side}: nothing was captured" for side, only in sides if not only]
-    outcome: Outcome = "different" if only_actual or only_expected else "equal"
+        for side, only in (("actual", only_actual), ("expected", only_expected)):
+            if not only:
+                unverified.append(f"{side}: nothing was captured")
+
+    outcome: Outcome = "equal"
     if found or faults:
         outcome = "different"
     elif unverified:
         outcome = "unverified"
-    places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
-    differences = tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase])))
-    reasons = (*faults, *unverified)
+    elif only_actual or only_expected:
+        outcome = "different"
+    phases = (OUTSIDE_A_RUN, *PHASES)
+    found.sort(key=lambda one: (*one.key[:2], phases.index(one.key.phase)))
     return Verdict(
         outcome,
         len(common) - len(unread),
-        differences,
+        tuple(found),
         only_actual,
         only_expected,
-        reasons,
+        (*faults, *unverified),
         tuple(_not_finite(equal)),
         tuple(_tied(common)),
     )
@@ -201,7 +218,8 @@ def compare_entries(
 def _not_finite(tensors: Mapping[Key, Tensor]) -> Iterator[str]:
     """Yield the tensors that are not finite, with how many elements."""
     for key, tensor in tensors.items():
-        if bad := bits.count_not_finite(tensor):
+        bad = bits.count_not_finite(tensor)
+        if bad:
             yield f"{where(key)}: {bad} of {counted(tensor.numel(), 'element')}"
 
 
@@ -220,7 +238,7 @@ def _tied(pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> Iterator[str]:
 
 
 def _place_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
-    """Device, address, shape and strides of a tensor's values; None if it has none."""
+    """Return device, address, shape and strides of a tensor's values; None if it has none."""
     try:
         local = bits.held(tensor)
     except bits.NoBytes:
@@ -231,7 +249,11 @@ def _place_in_memory(tensor: Tensor) -> tuple[object, ...] | None:
 
 
 def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
-    """How two tensors differ, or None; a NoBytes if one of them holds no values."""
+    """Return how two tensors differ, or None.
+
+    Raises:
+        NoBytes: one of them holds no values, or terms of a sum against whole values.
+    """
     if bits.is_dtensor(actual) != bits.is_dtensor(expected):
         sharded: Any = actual if bits.is_dtensor(actual) else expected
         if any(placement.is_partial() for placement in sharded.placements):
@@ -240,18 +262,18 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
             )
     a, b = bits.held(actual), bits.held(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
-    layouts: dict[Kind, list[object]] = {
-        "dtype": [a.dtype, b.dtype],
-        "shape": [list(a.shape), list(b.shape)],
-        "stride": [a.stride(), b.stride()],
-    }
+    layouts: list[tuple[Kind, object, object]] = [
+        ("dtype", a.dtype, b.dtype),
+        ("shape", list(a.shape), list(b.shape)),
+        ("stride", a.stride(), b.stride()),
+    ]
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
-        layouts["placements"] = [
-            f"{side.placements} of {list(side.shape)}" for side in (actual, expected)
-        ]
-    for kind, (ours, theirs) in layouts.items():
-        if ours != theirs:
-            return Difference(key, kind, str(ours), str(theirs), layout, numel)
+        # Equal shards are of other tensors, if the placements or the global shapes differ.
+        ours, theirs = (f"{side.placements} of {list(side.shape)}" for side in (actual, expected))
+        layouts.append(("placements", ours, theirs))
+    for kind, mine, other in layouts:
+        if mine != other:
+            return Difference(key, kind, str(mine), str(other), layout, numel)
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
@@ -315,36 +337,38 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     __tracebackhide__ = True
     verdict, explanations = judged(actual, expected, what)
     if verdict.outcome != "equal":
-        told = [what, starts_differ(actual, expected), str(verdict), *explanations]
-        if not (
-            verdict.compared or verdict.only_actual or verdict.only_expected or verdict.differences
-        ):
-            told.append(
-                "give what holds tensors: a record of a run, a module, a tensor, or a mapping or list of some"
+        lines = [what, starts_differ(actual, expected), str(verdict), *explanations]
+        if not (verdict.compared or verdict.only_actual or verdict.only_expected):
+            lines.append(
+                "give what holds tensors: a record of a run, a module, a tensor, or a mapping or "
+                "list of some"
             )
-        raise BitwiseDifference("\n".join(filter(None, told)), verdict)
+        raise BitwiseDifference("\n".join(filter(None, lines)), verdict)
     return verdict
 
 
 def starts_differ(actual: Tensors, expected: Tensors) -> str:
-    """That two recorded runs started from other weights, if they did: then nothing behind it says
-    anything.
+    """Return that two recorded runs started from other weights; an empty string if they did not.
+
+    What such runs compute says nothing.
     """
     if not isinstance(actual, Record) or not isinstance(expected, Record):
         return ""
-    both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
-    if not (
-        ranks := [
-            int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]
-        ]
-    ):
+    ranks = []
+    for key in actual.meta.keys() & expected.meta.keys():
+        if key.startswith(START) and actual.meta[key] != expected.meta[key]:
+            ranks.append(int(key.removeprefix(START)))
+    if not ranks:
         return ""
-    return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
+    which = _some("rank", sorted(ranks))
+    return f"the two runs start from different weights, on {which}: seed both sides alike"
 
 
 def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list[str]]:
-    """A comparison that must be equal, told to all who count or watch; and what they know about it:
-    with ``--gt-bisect``, which pass it was.
+    """Compare what must be equal, and notify those who count or watch.
+
+    Returns:
+        The verdict, and what watchers know about it: with ``--gt-bisect``, which pass it was.
     """
     verdict, explanations = compare(actual, expected), list[str]()
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)

@@ -18,6 +18,7 @@ from pytest_gtrainer._torch import private_names
 
 with private_names():
     from torch._decomp import decomposition_table
+    from torch._dynamo.eval_frame import OptimizedModule
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,14 @@ __all__ = ["StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
 def is_taken_apart(operator: Any) -> bool:
     """Return whether the dispatcher takes an operator apart by itself."""
     return bool(operator._can_decompose())
+
+
+def is_compiled(value: Any) -> bool:
+    """Return whether ``torch.compile`` has made, or changed, a function or module."""
+    # The one marks functions, the other modules that compile() has changed in place.
+    marked = "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})
+    is_changed = getattr(value, "_compiled_call_impl", None) is not None
+    return isinstance(value, OptimizedModule) or marked or is_changed
 
 
 def take_apart(operator: Any, args: Any, kwargs: Any) -> Any:

@@ -100,8 +100,10 @@ class Arithmetic(ABC):
         takes_apart: kernels are seen through: operators are made of others where torch says how.
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
-        reverse: decide by the reverse order. A comparison has one result in each of two runs.
+        bias: 1 puts abstract elements above all known numbers, -1 below them, 0 among them.
         decisions: how often elements were compared or sorted.
+        roots: how often few square roots were taken. Each has one of two signs.
+        never_equal: operators that ask whether elements are equal: they never are by chance.
         exponentials: how often ``exp`` was computed as a function of nothing known.
     """
 
@@ -111,9 +113,14 @@ class Arithmetic(ABC):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.opaque: dict[str, set[int]] = {}
-        self.reverse = False
+        self.never_equal: set[str] = set()
+        self.bias = 0
+        self.roots = 0
         self.decisions = self.exponentials = 0
         self._uninitialised = 0
+
+    def set_seed(self, seed: int) -> None:
+        self.seed = seed
 
     # --- elements
 
@@ -129,15 +136,26 @@ class Arithmetic(ABC):
     def order(self, elements: Elements) -> Tensor:
         """Return numbers that put elements in an order: infinities at the ends, 0 at 0."""
 
-    def order_key(self, elements: Elements) -> Tensor:
-        """Return the order by which this run decides; the reverse one, if ``reverse``."""
+    def order_of_two(self, left: Any, right: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys of two operands, of which one may be a known number.
+
+        By ``bias`` abstract elements are above or below all known ones. So what is asked of a whole
+        tensor, such as whether any element is above a limit, has both answers in some run.
+        """
         self.decisions += 1
-        key = self.order(elements)
-        if not self.reverse:
-            return key
+        keys = [self.order(self.lift(operand)) for operand in (left, right)]
+        abstract = [isinstance(operand, Value) for operand in (left, right)]
+        if not self.bias or all(abstract):
+            return keys[0], keys[1]
+        place = abstract.index(True)
+        is_equal = self.lift(left) == self.lift(right)
+        # Next to the ends, which infinities have.
         limits = torch.iinfo(torch.int64)
-        is_end = (key == limits.min) | (key == limits.max)
-        return torch.where(is_end, key, -key)
+        end = limits.max - 1 if self.bias > 0 else limits.min + 1
+        key = keys[place].expand(is_equal.shape)
+        is_end = (key == limits.max) | (key == limits.min)
+        keys[place] = torch.where(is_equal | is_end, key, end)
+        return keys[0], keys[1]
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""
@@ -194,24 +212,25 @@ class Arithmetic(ABC):
         """Return what the result of a kernel depends on, beside its operands' elements."""
         return call.base
 
-    def is_less(self, left: Elements, right: Elements) -> Tensor:
-        return self.order_key(left) < self.order_key(right)
-
     def compare(self, call: Call) -> Tensor:
         """Return a comparison of elements: a known tensor of bools."""
-        left, right = (self.lift(operand) for operand in list(call.named.values())[:2])
-        if call.base in ("eq", "ne"):
-            return getattr(torch, call.base)(left, right)
         assert call.base in COMPARISONS
-        return getattr(torch, call.base)(self.order_key(left), self.order_key(right))
+        left, right = list(call.named.values())[:2]
+        self.never_equal.add(str(call.operator))
+        function = getattr(torch, call.base)
+        if call.base in ("eq", "ne"):
+            return function(self.lift(left), self.lift(right))
+        return function(*self.order_of_two(left, right))
 
     def truth(self, call: Call) -> Tensor:
         """Return a logical function of elements, which are true unless they are 0."""
+        self.never_equal.add(str(call.operator))
+        self.decisions += 1
         operands = []
         for operand in call.named.values():
             if isinstance(operand, Value):
                 is_signbit = call.base == "signbit"
-                key = self.order_key(operand.elements)
+                key = self.order(operand.elements)
                 operands.append(key < 0 if is_signbit else key != 0)
             else:
                 operands.append(operand.bool())
@@ -223,7 +242,8 @@ class Arithmetic(ABC):
         value = call.args[0]
         if not isinstance(value, Value):
             raise NoMeaning(f"{call.operator} of known numbers by abstract ones")
-        key = self.order_key(value.elements)
+        self.decisions += 1
+        key = self.order(value.elements)
         found = call.operator(key, *call.args[1:], **call.kwargs)
         if isinstance(found, Tensor):
             if call.result.dtype == value.dtype:  # max(x), median(x)
@@ -275,15 +295,14 @@ class Arithmetic(ABC):
         Args:
             is_known: the operator could be taken apart, but this arithmetic does not.
         """
-        parts, constants = [], [str(call.operator)]
+        parts = []
         for leaf in leaves_of((call.args, call.kwargs)):
             if isinstance(leaf, Value | Tensor):
                 elements = self.lift(leaf)
                 parts.append(hashing.fold(elements.reshape(-1), [0]))
-                constants.append(spell(leaf))
-            else:
-                constants.append(spell(leaf))
-        key = hashing.mix(hashing.of_name(*constants), parts)
+        # The spelling keeps lists apart, and names of keywords.
+        seed = hashing.of_name(str(call.operator), spell(call.args), spell(call.kwargs))
+        key = hashing.mix(seed, parts)
         if not is_known:
             self.opaque.setdefault(str(call.operator), set()).add(int(key))
         found = []

@@ -56,7 +56,7 @@ class Field(Arithmetic):
         return torch.tensor(self.prime.number(value, as_meant=not self.rounds))
 
     def order(self, elements: Elements) -> Tensor:
-        return self.prime.order_key(elements)
+        return self.prime.order_key(elements, hashing.of_name("order", self.seed))
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
         if not (value.dtype.is_floating_point and dtype.is_floating_point):
@@ -82,6 +82,9 @@ class Field(Arithmetic):
         method = getattr(self, f"_{call.base.strip('_')}", None)
         if call.base not in _METHODS or method is None:
             return NotImplemented
+        narrow = self.rounds and BITS.get(call.result.dtype, 53) < BITS[torch.float32]
+        if narrow and call.base in _ACCUMULATIONS:
+            return NotImplemented  # the kernel rounds after every addition
         found = method(call)
         if found is NotImplemented:
             return NotImplemented
@@ -134,6 +137,7 @@ class Field(Arithmetic):
 
     def _root(self, elements: Elements) -> Elements:
         """Return roots of squares, and pseudo-random numbers for the others."""
+        self.roots += elements.numel() < _FEW
         root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
         is_square = self.prime.power(root, 2) == elements
         hashed = self.narrow(hashing.mix(hashing.of_name("sqrt"), [elements]))
@@ -164,15 +168,19 @@ class Field(Arithmetic):
 
     def _maximum(self, call: Call) -> Elements:
         left, right = torch.broadcast_tensors(*self._operands(call))
-        return torch.where(self.is_less(left, right), right, left)
+        return torch.where(self._is_less(call), right, left)
 
     def _minimum(self, call: Call) -> Elements:
         left, right = torch.broadcast_tensors(*self._operands(call))
-        return torch.where(self.is_less(left, right), left, right)
+        return torch.where(self._is_less(call), left, right)
+
+    def _is_less(self, call: Call) -> Tensor:
+        left, right = self.order_of_two(*list(call.named.values())[:2])
+        return left < right
 
     def _abs(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
-        is_negative = self.order_key(elements) < 0
+        is_negative = self.order(elements) < 0
         return torch.where(is_negative, self.prime.negative(elements), elements)
 
     def _amax(self, call: Call) -> Elements:
@@ -193,7 +201,8 @@ class Field(Arithmetic):
         shape = [elements.shape[dim] for dim in kept]
         count = math.prod(elements.shape[dim] for dim in reduced)
         rows = elements.permute(kept + reduced).reshape(*shape, count)
-        return rows, self.order_key(rows)
+        self.decisions += call.result.numel() < _FEW
+        return rows, self.order(rows)
 
     # --- sums over dimensions
 
@@ -335,6 +344,9 @@ class Field(Arithmetic):
 
 
 _OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
+_ACCUMULATIONS = names(
+    "cumsum embedding_dense_backward index_add index_put scatter_add _unsafe_index_put"
+)
 _METHODS = names(
     """
     add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm
@@ -357,7 +369,11 @@ class FieldWithExponents(Field):
     def __init__(self, *, casts: str, seed: int = 0) -> None:
         super().__init__(casts=casts, seed=seed)
         self._numbers = Field(casts=casts, seed=seed)
-        self._exponents = Field(casts="identity", seed=seed, modulus=Q)
+        self._exponents = Field(casts=casts, seed=seed, modulus=Q)
+
+    def set_seed(self, seed: int) -> None:
+        for each in (self, self._numbers, self._exponents):
+            each.seed = seed
 
     def narrow(self, hashes: Tensor) -> Elements:
         return self._with_own_exponent(hashes.remainder(P))
@@ -382,7 +398,7 @@ class FieldWithExponents(Field):
         return torch.where(numbers < P, numbers | exponents << 31, numbers)
 
     def order(self, elements: Elements) -> Tensor:
-        return self.prime.order_key(self.number_of(elements))
+        return super().order(self.number_of(elements))
 
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
         numbers = self.number_of(elements)
@@ -394,9 +410,10 @@ class FieldWithExponents(Field):
             return [self.stored(self._exp(call), call.result.dtype)]
         if call.base in _CHOICES:
             return super().compute(call)
-        self._numbers.reverse = self.reverse
+        self._numbers.bias = self.bias
         numbers = self._numbers.compute(self._part(call, self.number_of))
         self.decisions += self._numbers.decisions
+        self.roots += self._numbers.roots
         if numbers is NotImplemented:
             return NotImplemented
         is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1
@@ -432,6 +449,7 @@ class FieldWithExponents(Field):
 
 
 _LOW = (1 << 31) - 1
+_FEW = 16  # more elements than these do not all decide alike by chance
 _CHOICES = names("maximum minimum amax amin")
 _LINEAR = names(
     """

@@ -105,7 +105,7 @@ def _attention_for_cpu(
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = (_repeat_heads(each, query.shape[1]).to(wide) for each in (key, value))
     scores = _scores(query.to(wide), keys, attn_mask, is_causal, scale)
-    weights = torch.softmax(scores, -1)
+    weights = aten._safe_softmax(scores, -1)
     return (weights @ values).to(query.dtype), torch.logsumexp(scores, -1)
 
 
@@ -128,7 +128,7 @@ def _attention_for_cpu_backward(
     keys, values = (_repeat_heads(each, heads).to(wide) for each in (key, value))
     gradient, queries = grad_out.to(wide), query.to(wide)
     scores = _scores(queries, keys, attn_mask, is_causal, scale)
-    weights = torch.softmax(scores, -1)
+    weights = aten._safe_softmax(scores, -1)
     to_weights = gradient @ values.transpose(-2, -1)
     along_rows = (to_weights * weights).sum(-1, keepdim=True)
     to_scores = weights * (to_weights - along_rows)

@@ -106,7 +106,11 @@ class ArithmeticMode(TorchDispatchMode):
             self.reads[str(func)] += 1
             return func(*args, **kwargs)
         reference = given_meaning(func)
-        if is_taken_apart(func) and reference is None:
+        if reference is not None:
+            # Instead of the operator, which may have a kernel on other devices only.
+            with self:
+                return reference(*args, **kwargs)
+        if is_taken_apart(func):
             # Without autograd such operators come here whole.
             with self:
                 return take_apart(func, args, kwargs)
@@ -118,24 +122,30 @@ class ArithmeticMode(TorchDispatchMode):
             return result
         if func.namespace in COMMUNICATING:
             raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
-        if reference is None and (base.startswith("_foreach_") or func.namespace == "fsdp"):
+        if base.startswith("_foreach_") or func.namespace == "fsdp":
             with self:
                 result = run_kernel(func, args, kwargs)  # it calls an operator for each tensor
-            if not all(map(self.shadows.has, tensors_in(result))):
+            if not self._is_followed(args, result):
                 raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
             return result
         if base.startswith(("_unsafe_index", "_unsafe_masked_index")):
             _check_places(func, args, kwargs)
-        if schema(func).is_mutable and reference is None:
+        if schema(func).is_mutable:
             return self._write(func, base, args, kwargs)
         result = func(*args, **kwargs)
         results = tensors_in(result)
-        if reference is not None:
-            self._adopt(results, self._by_parts(reference, args, kwargs))
-        else:
-            self._compute(func, base, args, kwargs, results)
+        self._compute(func, base, args, kwargs, results)
         self._report(func, (args, kwargs), results)
         return result
+
+    def _is_followed(self, args: Any, result: Any) -> bool:
+        """Return whether each result that is made of an abstract tensor is abstract."""
+        found = tensors_in(result)
+        given = args[0] if args and isinstance(args[0], list | tuple) else []
+        if len(found) != len(given):
+            return all(map(self.shadows.has, found))
+        pairs = zip(given, found, strict=True)
+        return all(self.shadows.has(own) or not self.shadows.has(tensor) for tensor, own in pairs)
 
     def _report(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
         if self.on_result is not None and not self._inside:
@@ -177,7 +187,8 @@ class ArithmeticMode(TorchDispatchMode):
         """Compare elements; return whether the operator does nothing else."""
         arithmetic, base = self.arithmetic, call.base
         if base in CASTS and call.result.dtype == torch.bool:
-            self._know(call.result, arithmetic.order_key(call.args[0].elements) != 0)
+            arithmetic.never_equal.add(str(call.operator))
+            self._know(call.result, arithmetic.order(call.args[0].elements) != 0)
         elif base in TRUTHS:
             self._know(call.result, arithmetic.truth(call))
         elif base in COMPARISONS:
@@ -319,7 +330,7 @@ class ArithmeticMode(TorchDispatchMode):
         target = args[0]
         source: Any = named.get("src", named.get("value", 0.0))
         value = self.shadows.read(source) if isinstance(source, Tensor) else None
-        is_whole = target.numel() == whole_storage(target).numel()
+        is_whole = _covers_storage(target)
         if value is None and is_whole:
             result = func(*args, **kwargs)
             self.shadows.forget(target)
@@ -339,7 +350,7 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _write_known(self, target: Tensor) -> None:
         """Note that real numbers were written to a target."""
-        if target.numel() == whole_storage(target).numel():
+        if _covers_storage(target):
             self.shadows.forget(target)
         elif self.shadows.has(target):
             self.shadows.write(target, self.arithmetic.lift(target))
@@ -364,6 +375,16 @@ def _check_places(func: Any, args: Any, kwargs: Any) -> None:
             continue
         if int(places.min()) < -extent or int(places.max()) >= extent:
             raise NoMeaning(f"{func} at places that depend on abstract numbers")
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    # Strides that overlap would cover less.
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous() and _count_of(tensor) == tensor.numel()
+
+
+def _count_of(tensor: Tensor) -> int:
+    return whole_storage(tensor).numel()
 
 
 def _is_out(func: Any, name: str) -> bool:

@@ -156,14 +156,15 @@ class Prime:
             result = part if result is None else self.add(result, part)
         return result
 
-    def order_key(self, elements: Tensor) -> Tensor:
+    def order_key(self, elements: Tensor, salt: int = 0) -> Tensor:
         """Return numbers by which elements are compared and sorted.
 
         Such numbers have no order. This one is arbitrary, the same for equal elements, with about
-        half of them above 0.
+        half of them above 0. Another salt gives another order.
         """
         limits = torch.iinfo(torch.int64)
-        key = torch.where(elements == self.minus_infinity, limits.min, scramble(elements))
+        salted = scramble(elements ^ salt) - scramble(torch.tensor(salt))  # 0 stays at 0
+        key = torch.where(elements == self.minus_infinity, limits.min, salted)
         return torch.where(elements >= self.infinity, limits.max, key)
 
     # --- numbers of programs

@@ -68,7 +68,13 @@ class Shadows:
         fits = fits or tensor.dtype
         count = _count(tensor)
         shadow = self._find(tensor)
-        if shadow is None or tensor.numel() == count:
+        is_whole = tensor.numel() == count and tensor.is_contiguous()
+        if shadow is not None and shadow.dtype != tensor.dtype and not is_whole:
+            raise NoMeaning(
+                f"memory of abstract {shadow.dtype} numbers is written as {tensor.dtype}: "
+                "an element has no bytes"
+            )
+        if shadow is None or is_whole:
             flat = torch.zeros(count, dtype=torch.int64)
             self._add(tensor, flat, fits)
             shadow = self._find(tensor)

@@ -49,7 +49,9 @@ class Terms(Arithmetic):
     def order(self, elements: Elements) -> Tensor:
         # Pads of -inf must never win: the place of one is no place of the tensor.
         limits = torch.iinfo(torch.int64)
-        key = torch.where(elements == self._infinities[0], limits.min, elements)
+        salt = self.lift(self.seed + 1.0)
+        salted = hashing.scramble(elements ^ salt) - hashing.scramble(salt)
+        key = torch.where(elements == self._infinities[0], limits.min, salted)
         return torch.where(elements == self._infinities[1], limits.max, key)
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
@@ -73,12 +75,15 @@ class Terms(Arithmetic):
             options = {name: each for name, each in call.named.items() if name in _OF_REDUCTIONS}
             seed = hashing.of_name(self.tag(call), spell(options), str(call.result.dtype))
             folded = hashing.mix(seed, [hashing.fold(value.elements, dims)])
-            return [folded.reshape(call.result.shape)]
+            return [self._at_place(folded.reshape(call.result.shape))]
         if call.base in ("add", "sub", "mul", "div", "maximum", "minimum"):
             return [self._binary(call)]
         is_atom = self.strict or call.base in ("neg", "reciprocal", "sqrt")
         if is_atom and is_pointwise(call.operator) and len(call.results) == 1:
-            return [self.pointwise(call)]
+            elements = self.pointwise(call)
+            # Of a vector kernel the rest of a row may be computed by scalar code.
+            is_exact = call.base in CORRECTLY_ROUNDED
+            return [elements if is_exact else self._at_place(elements)]
         return NotImplemented
 
     def _product(self, call: Call) -> Elements:
@@ -89,12 +94,14 @@ class Terms(Arithmetic):
         seed = hashing.of_name(self.tag(call) if self.strict else "matmul", str(dtype))
         if right.ndim > 1:
             rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
-        result = hashing.mix(seed, [rows, columns])
-        if self.strict:
-            # A kernel may add another way at the edge of a block, so the place counts.
-            places = torch.arange(result.numel()).view(result.shape)
-            result = hashing.scramble(result + places)
-        return result
+        return self._at_place(hashing.mix(seed, [rows, columns]))
+
+    def _at_place(self, elements: Elements) -> Elements:
+        """Let the place count: a kernel may add another way at the edge of a block."""
+        if not self.strict:
+            return elements
+        places = torch.arange(elements.numel()).view(elements.shape)
+        return hashing.scramble(elements + places)
 
     def _binary(self, call: Call) -> Elements:
         """Return an addition, product or quotient, or the larger or smaller of two."""
@@ -122,5 +129,6 @@ _OF_REDUCTIONS = ("correction", "unbiased", "dtype")
 def _is_power_of_two(number: float) -> bool:
     if number == 0 or abs(number) == float("inf") or number != number:
         return False
+    # A larger power, or its inverse, is no number of a narrower dtype.
     ratio = abs(float(number)).as_integer_ratio()
-    return all(part & (part - 1) == 0 for part in ratio)
+    return all(part & (part - 1) == 0 and part <= 2**14 for part in ratio)

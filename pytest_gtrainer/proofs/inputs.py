@@ -44,6 +44,17 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
     return made
 
 
+def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Say which whole numbers were drawn: a proof holds for these, and not for a pad or a double."""
+    parts = []
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if not isinstance(value, Tensor) or not value.numel() or value.dtype == torch.bool:
+            continue
+        if not value.is_floating_point() and not value.is_complex():
+            parts.append(f"{input_name(node)} in {int(value.min())}..{int(value.max())}")
+    return f"whole numbers that were drawn: {', '.join(parts)}" if parts else ""
+
+
 def _draw(
     gm: fx.GraphModule, node: fx.Node, name: str, value: Tensor, generator: torch.Generator
 ) -> Tensor:

@@ -2,25 +2,30 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from pytest_gtrainer._torch.random_states import random_states_kept
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.graph.nodes import AFTERWARDS
-from pytest_gtrainer.numerics.graph_run import named_outputs
+from pytest_gtrainer.numerics.bits import byte_view, same_bytes
+from pytest_gtrainer.numerics.graph_inputs import copies
+from pytest_gtrainer.numerics.graph_run import (
+    attributes_of,
+    named_outputs,
+    random_states_afterwards,
+)
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.inputs import input_name
-from pytest_gtrainer.worlds.simulate import simulate_graph
+from pytest_gtrainer.proofs.state import captured_by, check_outputs, copy_of, named_state
+from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
-from pytest_gtrainer.worlds.simulated.net import Net
 
 Key = tuple[str, int | None]
 """The name of a result, and in a world the rank."""
@@ -39,6 +44,13 @@ class Made:
     dtype: torch.dtype
     is_known: bool
 
+    def equals(self, other: "Made") -> bool:
+        if self.is_known != other.is_known or self.dtype != other.dtype:
+            return False
+        if self.elements.shape != other.elements.shape:
+            return False
+        return same_bytes(byte_view(self.elements), byte_view(other.elements))
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -48,11 +60,22 @@ class Run:
         results: by name and rank.
         arithmetic: in which it ran.
         reads: operators by which the program asked for real numbers.
+        real: the real numbers of its outputs.
     """
 
     results: dict[Key, Made]
     arithmetic: Arithmetic
     reads: Mapping[str, int]
+    real: dict[Key, Tensor]
+
+
+@dataclass(slots=True)
+class Left:
+    """What a program returns, and its state before and after."""
+
+    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    before: dict[Key, Made] = field(default_factory=dict)
+    after: dict[Key, Tensor] = field(default_factory=dict)
 
 
 class Program(ABC):
@@ -63,7 +86,6 @@ class Program(ABC):
     """
 
     last: dict[Key, Tensor]
-    _before: dict[Key, "Made"]
 
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
         """Run in an arithmetic, from a random state that is always the same."""
@@ -71,109 +93,102 @@ class Program(ABC):
         mode.on_result = on_result
         with random_states_kept():
             torch.manual_seed(0)
-            self._before = {}
-            results = self._results(mode)
-        self.last = results
-        made = {}
-        for key, leaf in results.items():
-            before = self._before.get(key)
-            own = self._made(mode, leaf)
+            start = random_state()
+            left = Left()
+            self._run(mode, left)
+            end = random_state()
+        for name, state in random_states_afterwards(end).items():
+            left.after[name, None] = state
+        for name, state in random_states_afterwards(start).items():
+            left.before[name, None] = Made(state, state.dtype, True)
+        self.last = left.outputs | left.after
+
+        results = {key: _made(mode, tensor) for key, tensor in left.outputs.items()}
+        for key, tensor in left.after.items():
+            own, before = _made(mode, tensor), left.before.get(key)
             # State counts only if the program writes to it.
-            if before is None or not _same(before, own):
-                made[key] = own
-        return Run(made, arithmetic, mode.reads)
+            if before is None or not before.equals(own):
+                results[key] = own
+        for key in left.before.keys() - left.after.keys():
+            results[key] = Made(torch.zeros(0), torch.float32, True)  # it is gone
+        real = {key: tensor.detach().clone() for key, tensor in left.outputs.items()}
+        return Run(results, arithmetic, mode.reads, real)
 
     @abstractmethod
-    def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
-        """Run under the mode, and return every result and all state that is left."""
-
-    def _note_state(self, mode: ArithmeticMode, key: Key, tensor: Tensor) -> None:
-        """Note what a tensor is before the program may write to it."""
-        self._before[key] = self._made(mode, tensor)
-
-    @staticmethod
-    def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
-        value = mode.shadows.read(tensor)
-        if value is None:
-            return Made(tensor.detach().clone(), tensor.dtype, True)
-        elements = mode.arithmetic.compared(value.elements)
-        return Made(elements.clone(), value.dtype, False)
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        """Run under the mode, and note every result and all state."""
 
 
-def _same(before: Made, after: Made) -> bool:
-    return before.is_known == after.is_known and torch.equal(
-        before.elements.nan_to_num(), after.elements.nan_to_num()
-    )
+def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
+    value = mode.shadows.read(tensor)
+    if value is None:
+        return Made(tensor.detach().clone(), tensor.dtype, True)
+    elements = mode.arithmetic.compared(value.elements)
+    return Made(elements.clone(), value.dtype, False)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
+    """Make floating-point numbers abstract. A view of abstract memory is abstract already."""
+    if tensor.is_floating_point() and not mode.shadows.has(tensor):
+        mode.make_abstract(tensor.detach(), name)
 
 
 class GraphProgram(Program):
-    """A graph without collectives."""
+    """A graph without collectives, or on all ranks of a world."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.gm, self.inputs = gm, inputs
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], world: AnyWorld | None, by_place: bool
+    ) -> None:
+        """In a world ``inputs`` are those of each rank. ``by_place``: results have no names."""
+        self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
         gm.recompile()
 
-    def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
         gm = copy.deepcopy(self.gm)
-        given = copies(self.inputs)
-        for place, value in enumerate(given):
-            if _is_float(value):
-                mode.make_abstract(value, place)
-        held = dict(gm.named_parameters())
-        for name, tensor in held.items():
-            mode.make_abstract(tensor.detach(), name)
-        state = self._state(gm, given, None) | _named_afterwards(gm.named_parameters())
-        for key, value in state.items():
-            self._note_state(mode, key, value)
-        with torch.no_grad(), mode:
-            outputs = NodeByNode(gm, None).run(*given)
-        found: dict[Key, Tensor] = {}
-        for name, leaf in named_outputs(outputs, gm).items():
-            found[name, None] = leaf
-        return found | state
-
-    @staticmethod
-    def _state(gm: fx.GraphModule, given: Sequence[Any], rank: int | None) -> dict[Key, Tensor]:
-        """Return the inputs that are tensors, by what they are called after the run."""
-        found: dict[Key, Tensor] = {}
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
-            if isinstance(value, Tensor):
-                found[f"{input_name(node)}{AFTERWARDS}", rank] = value
-        return found
-
-
-class SimulatedProgram(Program):
-    """A graph with collectives, on all ranks of a net."""
-
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Any]], net: Net) -> None:
-        self.gm, self.inputs, self.net = gm, inputs, net
-        gm.recompile()
-
-    def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
-        net = AnyOrder.of(self.net) if isinstance(mode.arithmetic, Field) else self.net
-        shared: dict[int, Any] = {}
-        given = [copies(own, shared) for own in self.inputs]
+        of_ranks = [list(self.inputs)] if self.world is None else list(map(list, self.inputs))
+        # All at once, as ranks may share a tensor.
+        given = copies(of_ranks)
         for rank, own in enumerate(given):
             for place, value in enumerate(own):
-                if _is_float(value) and not mode.shadows.has(value):
-                    mode.make_abstract(value, (place, rank))
-        state: dict[Key, Tensor] = {}
-        for rank, own in enumerate(given):
-            state |= GraphProgram._state(self.gm, own, rank)
-        for key, value in state.items():
-            self._note_state(mode, key, value)
+                if isinstance(value, Tensor):
+                    make_abstract(mode, value, place if self.world is None else (place, rank))
+        parameters = dict(gm.named_parameters())
+        for name, tensor in parameters.items():
+            make_abstract(mode, tensor, name)
+        for key, tensor in self._state(gm, given).items():
+            left.before[key] = _made(mode, tensor)
         with torch.no_grad(), mode:
-            of_ranks = simulate_graph(self.gm, given, net)
+            if self.world is None:
+                outputs = NodeByNode(gm, None).run(*given[0])
+                left.outputs = self._named(None, outputs, gm)
+            else:
+                net = net_of_any(self.world)
+                adds = AnyOrder.of(net) if isinstance(mode.arithmetic, Field) else net
+                for rank, own in enumerate(run_on_net(gm, given, self.world, adds)):
+                    left.outputs |= self._named(rank, own, None)
+        left.after = self._state(gm, given)
+
+    def _named(
+        self, rank: int | None, outputs: Any, gm: fx.GraphModule | None
+    ) -> dict[Key, Tensor]:
+        if isinstance(outputs, dict) and gm is None:
+            return {(name, rank): leaf for name, leaf in outputs.items() if torch.is_tensor(leaf)}
+        named = named_outputs(outputs, None if self.by_place else gm)
+        return {(name, rank): leaf for name, leaf in named.items()}
+
+    def _state(self, gm: fx.GraphModule, given: Sequence[Sequence[Any]]) -> dict[Key, Tensor]:
+        """Return the inputs that are tensors, and the graph's attributes."""
         found: dict[Key, Tensor] = {}
-        for rank, results in enumerate(of_ranks):
-            for name, leaf in results.items():
-                if isinstance(leaf, Tensor):
-                    found[name, rank] = leaf
-        return found | state
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for number, own in enumerate(given):
+            rank = None if self.world is None else number
+            for place, (node, value) in enumerate(zip(placeholders, own, strict=True)):
+                name = f"input {place}" if self.by_place else input_name(node)
+                if isinstance(value, Tensor):
+                    found[f"{name}{AFTERWARDS}", rank] = value
+        for name, tensor in attributes_of(gm):
+            found[f"{name}{AFTERWARDS}", None] = tensor.detach()
+        return found
 
 
 class FunctionProgram(Program):
@@ -184,71 +199,33 @@ class FunctionProgram(Program):
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.function, self.inputs = function, inputs
+        named_state(function, inputs)  # refuses what nobody can follow
+        captured_by(function)
 
-    def _results(self, mode: ArithmeticMode) -> dict[Key, Tensor]:
-        function, given = copy_of_modules((self.function, list(self.inputs)))
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        function, *given = copy_of([self.function, *self.inputs])
         state = named_state(function, given)
         for name, tensor in state.items():
-            is_buffer = name.startswith("buffer ")
-            if tensor.is_floating_point() and not is_buffer:
-                mode.make_abstract(tensor.detach(), name)
-        afterwards = _named_afterwards(state.items())
-        for key, tensor in afterwards.items():
-            self._note_state(mode, key, tensor)
-        with mode:
-            outputs = function(*given)
-        found: dict[Key, Tensor] = {}
-        for name, leaf in named_outputs(outputs).items():
-            found[name, None] = leaf.detach()
-        found |= afterwards
-        for name, tensor in state.items():
-            if tensor.grad is not None:
-                found[f"gradient of {name}", None] = tensor.grad.detach()
-        return found
-
-
-def _named_afterwards(state: Iterable[tuple[str, Tensor]]) -> dict[Key, Tensor]:
-    return {(f"{name}{AFTERWARDS}", None): tensor.detach() for name, tensor in state}
-
-
-def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the tensors that a call is given: of modules by FQN, of others by their place."""
-    found: dict[str, Tensor] = {}
-    for place, value in enumerate([function, *inputs]):
-        if isinstance(value, nn.Module):
-            found |= dict(value.named_parameters())
-            found |= {f"buffer {name}": tensor for name, tensor in value.named_buffers()}
-        elif isinstance(value, Tensor):
-            found[f"input {place - 1}"] = value
-        elif place:
-            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-                if isinstance(leaf, Tensor):
-                    found[f"input {place - 1}{pytree.keystr(path)}"] = leaf
-    return found
-
-
-def copy_of_modules(values: Any) -> Any:
-    """Return copies of the tensors and modules in a structure; what is shared stays shared."""
-    memo: dict[int, Any] = {}
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, nn.Module | Tensor):
-            if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                leaf = leaf.detach()
-            return copy.deepcopy(leaf, memo)
-        return leaf
-
-    return pytree.tree_map(copied, values)
-
-
-def copies(inputs: Sequence[Any], shared: dict[int, Any] | None = None) -> list[Any]:
-    """Return clones of tensors; one tensor that is given twice stays one."""
-    shared = {} if shared is None else shared
-    made = []
-    for value in inputs:
-        if isinstance(value, Tensor):
-            if id(value) not in shared:
-                shared[id(value)] = value.detach().clone()
-            value = shared[id(value)]
-        made.append(value)
-    return made
+            if not name.startswith("buffer "):
+                place = name.removeprefix("input ")
+                make_abstract(mode, tensor, int(place) if place.isdigit() else name)
+        captured = captured_by(self.function)
+        originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
+        for name, tensor in (state | captured).items():
+            left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
+        try:
+            with mode:
+                outputs = function(*given)
+            check_outputs(outputs)
+            for name, leaf in named_outputs(outputs).items():
+                left.outputs[name, None] = leaf.detach()
+            # Again, as a program may replace a tensor instead of writing to it.
+            for name, tensor in (named_state(function, given) | captured).items():
+                left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
+                if tensor.is_leaf and tensor.grad is not None:
+                    left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
+        finally:
+            with torch.no_grad():
+                for name, tensor in captured.items():
+                    if not torch.equal(tensor, originals[name]):
+                        tensor.copy_(originals[name])

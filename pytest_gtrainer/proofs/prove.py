@@ -1,10 +1,12 @@
 """Prove which kind of equal two programs are."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import fx
 
 from pytest_gtrainer import facts
@@ -19,7 +21,7 @@ from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
-from pytest_gtrainer.proofs.inputs import draw_inputs
+from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
     FunctionProgram,
@@ -28,7 +30,6 @@ from pytest_gtrainer.proofs.programs import (
     Made,
     Program,
     Run,
-    SimulatedProgram,
 )
 from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, Place, Proof
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
@@ -73,7 +74,7 @@ def prove(
         ValueError: no inputs for callables, an input that nobody can make up, collectives without
             a world, or a world for callables.
     """
-    programs = _programs(actual, expected, inputs, world)
+    programs, drawn = _programs(actual, expected, inputs, world)
     if at_least not in KINDS:
         raise ValueError(f"at_least={at_least!r}: take one of {', '.join(map(repr, KINDS))}")
     seconds: dict[str, float] = {}
@@ -88,89 +89,101 @@ def prove(
                 if of_kind and not any(run.arithmetic.exponentials for run in of_kind[0]):
                     break  # without exp the other field is the same
                 try:
-                    runs = _run_both(programs, arithmetic)
+                    *runs, differ = _run_both(programs, arithmetic)
                 except NoMeaning as error:
                     return Proof("unknown", reason=str(error), seconds=seconds)
                 seconds[kind] = time.perf_counter() - begun
                 reason = _says_nothing(*runs)
                 if reason:
                     return Proof("unknown", reason=reason, seconds=seconds)
-                if first_difference(runs[0].results, runs[1].results) is None:
-                    return _equal(kind, programs, runs, failed, seconds)
-                of_kind.append(runs)
+                if not differ:
+                    apart = _apart_in_real_numbers(kind, *runs)
+                    if apart and kind != "identical":
+                        return Proof("unknown", reason=apart, seconds=seconds)
+                    if not apart:
+                        return _equal(kind, programs, runs, failed, seconds, drawn)
+                of_kind.append((runs[0], runs[1]))
             failed = kind, *of_kind[0]
     assert failed is not None
     return _different(programs, *failed, seconds)
 
 
-def _run_both(programs: Sequence[Program], arithmetic: Callable[[], Arithmetic]) -> tuple[Run, Run]:
-    """Run two programs in an arithmetic; if they decide something, in both orders of elements.
+def _run_both(
+    programs: Sequence[Program], arithmetic: Callable[[], Arithmetic]
+) -> tuple[Run, Run, bool]:
+    """Run two programs in an arithmetic, and return the runs, and whether they differ.
 
-    So each comparison has both results, and a limit that one order never meets is met in the other.
-
-    Returns:
-        The runs in which they differ; those of the first order, if they do not.
+    If they decide something, or take few square roots, one run may be equal by chance. Then they
+    run again: with abstract elements above and below all known numbers, and with other elements.
     """
-    first = programs[0].run(arithmetic()), programs[1].run(arithmetic())
-    decides = any(run.arithmetic.decisions for run in first)
-    if not decides or first_difference(first[0].results, first[1].results) is not None:
-        return first
-    other = (
-        programs[0].run(_reversed(arithmetic())),
-        programs[1].run(_reversed(arithmetic())),
-    )
-    return first if first_difference(other[0].results, other[1].results) is None else other
+    first, differ = _run_once(programs, arithmetic())
+    if differ:
+        return *first, True
+    counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
+    if any(counts):
+        for seed, bias in _AGAIN:
+            again = arithmetic()
+            again.set_seed(seed)
+            again.bias = bias
+            runs, differ = _run_once(programs, again)
+            if differ:
+                return *runs, True
+    return *first, False
 
 
-def _reversed(arithmetic: Arithmetic) -> Arithmetic:
-    arithmetic.reverse = True
-    return arithmetic
+def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tuple[Run, Run], bool]:
+    runs = programs[0].run(copy.deepcopy(arithmetic)), programs[1].run(arithmetic)
+    return runs, first_difference(runs[0].results, runs[1].results) is not None
+
+
+_AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
+"""Seeds and biases of further runs: so one element decides alike in all with a chance of 1 in 64."""
 
 
 def _programs(
     actual: Any, expected: Any, inputs: Any, world: AnyWorld | None
-) -> tuple[Program, Program]:
+) -> tuple[tuple[Program, Program], str]:
+    """Return both programs with their inputs, and what was drawn of these."""
     graphs = [_graph_of(each) for each in (actual, expected)]
-    first = graphs[0] or graphs[1]
-    if world is not None:
-        return _in_world(graphs, inputs, world)
-    for gm in graphs:
+    for given, gm in zip((actual, expected), graphs, strict=True):
+        if gm is None and not callable(given):
+            raise ValueError(f"{given!r} is no graph and cannot be called")
         found = [node for node in nodes_within(gm) if launches(node.target)] if gm else []
-        if found:
+        if found and world is None:
             raise ValueError(f"{found[0].name} communicates: give world=, a simulated world or net")
-    if inputs is None:
+    first = graphs[1] or graphs[0]
+    drawn = ""
+    if world is not None:
+        net = net_of_any(world)
+        if first is None or None in graphs:
+            raise ValueError("in a world, both programs are graphs: trace the callable first")
+        inputs, drawn = _inputs_of_ranks(first, inputs, net.size)
+    elif inputs is None:
         if first is None:
             raise ValueError("two callables: give the inputs of one call, inputs=")
-        inputs = draw_inputs(graphs[1] or first, seed=0)
+        inputs = draw_inputs(first, seed=0)
+        drawn = describe_integers(first, inputs)
+    elif not isinstance(inputs, list | tuple):
+        raise ValueError(f"inputs= is a {type(inputs).__name__}: give a tuple, (x,) for one input")
+
+    is_mixed = None in graphs
     made: list[Program] = []
     for given, gm in zip((actual, expected), graphs, strict=True):
-        if gm is not None:
-            made.append(GraphProgram(gm, inputs))
-        elif callable(given):
+        if gm is None:
             made.append(FunctionProgram(given, inputs))
         else:
-            raise ValueError(f"{given!r} is no graph and cannot be called")
-    return made[0], made[1]
+            made.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
+    return (made[0], made[1]), drawn
 
 
-def _in_world(
-    graphs: Sequence[fx.GraphModule | None], inputs: Any, world: AnyWorld
-) -> tuple[Program, Program]:
-    net = net_of_any(world)
-    if graphs[0] is None or graphs[1] is None:
-        raise ValueError("in a world, both programs are graphs: trace the callable first")
+def _inputs_of_ranks(gm: fx.GraphModule, inputs: Any, size: int) -> tuple[list[Sequence[Any]], str]:
     if inputs is None:
-        of_ranks = [draw_inputs(graphs[1], seed=rank) for rank in range(net.size)]
-    elif callable(inputs):
-        of_ranks = [list(inputs(rank)) for rank in range(net.size)]
-    else:
-        of_ranks = [list(own) for own in inputs]
-    if len(of_ranks) != net.size:
-        raise ValueError(f"inputs= has {len(of_ranks)} entries, the world has {net.size} ranks")
-    return (
-        SimulatedProgram(graphs[0], of_ranks, net),
-        SimulatedProgram(graphs[1], of_ranks, net),
-    )
+        of_ranks = [draw_inputs(gm, seed=rank) for rank in range(size)]
+        return list(of_ranks), describe_integers(gm, of_ranks[0])
+    of_ranks = [inputs(rank) for rank in range(size)] if callable(inputs) else list(inputs)
+    if len(of_ranks) != size:
+        raise ValueError(f"inputs= has {len(of_ranks)} entries, the world has {size} ranks")
+    return list(of_ranks), ""
 
 
 def _graph_of(program: Any) -> fx.GraphModule | None:
@@ -227,8 +240,41 @@ def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Pl
     return Place(name, rank, element, len(places), found.numel())
 
 
-def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
-    found = []
+def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
+    """Return how the real numbers of two runs contradict a proof; "" if they do not.
+
+    They would, if something computed where no dispatch mode sees it, such as NumPy. Where abstract
+    elements were compared the real numbers followed these, and mean nothing.
+    """
+    if actual.arithmetic.decisions or expected.arithmetic.decisions:
+        return ""
+    floats = {key: real for key, real in expected.real.items() if real.is_floating_point()}
+    largest = [
+        float(real.double().nan_to_num().abs().max())
+        for real in floats.values()
+        if len(real.reshape(-1))
+    ]
+    for (name, rank), wanted in floats.items():
+        found = actual.real.get((name, rank))
+        if found is None or found.shape != wanted.shape or not wanted.numel():
+            continue
+        if kind == "identical":
+            if not Made(found, found.dtype, True).equals(Made(wanted, wanted.dtype, True)):
+                return f"the bits of {name} differ"
+            continue
+        error = (found.double() - wanted.double()).nan_to_num().abs().max()
+        allowed = 0.1 * wanted.double().nan_to_num().abs().max() + 1e-3 * max(largest)
+        if error > allowed or not torch.equal(found.isnan(), wanted.isnan()):
+            where = "" if rank is None else f" on rank {rank}"
+            return (
+                f"the real numbers of {name}{where} are apart, though the elements are equal: "
+                "rounding leaves no digit, or something computes where no dispatch mode sees it"
+            )
+    return ""
+
+
+def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
+    found = [drawn] if drawn else []
     constant = []
     for (name, rank), made in runs[1].results.items():
         if made.is_known and made.dtype.is_floating_point and made.elements.numel():
@@ -242,6 +288,9 @@ def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
     reads = sum(sum(run.reads.values()) for run in runs)
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")
+    asked = sorted({name for run in runs for name in run.arithmetic.never_equal})
+    if asked:
+        found.append(f"no two compared numbers are equal ({', '.join(asked)})")
     return tuple(found)
 
 
@@ -251,17 +300,18 @@ def _equal(
     runs: Sequence[Run],
     failed: tuple[str, Run, Run] | None,
     seconds: dict[str, float],
+    drawn: str,
 ) -> Proof:
     first, origin = None, ""
     if failed is not None:
         first = first_difference(failed[1].results, failed[2].results)
-        origin = find_origin(programs, failed[0], first, failed[1].arithmetic.reverse)
+        origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
     return Proof(
         kind,
         compared=len(runs[1].results),
         first=first,
         origin=origin,
-        assumes=_assumptions(runs),
+        assumes=_assumptions(runs, drawn),
         seconds=seconds,
     )
 
@@ -273,7 +323,7 @@ def _different(
     assert first is not None
     ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
     unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    origin = find_origin(programs, kind, first, actual.arithmetic.reverse)
+    origin = find_origin(programs, kind, first, actual.arithmetic)
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
         key = first.result, first.rank
@@ -309,13 +359,16 @@ def common_factor(actual: Made, expected: Made) -> Fraction | None:
     return field.small_fraction(int(factors[0])) if len(factors) == 1 else None
 
 
-def find_origin(programs: Sequence[Program], kind: str, first: Place | None, reverse: bool) -> str:
+def find_origin(
+    programs: Sequence[Program], kind: str, first: Place | None, like: Arithmetic
+) -> str:
     """Run both programs again, and return where their difference begins."""
     if first is None or first.element is None:
         return ""
     arithmetics = [_ARITHMETICS[kind][0]() for _ in programs]
     for arithmetic in arithmetics:
-        arithmetic.reverse = reverse
+        arithmetic.set_seed(like.seed)
+        arithmetic.bias = like.bias
     made = AllElements()
     programs[1].run(arithmetics[1], made)
     trail = Trail(made.sorted())

@@ -71,11 +71,26 @@ def simulate_graph(
         ValueError: inputs, outputs or groups that do not fit.
     """
     net, gm = net_of_any(world), adopted(gm, names)
-    collectives = [node for node in nodes_within(gm) if launches(node.target)]
-    if not collectives:
+    if not any(launches(node.target) for node in nodes_within(gm)):
         raise VacuousCheck(
             "the graph has no collective, so no net changes a bit of it: run it by itself"
         )
+    return run_on_net(
+        gm, _inputs_of_ranks(inputs_of_rank, net.size), world, net, groups=groups, outputs=outputs
+    )
+
+
+def run_on_net(
+    gm: fx.GraphModule,
+    inputs: Sequence[Inputs],
+    world: AnyWorld,
+    net: Net,
+    *,
+    groups: Groups | None = None,
+    outputs: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Run a graph on all ranks of a world, with sums by ``net``; see ``simulate_graph``."""
+    collectives = [node for node in nodes_within(gm) if launches(node.target)]
     extents = world.mesh.values() if isinstance(world, World) else (net.size,)
     mesh = torch.arange(net.size).view(*extents)
     # A world of another size may be up: its groups are not those of the simulated ranks.
@@ -84,7 +99,6 @@ def simulate_graph(
     rank = dist.get_rank() if is_here else 0
     graph = RankGraph(gm, rank, net.size, known, (mesh,)).with_graph(gm)
 
-    inputs = _inputs_of_ranks(inputs_of_rank, net.size)
     given = [_in_order(gm, own, rank) for rank, own in enumerate(inputs)]
     values = []
     for own in zip(*given, strict=True):

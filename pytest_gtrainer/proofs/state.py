@@ -1,0 +1,139 @@
+"""The tensors that a call is given and may leave changed, by name; what nobody can follow.
+
+A proof is about what a program makes of its inputs. What it holds besides, such as a module in a
+closure or an optimiser, would be read, or written to, without a trace. So it is refused.
+"""
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gtrainer._torch.arithmetic import is_compiled
+from pytest_gtrainer._torch.autograd import method_of_hook
+from pytest_gtrainer._torch.values import pytree
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice, type(...)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(types.FunctionType, types.BuiltinFunctionType, type),
+)
+
+
+def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors that a call is given: of the first module by FQN, of others by place too.
+
+    Raises:
+        ValueError: compiled code, a hook on a parameter, or an object that may hold tensors.
+    """
+    found: dict[str, Tensor] = {}
+    modules: list[nn.Module] = []
+    for place, value in enumerate([function, *inputs]):
+        if place == 0 and not isinstance(value, nn.Module):
+            continue
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            where = f"input {place - 1}{pytree.keystr(path)}" if place else "the function"
+            if isinstance(leaf, Tensor):
+                found[where] = leaf
+            elif isinstance(leaf, nn.Module):
+                is_first = not modules
+                if not any(leaf is each for each in modules):
+                    modules.append(leaf)
+                    prefix = "" if is_first else f"{where}."
+                    found |= {prefix + name: each for name, each in _tensors_of(leaf, where)}
+            elif not isinstance(leaf, _PLAIN):
+                raise ValueError(
+                    f"{where} is a {type(leaf).__name__}, and nobody follows what it holds: give "
+                    "tensors and modules, in tuples, lists and dicts, and make the rest inside of "
+                    "the function"
+                )
+    return found
+
+
+def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
+    for path, part in module.named_modules():
+        if is_compiled(part):
+            raise ValueError(
+                f"{where} is compiled: give the module as it was, or the graph of a stage"
+            )
+        dot = f"{path}." if path else ""
+        for name, tensor in part.named_parameters(recurse=False):
+            method = method_of_hook(tensor)
+            if method:
+                raise ValueError(f"{dot}{name} has a hook of {method}(), which a copy would lose")
+            yield dot + name, tensor
+        for name, tensor in part.named_buffers(recurse=False):
+            yield f"buffer {dot}{name}", tensor
+        for name, value in vars(part).items():
+            if not name.startswith("_"):
+                for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+                    if isinstance(leaf, Tensor):
+                        yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf
+
+
+def captured_by(function: Any) -> dict[str, Tensor]:
+    """Return the tensors that a function holds, which are known numbers to it.
+
+    Raises:
+        ValueError: it is compiled, or holds a module or an optimiser.
+    """
+    found: dict[str, Tensor] = {}
+    if is_compiled(function):
+        raise ValueError(
+            "the function is compiled, and a dispatch mode sees no compiled code: give the function "
+            "as it was, or the graph of a stage that gt_compile records"
+        )
+    for name, value in _held_by(function):
+        if isinstance(value, nn.Module | torch.optim.Optimizer) or is_compiled(value):
+            what = "compiled code" if is_compiled(value) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"the function holds {name}, {what}, whose numbers would stay as they are: "
+                "make it an input"
+            )
+        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+            found[f"captured {name}"] = value
+    return found
+
+
+def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function closes over, is bound to, or reads of its module, by name."""
+    while isinstance(function, functools.partial):
+        for place, value in enumerate(function.args):
+            yield f"argument {place}", value
+        yield from function.keywords.items()
+        function = function.func
+    if inspect.ismethod(function):
+        yield "self", function.__self__
+        function = function.__func__
+    if inspect.isfunction(function):
+        held = inspect.getclosurevars(function)
+        yield from held.nonlocals.items()
+        yield from held.globals.items()
+
+
+def copy_of(values: list[Any]) -> list[Any]:
+    """Return copies of the tensors and modules in a structure; what is shared stays shared."""
+    memo: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not leaf.is_leaf:
+            leaf = leaf.detach()
+        return copy.deepcopy(leaf, memo) if isinstance(leaf, nn.Module | Tensor) else leaf
+
+    return pytree.tree_map(copied, values)
+
+
+def check_outputs(outputs: Any) -> None:
+    """Refuse results that are no tensors and may hold some."""
+    for leaf in pytree.tree_leaves(outputs):
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            name = type(leaf).__name__
+            raise ValueError(
+                f"the function returns a {name}, in which nothing can be compared: return tensors, "
+                f"in tuples, lists and dicts, or register {name} as a pytree"
+            )

@@ -97,23 +97,27 @@ class Arithmetic(ABC):
 
     Attributes:
         kind: what equal results in it prove, see ``Proof``.
+        rounds: narrow dtypes round what is computed.
         takes_apart: kernels are seen through: operators are made of others where torch says how.
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
         bias: 1 puts abstract elements above all known numbers, -1 below them, 0 among them.
         decisions: how often elements were compared or sorted.
         roots: how often few square roots were taken. Each has one of two signs.
+        chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         exponentials: how often ``exp`` was computed as a function of nothing known.
     """
 
     kind: str
     takes_apart: bool = True
+    rounds: bool = True
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.opaque: dict[str, set[int]] = {}
         self.never_equal: set[str] = set()
+        self.chosen: set[str] = set()
         self.bias = 0
         self.roots = 0
         self.decisions = self.exponentials = 0
@@ -243,6 +247,7 @@ class Arithmetic(ABC):
         if not isinstance(value, Value):
             raise NoMeaning(f"{call.operator} of known numbers by abstract ones")
         self.decisions += 1
+        self.chosen.add(str(call.operator))
         key = self.order(value.elements)
         found = call.operator(key, *call.args[1:], **call.kwargs)
         if isinstance(found, Tensor):

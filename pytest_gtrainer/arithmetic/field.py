@@ -82,9 +82,6 @@ class Field(Arithmetic):
         method = getattr(self, f"_{call.base.strip('_')}", None)
         if call.base not in _METHODS or method is None:
             return NotImplemented
-        narrow = self.rounds and BITS.get(call.result.dtype, 53) < BITS[torch.float32]
-        if narrow and call.base in _ACCUMULATIONS:
-            return NotImplemented  # the kernel rounds after every addition
         found = method(call)
         if found is NotImplemented:
             return NotImplemented
@@ -344,9 +341,6 @@ class Field(Arithmetic):
 
 
 _OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
-_ACCUMULATIONS = names(
-    "cumsum embedding_dense_backward index_add index_put scatter_add _unsafe_index_put"
-)
 _METHODS = names(
     """
     add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm

@@ -26,6 +26,7 @@ from pytest_gtrainer._torch.values import FakeTensor, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped, named_arguments, tensors_in
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.operators import (
+    ACCUMULATIONS,
     CASTS,
     COMPARISONS,
     FACTORIES,
@@ -35,6 +36,7 @@ from pytest_gtrainer.arithmetic.operators import (
     TRUTHS,
     UNINITIALISED,
     base_name,
+    is_narrow,
     is_pointwise,
     names,
 )
@@ -167,10 +169,13 @@ class ArithmeticMode(TorchDispatchMode):
             return self.shadows.write(call.result, elements, fits)
         if base in SORTS:
             return self._set(call, arithmetic.sort(call))
+        reduces = call.named.get("accumulate") or call.named.get("reduce")
+        adds = base in ACCUMULATIONS and (reduces or "index_put" not in base)
+        if adds and arithmetic.rounds and is_narrow(call.result.dtype):
+            return self._set(call, arithmetic.whole(call, is_known=True))
         found = arithmetic.compute(call)
         if found is not NotImplemented:
             return self._set(call, found)
-        reduces = call.named.get("accumulate") or call.named.get("reduce")
         if base in MOVES and not reduces:
             for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
                 self.shadows.write(tensor, elements, fits)

@@ -64,6 +64,11 @@ TRUTHS = names("logical_and logical_not logical_or logical_xor signbit")
 FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 """Questions to which every abstract element has one answer."""
 
+ACCUMULATIONS = names(
+    "cumsum embedding_dense_backward index_add index_put scatter_add _unsafe_index_put"
+)
+"""They add one element after the other in memory, so a narrow dtype rounds after every addition."""
+
 COMMUTATIVE = names("add logical_and logical_or logical_xor maximum minimum mul")
 CORRECTLY_ROUNDED = names(
     """
@@ -97,6 +102,11 @@ def is_pointwise(operator: Any) -> bool:
     if operator.namespace == "prims" and packet is not None:
         overloads = [getattr(packet, name) for name in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Return whether operators round to a dtype what they compute in float32."""
+    return BITS.get(dtype, 53) < BITS[torch.float32]
 
 
 def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

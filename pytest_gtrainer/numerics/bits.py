@@ -95,7 +95,7 @@ def byte_view(tensor: Tensor) -> Tensor:
     """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor
     is contiguous.
     """
-    row = _as_integers(plain(tensor)).contiguous().view(-1)
+    row = as_integers(plain(tensor)).contiguous().view(-1)
     # a slice of one element is contiguous whatever its stride is, but only a stride of 1 can be
     # seen as bytes
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
@@ -106,10 +106,10 @@ def copied(tensor: Tensor) -> Tensor:
     shard.
     """
     tensor = plain(tensor)
-    return _as_integers(tensor).clone().view(tensor.dtype)
+    return as_integers(tensor).clone().view(tensor.dtype)
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """See a tensor as integers as wide as its elements; complex128, wider than any integer, stays
     what it is.
     """

@@ -21,6 +21,7 @@ from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
+from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
@@ -229,10 +230,7 @@ def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Pl
     if actual.is_known != expected.is_known:
         known = "actual" if actual.is_known else "expected"
         return Place(name, rank, says=f"the {known} one depends on no abstract input")
-    if found.dtype.is_floating_point:
-        differs = (found != wanted) & ~(found.isnan() & wanted.isnan())
-    else:
-        differs = found != wanted
+    differs = as_integers(found) != as_integers(wanted)
     places = differs.nonzero()
     if not len(places):
         return None
@@ -288,6 +286,11 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
     reads = sum(sum(run.reads.values()) for run in runs)
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")
+    chosen = sorted({name for run in runs for name in run.arithmetic.chosen})
+    if chosen:
+        found.append(
+            f"what {', '.join(chosen)} chose in {len(_AGAIN) + 1} orders shows every choice"
+        )
     asked = sorted({name for run in runs for name in run.arithmetic.never_equal})
     if asked:
         found.append(f"no two compared numbers are equal ({', '.join(asked)})")

@@ -1,0 +1,363 @@
+"""What must never be called equal: state, decisions, memory and constants that hide a difference."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from pytest_gtrainer import meaning, prove
+
+F = nn.functional
+X, Y = torch.arange(1.0, 5.0), torch.tensor([2.0, -1.0, 3.0, 0.5])
+
+
+def kind_of(actual, expected, *inputs):
+    proof = prove(actual, expected, inputs=inputs)
+    return proof.kind, str(proof)
+
+
+# --- state that is replaced, or not registered
+
+
+def update(how, factor):
+    def step(model, x):
+        model(x).sum().backward()
+        for name, parameter in list(model.named_parameters()):
+            new = parameter.detach() - factor * parameter.grad
+            how(model, name, parameter, new)
+
+    return step
+
+
+HOWS = {
+    "data": lambda model, name, parameter, new: setattr(parameter, "data", new),
+    "a new parameter": lambda model, name, parameter, new: setattr(model, name, nn.Parameter(new)),
+    "in place": lambda model, name, parameter, new: parameter.data.copy_(new),
+    "load_state_dict": lambda model, name, parameter, new: model.load_state_dict(
+        {**model.state_dict(), name: new}, assign=True
+    ),
+    "an attribute": lambda model, name, parameter, new: setattr(model, f"old_{name}", new),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_state_that_a_program_replaces_is_seen(how):
+    model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    steps = [update(HOWS[how], factor) for factor in (0.1, 0.1, 0.2)]
+    assert kind_of(steps[0], steps[1], model, x)[0] == "identical"
+    assert kind_of(steps[0], steps[2], model, x)[0] == "another function"
+
+
+def test_data_and_in_place_are_one_update():
+    model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    steps = update(HOWS["data"], 0.1), update(HOWS["in place"], 0.1)
+    assert kind_of(*steps, model, x)[0] == "identical"
+
+
+def test_two_modules_with_the_same_names_are_two():
+    def train(factor):
+        def step(teacher, student, x):
+            student(x).sum().backward()
+            student.weight.data.sub_(factor * student.weight.grad)
+
+        return step
+
+    inputs = nn.Linear(4, 3), nn.Linear(4, 3), torch.ones(2, 4)
+    assert kind_of(train(0.1), train(0.1), *inputs)[0] == "identical"
+    assert kind_of(train(0.1), train(0.2), *inputs)[0] == "another function"
+
+
+def test_modules_and_tensors_in_lists_and_dicts_are_state():
+    def train(factor):
+        def step(models, kept, x):
+            with torch.no_grad():
+                models[1].weight.mul_(factor)
+                kept["last"] = models[1](x)
+                kept["all"].append(x * factor)
+
+        return step
+
+    inputs = [nn.Linear(4, 3), nn.Linear(4, 3)], {"all": []}, torch.ones(2, 4)
+    assert kind_of(train(2), train(2), *inputs)[0] == "identical"
+    assert kind_of(train(2), train(3), *inputs)[0] == "another function"
+
+
+class Graph(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.register_buffer("seen", torch.zeros(4))
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.seen.mul_(1 - self.factor).add_(x, alpha=self.factor)
+        return x * self.weight
+
+
+def test_a_graph_that_writes_to_its_attributes_is_seen():
+    graphs = [fx.symbolic_trace(Graph(factor)) for factor in (0.1, 0.1, 0.9)]
+    assert kind_of(graphs[0], graphs[1], X)[0] == "identical"
+    assert kind_of(graphs[0], graphs[2], X)[0] == "another function"
+
+
+def test_aliased_inputs_of_a_graph_stay_aliased():
+    def before(base, part):
+        read = part * 1
+        base.add_(1)
+        return read
+
+    def after(base, part):
+        base.add_(1)
+        return part * 1
+
+    graphs = [fx.symbolic_trace(function) for function in (before, after)]
+    base = X.clone()
+    assert kind_of(*graphs, base, base[:3])[0] == "another function"
+    assert kind_of(*graphs, base, X[:3].clone())[0] == "identical"
+
+
+MODEL, CAPTURED = nn.Linear(4, 4), torch.ones(4)
+
+
+def closing_over(model):
+    return lambda x: model(x).sum().backward()
+
+
+REFUSED = {
+    "a module in a closure": (closing_over(nn.Linear(4, 4)), (X,), "holds model, a Linear"),
+    "a global module": (lambda x: MODEL(x), (X,), "holds MODEL, a Linear"),
+    "a bound method": (nn.Linear(4, 4).forward, (X,), "holds self, a Linear"),
+    "an optimiser": (
+        lambda o: o.step(),
+        (torch.optim.SGD(MODEL.parameters()),),
+        "input 0 is a SGD, and nobody follows",
+    ),
+    "an object": (lambda o: o.x * 2, (SimpleNamespace(x=X),), "input 0 is a SimpleNamespace"),
+    "a tensor for a tuple": (torch.sin, X, "inputs= is a Tensor: give a tuple"),
+    "compiled code": (torch.compile(torch.sin, backend="eager"), (X,), "compiled"),
+    "compiled code inside": (
+        (lambda inner: lambda x: inner(x))(torch.compile(torch.sin, backend="eager")),
+        (X,),
+        "holds inner, compiled code",
+    ),
+    "a compiled module": (torch.compile(nn.Linear(4, 4), backend="eager"), (X,), "compiled"),
+    "an object that is returned": (lambda x: SimpleNamespace(x=x), (X,), "returns a SimpleNam"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_can_follow_is_refused(name):
+    function, inputs, complaint = REFUSED[name]
+    with pytest.raises(ValueError, match=complaint):
+        prove(function, function, inputs=inputs)
+
+
+def test_a_captured_tensor_that_is_written_to_is_a_result_and_is_put_back():
+    def write(factor):
+        def run(x):
+            CAPTURED.add_(factor * x)
+            return x + 1
+
+        return run
+
+    assert kind_of(write(1), write(1), X)[0] == "identical"
+    assert kind_of(write(1), write(2), X)[0] == "another function"
+    assert torch.equal(CAPTURED, torch.ones(4))
+
+
+def test_one_more_random_number_is_seen():
+    def draw(count):
+        def run(x):
+            for _ in range(count):
+                torch.rand(2)
+            return x + 1
+
+        return run
+
+    assert kind_of(draw(1), draw(1), X)[0] == "identical"
+    kind, text = kind_of(draw(1), draw(2), X)
+    assert kind == "another function"
+    assert "random state of torch.cpu" in text
+
+
+# --- decisions
+
+DECISIONS = {
+    "any": (lambda x: torch.where((x > 1).any(), x * 2, x), lambda x: x * 2),
+    "all": (lambda x: torch.where((x > 1).all(), x * 2, x), lambda x: x + 0),
+    "a limit that is never met": (lambda x: x.clamp(max=100), lambda x: x + 0),
+    "a guard in Python": (
+        lambda x: x * 2 if (x.abs() > 1e4).any() else x * 1,
+        lambda x: x * 1,
+    ),
+    "the last of several": (
+        lambda x: x * torch.cat([x[:-1], x[-1:] * 2])[x.argmax()],
+        lambda x: x * x[x.argmax()],
+    ),
+    "a sign": (lambda x: (x * x).sqrt(), lambda x: x + 0),
+    "a minimum of two": (lambda x: torch.minimum(x[0], x[1]), lambda x: x[0] + 0),
+    "two conditions": (
+        lambda x: torch.where((x[0] > 0) & (x[1] > 0), x * 2, x),
+        lambda x: x + 0,
+    ),
+    "a median": (lambda x: x[:3].median(), lambda x: torch.maximum(x[0], x[1])),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+@pytest.mark.parametrize("count", [4, 64])
+def test_every_decision_goes_both_ways(name, count):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    actual, expected = DECISIONS[name]
+    kind, text = kind_of(actual, actual, x)
+    assert kind == "identical"
+    if name == "the last of several" and count == 64:
+        assert "what aten.argmax.default chose in 9 orders shows every choice" in text
+        return
+    assert kind_of(actual, expected, x)[0] == "another function"
+
+
+def test_comparisons_of_equal_numbers_are_named_as_an_assumption():
+    kind, text = kind_of(lambda x: (x > 0) * x, lambda x: (x >= 0) * x, X)
+    assert kind == "identical"
+    assert "no two compared numbers are equal (aten.ge.Scalar, aten.gt.Scalar)" in text
+
+
+# --- memory and code that no dispatch mode sees
+
+
+def through_numpy(x):
+    y = x.clone()
+    y.numpy()[0] = 0
+    return y
+
+
+def as_bits(x):
+    y = x.clone()
+    y.view(torch.int32)[0] = 1
+    return y
+
+
+def as_half(x):
+    y = x.half()
+    y.view(torch.bfloat16)[0] = 1
+    return y
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (through_numpy, lambda x: x.clone()),
+        (as_bits, lambda x: x.clone()),
+        (as_half, lambda x: x.half()),
+        (lambda x: (x + 1e8) - 1e8, lambda x: x * 1),
+    ],
+    ids=["numpy", "bits", "another dtype", "rounding leaves nothing"],
+)
+def test_what_contradicts_the_real_numbers_is_unknown(actual, expected):
+    assert kind_of(actual, expected, Y)[0] == "unknown"
+
+
+# --- kernels and constants
+
+
+def test_a_sum_at_another_place_is_not_identical():
+    order = torch.tensor([4, 3, 2, 1, 0])
+    rows = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    kind, _ = kind_of(lambda x: x[:, order].sum(0)[order], lambda x: x.sum(0), rows)
+    assert kind == "other kernels"
+
+
+def test_a_power_of_two_that_is_no_number_of_the_dtype_is_no_product():
+    kind, _ = kind_of(lambda x: x / 2.0**140, lambda x: x * 2.0**-140, X)
+    assert kind != "identical"
+
+
+def test_sums_in_bfloat16_over_doubles_are_not_reordered():
+    places = torch.zeros(8, dtype=torch.int64)
+    gradient = torch.ones(8, 6, dtype=torch.bfloat16)
+
+    def by_kernel(g):
+        return torch.ops.aten.embedding_dense_backward(g, places, 3, -1, False)
+
+    def wide(g):
+        return torch.zeros(3, 6).index_add(0, places, g.float()).bfloat16()
+
+    assert kind_of(by_kernel, wide, gradient)[0] not in ("identical", "other kernels", "reordered")
+
+
+def test_a_constant_in_an_exponent_is_the_number_that_is_written():
+    single = float(torch.tensor(0.1))
+    x = X.double()
+    kind, _ = kind_of(lambda x: (x * 0.1).exp(), lambda x: (x * single).exp(), x)
+    assert kind == "rounds elsewhere"
+
+
+def test_known_numbers_differ_by_bits():
+    functions = [lambda x, n=number: (x + 1, torch.tensor(n)) for number in (0.0, -0.0, torch.nan)]
+    for other in functions[1:]:
+        assert kind_of(other, functions[0], X)[0] == "another function"
+
+
+# --- operators of users
+
+
+@torch.library.custom_op("gt_proofs::keywords", mutates_args=())
+def keywords(x: torch.Tensor, *, a: float = 0.0, b: float = 0.0) -> torch.Tensor:
+    return x * a + x.cos() * b
+
+
+@torch.library.custom_op("gt_proofs::lists", mutates_args=())
+def lists(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+    return a[0] + b[0]
+
+
+for operator in (keywords, lists):
+    operator.register_fake(lambda x, *_, **__: torch.empty_like(x[0] if isinstance(x, list) else x))
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (lambda x, y: keywords(x, a=1.0), lambda x, y: keywords(x, b=1.0)),
+        (lambda x, y: lists([x, y], [x]), lambda x, y: lists([x], [y, x])),
+    ],
+    ids=["names of keywords", "lists"],
+)
+def test_arguments_of_opaque_operators_keep_their_names_and_lists(actual, expected):
+    assert kind_of(actual, actual, X, Y)[0] == "identical"
+    assert kind_of(actual, expected, X, Y)[0] == "unknown"
+
+
+def test_a_meaning_serves_an_operator_without_a_kernel():
+    """So graphs of another device are judged here."""
+    library = torch.library.Library("gt_proofs_far", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    twice = torch.ops.gt_proofs_far.twice
+    with meaning("gt_proofs_far::twice", lambda x: x + x):
+        assert kind_of(lambda x: twice(x), lambda x: x + x, X)[0] == "identical"
+        assert kind_of(lambda x: twice(x), lambda x: x + 1, X)[0] == "another function"
+    del library
+
+
+# --- graphs and functions together
+
+
+def test_a_graph_and_the_function_that_it_was_traced_from_are_one():
+    def function(x, y):
+        return torch.sin(x) * y, {"sum": (x + y).sum()}
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(function)(X, Y)
+    assert kind_of(graph, function, X, Y)[0] == "identical"
+    assert kind_of(graph, lambda x, y: (torch.cos(x) * y, {"sum": (x + y).sum()}), X, Y)[0] == (
+        "another function"
+    )
+
+
+def test_clipping_against_itself():
+    def step(model, x):
+        model(x).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    assert kind_of(step, step, nn.Linear(4, 3), torch.ones(2, 4))[0] == "identical"

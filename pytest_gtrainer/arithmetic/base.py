@@ -1,5 +1,6 @@
 """What terms and field share: constants, casts, moves, decisions, and functions of nothing known."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -220,7 +221,9 @@ class Arithmetic(ABC):
         """Return a comparison of elements: a known tensor of bools."""
         assert call.base in COMPARISONS
         left, right = list(call.named.values())[:2]
-        self.never_equal.add(str(call.operator))
+        # An infinity is equal to itself, as a mask is, and to nothing else.
+        if not isinstance(right, float) or not math.isinf(right):
+            self.never_equal.add(str(call.operator))
         function = getattr(torch, call.base)
         if call.base in ("eq", "ne"):
             return function(self.lift(left), self.lift(right))

@@ -6,13 +6,15 @@ does make, is where they part. Only values that the differing result depends on 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import storage_id
+from pytest_gtrainer.arithmetic.hashing import scramble
+from pytest_gtrainer.arithmetic.operators import MOVES, base_name
 from pytest_gtrainer.arithmetic.values import Value
 from pytest_gtrainer.graph.nodes import node_fqn
 
@@ -34,37 +36,55 @@ class Step:
     made: tuple[int, ...] | None
 
 
-@dataclass(slots=True)
 class AllElements:
-    """Collects every element that a program makes."""
+    """The set of all elements that a program makes, as a Bloom filter with two bits for each.
 
-    parts: list[Tensor] = field(default_factory=list)
-    _count: int = 0
+    An element that was never made is taken for a made one with a chance of (2 n / size) ** 2 for n
+    elements: then the difference is found one step later. A sorted list took minutes.
+    """
+
+    def __init__(self) -> None:
+        self._bits = torch.zeros(_BITS, dtype=torch.bool)
+        self._seen: set[int] = set()
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
-        for tensor in (*operands, *made):
-            value = read(tensor)
-            if value is None:
-                continue
-            # Storages are kept alive by nobody, so a view of the elements would change.
-            self.parts.append(value.elements.reshape(-1).clone())
-            self._count += value.elements.numel()
-            if self._count > _MOST_LOOSE:
-                self.parts, self._count = [self.sorted()], 0
+        for tensor in made:
+            self._add(read(tensor))
+            self._seen.add(storage_id(tensor))
+        for tensor in operands:
+            # Inputs and constants, which no operator has made.
+            if storage_id(tensor) not in self._seen:
+                self._seen.add(storage_id(tensor))
+                self._add(read(tensor))
 
-    def sorted(self) -> Tensor:
-        if not self.parts:
-            return torch.zeros(0, dtype=torch.int64)
-        return torch.cat(self.parts).unique()
+    def _add(self, value: Value | None) -> None:
+        if value is not None:
+            for place in _places_of(value.elements):
+                self._bits[place] = True
+
+    def missing(self, value: Value | None) -> tuple[int, ...] | None:
+        """Return the place of an element that was never made; None if all were."""
+        if value is None or not value.elements.numel():
+            return None
+        first, second = _places_of(value.elements)
+        is_missing = ~(self._bits[first] & self._bits[second])
+        if not bool(is_missing.any()):
+            return None
+        return tuple(is_missing.nonzero()[0].tolist())
 
 
-_MOST_LOOSE = 1 << 24  # elements, before those that are equal become one
+def _places_of(elements: Tensor) -> tuple[Tensor, Tensor]:
+    hashed = scramble(elements + 1)
+    return hashed & (_BITS - 1), (hashed >> 32) & (_BITS - 1)
+
+
+_BITS = 1 << 26
 
 
 class Trail:
     """Follows a program, and notes each value that another never makes."""
 
-    def __init__(self, others: Tensor) -> None:
+    def __init__(self, others: AllElements) -> None:
         self.others = others
         self.steps: list[Step] = []
         self.where = ""
@@ -79,35 +99,15 @@ class Trail:
         if rank is not None:
             self.where += f", rank {rank}"
 
-    def _missing(self, value: Value | None) -> tuple[int, ...] | None:
-        """Return the place of an element that the other program does not make."""
-        if value is None or not value.elements.numel():
-            return None
-        elements = value.elements
-        if not len(self.others):
-            return (0,) * elements.ndim
-        places = torch.searchsorted(self.others, elements.contiguous()).clamp(
-            max=len(self.others) - 1
-        )
-        found = (self.others[places] != elements).nonzero()
-        return tuple(found[0].tolist()) if len(found) else None
-
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
-        before, given = set(), True
-        written = set(map(storage_id, made))
-        for tensor in operands:
-            writer = self._writer.get(storage_id(tensor))
-            if writer is not None:
-                before.add(writer)
-            if storage_id(tensor) not in written:
-                given = given and self._missing(read(tensor)) is None
-            elif writer is not None:
-                # It holds the result already; what it held was the result of an earlier step.
-                given = given and self.steps[writer].made is None
+        writers = {self._writer.get(storage_id(tensor)) for tensor in operands}
+        before = sorted(writer for writer in writers if writer is not None)
+        given = all(self.steps[writer].made is None for writer in before)
         for tensor in made:
-            place = self._missing(read(tensor))
+            is_moved = given and base_name(operator) in MOVES
+            place = None if is_moved else self.others.missing(read(tensor))
             self._writer[storage_id(tensor)] = len(self.steps)
-            self.steps.append(Step(self.where or str(operator), sorted(before), given, place))
+            self.steps.append(Step(self.where or str(operator), before, given, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins."""

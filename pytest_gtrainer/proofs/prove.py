@@ -374,7 +374,7 @@ def find_origin(
         arithmetic.bias = like.bias
     made = AllElements()
     programs[1].run(arithmetics[1], made)
-    trail = Trail(made.sorted())
+    trail = Trail(made)
     with facts.watching({"node": trail.come_to}):
         programs[0].run(arithmetics[0], trail)
     tensor = programs[0].last.get((first.result, first.rank))

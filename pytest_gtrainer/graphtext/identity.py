@@ -426,8 +426,11 @@ class _Describer:
         if is_of_python and (state or kind.__repr__ is object.__repr__):
             return self._describe_call(self._describe_class(kind), state)
         # An object of a C extension keeps its state out of sight. Its `repr` may show it, unless a
-        # class of Python has another one; else its pickle does.
-        is_whole = is_of_python or not isinstance(kind.__repr__, types.FunctionType)
+        # class of Python has another one; else its pickle does. Those of torch's own classes, such
+        # as the placements of DTensors, are trusted.
+        is_of_torch = kind.__module__.partition(".")[0] == "torch" and _is_of_torch(kind)
+        is_of_c = not isinstance(kind.__repr__, types.FunctionType)
+        is_whole = is_of_python or is_of_torch or is_of_c
         try:
             text = repr(value)
         except Exception as error:

@@ -35,6 +35,7 @@ from pytest_gtrainer.references.replicas import (
     ReplicasDiffer,
     ReplicaWarning,
     assert_alike,
+    find_difference,
     peers_by,
     state_of,
 )
@@ -368,18 +369,17 @@ def train(
             ((name, local(value.detach())) for name, value in model.named_parameters()),
         )
     if peers:
-        try:
-            assert_alike(
-                state_of(model),
-                peers,
-                "whole on every rank that shares the model: a shard is a DTensor",
-            )
-        except ReplicasDiffer as error:
-            if dist.get_backend() != BACKEND:
-                raise
-            orders = "a net may add in another order for each of their data-parallel groups; on ranks it is an error"
+        _, difference = find_difference(
+            state_of(model),
+            peers,
+            "whole on every rank that shares the model: a shard is a DTensor",
+        )
+        if difference and dist.get_backend() != BACKEND:
+            raise ReplicasDiffer(difference)
+        if difference:
             warnings.warn(
-                f"{error}. In a simulated world this can be right: {orders}",
+                f"{difference}. In a simulated world this can be right: a net may add in another "
+                "order for each of their data-parallel groups; on ranks it is an error",
                 ReplicaWarning,
                 stacklevel=2,
             )

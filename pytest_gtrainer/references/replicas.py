@@ -140,9 +140,20 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def assert_alike(
     named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
 ) -> int:
-    """Tensors of one name must be equal in each group of ranks, but for shards; returns how many
-    this rank compared.
+    """Fail unless tensors of one name are equal in each group of ranks, but for shards.
+
+    Returns how many this rank compared.
     """
+    compared, difference = find_difference(named, groups, why)
+    if difference:
+        raise ReplicasDiffer(difference)
+    return compared
+
+
+def find_difference(
+    named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
+) -> tuple[int, str]:
+    """Return how many tensors this rank compared, and how ranks of a group differ, "" if not."""
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     mine = {
         name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)
@@ -159,10 +170,8 @@ def assert_alike(
             ]
             if differ:
                 wrong = f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}"
-                raise ReplicasDiffer(
-                    f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors"
-                )
-    return len(mine) if len(own) > 1 else 0
+                return 0, f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors"
+    return (len(mine) if len(own) > 1 else 0), ""
 
 
 def _is_whole(tensor: torch.Tensor, ranks: tuple[int, ...]) -> bool:

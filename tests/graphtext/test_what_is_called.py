@@ -1090,3 +1090,12 @@ def test_names_that_would_command_a_terminal_are_escaped():
     graph.output((inner,)).meta["gt_outputs"] = (odd,)
     text = graphtext.render(as_module(graph, inner=module), header={"test": odd, odd: odd})
     assert [c for c in text if not c.isprintable() and c != "\n"] == []
+
+
+def test_placements_of_dtensors_are_shown_and_differ():
+    """Their classes are made by C, and torch's own ``repr`` of them shows all."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    placements = (Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"))
+    assert len({description(placement) for placement in placements}) == len(placements)
+    assert description(Shard(1)) == description(Shard(1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fixtures.training import Parallelism, deepseek_v3_training
-from pytest_gtrainer import assert_same_layout, compare
+from pytest_gtrainer import assert_same_layout, compare, facts
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.replicas import texts_of_ranks
@@ -84,6 +84,7 @@ def _judged(run, expected):
     bits.
     """
     try:
-        return str(compare(run.run(), expected)).splitlines()[0]
+        with facts.failing_checks(lambda error: None):  # it is an answer here
+            return str(compare(run.run(), expected)).splitlines()[0]
     except AssertionError as error:
         return f"different: {error}"

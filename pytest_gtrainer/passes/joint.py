@@ -220,9 +220,11 @@ def _refuse_joint_graph(graph: fx.Graph) -> None:
     """Refuse a graph of the backward that has results of the forward.
 
     A graph of the backward alone has marks on all its results, or none at all. Nodes of the forward
-    that it recomputes may have no mark, and are no results.
+    that it recomputes may have no mark, and are no results. An input may keep the mark of the node
+    that it was before the graph was cut.
     """
-    if all(direction_of(node) == FORWARD for node in graph.nodes):
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    if all(direction_of(node) == FORWARD for node in calls):
         return
     for result in graph.output_node().all_input_nodes:
         if result.op not in ("placeholder", "get_attr") and direction_of(result) == FORWARD:

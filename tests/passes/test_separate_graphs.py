@@ -109,6 +109,13 @@ def test_a_graph_of_the_backward_has_marks_on_its_results_or_none(joint, plan):
         )
 
 
+def test_a_mark_on_an_input_decides_nothing(joint, plan):
+    """D12: an input of a graph that was cut keeps the metadata of the node that it was."""
+    gm = half(joint.gm, "bwd", marks=False)
+    gm.graph.find_nodes(op="placeholder")[-1].meta["autograd_backward"] = True
+    assert len(buckets(separate_pass(gm, bucket_plan=plan, direction="bwd"), "bwd", REDUCE_SCATTER))
+
+
 def test_a_joint_graph_is_refused(joint, plan):
     before = joint.gm.code
     with pytest.raises(PlanError, match="has nodes of the backward: for a joint graph use joint_"):

@@ -13,6 +13,7 @@ from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.operators import COMPARISONS, FILLED, holds_exactly
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
+from pytest_gtrainer.graph.nodes import leaves_of
 
 # An int64 tensor.
 Elements: TypeAlias = Tensor
@@ -52,20 +53,6 @@ def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         else:
             named[argument.name] = kwargs.get(argument.name, argument.default_value)
     return named
-
-
-def leaves_of(argument: Any, found: list[Any] | None = None) -> list[Any]:
-    """Return what is in tuples, lists and dicts of arguments, at any depth."""
-    found = [] if found is None else found
-    if isinstance(argument, list | tuple):
-        for item in argument:
-            leaves_of(item, found)
-    elif isinstance(argument, dict):
-        for item in argument.values():
-            leaves_of(item, found)
-    else:
-        found.append(argument)
-    return found
 
 
 def tensors_in(*arguments: Any) -> list[Tensor]:
@@ -195,12 +182,6 @@ class Arithmetic(ABC):
 
         ``NotImplemented`` for others.
         """
-
-    def function(self, call: Call, operands: Sequence[Elements]) -> Elements:
-        """Return an unknown function of operands that broadcast, element by element."""
-        extra = {name: value for name, value in call.kwargs.items() if not values_in(value)}
-        seed = hashing.of_name(call.base, spell(extra), str(call.result.dtype))
-        return self.narrow(hashing.mix(seed, operands))
 
     def pointwise(self, call: Call) -> Elements:
         """Return an unknown function of each element."""

@@ -80,9 +80,3 @@ def fold(elements: Tensor, dims: Sequence[int]) -> Tensor:
     count = flat.shape[-1]
     weighted = scramble(flat + _EMPTY) * _powers_up_to(count)
     return scramble(weighted.sum(-1) + count)
-
-
-def digest(elements: Tensor) -> int:
-    """Return one hash of a tensor's elements and shape."""
-    whole = fold(elements.reshape(-1), [0])
-    return int(mix(of_name("shape", tuple(elements.shape)), [whole]))

@@ -323,7 +323,9 @@ def _different(
     programs: Sequence[Program], kind: str, actual: Run, expected: Run, seconds: dict[str, float]
 ) -> Proof:
     first = first_difference(actual.results, expected.results)
-    assert first is not None
+    if first is None:
+        reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
+        return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
     ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
     unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     origin = find_origin(programs, kind, first, actual.arithmetic)
@@ -334,7 +336,7 @@ def _different(
     if unlike and factor is None and first.element is not None:
         reason = (
             f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
-            "give with meaning(operator, reference)"
+            "say it with meaning(operator, reference)"
         )
         return Proof("unknown", len(expected.results), first, origin, None, (), reason, seconds)
     weakest = kind == "rounds elsewhere"

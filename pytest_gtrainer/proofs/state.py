@@ -18,6 +18,7 @@ from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import method_of_hook
 from pytest_gtrainer._torch.values import pytree
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
@@ -70,7 +71,7 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in part.named_buffers(recurse=False):
             yield f"buffer {dot}{name}", tensor
         for name, value in vars(part).items():
-            if not name.startswith("_"):
+            if name not in _OF_EVERY_MODULE:
                 for at, leaf in pytree.tree_flatten_with_path(value)[0]:
                     if isinstance(leaf, Tensor):
                         yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf

@@ -21,7 +21,6 @@ from functools import partial
 from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +48,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
+from pytest_gtrainer.references.replicas import on_any_rank
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.tracing.step import TracedStep
 
@@ -356,15 +356,6 @@ class _PassSearch:
         )
         found = _with_node(found, self._stages[guilty - 1].gm, self._stages[guilty].gm, self._run)
         return replace(found, replays=self.replays + 2)
-
-
-def on_any_rank(answer: bool) -> bool:
-    """Return whether the answer is yes on one of the ranks; all of them must ask."""
-    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
-        return answer
-    votes = torch.tensor(int(answer), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(votes, dist.ReduceOp.MAX)
-    return bool(votes.item())
 
 
 def _with_node(

@@ -123,7 +123,9 @@ def _framed(*parts: object) -> bytes:
     return b"%d:%s" % (len(header), header)
 
 
-def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+def print_weight_digest(
+    step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]
+) -> None:
     """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a
     GPU by ``mix128``.
     """

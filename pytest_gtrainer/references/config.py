@@ -28,7 +28,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of, unknown_modules
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
-from pytest_gtrainer.numerics.digest import digest, tell_weights
+from pytest_gtrainer.numerics.digest import digest, print_weight_digest
 from pytest_gtrainer.numerics.record import START, Record, normalised
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.references.replicas import (
@@ -362,7 +362,7 @@ def train(
             record_gradients(record, step, rank, "clipped", model.named_parameters())
         optimizer.step()
         record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
-        tell_weights(
+        print_weight_digest(
             step,
             rank,
             side,

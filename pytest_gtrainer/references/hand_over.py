@@ -33,7 +33,7 @@ from pytest_gtrainer.graph.same_on_ranks import (
     node_lines,
     nodes_within,
 )
-from pytest_gtrainer.references.replicas import RanksDisagree, sent_from, texts_of_ranks
+from pytest_gtrainer.references.replicas import RanksDisagree, broadcast_bytes, texts_of_ranks
 from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
 from pytest_gtrainer.tracing.refusals import RunMode
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
@@ -86,7 +86,7 @@ def trace_once(
     states = texts_of_ranks(state)
     texts = texts_of_ranks("" if states[ends[0]] == states[ends[1]] else lines)
     sent = {
-        first: sent_from(first, written)
+        first: broadcast_bytes(written, first)
         for first in sorted(set(map(int, texts_of_ranks(str(ends[0])))))
     }
     if failure is not None and traced is None:

@@ -1,11 +1,12 @@
-"""What ranks that share one model hold alike: their batches, and whatever the model's plan does not
-shard.
+"""Check what ranks that share one model must hold alike: batches, and parameters that its plan does
+not shard.
 
-A graph equals eager code under a wrong plan, too: both compute the same wrong thing. What tells is
-that parameters which every rank of a tensor-parallel group holds as a whole differ between them,
-because each added its own gradient.
+Under a wrong tensor-parallel plan, a graph still equals eager code: both compute the same wrong
+thing. But a parameter that every rank of the group holds as a whole then differs between them,
+because each rank added a gradient of its own.
 """
 
+import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -36,9 +37,8 @@ class ReplicaWarning(UserWarning):
 
 
 def texts_of_ranks(text: str) -> list[str]:
-    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too,
-    but needs NumPy.
-    """
+    """Gather the text of every rank, in rank order. Every rank must call it."""
+    # dist.all_gather_object does the same, but needs NumPy, which is no dependency of ours.
     content = text.encode()
     lengths = _all_gather(torch.tensor([len(content)], device=_device()))
     longest = max(1, *(int(length) for length in lengths))
@@ -47,15 +47,23 @@ def texts_of_ranks(text: str) -> list[str]:
     return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
 
 
-def sent_from(sender: int, content: bytes) -> bytes:
-    """The bytes of one rank, at least one, on every rank; every rank must call it."""
+def broadcast_bytes(content: bytes, sender: int) -> bytes:
+    """Return the bytes of rank ``sender``, at least one, on every rank. Every rank must call it."""
     length = torch.tensor([len(content)], device=_device())
     dist.broadcast(length, sender)
-    data = torch.frombuffer(
-        bytearray(content.ljust(int(length))[: int(length)]), dtype=torch.uint8
-    ).to(_device())
+    buffer = bytearray(content) if dist.get_rank() == sender else bytearray(int(length))
+    data = torch.frombuffer(buffer, dtype=torch.uint8).to(_device())
     dist.broadcast(data, sender)
     return bytes(data.tolist())
+
+
+def on_any_rank(answer: bool) -> bool:
+    """Return whether ``answer`` is true on one of the ranks. Every rank must call it."""
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
+        return answer
+    votes = torch.tensor(int(answer), device=_device())
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())
 
 
 def _device() -> str:
@@ -70,8 +78,8 @@ def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 @facts.check
 def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None:
-    """What the ranks along the dimension ``over`` of ``mesh`` hold as a whole must have the same
-    bits on all of them.
+    """Check that ranks along the dimension ``over`` of ``mesh`` hold the same bits of what is not
+    sharded.
 
     Judged are parameters, their gradients and buffers: plain tensors, and DTensors that have no
     such dimension or are replicated over it. Every rank of the world calls it, after a step.
@@ -88,49 +96,47 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
         raise ValueError(
             f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}"
         )
-    is_in = mesh.get_coordinate() is not None
-    own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in else [dist.get_rank()]
+    is_in_mesh = mesh.get_coordinate() is not None
+    own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in_mesh else [dist.get_rank()]
     compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
     if not compared:
         raise ValueError(
             f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ"
         )
-    _refuse_what_is_not_finite(model, compared)
+    _refuse_not_finite(model, compared)
 
 
-def _refuse_what_is_not_finite(model: nn.Module, compared: int) -> None:
-    """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; say so if
-    some are.
+def _refuse_not_finite(model: nn.Module, compared: int) -> None:
+    """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; report it
+    if some are.
     """
-    buffers = {name for name, _ in model.named_buffers()}  # which may hold a mask
-    bad, worst = [], ""
+    buffers = {name for name, _ in model.named_buffers()}
+    not_finite, wholly = [], ""
     for name, tensor in state_of(model):
-        if name in buffers:
-            continue
-        count = count_not_finite(tensor)
+        # A buffer may be an attention mask, whose elements are infinite on purpose.
+        count = 0 if name in buffers else count_not_finite(tensor)
         if count:
-            bad.append(name)
+            not_finite.append(name)
         if count and count == local(tensor).numel():
-            worst = worst or name
-    found = [(rank, name) for rank, name in enumerate(texts_of_ranks(worst)) if name]
-    if found:
-        rank, name = found[0]
-        raise VacuousCheck(
-            f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are equal whatever they "
-            "compute: take inputs, or a learning rate, for which the loss is finite"
-        )
-    if bad:
-        what = f"replicas, where {bad[0]} and {len(bad) - 1} more are not finite"
+            wholly = wholly or name
+    for rank, name in enumerate(texts_of_ranks(wholly)):
+        if name:
+            raise VacuousCheck(
+                f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are equal whatever they "
+                "compute: take inputs, or a learning rate, for which the loss is finite"
+            )
+    if not_finite:
+        what = f"replicas, where {not_finite[0]} and {len(not_finite) - 1} more are not finite"
         facts.emit("verdict", outcome="equal (not finite)", tensors=compared, what=what)
 
 
 def peers_by(key: Hashable) -> list[tuple[int, ...]]:
-    """The ranks that gave the same key, a group each; every rank must call it."""
+    """Group the ranks that gave the same key. Every rank must call it."""
     return [tuple(ranks) for ranks in ranks_by(enumerate(texts_of_ranks(repr(key)))).values()]
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, their gradients, buffers, by name."""
+    """Yield parameters, their gradients and buffers, by name."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         yield name, tensor
         if tensor.grad is not None:
@@ -140,7 +146,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def assert_alike(
     named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
 ) -> int:
-    """Fail unless tensors of one name are equal in each group of ranks, but for shards.
+    """Check that tensors of one name are equal in each group of ranks, except for shards.
 
     Returns how many this rank compared.
     """
@@ -155,29 +161,29 @@ def find_difference(
 ) -> tuple[int, str]:
     """Return how many tensors this rank compared, and how ranks of a group differ, "" if not."""
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-    mine = {
-        name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)
-    }
-    told = texts_of_ranks("\n".join(f"{name} {value}" for name, value in mine.items()))
-    lines = [dict(line.rsplit(" ", 1) for line in text.splitlines()) for text in told]
+    digests = {}
+    for name, tensor in named:
+        if _is_whole(tensor, own):
+            digests[name] = digest(local(tensor.detach()))
+    of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(digests))]
     for ranks in groups:
-        first = lines[ranks[0]]
+        first = of_ranks[ranks[0]]
         for rank in ranks[1:]:
-            differ = [
-                name
-                for name in {**first, **lines[rank]}
-                if first.get(name) != lines[rank].get(name)
-            ]
-            if differ:
-                wrong = f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}"
-                return 0, f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors"
-    return (len(mine) if len(own) > 1 else 0), ""
+            other = of_ranks[rank]
+            differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if differing:
+                return 0, (
+                    f"{differing[0]} differs between ranks {ranks[0]} and {rank}, and is {why}; "
+                    f"so do {len(differing) - 1} more of {len(first)} such tensors"
+                )
+    return (len(digests) if len(own) > 1 else 0), ""
 
 
 def _is_whole(tensor: torch.Tensor, ranks: tuple[int, ...]) -> bool:
     """Return whether no dimension along which the tensor is split has two of these ranks."""
-    if not isinstance(tensor, DTensor):
-        return True
-    split = (dim for dim, placement in enumerate(tensor.placements) if placement != Replicate())
-    along = (dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)) for dim in split)
-    return all(len(set(shared) & set(ranks)) < 2 for shared in along)
+    if isinstance(tensor, DTensor):
+        for dim, placement in enumerate(tensor.placements):
+            sharers = dist.get_process_group_ranks(tensor.device_mesh.get_group(dim))
+            if placement != Replicate() and len(set(sharers) & set(ranks)) > 1:
+                return False
+    return True

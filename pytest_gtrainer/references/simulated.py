@@ -1,15 +1,17 @@
-"""Both sides of a training run on all ranks of a simulated world.
+"""Train on all ranks of a simulated world, eagerly and by the rewritten graph.
 
-The eager side is ``EagerRun`` on threads. The graph is traced by rank 0, and by the last rank to
-see that it is the same, and replayed in the interpreter; what every rank holds at the start, and
-clipping, a sum over ranks in the net's order, come from the code of real ranks, run on threads.
+The eager side is ``EagerRun``, with a thread for each rank. The graph is traced on rank 0 and
+replayed in the interpreter; a trace on the last rank shows whether it serves all ranks. What a rank
+holds at the start comes from the code of real ranks, run on threads. So does clipping, which sums
+over ranks in the order of the net.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.layout import BucketLayout
-from pytest_gtrainer.numerics.digest import tell_weights
+from pytest_gtrainer.numerics.digest import print_weight_digest
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import (
     Batch,
@@ -58,27 +60,32 @@ ConfigOfMesh = Callable[[DeviceMesh], TrainConfig]
 def config_of_mesh(
     config: TrainConfig | ConfigOfMesh, size: int, mesh: Mapping[str, int] | None = None
 ) -> tuple[ConfigOfMesh, dict[str, int]]:
-    """Return what builds the configuration from a rank's mesh, and that mesh's dimensions; a
-    ValueError if they do not fit.
+    """Return what builds the configuration from a rank's mesh, and the dimensions of that mesh.
+
+    Raises:
+        ValueError: the mesh has another number of ranks than the world, or a finished configuration
+            has a mesh that cannot be moved to these ranks.
     """
     if mesh and math.prod(mesh.values()) != size:
-        told = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
+        dimensions = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
         raise ValueError(
-            f"the mesh {told} has {math.prod(mesh.values())} ranks, the simulated world {size}: make them equal"
+            f"the mesh {dimensions} has {math.prod(mesh.values())} ranks, the simulated world {size}: "
+            "make them equal"
         )
     if not isinstance(config, TrainConfig):
         return config, dict(mesh or {"fsdp": size})
     finished, own = config, config.mesh
     if config.submeshes or own.ndim != 1 or own.size() != size:
         raise ValueError(
-            f"a configuration whose parameters are sharded over {own} and {len(config.submeshes)} submeshes cannot be "
-            f"moved to {size} other ranks: hand over a function that builds it from a rank's mesh"
+            f"a configuration whose parameters are sharded over {own} and {len(config.submeshes)} "
+            f"submeshes cannot be moved to {size} other ranks: hand over a function that builds it "
+            "from a rank's mesh"
         )
     return lambda other: replace(finished, mesh=other), {(own.mesh_dim_names or ("fsdp",))[0]: size}
 
 
 def mesh_of(extents: Mapping[str, int]) -> DeviceMesh:
-    """The calling rank's mesh of these dimensions, outermost first."""
+    """Build the calling rank's mesh of these dimensions, outermost first."""
     return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
 
 
@@ -100,8 +107,11 @@ def simulated_eager(
     recorders: Sequence[Record] | None = None,
 ) -> SimulatedRun:
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of
-    ``net``. ``config`` builds the configuration from a rank's mesh, or is finished, with a 1-D
-    mesh. Each of ``recorders`` takes what a rank would record; the record is then empty.
+    ``net``.
+
+    Args:
+        config: builds the configuration from a rank's mesh; or a finished one, with a 1-D mesh.
+        recorders: one for each rank, which take what it would record; the record is then empty.
     """
     build, extents = config_of_mesh(config, net.size, mesh)
 
@@ -111,16 +121,13 @@ def simulated_eager(
         record = run.run(recorders[rank] if recorders else None)
         return record, run.layout() if rank == 0 else None
 
-    records, layouts = zip(
-        *run_threads(net.size, train_rank, net=net, timeout=timeout), strict=True
-    )
+    runs = run_threads(net.size, train_rank, net=net, timeout=timeout)
+    records, layouts = zip(*runs, strict=True)
     return SimulatedRun(Record.merged(records), layouts[0])
 
 
 def refuse_uneven(model: nn.Module) -> None:
-    """DependsOnRank for a parameter whose shards differ in size over the ranks: only some would pad
-    them.
-    """
+    """Raise DependsOnRank for a parameter whose shards differ in size: only some ranks would pad."""
     for fqn, tensor in model.named_parameters():
         for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
             placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -129,13 +136,14 @@ def refuse_uneven(model: nn.Module) -> None:
             )
             if extent % ranks:
                 raise DependsOnRank(
-                    f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks share them: a "
-                    "simulated world needs shards of one size, so choose sizes that the ranks divide, or real ranks"
+                    f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks "
+                    "share them: a simulated world needs shards of one size, so choose sizes that the "
+                    "ranks divide, or real ranks"
                 )
 
 
 class SimulatedGraphRun:
-    """A rewritten graph, the same on all ranks, ready to train them all; every ``run`` starts anew."""
+    """A rewritten graph that serves all ranks, ready to train them; every ``run`` starts anew."""
 
     def __init__(self, config: TrainConfig | ConfigOfMesh, world: World, **options: Any) -> None:
         """``options`` are those of ``references.graph.rewrite``."""
@@ -143,77 +151,74 @@ class SimulatedGraphRun:
         self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
         self._mesh = mesh_of(self._extents)
         self.config = self._build(self._mesh)
-        self._literals = RankLiterals()
         is_beside = len(self._extents) > self.config.mesh.ndim and not self.config.submeshes
         if is_beside and self.config.max_norm is not None:
             raise ValueError(
-                "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm is taken over "
-                "TrainConfig.mesh alone: take real ranks, or max_norm=None"
+                "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm "
+                "is taken over TrainConfig.mesh alone: take real ranks, or max_norm=None"
             )
         with state_kept():
             refuse_uneven(shard_traceably(new_model(self.config), self.config))
             self._run = GraphRun(self.config, **options)
-            gm = self._run.traced.gm
-            first = self._rank_graph(gm)
-            if world.size > 1:
-                last = self._traced_by(world.size - 1, options)
-                try:
-                    check_same_on_all(first, last)
-                except DependsOnRank:
-                    along = dict(self._along_dimensions(gm, options))
-                    self._literals = RankLiterals.of(
-                        {dim: [gm, *(t.gm for t in ts)] for dim, ts in along.items()}
-                    )
-                    for traced in [last, *(each for ranks in along.values() for each in ranks)]:
-                        check_same_on_all(
-                            first,
-                            self._literals.with_numbers_of_first(
-                                gm, traced, self._coordinate(traced.rank)
-                            ),
-                        )
-        graph = self._rank_graph(self._literals.lift(gm))
+            self._literals = self._find_literals(options) if world.size > 1 else RankLiterals()
+        graph = self._rank_graph(self._literals.lift(self._run.traced.gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
         self._starts = run_threads(world.size, self._start, net=self._net)
 
-    def _coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank in the mesh of all ranks."""
-        shape = tuple(self._extents.values())
-        return tuple(
-            rank // math.prod(shape[dim + 1 :]) % extent for dim, extent in enumerate(shape)
-        )
+    def _find_literals(self, options: Mapping[str, Any]) -> RankLiterals:
+        """Trace on other ranks, and return the numbers in which their graphs differ from rank 0's.
 
-    def _along_dimensions(
-        self, gm: fx.GraphModule, options: Mapping[str, Any]
-    ) -> Iterator[tuple[int, list[RankGraph]]]:
-        """By dimension of the mesh, what the ranks behind 0 trace, if its first and last rank have
-        other numbers.
+        Raises:
+            DependsOnRank: the graphs differ in more than numbers.
         """
-        shape = tuple(self._extents.values())
-        for dim, extent in enumerate(shape):
-            step = math.prod(shape[dim + 1 :])
-            end = [self._traced_by(step * (extent - 1), options)] if extent > 1 else []
-            if RankLiterals.of({dim: [gm, *(traced.gm for traced in end)]}).values:
-                yield (
-                    dim,
-                    [*(self._traced_by(step * at, options) for at in range(1, extent - 1)), *end],
-                )
+        gm = self._run.traced.gm
+        first = self._rank_graph(gm)
+        last = self._trace_on(self._net.size - 1, options)
+        try:
+            check_same_on_all(first, last)
+            return RankLiterals()
+        except DependsOnRank:
+            pass  # perhaps in numbers alone, as the first row of a rank's part of the vocabulary
 
-    def _traced_by(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
+        shape = tuple(self._extents.values())
+        traced: dict[int, list[RankGraph]] = {}
+        for dim, extent in enumerate(shape):
+            if extent == 1:
+                continue
+            step = math.prod(shape[dim + 1 :])  # the distance of two neighbours along ``dim``
+            end = self._trace_on(step * (extent - 1), options)
+            # A trace is slow: the ranks between the ends trace only where the ends differ.
+            if RankLiterals.of({dim: [gm, end.gm]}).values:
+                between = [self._trace_on(step * place, options) for place in range(1, extent - 1)]
+                traced[dim] = [*between, end]
+
+        literals = RankLiterals.of(
+            {dim: [gm, *(other.gm for other in others)] for dim, others in traced.items()}
+        )
+        for other in [last, *chain.from_iterable(traced.values())]:
+            coordinate = self._coordinate(other.rank)
+            check_same_on_all(first, literals.with_numbers_of_first(gm, other, coordinate))
+        return literals
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank in the mesh of all ranks."""
+        places = torch.unravel_index(torch.tensor(rank), tuple(self._extents.values()))
+        return tuple(int(place) for place in places)
+
+    def _trace_on(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
+        """Return the rewritten graph that another rank traces."""
         with fake_group_beside(rank, self._net.size):
             mesh = mesh_of(self._extents)
             run = GraphRun(self._build(mesh), **options)
-            return RankGraph.of(
-                run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values()
-            )
+            submeshes = run.config.submeshes.values()
+            return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *submeshes)
 
     def _rank_graph(self, gm: fx.GraphModule) -> RankGraph:
         return RankGraph.of(gm, self._mesh, self.config.mesh, *self.config.submeshes.values())
 
     def _start(self, rank: int) -> tuple[int, list[torch.Tensor], ProcessState]:
-        """A rank's data coordinate, and what it holds at first: shards, as the graph's inputs, and
-        random numbers.
-        """
+        """Return a rank's data coordinate, its shards as inputs of the graph, and its random states."""
         config = self._build(mesh_of(self._extents))
         model = shard_traceably(new_model(config), config)
         shards = [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
@@ -224,62 +229,51 @@ class SimulatedGraphRun:
         return self._run.layout()
 
     def rewritten(self, **options: Any) -> "SimulatedGraphRun":
-        """The same trace and start, rewritten with other options."""
+        """Return a run with the same trace and start, rewritten with other options."""
         other = copy.copy(self)
         other._run = self._run.rewritten(**options)
-        other._interpreter = Interpreter(
-            self._rank_graph(self._literals.lift(other._run.traced.gm)), self._net
-        )
+        graph = self._rank_graph(self._literals.lift(other._run.traced.gm))
+        other._interpreter = Interpreter(graph, self._net)
         return other
 
     def run(self, recorder: Record | None = None, *, steps: int | None = None) -> Record:
-        """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a
-        ``recorder`` takes all.
+        """Train for ``steps``, by default ``config.steps``, and return the record of all ranks.
+
+        The record is empty if a ``recorder`` takes the tensors.
         """
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
         for rank in ranks:
             empty.meta |= start_of(rank.rank, rank.parameters.items())
-        numbers = (self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
-        literals = [PerRank(own) for own in zip(*numbers, strict=True)]
-        state = [
-            PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)
-        ]
+        state = _per_rank(rank.tensors for rank in ranks)
+        literals = _per_rank(self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
         steps = steps or self.config.steps
-        with (
-            state_kept(),
-            one_thread(),
-            long_work(f"simulating {len(ranks)} ranks by the graph") as at,
-        ):
+        progress = long_work(f"simulating {len(ranks)} ranks by the graph")
+        with state_kept(), one_thread(), progress as show_progress:
             for step in range(steps):
-                at(f"step {step + 1} of {steps}")
+                show_progress(f"step {step + 1} of {steps}")
                 batches = [pytree.tree_leaves(rank.next_batch(self.config, step)) for rank in ranks]
-                inputs = [PerRank(values) for values in zip(*batches, strict=True)]
-                # every rank draws from its own random numbers
+                # Dropout of each rank draws from the rank's own generator.
                 random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
                 self._interpreter.random = random
-                output = self._interpreter.run([*state, *inputs, *literals])
+                output = self._interpreter.run([*state, *_per_rank(batches), *literals])
                 for rank in ranks:
-                    generators = replace(
-                        rank.process.generators, cpu=of_rank(random.states, rank.rank)
-                    )
+                    cpu = of_rank(random.states, rank.rank)
+                    generators = replace(rank.process.generators, cpu=cpu)
                     rank.process = replace(rank.process, generators=generators)
-                    rank.take(step, *of_rank(output, rank.rank))
+                    rank.take_gradients(step, *of_rank(output, rank.rank))
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net)
                     for rank in ranks:
-                        record_gradients(
-                            record, step, rank.rank, "clipped", rank.parameters.items()
-                        )
+                        named = rank.parameters.items()
+                        record_gradients(record, step, rank.rank, "clipped", named)
                 for rank in ranks:
                     rank.finish_step(step)
         return empty
 
     def _clip(self, rank: int, ranks: "Sequence[_Rank]") -> None:
-        """Clip one rank's gradients in place: as DTensors of its thread's mesh, over the memory
-        that the graph left.
-        """
+        """Clip one rank's gradients in place, seen as DTensors over the mesh of its thread."""
         mesh = self._build(mesh_of(self._extents)).mesh
         models, shards = ModelState.of(self._run.model).parameters, []
         for fqn, own in ranks[rank].parameters.items():
@@ -288,6 +282,11 @@ class SimulatedGraphRun:
                 shards[-1].grad = rewrap(own.grad, models[fqn], mesh)
         assert self.config.max_norm is not None
         nn.utils.clip_grad_norm_(shards, self.config.max_norm)
+
+
+def _per_rank(of_ranks: Iterable[Sequence[Any]]) -> list[PerRank]:
+    """Turn a list of values for each rank into a list of ``PerRank``, one for each value."""
+    return [PerRank(values) for values in zip(*of_ranks, strict=True)]
 
 
 class _Rank:
@@ -315,20 +314,23 @@ class _Rank:
         self._optimizer = run.config.optimizer([self.parameters[fqn] for fqn in self._trainable])
 
     @contextmanager
-    def _process(self) -> Iterator[None]:
-        """Inside, random numbers are drawn from the rank's own."""
+    def _own_process_state(self) -> Iterator[None]:
+        """Draw random numbers from the rank's own generators inside the block."""
         self.process.put_back()
         yield
         self.process = ProcessState.now()
 
     def next_batch(self, config: TrainConfig, step: int) -> Batch:
-        """The inputs of a step; before it, what is recorded before it."""
-        with self._process():
+        """Return the inputs of a step; first record the random states, if the configuration asks."""
+        with self._own_process_state():
             if config.record_rng:
                 record_random_states(self._record, step, self.rank)
             return config.inputs(step, self._coordinate)
 
-    def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
+    def take_gradients(
+        self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None
+    ) -> None:
+        """Record the loss, and put the gradients into ``.grad`` of the trained parameters."""
         self._record.add(step, self.rank, "loss", "loss", loss)
         for fqn, gradient in zip(self._trainable, gradients, strict=True):
             if gradient is not None:
@@ -337,11 +339,11 @@ class _Rank:
         record_gradients(self._record, step, self.rank, "gradient", self.parameters.items())
 
     def finish_step(self, step: int) -> None:
-        """Step, and record what that leaves."""
-        with self._process():
+        """Step the optimiser, and record weights, its state and buffers."""
+        with self._own_process_state():
             self._optimizer.step()
         parameters = self.parameters.items()
         record_state(
             self._record, step, self.rank, parameters, self._optimizer, self._buffers.items()
         )
-        tell_weights(step, self.rank, "rewritten graph", parameters)
+        print_weight_digest(step, self.rank, "rewritten graph", parameters)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_gtrainer.numerics import digest as weight_digests
-from pytest_gtrainer.numerics.digest import tell_weights
+from pytest_gtrainer.numerics.digest import print_weight_digest
 
 
 @pytest.mark.parametrize(("device", "algorithm"), [("cpu", "xxh3_128"), ("meta", "mix128")])
@@ -16,12 +16,12 @@ def test_weights_are_digested_where_they_lie(
     monkeypatch.setattr(
         weight_digests, "digest", lambda tensors, algorithm: f"{algorithm}:{len(tensors)}"
     )
-    tell_weights(3, 5, "eager", [("a", torch.ones(1)), ("b", torch.ones(1, device=device))])
+    print_weight_digest(3, 5, "eager", [("a", torch.ones(1)), ("b", torch.ones(1, device=device))])
     assert capsys.readouterr().out == f"weights step 3 rank 5 {algorithm}:2 eager\n"
 
 
 @pytest.mark.parametrize("value", ["0", ""])
 def test_only_one_switches_it_on(monkeypatch: pytest.MonkeyPatch, capsys, value: str):
     monkeypatch.setenv("GT_WEIGHT_HASH", value)
-    tell_weights(0, 0, "eager", [("a", torch.ones(1))])
+    print_weight_digest(0, 0, "eager", [("a", torch.ones(1))])
     assert not capsys.readouterr().out

@@ -173,13 +173,14 @@ class ArithmeticMode(TorchDispatchMode):
         adds = base in ACCUMULATIONS and (reduces or "index_put" not in base)
         if adds and arithmetic.rounds and is_narrow(call.result.dtype):
             return self._set(call, arithmetic.whole(call, is_known=True))
-        found = arithmetic.compute(call)
-        if found is not NotImplemented:
-            return self._set(call, found)
+        # Before all else, as torch tags some moves, such as clone, as pointwise.
         if base in MOVES and not reduces:
             for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
                 self.shadows.write(tensor, elements, fits)
             return None
+        found = arithmetic.compute(call)
+        if found is not NotImplemented:
+            return self._set(call, found)
         parts = parts_of(func)
         if parts is not None and arithmetic.takes_apart:
             return self._adopt(results, self._by_parts(parts, args, kwargs), call)

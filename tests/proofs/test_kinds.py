@@ -72,6 +72,7 @@ FUNCTIONS = {
         lambda x, w, b: x.bfloat16().float().bfloat16(),
         lambda x, w, b: x.bfloat16(),
     ),
+    "a clone": ("identical", lambda x, w, b: x.clone().contiguous() + 1, lambda x, w, b: x + 1),
     "moved and moved back": (
         "identical",
         lambda x, w, b: x.flip(0).flip(0) + x,

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,12 +88,12 @@ class Allocation:
     name: str = ""
 
     def __str__(self) -> str:
-        told = [self.name or self.node.name]
+        cells = [self.name or self.node.name]
         if self.tensor is not None:
-            told.append(f"{self.tensor.dtype}{list(self.tensor.shape)}".removeprefix("torch."))
+            cells.append(f"{self.tensor.dtype}{list(self.tensor.shape)}".removeprefix("torch."))
         if self.node.op not in ("placeholder", "get_attr"):
-            told.append(_called(self.node))
-        return f"{self.nbytes:>15,}  {self.kind:<10}  {'  '.join(told)}"
+            cells.append(_call_text(self.node))
+        return f"{self.nbytes:>15,}  {self.kind:<10}  {'  '.join(cells)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,10 @@ class PeakMemory:
     """How much memory a graph holds at once; its text is a table.
 
     Attributes:
-        peak: in bytes; at: name of the first node while which that much is alive; module: its FQN;
-            where: it in words.
+        peak: the bytes alive at the node where most are.
+        at: the name of that node, the first if there are several.
+        module: the FQN of that node.
+        where: that node with its operator, module and place, for a message.
         curve: bytes alive while each node runs, by its name, in order; placeholders are left out.
         by_kind: bytes at the peak by ``Allocation.kind``, the largest first.
         alive: what is alive at the peak, the largest first.
@@ -117,29 +119,34 @@ class PeakMemory:
     alive: tuple[Allocation, ...]
 
     def table(self, most: int = 10) -> str:
-        """The largest allocations that are alive at the peak, a line each."""
-        more = [f"{'':>15}  and {len(self.alive) - most} more"] if len(self.alive) > most else []
-        return "\n".join([*map(str, self.alive[:most]), *more])
+        """Return the largest allocations that are alive at the peak, a line each."""
+        lines = [str(allocation) for allocation in self.alive[:most]]
+        if len(self.alive) > most:
+            lines.append(f"{'':>15}  and {len(self.alive) - most} more")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in self.by_kind.items())
-        return f"peak {spell_bytes(self.peak)} ({self.peak:,} bytes) at {self.where}\n{kinds}\n{self.table()}"
+        peak = f"peak {spell_bytes(self.peak)} ({self.peak:,} bytes) at {self.where}"
+        return f"{peak}\n{kinds}\n{self.table()}"
 
 
 def spell_bytes(nbytes: int) -> str:
-    """
+    """Return a number of bytes in the largest unit that fits.
+
     >>> spell_bytes(100), spell_bytes(1536), spell_bytes(3 << 30)
     ('100 B', '1.50 KiB', '3.00 GiB')
     """
-    unit = next((unit for unit in reversed(_UNITS) if nbytes >= _UNITS[unit]), "B")
-    return f"{nbytes} B" if unit == "B" else f"{nbytes / _UNITS[unit]:.2f} {unit}"
+    for unit in reversed(_UNITS):
+        if unit != "B" and nbytes >= _UNITS[unit]:
+            return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 def peak_memory(
     gm: AnyGraph, *, names: Names | None = None, sizes: Mapping[str, int] | None = None
 ) -> PeakMemory:
-    """Return the bytes that a graph holds at each node, computed from its metadata in one walk;
-    nothing runs.
+    """Compute the bytes that a graph holds at each node from its metadata; nothing runs.
 
     Args:
         gm: a graph of any tracer, with fake values on its nodes.
@@ -154,15 +161,12 @@ def peak_memory(
     """
     gm = adopted(gm, names)
     dynamic = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
-    walk = _Walk(
-        gm,
-        {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {}),
-        {},
-        None,
-    )
-    for held in walk.pending.values():
-        _extend(held, len(walk.nodes) - 1)  # nobody waits: never let go
-    peak = walk.told()
+    extents = {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {})
+    liveness = _Liveness(gm, extents, pending={})
+    for held in liveness.pending.values():
+        # NCCL holds the operands of a collective that nobody waits for until the graph ends.
+        _extend(held, len(liveness.nodes) - 1)
+    peak = liveness.peak()
     facts.notify("memory", peak=peak)
     return peak
 
@@ -175,8 +179,9 @@ def assert_peak_memory(
     names: Names | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> PeakMemory:
-    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB"); ``names``,
-    ``sizes``: ``peak_memory``
+    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB").
+
+    ``names`` and ``sizes`` are those of ``peak_memory``.
 
     Raises:
         AssertionError: it does; with node, module and the five largest tensors alive there.
@@ -185,335 +190,346 @@ def assert_peak_memory(
     found = _SIZE.fullmatch(at_most) if isinstance(at_most, str) else None
     bound = int(float(found[1]) * _UNITS[found[2]]) if found else at_most
     if type(bound) is not int or bound <= 0:
-        wrong = f"at_most is a number of bytes above 0, or a text of one of {', '.join(_UNITS)}, as '1.5 GiB'"
-        raise ValueError(f"{wrong}; not {at_most!r}")
-    told = peak_memory(gm, names=names, sizes=sizes)
-    if told.peak > bound:
-        raise facts.FailedCheck(
-            f"the graph holds {spell_bytes(told.peak)} ({told.peak:,} bytes) at once, at_most is {spell_bytes(bound)} "
-            f"({bound:,} bytes): {told.peak - bound:,} too many\nthe peak is at {told.where}, where the largest are\n"
-            f"{told.table(5)}\nall of them: print(peak_memory(gm).table(1000)); bytes by node: peak_memory(gm).curve"
+        raise ValueError(
+            "at_most is a number of bytes above 0, or a text of one of "
+            f"{', '.join(_UNITS)}, as '1.5 GiB'; not {at_most!r}"
         )
-    return told
+    memory = peak_memory(gm, names=names, sizes=sizes)
+    if memory.peak > bound:
+        raise facts.FailedCheck(
+            f"the graph holds {spell_bytes(memory.peak)} ({memory.peak:,} bytes) at once, "
+            f"at_most is {spell_bytes(bound)} ({bound:,} bytes): {memory.peak - bound:,} too many\n"
+            f"the peak is at {memory.where}, where the largest are\n{memory.table(5)}\n"
+            "all of them: print(peak_memory(gm).table(1000)); "
+            "bytes by node: peak_memory(gm).curve"
+        )
+    return memory
 
 
-def _shown(value: Any) -> list[frozenset[Allocation]]:
-    """The allocations of a value's tensors, a set for each; of a subclass that holds several, all."""
+# A value stands here as the tree of a node's results, in which a set of allocations replaces each
+# tensor. A tensor subclass that wraps several tensors has several allocations.
+
+
+def _by_tensor(value: Any) -> list[frozenset[Allocation]]:
+    """Return the allocations of each tensor of a value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, frozenset)]
 
 
 def _allocations(value: Any) -> set[Allocation]:
-    return {one for leaf in _shown(value) for one in leaf}
+    """Return all allocations of a value."""
+    return set().union(*_by_tensor(value))
 
 
 def _extend(allocations: Iterable[Allocation], last: int) -> None:
-    for one in allocations:
-        one.last = max(one.last, last)
+    """Keep allocations alive up to the place ``last`` at least."""
+    for allocation in allocations:
+        allocation.last = max(allocation.last, last)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _called(node: fx.Node) -> str:
-    target = (
-        str(node.target)
-        if isinstance(node.target, OpOverload | str)
-        else getattr(node.target, "__name__", "")
-    )
-    return f"{target or node.target}{f' in {node_fqn(node)}' if node_fqn(node) else ''}"
+def _call_text(node: fx.Node) -> str:
+    """Return the operator of a node, and its module: ``aten.mm.default in layers.0``."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload | str):
+        target = getattr(target, "__name__", "") or target
+    fqn = node_fqn(node)
+    return f"{target} in {fqn}" if fqn else str(target)
 
 
-class _Walk:
-    """One graph, walked in its order: what each node's value shows, and until when that is alive."""
+class _Liveness:
+    """The allocations of one graph, found in one walk in the graph's order.
+
+    Args:
+        sizes: numbers of symbolic sizes.
+        pending: by each allocation that a collective gives, those that it holds until its wait.
+            A wait may stand in another graph than the collective, so they share one.
+        bound: values of the inputs of a graph inside the graph; None for the outer graph.
+    """
 
     def __init__(
         self,
         gm: fx.GraphModule,
-        sizes: Mapping[str, int],  # numbers of symbols
-        pending: dict[
-            Allocation, set[Allocation]
-        ],  # by what a collective gives what it holds until its wait
-        bound: Sequence[Any] | None,  # what the inputs of a body show
+        sizes: Mapping[str, int],
+        pending: dict[Allocation, set[Allocation]],
+        bound: Sequence[Any] | None = None,
     ) -> None:
-        self.gm, self.nodes, self.pending, self._sizes = gm, list(gm.graph.nodes), pending, sizes
-        self._order = {node: place for place, node in enumerate(self.nodes)}
-        self._inputs: dict[int, Allocation] = {}  # by the storage of their values
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.pending = pending
         self.allocations: list[Allocation] = []
         self.values: dict[fx.Node, Any] = {}
-        self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound or (), strict=False))
-        for place, node in enumerate(self.nodes[:-1]):
+        self._sizes = sizes
+        self._order = {node: place for place, node in enumerate(self.nodes)}
+        self._held_storages: dict[int, Allocation] = {}
+        if bound is not None:
+            self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound, strict=True))
+        for node in self.nodes[:-1]:
             if node.op in ("placeholder", "get_attr"):
-                is_given = node.op == "placeholder" and bound is not None
-                self.values.setdefault(node, None if is_given else self._held(node))
+                if node not in self.values:
+                    self.values[node] = self._held(node)
                 continue
-            value = self.values[node] = self._computed(node)
-            _extend(
-                _allocations(value), max((self._order[user] for user in node.users), default=place)
-            )
+            value = self.values[node] = self._result(node)
+            for user in node.users:
+                _extend(_allocations(value), self._order[user])
             if launches(node.target) and node.target.namespace in _FUNCTIONAL:
-                sent = (
-                    node.all_input_nodes if kind_of(node) in _SEND_OPERANDS else []
-                )  # others copy them first
-                held = {one for given in sent for one in _allocations(self.values[given])}
-                self.pending.update({one: held | {one} for one in _allocations(value)})
+                # An all-reduce copies its operand first; the others read it where it is.
+                read = node.all_input_nodes if kind_of(node) in _SEND_OPERANDS else []
+                sent = _allocations([self.values[operand] for operand in read])
+                self.pending |= {one: sent | {one} for one in _allocations(value)}
 
     def _held(self, node: fx.Node) -> Any:
-        """Inputs and constants; two that share a storage are one allocation."""
-        told, value = (
-            node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)},
-            node.meta.get("val"),
-        )
+        """Return the value of an input or constant; two that share a storage are one allocation."""
         if node.op == "get_attr":
-            told, value = (
-                {"kind": "constant", "fqn": str(node.target)},
-                operator.attrgetter(str(node.target))(self.gm),
-            )
-        elif value is None and "val" not in node.meta and node.users:
-            raise self._without_value(node)
-        value = self._by_storages(node, value, self._inputs)
-        for one in _allocations(value):
-            one.first, one.last, one.name = 0, len(self.nodes) - 1, one.name or told["fqn"]
-            one.kind = one.kind or ("optimizer" if _OF_OPTIMIZER.search(one.name) else told["kind"])
+            known = {"kind": "constant", "fqn": str(node.target)}
+            value = operator.attrgetter(str(node.target))(self.gm)
+        else:
+            known = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
+            value = node.meta.get("val")
+            if "val" not in node.meta and node.users:
+                raise self._without_value(node)
+        value = self._by_storages(node, value, self._held_storages)
+        for allocation in _allocations(value):
+            allocation.first, allocation.last = 0, len(self.nodes) - 1
+            allocation.name = allocation.name or known["fqn"]
+            if _OF_OPTIMIZER.search(allocation.name):
+                allocation.kind = allocation.kind or "optimizer"
+            allocation.kind = allocation.kind or known["kind"]
         return value
 
-    def _computed(self, node: fx.Node) -> Any:
+    def _result(self, node: fx.Node) -> Any:
+        """Return the value of a node that is neither an input nor a constant."""
         target = node.target
-        if (
-            target is operator.getitem
-            and isinstance(node.args[0], fx.Node)
-            and type(node.args[1]) in (int, str)
-        ):
-            given = self.values[node.args[0]]
-            if isinstance(given, list | tuple | dict):
-                return given[node.args[1]]
+        if target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = self.values[node.args[0]]
+            if type(node.args[1]) in (int, str) and isinstance(source, list | tuple | dict):
+                return source[node.args[1]]
         if is_wait(node):
             value = fx.node.map_arg(node.args[0], self.values.__getitem__)
-            for one in _allocations(value):
-                _extend(
-                    self.pending.pop(one, ()), self._order[node] - 1
-                )  # the wait itself lets go of them
+            for allocation in _allocations(value):
+                # The wait itself lets go of what its collective held.
+                _extend(self.pending.pop(allocation, ()), self._order[node] - 1)
             return value
         if bodies := graphs_called(self.gm, node):
-            return self._of_bodies(node, bodies)
+            return self._run_bodies(node, bodies)
         if "val" not in node.meta:
             returns = schema(target).returns if isinstance(target, OpOverload) else ()
-            given = any(_shown(self.values[source]) for source in node.all_input_nodes)
-            if any("Tensor" in str(each.type) for each in returns) or (given and node.users):
+            reads = any(_by_tensor(self.values[source]) for source in node.all_input_nodes)
+            if any("Tensor" in str(each.type) for each in returns) or (reads and node.users):
                 raise self._without_value(node)
             return None
         if isinstance(target, OpOverload) and not is_composite(target):
-            return self._by_schema(node, schema(target))
-        return self._of_function(node)
+            return self._by_schema(node)
+        return self._by_operands(node)
 
-    def _of_function(self, node: fx.Node) -> Any:
-        value, known = node.meta.get("val"), dict[int, Allocation]()
-        # reshape, contiguous, to: a pass may have left a value with a storage of its own
-        is_reshape = (
-            isinstance(node.target, OpOverload)
-            and is_view(node.target)
-            and isinstance(value, Tensor)
-        )
+    def _by_operands(self, node: fx.Node) -> Any:
+        """Return the value of a node without a schema: it shows operands that share its storage."""
+        value = node.meta.get("val")
+        known: dict[int, Allocation] = {}
+        # reshape, contiguous, to: a pass may have left a value with a storage of its own.
+        may_be_whole = isinstance(value, Tensor) and is_view(node.target)
         for source in node.all_input_nodes:
-            for tensor, leaf in zip(
-                _tensors(source.meta.get("val")), _shown(self.values[source]), strict=False
-            ):
-                if len(leaf) > 1:
+            tensors = _tensors(source.meta.get("val"))
+            for tensor, shown in zip(tensors, _by_tensor(self.values[source]), strict=False):
+                if len(shown) != 1:
                     continue
-                known.update(dict.fromkeys(map(storage_id, parts_of(tensor)), *leaf))
-                is_static = tensor.layout is torch.strided and all(
-                    type(extent) is int for extent in tensor.shape
-                )
-                is_whole = is_reshape and (tensor.numel(), tensor.dtype) == (
-                    value.numel(),
-                    value.dtype,
-                )
-                if is_whole and is_static and tensor.is_contiguous():
-                    known[storage_id(value)] = next(iter(leaf))
+                (allocation,) = shown
+                for part in parts_of(tensor):
+                    known[storage_id(part)] = allocation
+                if (
+                    may_be_whole
+                    and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
+                    and tensor.layout is torch.strided
+                    # Symbolic extents would get guards from is_contiguous().
+                    and all(type(extent) is int for extent in tensor.shape)
+                    and tensor.is_contiguous()
+                ):
+                    known[storage_id(value)] = allocation
         return self._by_storages(node, value, known)
 
-    def _by_schema(self, node: fx.Node, told: Any) -> Any:
-        names = [argument.name for argument in told.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        given = {
-            name: _shown(fx.node.map_arg(value, self.values.__getitem__))
-            for name, value in given.items()
-        }
-        value, silently = node.meta["val"], told.name.partition("::")[2] in _SHOW_OPERAND
+    def _by_schema(self, node: fx.Node) -> Any:
+        """Return the value of an operator, whose schema says which operands its results show."""
+        declared = schema(node.target)
+        names = [argument.name for argument in declared.arguments]
+        operands: dict[str, list[frozenset[Allocation]]] = {}
+        for name, given in [*zip(names, node.args, strict=False), *node.kwargs.items()]:
+            operands[name] = _by_tensor(fx.node.map_arg(given, self.values.__getitem__))
+
+        values = node.meta["val"] if len(declared.returns) > 1 else [node.meta["val"]]
         results = []
-        for each, result in zip(
-            told.returns, value if len(told.returns) > 1 else [value], strict=False
-        ):
-            shown = [
-                given.get(one.name, [])
-                for one in told.arguments
-                if _is_shown(one.alias_info, each.alias_info)
-            ]
-            sources = list(chain.from_iterable(shown)) or (
-                next(filter(None, given.values()), []) if silently else []
-            )
+        for returned, result in zip(declared.returns, values, strict=False):
+            sources = []
+            for argument in declared.arguments:
+                if _is_shown(argument.alias_info, returned.alias_info):
+                    sources += operands.get(argument.name, [])
+            if not sources and declared.name.partition("::")[2] in _SHOW_OPERAND:
+                sources = next(filter(None, operands.values()), [])
+            # A list of views, as that of split, shows its one operand each time.
             count = len(_tensors(result))
-            pairs = iter(sources if len(sources) == count else sources[:1] * count)
-            results.append(
-                pytree.tree_map_only(
-                    Tensor, lambda t, pairs=pairs: next(pairs, None) or self._new(node, t), result
+            shown = iter(sources if len(sources) == count else sources[:1] * count)
+
+            def show(tensor: Tensor, shown: Any = shown) -> frozenset[Allocation]:
+                return next(shown, None) or frozenset(
+                    self._new(node, part, self._span(node, part)) for part in parts_of(tensor)
                 )
-            )
-        return results if len(results) != 1 else results[0]
+
+            results.append(pytree.tree_map_only(Tensor, show, result))
+        return results[0] if len(results) == 1 else results
+
+    def _span(self, node: fx.Node, tensor: Tensor) -> int:
+        """Return the bytes from the first to the last element of a tensor."""
+        shape = [self._number(node, extent) for extent in tensor.shape]
+        if 0 in shape:
+            return 0
+        strides = [self._number(node, stride) for stride in tensor.stride()]
+        last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        return (last + 1) * tensor.itemsize
 
     def _by_storages(self, node: fx.Node, value: Any, known: dict[int, Allocation]) -> Any:
-        """Return what shares a storage with what is ``known`` shows its memory; all else is made
-        here, a storage once.
+        """Return a value that shows ``known`` allocations, by storage.
+
+        The node makes any other storage, and ``known`` gets it.
         """
 
         def show(tensor: Tensor) -> frozenset[Allocation]:
             for part in parts_of(tensor):
                 if storage_id(part) not in known:
-                    (known[storage_id(part)],) = self._new(
-                        node, part, part.untyped_storage().nbytes()
-                    )
+                    nbytes = self._number(node, part.untyped_storage().nbytes())
+                    known[storage_id(part)] = self._new(node, part, nbytes)
             return frozenset(known[storage_id(part)] for part in parts_of(tensor))
 
         return pytree.tree_map_only(Tensor, show, value)
 
-    def _new(self, node: fx.Node, tensor: Tensor, nbytes: Any = None) -> frozenset[Allocation]:
-        """Memory that the node makes: ``nbytes``, or what the strides of each part span."""
-        made, place = [], self._order[node]
-        for part in parts_of(tensor):
-            size, stride = (
-                [self._number(node, each) for each in told] for told in (part.shape, part.stride())
-            )
-            span = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-            held = (
-                self._number(node, nbytes)
-                if nbytes is not None
-                else span * part.itemsize
-                if 0 not in size
-                else 0
-            )
-            made.append(Allocation(held, node, part, place, place))
-        self.allocations += made
-        return frozenset(made)
+    def _new(self, node: fx.Node, tensor: Tensor, nbytes: int) -> Allocation:
+        place = self._order[node]
+        self.allocations.append(Allocation(nbytes, node, tensor, place, place))
+        return self.allocations[-1]
 
     def _number(self, node: fx.Node, size: Any) -> int:
         number = size if type(size) is int else number_of(size, self._sizes)
-        if not isinstance(number, int):
-            raise ValueError(
-                f"how much memory {node.name} ({_called(node)}) takes is known only when the graph runs: give the "
-                f"numbers of its sizes, sizes={{{', '.join(f'{name!r}: 128' for name in number)}}}"
-            )
-        return number
+        if isinstance(number, int):
+            return number
+        sizes = ", ".join(f"{name!r}: 128" for name in number)
+        raise ValueError(
+            f"how much memory {node.name} ({_call_text(node)}) takes is known only when the graph "
+            f"runs: give the numbers of its sizes, sizes={{{sizes}}}"
+        )
 
     def _without_value(self, node: fx.Node) -> ValueError:
         return ValueError(
-            f"{node.name} ({_called(node)}) has no value in its metadata, so its size is unknown: trace on fake "
-            'tensors (make_fx(..., tracing_mode="fake"), torch.compile, torch.export), or run '
+            f"{node.name} ({_call_text(node)}) has no value in its metadata, so its size is "
+            'unknown: trace on fake tensors (make_fx(..., tracing_mode="fake"), torch.compile, '
+            "torch.export), or run "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(*inputs) first"
         )
 
-    def _of_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
-        """Return what a node gives that runs graphs, whose inputs are its last operands; what they
-        hold beside is one more.
+    def _run_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
+        """Return the value of a node that runs graphs, whose inputs are its last operands.
+
+        One more allocation stands for what the graphs hold beside the node's results.
         """
-        place, walks = self._order[node], []
+        place = self._order[node]
         operands = [
-            self.values[arg] if isinstance(arg, fx.Node) else None
-            for arg in pytree.tree_leaves(node.args)
+            self.values[argument] if isinstance(argument, fx.Node) else None
+            for argument in pytree.tree_leaves(node.args)
         ]
+        inside = []
         for body in bodies:
             count = len(body.graph.find_nodes(op="placeholder"))
             bound = [None] * (count - len(operands)) + operands[max(0, len(operands) - count) :]
-            walks.append(_Walk(body, self._sizes, self.pending, bound))
-        inside, known = max(max(walk.curve()) for walk in walks), len(self.allocations)
-        if (
-            node.op == "call_module"
-            or is_control_dependency(node)
-            or _called(node).startswith("invoke_subgraph")
-        ):
-            value = fx.node.map_arg(
-                bodies[0].graph.output_node().args[0], walks[0].values.__getitem__
-            )
-            for one in _allocations(value) & set(walks[0].allocations):  # from now on this graph's
-                one.first = one.last = place
-                self.allocations.append(one)
+            inside.append(_Liveness(body, self._sizes, self.pending, bound))
+        nbytes = max(max(body.curve()) for body in inside)
+        known = len(self.allocations)
+        is_inlined = node.op == "call_module" or is_control_dependency(node)
+        if is_inlined or _call_text(node).startswith("invoke_subgraph"):
+            results = bodies[0].graph.output_node().args[0]
+            value = fx.node.map_arg(results, inside[0].values.__getitem__)
+            # From here on they are allocations of this graph.
+            for allocation in _allocations(value) & set(inside[0].allocations):
+                allocation.first = allocation.last = place
+                self.allocations.append(allocation)
         else:
-            value = self._of_function(node)
-        if (inside := inside - sum(one.nbytes for one in self.allocations[known:])) > 0:
-            self.allocations.append(
-                Allocation(inside, node, None, place, place, "temporary", f"in {node.name}")
-            )
+            value = self._by_operands(node)
+        nbytes -= sum(allocation.nbytes for allocation in self.allocations[known:])
+        if nbytes > 0:
+            name = f"in {node.name}"
+            self.allocations.append(Allocation(nbytes, node, None, place, place, "temporary", name))
         return value
 
     def curve(self) -> list[int]:
-        """Bytes alive at each place."""
+        """Return the bytes alive at each place."""
         steps = [0] * (len(self.nodes) + 1)
-        for one in self.allocations:
-            steps[one.first] += one.nbytes
-            steps[one.last + 1] -= one.nbytes
+        for allocation in self.allocations:
+            steps[allocation.first] += allocation.nbytes
+            steps[allocation.last + 1] -= allocation.nbytes
         return list(accumulate(steps[:-1]))
 
-    def told(self) -> PeakMemory:
+    def peak(self) -> PeakMemory:
+        """Return the curve, and what is alive at its highest place."""
         if not self.allocations:
             raise ValueError(
-                "the graph holds no tensors, so there is no memory to measure: is this the right graph?"
+                "the graph holds no tensors, so there is no memory to measure: "
+                "is this the right graph?"
             )
+        self._name_results()
         self._name_kinds()
+        places = [at for at, node in enumerate(self.nodes) if node.op != "placeholder"]
         curve = self.curve()
-        by_name = {
-            node.name: curve[at] for at, node in enumerate(self.nodes) if node.op != "placeholder"
-        }
-        name = max(by_name, key=by_name.__getitem__)
-        at, node = next((at, node) for at, node in enumerate(self.nodes) if node.name == name)
-        where = f"{name} ({_called(node)}), node {list(by_name).index(name) + 1} of {len(by_name)}"
-        alive = sorted(
-            (a for a in self.allocations if a.first <= at <= a.last and a.nbytes),
-            key=lambda a: -a.nbytes,
-        )
+        at = max(places, key=curve.__getitem__)
+        node = self.nodes[at]
+        where = f"{node.name} ({_call_text(node)}), "
+        where += f"node {places.index(at) + 1} of {len(places)}"
+        alive = [one for one in self.allocations if one.first <= at <= one.last and one.nbytes]
+        alive.sort(key=lambda allocation: -allocation.nbytes)
         kinds: Counter[str] = Counter()
-        for one in alive:
-            kinds[one.kind] += one.nbytes
+        for allocation in alive:
+            kinds[allocation.kind] += allocation.nbytes
         return PeakMemory(
-            curve[at], name, node_fqn(node), where, by_name, dict(kinds.most_common()), tuple(alive)
+            peak=curve[at],
+            at=node.name,
+            module=node_fqn(node),
+            where=where,
+            curve={self.nodes[place].name: curve[place] for place in places},
+            by_kind=dict(kinds.most_common()),
+            alive=tuple(alive),
         )
 
-    def _name_kinds(self) -> None:
-        """What each allocation is for; what the graph returns is named after its result."""
+    def _name_results(self) -> None:
+        """Name the allocations that the graph returns, unless they are its inputs."""
         output = self.gm.graph.output_node()
-        results, inputs = (
-            pytree.tree_leaves(output.args[0]),
-            {one.name for one in self.allocations if one.kind},
-        )
-        for name, result in zip(
-            output.meta.get("gt_outputs") or [""] * len(results), results, strict=False
-        ):
-            for one in _allocations(self.values[result]) if isinstance(result, fx.Node) else ():
-                if not one.kind:
-                    one.kind = (
-                        "gradient"
-                        if name in inputs
-                        else "saved"
-                        if name.startswith("kept.")
-                        else "output"
-                    )
-                    one.name = name
-        for one in self.allocations:
-            of_forward = (
-                direction(one.node) != BACKWARD and direction(self.nodes[one.last]) == BACKWARD
-            )
-            packed = (
-                launches(one.node.target)
-                or "fsdp_bucket" in one.node.meta
-                or is_bucketed_by_torch(one.node)
-            )
-            one.kind = one.kind or (
-                "collective" if packed else "saved" if of_forward else "temporary"
-            )
+        results = pytree.tree_leaves(output.args[0])
+        inputs = {allocation.name for allocation in self.allocations if allocation.kind}
+        names = output.meta.get("gt_outputs") or [""] * len(results)
+        for name, result in zip(names, results, strict=False):
+            if not isinstance(result, fx.Node):
+                continue
+            kind = "saved" if name.startswith("kept.") else "output"
+            if name in inputs:  # a gradient has the name of its parameter
+                kind = "gradient"
+            for allocation in _allocations(self.values[result]):
+                if not allocation.kind:
+                    allocation.kind, allocation.name = kind, name
+
+    def _name_kinds(self) -> None:
+        """Give a kind to what is neither an input, nor a constant, nor a result."""
+        for allocation in self.allocations:
+            node, last = allocation.node, self.nodes[allocation.last]
+            if allocation.kind:
+                continue
+            allocation.kind = "temporary"
+            if direction(node) != BACKWARD and direction(last) == BACKWARD:
+                allocation.kind = "saved"
+            if launches(node.target) or "fsdp_bucket" in node.meta or is_bucketed_by_torch(node):
+                allocation.kind = "collective"
 
 
 def _is_shown(argument: Any, result: Any) -> bool:
-    """Return whether a result shows an argument, by their alias annotations; that of a list says
-    not what it shows.
+    """Return whether a result shows an argument, by their alias annotations.
+
+    The annotation of a list does not say which of its elements is shown.
     """
-    return None not in (argument, result) and bool(
-        argument.before_set & result.before_set or not result.before_set
-    )
+    if argument is None or result is None:
+        return False
+    return bool(argument.before_set & result.before_set or not result.before_set)

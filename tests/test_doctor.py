@@ -46,10 +46,10 @@ def test_all_is_in_order_on_this_torch(capsys: pytest.CaptureFixture[str]):
     command.
     """
     status = main(["doctor"])
-    told = capsys.readouterr().out
-    assert status == 0, told
-    assert "out of order" not in told
-    assert len(told.splitlines()) <= 40  # a screen
+    output = capsys.readouterr().out
+    assert status == 0, output
+    assert "out of order" not in output
+    assert len(output.splitlines()) <= 40  # a screen
 
 
 @pytest.mark.second_tier

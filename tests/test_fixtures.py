@@ -77,15 +77,15 @@ def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester
             assert torch.equal(torch.ones(2), torch.zeros(2))
         """
     )
-    told = pytester.runpytest_inprocess().stdout.str()
+    result = pytester.runpytest_inprocess().stdout.str()
     assert (
-        told.count(
+        result.count(
             "world move no data, so values behind a collective mean nothing here: use gt_world"
         )
         == 2
     )
     assert (
-        told.count("process groups of a fake world move")
-        == told.count("process groups of a simulated world")
+        result.count("process groups of a fake world move")
+        == result.count("process groups of a simulated world")
         == 1
     )

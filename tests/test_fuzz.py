@@ -260,14 +260,14 @@ def test_fuzz(target, seconds, tmp_path):
     tried.
     """
     examples, read = TARGETS[target]
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     found: dict[str, str] = {}
     seed, began = SEED, time.process_time()
 
     def check(example):
         start = time.process_time()
         with warnings.catch_warnings(action="ignore"):
-            told[read(example, tmp_path)] += 1
+            counts[read(example, tmp_path)] += 1
         assert time.process_time() - start < SLOW, "too slow"
 
     with bounded():
@@ -284,7 +284,7 @@ def test_fuzz(target, seconds, tmp_path):
                     found[key] = f"seed {seed}: {key}: {str(error)[:300]}\n{notes[:3000]}"
                     print(found[key], flush=True)
             spent = time.process_time() - began
-            tried = f"{sum(told.values())} examples of seeds {SEED} to {seed}"
-            print(f"{target}: {tried}, {spent:.0f} CPU s: {dict(told)}", flush=True)
+            tried = f"{sum(counts.values())} examples of seeds {SEED} to {seed}"
+            print(f"{target}: {tried}, {spent:.0f} CPU s: {dict(counts)}", flush=True)
             seed += 1
     assert not found, "\n\n".join(found.values())

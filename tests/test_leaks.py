@@ -99,11 +99,11 @@ def test_an_environment_variable_counts(pytester: pytest.Pytester):
 def test_the_page_of_ranks_lists_what_is_put_back_and_what_stays():
     """These, and nothing else."""
     page = " ".join((Path(__file__).parents[1] / "docs" / "ranks.md").read_text().split())
-    told = re.search(
+    found = re.search(
         r"\*\*What is restored\*\* [^:]*: (.*?)\. \*\*What stays\*\* [^:]*: (.*?)\. [*A-Z]", page
     )
     lists = [
-        re.sub(r" \([^()]*(\([^()]*\)[^()]*)?\)", "", names).split(", ") for names in told.groups()
+        re.sub(r" \([^()]*(\([^()]*\)[^()]*)?\)", "", names).split(", ") for names in found.groups()
     ]
     assert lists == [list(hygiene.kept()), list(hygiene.STAYS)]
 

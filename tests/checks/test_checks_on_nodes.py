@@ -142,8 +142,8 @@ def test_a_bucket_is_that_of_just_these_modules_in_this_order(asked, holds):
     gm = parse(TWO_MODULES)
     if holds:
         return assert_graph(gm, f"then cat in bucket({asked})")
-    told = failure_of(gm, f"then cat in bucket({asked})")
-    assert told.endswith(f"its bucket is layers.0.wq, norm, expected {asked}")
+    found = failure_of(gm, f"then cat in bucket({asked})")
+    assert found.endswith(f"its bucket is layers.0.wq, norm, expected {asked}")
 
 
 @pytest.mark.parametrize(

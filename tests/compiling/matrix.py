@@ -247,9 +247,9 @@ def write(folder: Path, names: list[str]) -> None:
         for wrapping in WRAPPINGS:
             with fake_world(make_spec("fake", size=8, mesh={"d": 8})) as world:
                 for each, text in texts(name, wrapping, make_mesh(world)).items():
-                    told = "\n".join([*header.write({"torch": torch.__version__}), ""])
+                    head = "\n".join([*header.write({"torch": torch.__version__}), ""])
                     (folder / f"{name}.{wrapping}.{each}.txt").write_text(
-                        told + text.partition("\n")[2]
+                        head + text.partition("\n")[2]
                     )
 
 
@@ -257,9 +257,9 @@ def compare(one: Path, other: Path) -> Mapping[str, str]:
     """By file what differs beyond the table of spellings."""
     found = {}
     for path in sorted({file.name for folder in (one, other) for file in folder.iterdir()}):
-        told = difference("graph", (one / path).read_text(), (other / path).read_text())
-        if told is not None:
-            found[path] = told
+        text = difference("graph", (one / path).read_text(), (other / path).read_text())
+        if text is not None:
+            found[path] = text
     return found
 
 

@@ -183,26 +183,30 @@ def test_data_parallel_compiles_to_one_graph_whose_results_have_names(gt_mesh, g
         gradients(model, torch.compile(model), x)
     record.assert_no_graph_breaks()
     record.assert_compiles(1)
-    told = record.joint.graph.output_node().meta["gt_outputs"]
+    outputs = record.joint.graph.output_node().meta["gt_outputs"]
     names = [name for name, _ in model.named_parameters()]
-    assert {*told} == {"output_0", "x", *names, *(f"{name}.device_mesh" for name in names)}
+    assert {*outputs} == {"output_0", "x", *names, *(f"{name}.device_mesh" for name in names)}
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 def test_memory_of_a_graph_with_dtensors_is_that_of_its_shards(gt_mesh):
     """Dynamo's graph has them; the report draws a curve of each stage."""
     model, x = sharded(gt_mesh, 0)
-    with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile() as record:
+    with (
+        facts.collecting() as collected,
+        facts.watching(Witness().watchers),
+        gt_compile() as record,
+    ):
         gradients(model, torch.compile(model), x)
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     assert [
         peak_memory(getattr(record, one)).by_kind["parameter"] for one in ("dynamo", "joint")
     ] == [shards, shards]
-    kinds = [fact["kind"] for fact in told]
+    kinds = [fact["kind"] for fact in collected]
     assert (
         kinds.count("graph_text")
         == kinds.count("memory")
-        == len({fact["key"] for fact in told if "lines" in fact})
+        == len({fact["key"] for fact in collected if "lines" in fact})
     )
     assert "not_shown" not in kinds
 

@@ -57,9 +57,9 @@ def test_on_eight_fake_ranks(model, wrapping):
         other = texts(model, wrapping, make_mesh(world), another_parameter)
     assert other.keys() == first.keys()
     for name, text in first.items():
-        told = str(graphtext.diff(text, other[name], limit=10_000)).splitlines()
-        assert any(line[:1] in "+-" and "unrelated" in line for line in told), name
-        gone = [line for line in told if line[:1] == "-"]
+        lines = str(graphtext.diff(text, other[name], limit=10_000)).splitlines()
+        assert any(line[:1] in "+-" and "unrelated" in line for line in lines), name
+        gone = [line for line in lines if line[:1] == "-"]
         if (
             name == "make_fx"
         ):  # which tells of no node its module: inputs keep their names, nodes may be counted anew

@@ -155,9 +155,9 @@ FUSED = "gtrainer_tests.scaled_twice"
 )
 def test_a_planted_mistake_is_named_of_passes_that_nobody_bound(wrong, name, made):
     model, x, found = traced()
-    told = str(bisect_passes(found, [Rescale(2.0), wrong, eliminate_dead_code_pass], (model, x)))
-    assert told.startswith(f"introduced by pass 2 of 3, {name} (")
-    assert made in told.partition("computed from what the pass made\n")[2]
+    text = str(bisect_passes(found, [Rescale(2.0), wrong, eliminate_dead_code_pass], (model, x)))
+    assert text.startswith(f"introduced by pass 2 of 3, {name} (")
+    assert made in text.partition("computed from what the pass made\n")[2]
 
 
 def test_patterns_of_inductor_match_in_a_pipeline():
@@ -187,8 +187,8 @@ def test_caches_do_not_take_one_object_for_another():
     assert ids(Rescale(2.0), bind_options(Rescale(3.0))) == [None, None]
     two, three, again = ids(Named(2.0), Named(3.0), Named(2.0))
     assert two == again != three
-    told, home, *_ = ids(rescale)[0]
-    assert (told, home) == ("rescale()", f"{__name__}:rescale")
+    reported, home, *_ = ids(rescale)[0]
+    assert (reported, home) == ("rescale()", f"{__name__}:rescale")
 
 
 def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):

@@ -135,9 +135,9 @@ def test_one_more_parameter_changes_its_own_lines_only(record, record_with_bias,
 
 def test_gradients_that_nobody_needs_leave_the_others_their_names(record):
     outputs = record.joint.graph.output_node()
-    told = dict(zip(outputs.meta["gt_outputs"], outputs.args[0], strict=True))
-    assert [name for name, leaf in told.items() if leaf is None] == ["x"]
-    assert {name for name in told if name != "x"} == {
+    found = dict(zip(outputs.meta["gt_outputs"], outputs.args[0], strict=True))
+    assert [name for name, leaf in found.items() if leaf is None] == ["x"]
+    assert {name for name in found if name != "x"} == {
         "output_0",
         *(name for name, _ in Model().named_parameters()),
     }
@@ -390,13 +390,13 @@ def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
     ):
         record.assert_no_graph_breaks()
     record.assert_compiles(1, recompiles=1)
-    told = (
+    message = (
         r"expected 1 graph and 0 recompilations, found 1 graph and 1 recompilation\n(?s:.*)actual 3"
     )
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         record.assert_compiles(1)
-    told = "2 graphs were compiled, because of 1 graph break and 1 recompilation: say which"
-    with pytest.raises(NotRecorded, match=told):
+    message = "2 graphs were compiled, because of 1 graph break and 1 recompilation: say which"
+    with pytest.raises(NotRecorded, match=message):
         _ = record.forward
 
 
@@ -418,10 +418,10 @@ def test_a_compilation_that_begins_again_is_one_graph():
     assert sorted(set(names)) == names
     assert all("forward" in graph.stages for graph in record)
     record.assert_compiles(2, recompiles=len(names) - 2)
-    told = str(record)
-    assert "2.0 # return torch.clamp" in told
-    assert "  #" not in told
-    assert told.startswith(f"CompileRecord of {len(names)} graphs")
+    text = str(record)
+    assert "2.0 # return torch.clamp" in text
+    assert "  #" not in text
+    assert text.startswith(f"CompileRecord of {len(names)} graphs")
 
 
 def test_behind_a_reset_in_the_block_the_same_number_is_another_graph():
@@ -460,8 +460,8 @@ def test_inputs_of_the_first_call_are_what_it_was_given():
 def test_one_graph_without_breaks(record):
     record.assert_no_graph_breaks()
     record.assert_compiles(1)
-    told = r"expected 2 graphs and 0 recompilations, found 1 graph and 0 recompilations\n  compiled 0/0"
-    with pytest.raises(AssertionError, match=told):
+    message = r"expected 2 graphs and 0 recompilations, found 1 graph and 0 recompilations\n  compiled 0/0"
+    with pytest.raises(AssertionError, match=message):
         record.assert_compiles(2)
 
 
@@ -618,14 +618,14 @@ def test_an_operator_without_a_fake_kernel_by_define():
         with gt_compile() as record:
             torch.compile(function)(torch.ones(2))
         advice = f'register one with torch.library.register_fake("{name}")'
-        told = f"{name} has no fake kernel, without which it is in no graph: {advice}"
-        assert [each.reason for each in record.breaks] == [told]
+        message = f"{name} has no fake kernel, without which it is in no graph: {advice}"
+        assert [each.reason for each in record.breaks] == [message]
         with (
             pytest.raises(Exception, match="does not support running with fake tensors") as caught,
             gt_compile(),
         ):
             torch.compile(function, fullgraph=True)(torch.ones(2))
-        assert caught.value.__notes__ == [f"gt_compile: {told}"]
+        assert caught.value.__notes__ == [f"gt_compile: {message}"]
 
 
 def test_fullgraph_ends_at_the_first_break():

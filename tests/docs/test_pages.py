@@ -102,8 +102,8 @@ def test_pages_name_options_and_library_names_that_exist(generated):
 
 
 def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated):
-    told = (ROOT / "mkdocs.yml").read_text()
-    in_site = set(re.findall(r": ([\w/-]+\.md)$", told, re.MULTILINE))
+    text = (ROOT / "mkdocs.yml").read_text()
+    in_site = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
     written = {str(page.relative_to(PAGES)) for page in PAGES.rglob("*.md")}
     assert written - in_site == set()
     assert in_site - written == set(generated.PAGES)

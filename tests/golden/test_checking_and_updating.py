@@ -105,9 +105,9 @@ def test_something_else_than_a_graph_or_a_text_is_refused(run_here):
         "import torch",
         *(f"def test_{n}(gt_golden): gt_golden.check({v})" for n, v in enumerate(values)),
     ]
-    told = run_here("\n".join(tests)).stdout
-    told.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or numbers; not of set"])
-    told.fnmatch_lines(
+    output = run_here("\n".join(tests)).stdout
+    output.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or numbers; not of set"])
+    output.fnmatch_lines(
         ["*; not of Tensor: check digest(tensor), which holds every bit, or tensor.tolist()"]
     )
 

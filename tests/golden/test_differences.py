@@ -209,8 +209,10 @@ def test_garbage_collection_is_as_it_was(enabled):
 def test_a_schedule_says_what_changed_inside_of_a_body():
     body = "def cond_graph_0():\n  if fwd:\n    launch(_.all_reduce, fsdp, f32[2], bytes=8)\n"
     text = f"{body}if fwd:\n  call(L, cond, cond_graph_0)\n"
-    told = diff(text, text.replace("bytes=8", "bytes=16")).splitlines()[0]
-    assert told.startswith("in cond_graph_0: fwd: lost launch(_.all_reduce, fsdp, f32[2], bytes=8)")
+    found = diff(text, text.replace("bytes=8", "bytes=16")).splitlines()[0]
+    assert found.startswith(
+        "in cond_graph_0: fwd: lost launch(_.all_reduce, fsdp, f32[2], bytes=8)"
+    )
 
 
 def test_what_commands_a_terminal_is_shown_as_letters(run, pytester, goldens):
@@ -276,13 +278,13 @@ def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
     shown = result.stdout.str()
     assert "\x1b" not in shown
     assert "\u202e" not in shown
-    for told in (
+    for difference_text in (
         "made with torch 2.13.0%s",
         "remake it with `%s`",
         "device cpu%s, instructions",
         "test_gone%s.txt",
     ):
-        assert told.replace("%s", "\\x1b[31m\\u202e") in shown
+        assert difference_text.replace("%s", "\\x1b[31m\\u202e") in shown
 
 
 def test_letters_that_look_alike_are_named(run, goldens):

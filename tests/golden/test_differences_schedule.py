@@ -294,8 +294,8 @@ def test_a_reader_through_a_view():
     view = "view = aten.view(B.count, [2])"
     lines = ["sin = aten.sin(view)", "add_ = aten.add_.Tensor(B.count, I[0])"]
     said = diff(module(view, *lines), module(view, *lines[::-1])).splitlines()
-    told = "a view is read behind the write that it was read before, and nobody is told that results may differ"
-    assert said[1].startswith("results may differ: what reads count and aten.add_.Tensor"), told
+    problem = "a view is read behind the write that it was read before, and nobody is told that results may differ"
+    assert said[1].startswith("results may differ: what reads count and aten.add_.Tensor"), problem
 
 
 def test_readers_between_two_changes_may_change_places():

@@ -166,8 +166,8 @@ def test_an_item_is_a_literal():
 def test_items_in_another_order():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
     add = "    add: f32[1] = aten.add.Tensor({})\n"
-    told = words(text + add.format("topk[0], topk[1]"), text + add.format("topk[1], topk[0]"))
-    assert told == [
+    difference = words(text + add.format("topk[0], topk[1]"), text + add.format("topk[1], topk[0]"))
+    assert difference == [
         "arguments of aten.add.Tensor in fwd m are in another order: ·[0], ·[1] became ·[1], ·[0]"
     ]
 

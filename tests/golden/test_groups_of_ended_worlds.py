@@ -70,9 +70,9 @@ def test_the_end_of_a_world_empties_tables_of_groups():
 
 def test_what_the_end_of_a_world_cannot_empty_is_named(monkeypatch):
     module = sys.modules[__name__]
-    told = pytest.warns(
+    warning = pytest.warns(
         UserWarning,
         match=r"test_groups_of_ended_worlds\.KEPT still holds a process group of a world",
     )
-    with told, fake_world(make_spec("fake", size=2)):
+    with warning, fake_world(make_spec("fake", size=2)):
         monkeypatch.setattr(module, "KEPT", (dist.new_group([0, 1]),), raising=False)

@@ -99,14 +99,14 @@ def test_a_golden_with_other_groups_differs():
     crossed = showing_groups(
         claims(("tp", ["[0, 1]"] * 2 + ["[2, 5]", "[3, 4]", "[3, 4]", "[2, 5]"]))
     ).text
-    told = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 3]"] * 2 + ["[4, 5]"] * 2))).text
+    found = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 3]"] * 2 + ["[4, 5]"] * 2))).text
     assert judge("graph", straight, straight).outcome == "equal"
     assert "the golden has tp = [0, 1] [2, 4] [3, 5], obtained tp = [0, 1] [2, 5] [3, 4]" in (
         judge("graph", straight, crossed).reasons
     )
     assert (
         "the golden has those that follow from the first rank's group, obtained tp = [0, 1] [2, 4] [3, 5]"
-        in (judge("graph", told, straight).reasons)
+        in (judge("graph", found, straight).reasons)
     )
 
 

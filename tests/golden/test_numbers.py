@@ -185,8 +185,8 @@ CPU, CUDA_WHEEL = ({"torch": f"2.13.0+{tag}", "device": "cpu"} for tag in ("cpu"
 
 def file_of(*entries: dict[str, object], **others: object) -> str:
     """A golden with these entries, of an empty environment if they name none."""
-    told = [{"environment": {}, **entry} if "values" in entry else entry for entry in entries]
-    return json.dumps({"gtrainer": "numbers v1", "entries": told, **others})
+    complete = [{"environment": {}, **entry} if "values" in entry else entry for entry in entries]
+    return json.dumps({"gtrainer": "numbers v1", "entries": complete, **others})
 
 
 DAMAGED = [

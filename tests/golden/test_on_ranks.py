@@ -174,12 +174,12 @@ the golden differs between ranks, first on rank 1 at line 1:
 @pytest.mark.second_tier("under xdist]")
 def test_ranks_claim_and_the_parent_writes(updated):
     """Nothing of a test that fails on a rank, or in the parent after the last test of its module."""
-    told = {name.partition("::")[2]: each for name, each in updated.run.tests.items()}
-    assert told["test_agree"].outcome == "passed"
-    assert told["test_disagree"].outcome == told["test_fails_on_one"].outcome == "failed"
+    found = {name.partition("::")[2]: each for name, each in updated.run.tests.items()}
+    assert found["test_agree"].outcome == "passed"
+    assert found["test_disagree"].outcome == found["test_fails_on_one"].outcome == "failed"
     created = [f"golden/test_claims/test_agree@{name}.txt: created" for name in "ab"]
-    assert told["test_agree"].goldens == tuple(created), "as properties in the JUnit file, too"
-    assert told["test_disagree"].goldens == ("test_claims.py::test_disagree: different",)
+    assert found["test_agree"].goldens == tuple(created), "as properties in the JUnit file, too"
+    assert found["test_disagree"].goldens == ("test_claims.py::test_disagree: different",)
     assert (
         "test_last" in updated.run.output.partition("ERROR at teardown of ")[2].partition("\n")[0]
     )

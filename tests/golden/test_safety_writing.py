@@ -102,8 +102,8 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", told_fsync)
     monkeypatch.setattr(os, "replace", told_replace)
     store.write(tmp_path / "golden/t/g", tmp_path, "one\n")
-    told = [re.sub(r"\.gt-\w+\.tmp", "TEMPORARY", step) for step in done]
-    assert told == ["fsync golden/t/TEMPORARY", "replace golden/t/g"]
+    found = [re.sub(r"\.gt-\w+\.tmp", "TEMPORARY", step) for step in done]
+    assert found == ["fsync golden/t/TEMPORARY", "replace golden/t/g"]
 
 
 STEPS = [(builtins, "open"), (os, "fsync"), (os, "replace")]

@@ -31,8 +31,8 @@ def test_paths():
         str(golden_path("test_a.py::test_c[a/b]", None, "text"))
         == "golden/test_a/test_c-a_b~c14cddc0.txt"
     )
-    told = [safe(name) for name in ("bf16-8", "Linear", "con", "")]
-    assert told == ["bf16-8", "Linear~e6950b45", "con~1143da2b", "~e3b0c442"]
+    found = [safe(name) for name in ("bf16-8", "Linear", "con", "")]
+    assert found == ["bf16-8", "Linear~e6950b45", "con~1143da2b", "~e3b0c442"]
     assert torch_of(PurePosixPath("golden/test_a/test_c@torch=2.15.fxgraph")) == (2, 15)
     assert torch_of(PurePosixPath("test_c@after.txt")) is None
     assert str(stem_of_test("tests/test_a.py::test_c[8]")) == "golden/tests/test_a/test_c-8"
@@ -56,8 +56,8 @@ def test_paths():
 
 def test_files(tmp_path):
     assert normal("a\r\nb") == "a\nb\n"
-    told = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
-    assert told == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
+    found = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
+    assert found == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
     read_only = OSError(errno.EROFS, "Read-only file system")
     assert reason(read_only) == "Read-only file system"
     (tmp_path / "test_a.py").touch()
@@ -80,8 +80,8 @@ def test_without_a_test_is_what_no_worker_has_collected(request):
     plugin = UnusedGoldens(
         request.config, request.config.pluginmanager.getplugin("gtrainer-goldens")
     )
-    for told in (["golden/a.txt", "golden/b.txt"], ["golden/b.txt", "golden/c.txt"]):
-        plugin.pytest_testnodedown(SimpleNamespace(workeroutput={_WORKER_OUTPUT: told}), None)
+    for unowned in (["golden/a.txt", "golden/b.txt"], ["golden/b.txt", "golden/c.txt"]):
+        plugin.pytest_testnodedown(SimpleNamespace(workeroutput={_WORKER_OUTPUT: unowned}), None)
     assert plugin._workers_unowned == {PurePosixPath("golden/b.txt")}
 
 
@@ -99,9 +99,9 @@ def test_what_ranks_claim():
         == "fsdp = group()\nif P:"
     )
     claims = {0: [Claim("", "", "text", "a\nb\n")], 3: [Claim("", "", "text", "a\nc\n")]}
-    told, _ = disagreement(claims)
+    message, _ = disagreement(claims)
     assert (
-        told
+        message
         == "the golden differs between ranks, first on rank 3 at line 2:\n  rank 0: b\n  rank 3: c"
     )
     one, two = (Expectation("test_a.py", 3, "", text, "") for text in ("x", "y"))

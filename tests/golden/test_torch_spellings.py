@@ -123,17 +123,17 @@ def test_another_order_beside_another_spelling_differs():
 
 
 def test_a_difference_tells_the_real_change_alone_and_whose_words_it_uses():
-    told = difference(
+    message = difference(
         "graph", text(OLD_BODY, OLD), text(NEW_BODY.replace("aten.exp", "aten.sin"), NEW)
     )
-    assert told.splitlines()[:4] == [
+    assert message.splitlines()[:4] == [
         "the dataflow differs, first at aten.sin in fwd loss",
         "fwd loss: lost aten.exp, gained aten.sin",
         f"made with torch {OLD}, running {NEW}, and compared with the newer one's names: "
         "aten.alias for aten.detach, aten._unsafe_view for aten.view of aten.addmm",
         "",
     ]
-    shown = [line.partition(":")[0] for line in told.splitlines()[6:] if line[0] in "+-"]
+    shown = [line.partition(":")[0] for line in message.splitlines()[6:] if line[0] in "+-"]
     assert shown == [
         "-loss | exp",
         "-loss | add",
@@ -156,8 +156,8 @@ def test_each_spelling_is_of_its_version():
     half = OLD_BODY.replace("aten.detach", "aten.alias")
     assert difference("graph", text(OLD_BODY, OLD), text(half, "2.14.1")) is None
     assert difference("graph", text(half, "2.14.1"), text(NEW_BODY, NEW)) is None
-    told = difference("graph", text(OLD_BODY, OLD), text(NEW_BODY, "2.14.1"))
-    assert "lost aten.view, gained aten._unsafe_view" in told
+    message = difference("graph", text(OLD_BODY, OLD), text(NEW_BODY, "2.14.1"))
+    assert "lost aten.view, gained aten._unsafe_view" in message
 
 
 class Mlp(torch.nn.Module):

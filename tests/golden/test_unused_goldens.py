@@ -27,7 +27,7 @@ UNUSED = (
 TITLE = "goldens that no test checks (--gt-prune-goldens removes them):"
 
 
-def told(result: pytest.RunResult) -> list[str]:
+def unused_in(result: pytest.RunResult) -> list[str]:
     """The unused goldens that the summary lists."""
     lines = result.outlines
     if TITLE not in lines:
@@ -53,7 +53,7 @@ def test_each_way_to_become_unused_is_found(run_here, put_goldens, goldens):
     before = goldens()
     result = run_here(SOURCE)
     result.assert_outcomes(passed=3)
-    assert told(result) == list(UNUSED)
+    assert unused_in(result) == list(UNUSED)
     result.stdout.fnmatch_lines(["goldens   3 equal, 5 unused"])
     assert (result.ret, goldens()) == (0, before)
 
@@ -104,7 +104,7 @@ def test_the_twin_a_test_that_passes_without_its_check_loses_its_golden(run_here
     result = run_here(
         None, test_one="def test_a(): pass\ndef test_b(gt_golden): gt_golden.check('test_b')"
     )
-    assert told(result) == ["test_one/test_a.txt"]
+    assert unused_in(result) == ["test_one/test_a.txt"]
 
 
 def test_goldens_of_files_that_are_not_collected_are_kept(run_here, put_goldens, pytester):
@@ -115,13 +115,13 @@ def test_goldens_of_files_that_are_not_collected_are_kept(run_here, put_goldens,
     folder = pytester.mkdir("sub x")  # its goldens lie in `sub_x~…`, which `sub_x` is not
     (folder / "test_far.py").write_text("")
     result = run_here(SOURCE, "--ignore=sub x", test_ignored="def test_a(): pass")
-    assert told(result) == ["sub_x/test_far/test_a.txt", "test_gone/test_a.txt"]
+    assert unused_in(result) == ["sub_x/test_far/test_a.txt", "test_gone/test_a.txt"]
 
 
 def test_a_plugin_that_drops_tests_silently_makes_no_golden_unused(run_here, put_goldens, pytester):
     put_goldens(*USED, "test_it/test_c.txt")
     pytester.makeconftest("def pytest_collection_modifyitems(items):\n    del items[1:]")
-    assert told(run_here(SOURCE)) == ["test_it/test_c.txt"]
+    assert unused_in(run_here(SOURCE)) == ["test_it/test_c.txt"]
 
 
 def test_tests_that_a_plugin_adds_have_goldens_too(run_here, put_goldens, pytester):
@@ -132,7 +132,7 @@ def test_tests_that_a_plugin_adds_have_goldens_too(run_here, put_goldens, pytest
             def test_added(gt_golden): pytest.skip()
             items.append(pytest.Function.from_parent(items[0].parent, name="test_added", callobj=test_added))
     """)
-    assert told(run_here(SOURCE)) == ["test_it/test_c.txt"]
+    assert unused_in(run_here(SOURCE)) == ["test_it/test_c.txt"]
 
 
 def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(
@@ -150,7 +150,7 @@ def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(
                 item.ihook.pytest_runtest_logreport(report=report)
             return True
     """)
-    assert told(run_here(SOURCE)) == ["test_it/test_c.txt"]
+    assert unused_in(run_here(SOURCE)) == ["test_it/test_c.txt"]
 
 
 def test_a_test_that_is_run_again_is_judged_by_its_last_time(run_here, put_goldens, pytester):
@@ -169,7 +169,7 @@ def test_a_test_that_is_run_again_is_judged_by_its_last_time(run_here, put_golde
     """)
     source = "times = []\ndef test_a(gt_golden):\n    times.append(1)\n    assert len(times) > 1\n"
     result = run_here(source + "    gt_golden.check('test_a')")
-    assert told(result) == ["test_it/test_a@name.txt"]
+    assert unused_in(result) == ["test_it/test_a@name.txt"]
 
 
 def test_a_link_keeps_what_it_leads_to(run_here, put_goldens, pytester):
@@ -227,7 +227,7 @@ def test_a_run_of_a_part_says_nothing_and_removes_nothing(
     put_goldens(*USED, *UNUSED, "test_other/test_d.txt")
     pytester.mkdir("empty")
     files = {"test_it": SOURCE, "test_other": "def test_d(): pass"}
-    assert told(run_here(None, *arguments, **files)) == []
+    assert unused_in(run_here(None, *arguments, **files)) == []
     result = run_here(None, *arguments, "--gt-unused-goldens=fail")
     assert result.ret in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
     result.stdout.fnmatch_lines([f"unused goldens were not looked for: {reason}"])
@@ -243,11 +243,13 @@ def test_a_run_of_a_part_says_nothing_and_removes_nothing(
 def test_a_run_of_what_failed_last_says_nothing(run_here, put_goldens, flag):
     put_goldens(*USED, *UNUSED)
     files = {"test_it": SOURCE + "\ndef test_z(): assert False", "test_more": "def test_y(): pass"}
-    assert told(run_here(None, with_cache=True, **files)) == list(UNUSED)
-    assert told(run_here(None, flag, with_cache=True)) == []
-    assert told(run_here(SOURCE, flag, with_cache=True)) == [], "also when nothing fails"
-    assert told(run_here(SOURCE + "\ndef test_z(): assert False", with_cache=True)) == list(UNUSED)
-    assert told(run_here(None, "--ff", with_cache=True)) == list(UNUSED)
+    assert unused_in(run_here(None, with_cache=True, **files)) == list(UNUSED)
+    assert unused_in(run_here(None, flag, with_cache=True)) == []
+    assert unused_in(run_here(SOURCE, flag, with_cache=True)) == [], "also when nothing fails"
+    assert unused_in(run_here(SOURCE + "\ndef test_z(): assert False", with_cache=True)) == list(
+        UNUSED
+    )
+    assert unused_in(run_here(None, "--ff", with_cache=True)) == list(UNUSED)
 
 
 STOPS = {
@@ -264,7 +266,7 @@ def test_a_run_that_stops_early_says_nothing_and_removes_nothing(
 ):
     put_goldens(*USED, *UNUSED)
     files = {"test_a": f"def test_a(): {body}", "test_it": SOURCE}
-    assert told(run_here(None, *arguments, **files)) == []
+    assert unused_in(run_here(None, *arguments, **files)) == []
     result = run_here(None, *arguments, "--gt-prune-goldens")
     result.stdout.fnmatch_lines(["unused goldens were not looked for: *"])
     assert len(goldens()) == len(USED) + len(UNUSED)
@@ -280,9 +282,9 @@ def test_an_interrupted_run_removes_nothing(run, put_goldens, goldens):
 def test_a_stop_at_the_very_last_test_is_none(run_here, put_goldens):
     """The twin: everything has run."""
     put_goldens(*USED, *UNUSED)
-    assert told(run_here(None, "-x", test_it=SOURCE, test_z="def test_z(): assert False")) == list(
-        UNUSED
-    )
+    assert unused_in(
+        run_here(None, "-x", test_it=SOURCE, test_z="def test_z(): assert False")
+    ) == list(UNUSED)
 
 
 def test_after_a_failed_collection_nothing_is_said(run_here, put_goldens):
@@ -324,7 +326,9 @@ def test_which_paths_are_all_of_them(
         (pytester.path / folder).mkdir(exist_ok=True)
         (pytester.path / folder / f"{name}.py").write_text(source)
     pytester.makeini(f"[pytest]\ntestpaths = {testpaths}")
-    assert told(run_here(None, *arguments)) == (["tests/test_more/test_z.txt"] if is_full else [])
+    assert unused_in(run_here(None, *arguments)) == (
+        ["tests/test_more/test_z.txt"] if is_full else []
+    )
 
 
 def test_a_path_out_of_the_tree_holds_none_of_its_tests(run_here, put_goldens, tmp_path_factory):
@@ -334,7 +338,7 @@ def test_a_path_out_of_the_tree_holds_none_of_its_tests(run_here, put_goldens, t
     run_here(SOURCE).assert_outcomes(passed=3)
     result = run_here(None, "--rootdir=.", "-c", "tox.ini", str(outside))
     result.assert_outcomes(passed=1)
-    assert told(result) == []
+    assert unused_in(result) == []
 
 
 def test_tests_that_this_run_is_not_about_keep_their_goldens(pytester, run_here, put_goldens):
@@ -342,7 +346,7 @@ def test_tests_that_this_run_is_not_about_keep_their_goldens(pytester, run_here,
     put_goldens(*USED, "examples/test_e/test_e.txt", "gone/test_e/test_e.txt")
     (pytester.mkdir("examples") / "test_e.py").write_text("")
     pytester.makeini("[pytest]\ntestpaths = test_it.py")
-    assert told(run_here(SOURCE)) == ["gone/test_e/test_e.txt"]
+    assert unused_in(run_here(SOURCE)) == ["gone/test_e/test_e.txt"]
 
 
 # -- workers
@@ -414,11 +418,11 @@ def test_they_can_fail_the_run(run_here, put_goldens, pytester):
     result = run_here(SOURCE, "--gt-unused-goldens", "fail")
     result.assert_outcomes(passed=3)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert told(result) == list(UNUSED)
+    assert unused_in(result) == list(UNUSED)
     result.stdout.fnmatch_lines(
         ["a run with unused goldens has failed, as --gt-unused-goldens=fail was given"]
     )
-    assert told(run_here(None, "--gt-unused-goldens=ignore")) == []
+    assert unused_in(run_here(None, "--gt-unused-goldens=ignore")) == []
     pytester.makeini("[pytest]\ngt_unused_goldens = fail")
     assert run_here(None).ret == pytest.ExitCode.TESTS_FAILED
 
@@ -434,7 +438,7 @@ def test_pruning_removes_them_says_each_and_leaves_no_empty_folder(
     assert result.ret == 0
     assert sorted(goldens()) == sorted([*USED, "test_it/README.md"])
     assert not (pytester.path / "golden/old").exists()
-    assert told(run_here(None)) == []
+    assert unused_in(run_here(None)) == []
 
 
 def test_what_cannot_be_removed_is_still_unused(

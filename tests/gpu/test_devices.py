@@ -91,12 +91,12 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
     """)
     run = pytester.runpytest_subprocess("--gt-gpus=1", "-v")
     run.assert_outcomes(passed=2, failed=2)
-    for name, told in (
+    for name, cause in (
         ("asserts_on_the_device", "rank 0: AcceleratorError: "),
         ("never_looks", "*left running: "),
     ):
         run.stdout.fnmatch_lines(
-            [f"_* test_{name} _*", f"{told}CUDA error: device-side assert triggered*"]
+            [f"_* test_{name} _*", f"{cause}CUDA error: device-side assert triggered*"]
         )
 
 

@@ -34,12 +34,12 @@ def test_memory_that_a_test_leaves_is_told(cuda, pytester):
     What cuBLAS takes for its first product is no test's.
     """
     pytester.makepyfile(SUITE)
-    told = pytester.runpytest_subprocess("--gt-gpus=1")
-    told.assert_outcomes(passed=3)
-    assert "8 MiB of GPU memory" in told.stdout.str()
-    assert "test_leaves_memory" in told.stdout.str()
-    assert "test_leaves_none" not in told.stdout.str()
-    assert "test_multiplies" not in told.stdout.str()
+    result = pytester.runpytest_subprocess("--gt-gpus=1")
+    result.assert_outcomes(passed=3)
+    assert "8 MiB of GPU memory" in result.stdout.str()
+    assert "test_leaves_memory" in result.stdout.str()
+    assert "test_leaves_none" not in result.stdout.str()
+    assert "test_multiplies" not in result.stdout.str()
     failed = pytester.runpytest_subprocess("--gt-gpus=1", "--gt-leaked-resources=fail")
     failed.assert_outcomes(passed=3, errors=1)
     failed.stdout.fnmatch_lines(["the test has left 8 MiB of GPU memory behind*"])
@@ -90,9 +90,9 @@ def test_the_peak_that_liveness_tells(gt_mesh, record_property):
     up to 512 bytes.
     """
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
-    told = peak_memory(run.traced.gm)
+    estimate = peak_memory(run.traced.gm)
     held = ("parameter", "buffer", "input")
-    expected = sum(-(-one.nbytes // 512) * 512 for one in told.alive if one.kind not in held)
+    expected = sum(-(-one.nbytes // 512) * 512 for one in estimate.alive if one.kind not in held)
     inputs = [local(tensor).detach() for tensor in ModelState.of(run.model).tensors]
     inputs += pytree.tree_leaves(run.config.inputs(0, 0))
     with torch.no_grad():

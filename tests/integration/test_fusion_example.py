@@ -22,7 +22,7 @@ def example(tmp_path_factory):
 
 def outcomes(example, *options):
     run = run_project(example, "-p", "no:randomly", "-p", "no:hypothesispytest", *options)
-    return run, {name.rpartition(".")[2]: told.outcome for name, told in run.tests.items()}
+    return run, {name.rpartition(".")[2]: test.outcome for name, test in run.tests.items()}
 
 
 @pytest.mark.second_tier
@@ -49,6 +49,6 @@ def code_lines(path):
 
 
 def test_the_readme_counts_lines_as_they_are():
-    told = (EXAMPLE / "README.md").read_text()
+    page = (EXAMPLE / "README.md").read_text()
     for path in (OURS, BY_HAND):
-        assert re.search(rf"`tests/{path.name}` \| {code_lines(path)} \|", told), code_lines(path)
+        assert re.search(rf"`tests/{path.name}` \| {code_lines(path)} \|", page), code_lines(path)

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "subexpressions"
 
 
 @pytest.mark.parametrize(
-    ("bug", "rules", "told"),
+    ("bug", "rules", "message"),
     [
         ("", "13 held", ""),
         ("writes", "1 written of merge_equal broken", "first at output loss"),
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "subexpressions"
         ("directions", "1 A11 of merge_equal broken", "in bwd: expected the first gather, "),
     ],
 )
-def test_the_pass_and_its_mistakes(tmp_path, bug, rules, told):
+def test_the_pass_and_its_mistakes(tmp_path, bug, rules, message):
     """A mistake breaks one rule, and no other of those that are not dear."""
     only = [f"--with-bug={bug}", "-k", "not (generated or growth or process)"] if bug else []
     example = shutil.copytree(EXAMPLE, tmp_path / "copy")  # nothing is written into the tree
@@ -33,4 +33,4 @@ def test_the_pass_and_its_mistakes(tmp_path, bug, rules, told):
         "1 failed, 9 passed, 1 skipped, 3 deselected" if bug else "13 passed, 1 skipped"
     ) in run.output
     assert rules in run.output
-    assert told in run.output
+    assert message in run.output

@@ -254,8 +254,8 @@ def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
     Two groups of data ranks may add in different orders here: so the replicas of a norm drift
     apart, and are told.
     """
-    told = r"norm.weight differs between ranks \d and \d, .*on ranks it is an error"
-    with pytest.warns(ReplicaWarning, match=told):
+    message = r"norm.weight differs between ranks \d and \d, .*on ranks it is an error"
+    with pytest.warns(ReplicaWarning, match=message):
         parity = assert_parity(
             lambda mesh: llama3_training(
                 mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2
@@ -315,8 +315,8 @@ def test_a_plan_whose_partial_sums_nobody_adds_is_told(gt_mesh, train):
             layer.feed_forward.w2.forward = _own_columns(layer.feed_forward.w2, gt_mesh["tp"])
         return model
 
-    told = r"differs between ranks 0 and 1, and is whole on every rank that shares the model: a shard is a"
-    with pytest.raises(ReplicasDiffer, match=told):
+    message = r"differs between ranks 0 and 1, and is whole on every rank that shares the model: a shard is a"
+    with pytest.raises(ReplicasDiffer, match=message):
         train(replace(config, model=wrong))
 
 
@@ -431,18 +431,20 @@ def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, 
     """N5: parameters, gradients and buffers; of a DTensor what is not split between the ranks that
     are compared.
     """
-    model, told = Held(gt_mesh, gt_world.rank, what), {}
+    model, reported = Held(gt_mesh, gt_world.rank, what), {}
     for name in ("dp", "tp"):
         differ = pytest.raises(ReplicasDiffer)
         with differ if name in over else contextlib.nullcontext() as found:
             assert_replicas_equal(model, gt_mesh, over=name)
         if found is not None:
-            told[name] = str(found.value).partition(", and")[0]
+            reported[name] = str(found.value).partition(", and")[0]
     words = {
         "dp": f"{what} differs between ranks 1 and 3",
         "tp": f"{what} differs between ranks 2 and 3",
     }
-    assert told == {name: words[name] for name in sorted(over)}, f"{what} is held alike over {over}"
+    assert reported == {name: words[name] for name in sorted(over)}, (
+        f"{what} is held alike over {over}"
+    )
 
 
 @on_four_ranks

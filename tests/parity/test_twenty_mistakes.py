@@ -199,8 +199,8 @@ def check_mistakes(eager, model, traced, inputs, mesh, mistakes):
         gm.recompile()
         model.zero_grad()
         traced.with_graph(gm).replay(model, *inputs)
-        told = texts_of_ranks(compare(gradients(model), gradients(eager)).outcome)
-        assert ("different" in told) == (mistake is not None), (mistake, told)
+        texts = texts_of_ranks(compare(gradients(model), gradients(eager)).outcome)
+        assert ("different" in texts) == (mistake is not None), (mistake, texts)
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})

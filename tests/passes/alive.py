@@ -97,6 +97,6 @@ def sizes_of(gm, found):
         for value, shape in zip(values, found.get(node.name, (0, ()))[1], strict=False):
             for size, number in zip(value.shape, shape, strict=True):
                 if type(size) is torch.SymInt:
-                    told = size.node.expr, size.node.shape_env.simplify(size.node.expr)
-                    numbers |= {str(symbol): number for symbol in told if symbol.is_symbol}
+                    expressions = size.node.expr, size.node.shape_env.simplify(size.node.expr)
+                    numbers |= {str(symbol): number for symbol in expressions if symbol.is_symbol}
     return numbers

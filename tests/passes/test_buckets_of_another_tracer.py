@@ -127,10 +127,10 @@ def test_a_bucket_packed_in_the_order_of_execution_is_told(traced_and_eager):
     """The order bug of a trainer: by bucket and place in the graph, where eager has w1, w2, w3."""
     gm, model, plan, eager = traced_and_eager
     made = bucketed(gm, model, plan, lambda member: member.launch)
-    with pytest.raises(LayoutDifference) as told:
+    with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(made, eager, names=model)
-    assert "bucket 'layers.0', reduce_scatter: layers.0." in str(told.value)
-    assert " sits at byte " in str(told.value)
+    assert "bucket 'layers.0', reduce_scatter: layers.0." in str(failure.value)
+    assert " sits at byte " in str(failure.value)
 
 
 @pytest.mark.second_tier("deepseek_v3")

@@ -139,10 +139,10 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     config.step(eager, *config.batch(0, 1)).backward()
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(layout, eager_bucket_layout(eager))
-    told = str(failure.value).splitlines()[1:]
+    differences = str(failure.value).splitlines()[1:]
     other = [
         line
-        for line in told
+        for line in differences
         if not re.search(r"sits at byte|more parameters? of it|more differences", line)
     ]
     assert not other, "\n".join(other)

@@ -185,12 +185,12 @@ def test_long_differences_are_cut_and_counted():
 
 def test_what_is_compared_is_told_to_those_who_watch():
     """Reports show both layouts, and every problem, also those that the message cuts."""
-    told = []
+    found = []
     other = payload((W2, 12), (W1, 8))
-    with facts.watching({"layouts": lambda **layouts: told.append(layouts)}):
+    with facts.watching({"layouts": lambda **layouts: found.append(layouts)}):
         assert_same_layout(BucketLayout((EXPECTED,)), BucketLayout((EXPECTED,)))
         problems = difference(other)
-    assert told == [
+    assert found == [
         {
             "actual": BucketLayout((one,)),
             "expected": BucketLayout((EXPECTED,)),

@@ -95,8 +95,8 @@ READERS = {
 }
 
 
-def told(reader: str, gm: fx.GraphModule, node: fx.Node) -> str:
-    """``told``, ``refused`` where the message names the node, else what came."""
+def outcome_of(reader: str, gm: fx.GraphModule, node: fx.Node) -> str:
+    """``shown``, ``refused`` where the message names the node, else what came."""
     name = schema(node.target).name.partition("::")[2]
     try:
         text = READERS[reader](gm)
@@ -107,14 +107,14 @@ def told(reader: str, gm: fx.GraphModule, node: fx.Node) -> str:
             else f"an error without its name: {error}"
         )
     if reader == "layout":
-        return "told" if "layers.0.w" in text else "silent"
+        return "shown" if "layers.0.w" in text else "silent"
     if reader == "schedule":
         return (
-            "told"
+            "shown"
             if f"launch(_.{node.name}" in text or f"{name}," in text.partition("launch(")[2]
             else "silent"
         )
-    return "told" if name in text and (reader != "timeline" or "collective" in text) else "silent"
+    return "shown" if name in text and (reader != "timeline" or "collective" in text) else "silent"
 
 
 def test_every_reader_tells_each_collective_or_refuses_it_by_name(gt_mesh):
@@ -124,14 +124,14 @@ def test_every_reader_tells_each_collective_or_refuses_it_by_name(gt_mesh):
     for operator in operators():
         gm, node = graph_of(operator, group)
         if launches(operator):
-            table[str(operator)] = {reader: told(reader, gm, node) for reader in READERS} | {
+            table[str(operator)] = {reader: outcome_of(reader, gm, node) for reader in READERS} | {
                 "kind": kind_of(node)
             }
     assert len(table) > 60
     lost = {
         name: row
         for name, row in table.items()
-        if {*row.values()} - {"told", "refused", row["kind"]}
+        if {*row.values()} - {"shown", "refused", row["kind"]}
     }
     assert not lost, "\n".join(f"{name}: {row}" for name, row in lost.items())
     functional = {name: row for name, row in table.items() if name.startswith("_c10d_functional.")}
@@ -140,7 +140,7 @@ def test_every_reader_tells_each_collective_or_refuses_it_by_name(gt_mesh):
         for row in functional.values()
         if row["kind"] in ("all_gather", "reduce_scatter")
     ]
-    assert set(moved) == {"told"}
+    assert set(moved) == {"shown"}
     fused = {name: row["layout"] for name, row in table.items() if ".fused_" in name}
     assert {*fused.values()} == {"refused"}, f"what it is multiplied by was not moved: {fused}"
 

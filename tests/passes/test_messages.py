@@ -37,11 +37,11 @@ def test_a_graph_out_of_order_is_told_with_pass_bucket_and_parameter(joint, plan
     """E6: lint alone says "Argument 'all_gather_into_tensor' was used before it has been defined"."""
     step = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=plan)
     steps = [step, bind_options(wait_first), bind_options(keep)]
-    told = (
+    message = (
         r"wait_first left a graph out of order: wait_tensor\w* \(fwd, bucket 'tok_embeddings', made from "
         r"tok_embeddings.weight\) reads all_gather_into_tensor\w* \(fwd, bucket 'tok_embeddings'"
     )
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         apply_graph_passes(joint.gm, None, steps)
 
 
@@ -76,8 +76,8 @@ def test_a_node_out_of_order_names_three_of_the_inputs_that_it_is_made_from(inpu
     joined = graph.call_function(torch.stack, (given,))
     graph.output(graph.call_function(torch.neg, (joined,)))
     graph.output_node().prepend(joined)
-    told = rf"reads stack \(fwd, no module, made from input a, input b, input c{more}\), which comes after it"
-    with pytest.raises(RuntimeError, match=told):
+    message = rf"reads stack \(fwd, no module, made from input a, input b, input c{more}\), which comes after it"
+    with pytest.raises(RuntimeError, match=message):
         lint(graph, "last")
 
 
@@ -135,9 +135,9 @@ def test_an_activation_that_is_taken_for_a_parameter_can_be_named(gt_mesh):
         node.meta.pop("gt_input", None)
     with pytest.raises(
         PlanError, match=r"; if (\w+) is no parameter .* say so: \1.meta\['gt_input'\]"
-    ) as told:
+    ) as failure:
         joint_transformer_block_bucketing_reordering_pass(gm, bucket_plan=["layers.0"])
-    named = str(told.value).partition("if ")[2].split()[0]
+    named = str(failure.value).partition("if ")[2].split()[0]
     (saved,) = [node for node in gm.graph.find_nodes(op="placeholder") if node.name == named]
     saved.meta["gt_input"] = {"kind": "input", "fqn": named}
     joint_transformer_block_bucketing_reordering_pass(gm, bucket_plan=["layers.0"])

@@ -302,9 +302,9 @@ def nothing(launch):
 def test_members_that_differ_in_anything_have_other_signatures(what):
     """D7: and so are never merged; the twins agree."""
     change = CHANGED[what]
-    told = f"collectives that differ in their {what} would travel in one bucket"
+    message = f"collectives that differ in their {what} would travel in one bucket"
     assert len(signatures(nothing, change)) == 2
-    assert len(set(signatures(nothing, change))) == 2, told
+    assert len(set(signatures(nothing, change))) == 2, message
     assert len(set(signatures(change, change))) == len(set(signatures(nothing, nothing))) == 1
     of_other_replicas = signatures(add_of_replicas("replicas"), add_of_replicas("others"))
     assert len(set(of_other_replicas)) == 2, (

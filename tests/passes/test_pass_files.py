@@ -34,10 +34,12 @@ def truthful(a_pass):
 
     def run(gm, *args, **options):
         before, code = graphtext.render(gm), gm.code
-        told = rewrite(gm, *args, **options)
+        says_changed = rewrite(gm, *args, **options)
         gm.recompile()
-        assert told or gm.code == code, f"{a_pass.__name__} changed the graph and did not tell"
-        assert not told or graphtext.render(gm) != before, (
+        assert says_changed or gm.code == code, (
+            f"{a_pass.__name__} changed the graph and did not tell"
+        )
+        assert not says_changed or graphtext.render(gm) != before, (
             f"{a_pass.__name__} told of a change and made none"
         )
         return gm

@@ -184,20 +184,20 @@ def test_a_graph_of_dynamo(graphs):
     mode = Alive(inputs)
     with torch.no_grad(), mode:
         gm(*inputs)
-    told = peak_memory(gm)
+    estimate = peak_memory(gm)
     # a layer norm's means and deviations are inside of torch's function
-    assert told.peak <= max(nbytes for _, nbytes in mode.ran) <= 1.05 * told.peak
-    assert {one.name: one.kind for one in told.alive if one.name == "up.weight"} == {
+    assert estimate.peak <= max(nbytes for _, nbytes in mode.ran) <= 1.05 * estimate.peak
+    assert {one.name: one.kind for one in estimate.alive if one.name == "up.weight"} == {
         "up.weight": "parameter"
     }
 
 
 def test_an_exported_program_and_a_bare_graph():
     program = torch.export.export(Model(), (torch.randn(8, 16),)).run_decompositions()
-    told = peak_memory(program)
-    assert told.by_kind["parameter"] == 4 * (16 * 64 * 2 + 64 * 3)
-    assert told.by_kind["buffer"] == 64
-    assert peak_memory(program.graph, names={"x": "x"}).peak == told.peak
+    estimate = peak_memory(program)
+    assert estimate.by_kind["parameter"] == 4 * (16 * 64 * 2 + 64 * 3)
+    assert estimate.by_kind["buffer"] == 64
+    assert peak_memory(program.graph, names={"x": "x"}).peak == estimate.peak
 
 
 def test_a_graph_inside_adds_what_it_makes():
@@ -214,10 +214,10 @@ def test_a_graph_inside_adds_what_it_makes():
     mode = Alive([x])
     with torch.no_grad(), mode:
         gm(x)
-    told = peak_memory(gm)
-    assert told.peak == max(nbytes for _, nbytes in mode.ran)
-    assert told.at == "inner"
-    assert "in inner" in str(told)
+    estimate = peak_memory(gm)
+    assert estimate.peak == max(nbytes for _, nbytes in mode.ran)
+    assert estimate.at == "inner"
+    assert "in inner" in str(estimate)
 
 
 def test_what_a_graph_inside_shows_of_its_operand_keeps_that_alive():
@@ -244,9 +244,9 @@ def test_of_two_branches_the_larger_one_counts():
 
     x = torch.randn(16, 16)
     gm = make_fx(step, tracing_mode="fake")(torch.tensor(True), x)
-    told = peak_memory(gm)
-    assert told.peak == 1 + 1024 + 3 * 1024
-    assert told.at == "cond"
+    estimate = peak_memory(gm)
+    assert estimate.peak == 1 + 1024 + 3 * 1024
+    assert estimate.at == "cond"
 
 
 REDUCED = """
@@ -287,9 +287,9 @@ if out:
 
 
 def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart():
-    told = peak_memory(graphtext.parse(REDUCED))
+    estimate = peak_memory(graphtext.parse(REDUCED))
     inputs = 4096 + 16 + 32
-    assert dict(told.curve) == {
+    assert dict(estimate.curve) == {
         "sin": inputs + 4096,
         "cos": inputs + 8192,
         "reduce_scatter": inputs + 10240,
@@ -298,13 +298,13 @@ def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart(
         "wait_tensor": inputs + 6144,
         "output": inputs + 6144,
     }
-    assert (told.at, told.module) == ("mul", "a")
+    assert (estimate.at, estimate.module) == ("mul", "a")
     kinds = {
         one.name or one.node.name: one.kind
         for one in peak_memory(graphtext.parse(INSIDE_FORWARD)).alive
     }
     assert kinds == {"x": "input", "sin": "temporary", "total": "output"}
-    assert told.by_kind == {
+    assert estimate.by_kind == {
         "saved": 8192,
         "parameter": 4096,
         "temporary": 4096,
@@ -341,8 +341,8 @@ def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
         name: nbytes // 1024
         for name, nbytes in peak_memory(graphtext.parse(COALESCED)).curve.items()
     }
-    told = {name: curve[name] for name in ("sin", "cos", "gathered", "exp", "first", "second")}
-    assert told == {"sin": 8, "cos": 12, "gathered": 28, "exp": 32, "first": 28, "second": 20}
+    found = {name: curve[name] for name in ("sin", "cos", "gathered", "exp", "first", "second")}
+    assert found == {"sin": 8, "cos": 12, "gathered": 28, "exp": 32, "first": 28, "second": 20}
 
 
 def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
@@ -351,14 +351,14 @@ def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
     assert_peak_memory(gm, at_most=peak)
     with pytest.raises(AssertionError) as failure:
         assert_peak_memory(gm, at_most=peak - 1)
-    told = str(failure.value)
+    message = str(failure.value)
     assert (
         "holds 22.05 KiB (22,576 bytes) at once, at_most is 22.05 KiB (22,575 bytes): 1 too many"
-        in told
+        in message
     )
-    assert "the peak is at mul (aten.mul.Tensor in a), node 5 of 7" in told
-    assert len([line for line in told.splitlines() if "float32[" in line]) == 5
-    assert "print(peak_memory(gm)" in told
+    assert "the peak is at mul (aten.mul.Tensor in a), node 5 of 7" in message
+    assert len([line for line in message.splitlines() if "float32[" in line]) == 5
+    assert "print(peak_memory(gm)" in message
 
 
 @pytest.mark.parametrize(

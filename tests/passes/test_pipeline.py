@@ -288,8 +288,8 @@ def test_options_have_a_stable_fingerprint():
         others
     )
     tables = [{"b": 1, "a": {3, 2}}, {"a": {2, 3}, "b": 1}]
-    told = {str(bind_options(marked_pass, mark=table)) for table in tables}
-    assert told == {"marked_pass(mark={'a': {2, 3}, 'b': 1})"}, (
+    found = {str(bind_options(marked_pass, mark=table)) for table in tables}
+    assert found == {"marked_pass(mark={'a': {2, 3}, 'b': 1})"}, (
         "a table has one text, in whichever order it was made"
     )
 
@@ -538,9 +538,9 @@ def renames(gm):
 def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach, a_pass, idle):
     """Of two runs of the pass in a row, those that changed nothing."""
     bound = bind_options(a_pass)
-    with facts.collecting() as told:
+    with facts.collecting() as collected:
         apply_graph_passes(neg_of_detach, None, [bound, bound])
-    assert [fact["what"] for fact in told if fact["kind"] == "idle"] == [
+    assert [fact["what"] for fact in collected if fact["kind"] == "idle"] == [
         f"{bound.name} changed nothing"
     ] * len(idle)
 
@@ -632,10 +632,10 @@ def test_a_collective_of_dtensor_that_nobody_reads_stays():
 
 def test_who_watches_pipelines_is_given_both_graphs(neg_of_detach):
     """As bisection does: the graph that was given, and the one that all passes made of it."""
-    told = []
-    with facts.watching({"graph_passes": lambda given, result: told.append((given, result))}):
+    found = []
+    with facts.watching({"graph_passes": lambda given, result: found.append((given, result))}):
         done = apply_graph_passes(neg_of_detach, None, [marked_pass])
-    assert told == [(neg_of_detach, done)]
+    assert found == [(neg_of_detach, done)]
     assert done is not neg_of_detach
 
 

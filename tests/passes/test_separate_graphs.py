@@ -37,8 +37,8 @@ def half(gm, direction, *, marks=True):
     results = [node for node in gm.graph.output_node().all_input_nodes if node in wanted]
     graph.output(tuple(copies[node] for node in results))
     if direction == "bwd":
-        told = gm.graph.output_node()
-        graph.output_node().meta = {**told.meta, "gt_outputs": told.meta["gt_outputs"][1:]}
+        output = gm.graph.output_node()
+        graph.output_node().meta = {**output.meta, "gt_outputs": output.meta["gt_outputs"][1:]}
     return fx.GraphModule(gm, graph)
 
 

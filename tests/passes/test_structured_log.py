@@ -56,8 +56,8 @@ def artefacts(path):
     found, lines = {}, path.read_text().splitlines()
     for number, line in enumerate(lines):
         head = re.match(r"V[0-9.]+ [\d:.]+ \d+ [^]]+\] (\{.*\})$", line)
-        told = json.loads(head[1]) if head else {}
-        if "artifact" not in told:
+        header = json.loads(head[1]) if head else {}
+        if "artifact" not in header:
             continue
         end = next(
             (at for at in range(number + 1, len(lines)) if not lines[at].startswith("\t")),
@@ -65,8 +65,8 @@ def artefacts(path):
         )
         content = "\n".join(line[1:] for line in lines[number + 1 : end])
         sums = {hashlib.md5(text.encode()).hexdigest() for text in (content, content + "\n")}
-        assert told["has_payload"] in sums
-        found[told["artifact"]["name"]] = told["artifact"]["encoding"], content
+        assert header["has_payload"] in sums
+        found[header["artifact"]["name"]] = header["artifact"]["encoding"], content
     return found
 
 
@@ -89,11 +89,11 @@ def test_the_overview_tells_every_pass(log):
     kind, content = artefacts(log)["gt_passes_0_overview"]
     passes = json.loads(content)
     assert kind == "json"
-    assert [(told["name"], told["changed"]) for told in passes] == [
+    assert [(each["name"], each["changed"]) for each in passes] == [
         ("eliminate_dead_code_pass", False),
         ("canonicalize_graph_pass", True),
     ]
-    assert all(told["seconds"] >= 0 and told["fingerprint"] for told in passes)
+    assert all(each["seconds"] >= 0 and each["fingerprint"] for each in passes)
 
 
 @pytest.mark.second_tier
@@ -103,8 +103,8 @@ def test_tlparse_reads_it(log, tmp_path):
     if tlparse is None:
         pytest.skip("tlparse is not installed: make env")
     command = [tlparse, log, "-o", tmp_path / "out", "--no-browser", "--strict"]
-    told = subprocess.run(command, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     pages = {page.name: page.read_text() for page in (tmp_path / "out").rglob("gt_passes_0*")}
     after = next(text for name, text in pages.items() if "canonicalize_graph_pass_after" in name)
     assert "aten.neg" in after
@@ -127,9 +127,9 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     """Of two pipelines, each under a number of its own; what stood behind a pass stands before the
     next one.
     """
-    told = []
+    found = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(
+    handler.emit = lambda record: found.append(
         (record.metadata.get("artifact", {}).get("name"), record.payload)
     )
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [handler])
@@ -137,7 +137,7 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     passes = [bind_options(adding_pass, often=often) for often in (1, 0, 2)]
     for _ in range(2):
         done = apply_graph_passes(fx.symbolic_trace(torch.nn.ReLU()), None, passes)
-    names = [name for name, _ in told]
+    names = [name for name, _ in found]
     numbers = [
         int(number)
         for number in re.findall(r"\bgt_passes_(\d+)_overview\b", " ".join(map(str, names)))
@@ -148,7 +148,7 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     ]
     assert names == [f"gt_passes_{number}_{end}" for number in numbers for end in ends]
     assert len(set(numbers)) == 2, "each pipeline has a number of its own"
-    before, middle, again, after, overview = (text for _, text in told[5:])
+    before, middle, again, after, overview = (text for _, text in found[5:])
     assert [text.count("torch.neg") for text in (before, middle, after)] == [0, 1, 3]
     assert again == middle
     runs = done.meta["gt_passes"]

@@ -47,9 +47,9 @@ def refused_eagerly(plan, mesh):
     config = TrainConfig(
         model=Tied, step=step, batch=lambda step, rank: (TOKENS,), bucket_plan=plan, mesh=mesh
     )
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError) as failure:
         shard_eagerly(Tied(), config)
-    return str(told.value)
+    return str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
     """
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
     before = traced.gm.code
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError) as failure:
         joint_pass(traced.gm, bucket_plan=plan)
     assert traced.gm.code == before
-    assert str(told.value) == refused_eagerly(plan, gt_mesh)
+    assert str(failure.value) == refused_eagerly(plan, gt_mesh)
     assert "Parameter 'wte.weight' is shared with 'lm_head.weight' in another bucket" in str(
-        told.value
+        failure.value
     )
-    assert "in the same bucket, ['wte', 'lm_head']" in str(told.value)
+    assert "in the same bucket, ['wte', 'lm_head']" in str(failure.value)
     eager = Tied()
     for fqn in plan:
         fully_shard(eager.get_submodule(fqn), mesh=gt_mesh)

@@ -204,7 +204,7 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
     assert seen["curves"] == 2
-    assert all(told.startswith("peak ") for told in seen["told"])
+    assert all(reported.startswith("peak ") for reported in seen["told"])
     assert (seen["beside"], seen["silent"]) == (True, True)
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 
@@ -366,14 +366,14 @@ def large_page():
     for number in range(999):
         small.append(Collected(f"tests/test_many.py::test_number[{number}]"))
         key, text = f"s{number}", packed(f"if P:\n  P.w{number}: f32[2]\n")
-        told = {**one_pass, "before": key, "after": key, "changes": []}
-        small[-1].add(_report([{"kind": "graph_text", "key": key, "packed": text}, told]))
+        page_of_one = {**one_pass, "before": key, "after": key, "changes": []}
+        small[-1].add(_report([{"kind": "graph_text", "key": key, "packed": text}, page_of_one]))
     return render_page(Run("a large run", "", [], [large, *small]))
 
 
-def _report(told, outcome="passed", longrepr=None):
+def _report(content, outcome="passed", longrepr=None):
     report = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, longrepr, "call")
-    report.gt_facts = told
+    report.gt_facts = content
     return report
 
 

@@ -67,11 +67,11 @@ def test_pass(gt_mesh):
 
 
 def record(value):
-    told = Record()
+    made = Record()
     for step in range(2):
-        told.add(step, 0, "loss", "loss", torch.tensor(1.0))
-        told.add(step, 0, "weight", "w", torch.full((2,), value if step else 0.0))
-    return told
+        made.add(step, 0, "loss", "loss", torch.tensor(1.0))
+        made.add(step, 0, "weight", "w", torch.full((2,), value if step else 0.0))
+    return made
 
 
 def test_numbers():

@@ -41,11 +41,11 @@ def test_pipeline(gt_mesh):
 
 
 def record(rank, weight):
-    told = Record(world_size=2, rank=rank)
+    made = Record(world_size=2, rank=rank)
     for step in range(2):
-        told.add(step, rank, "loss", "loss", torch.tensor(float(step)))
-        told.add(step, rank, "weight", "w", torch.full((3,), weight if step == 0 else 0.0))
-    return told
+        made.add(step, rank, "loss", "loss", torch.tensor(float(step)))
+        made.add(step, rank, "weight", "w", torch.full((3,), weight if step == 0 else 0.0))
+    return made
 
 
 @pytest.mark.gt_world("ranks", size=2)

@@ -71,29 +71,29 @@ def tests(runs):
     """Details of the second run's tests, by name."""
     parts = re.findall(r'id="d\d+">([^<]*)<', (runs[0] / "two.html").read_text())
     return {
-        told["name"].partition("::")[2]: told
-        for told in (json.loads(unpacked(part)) for part in parts)
+        each["name"].partition("::")[2]: each
+        for each in (json.loads(unpacked(part)) for part in parts)
     }
 
 
 @pytest.mark.second_tier
 def test_the_terminal_counts_what_changed_and_a_run_that_did_not_change_says_so(runs):
-    told = "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 fixed, 1 new"
-    told += ", 1 not in this run"
+    message = "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 fixed, 1 new"
+    message += ", 1 not in this run"
     (line,) = (line for line in runs[1].splitlines() if "against" in line and "one.html" in line)
     head, _, counts = line.partition("one.html: ")
-    assert (head, sorted(counts.split(", "))) == ("gtrainer: against ", sorted(told.split(", ")))
+    assert (head, sorted(counts.split(", "))) == ("gtrainer: against ", sorted(message.split(", ")))
     assert "gtrainer: against one.html: 1 failing as then\n" in runs[2]
 
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize("name", ["test_graph", "test_graph_on_ranks"])
 def test_a_golden_that_differs_is_told_in_words_and_shown_side_by_side(tests, runs, name):
-    told = tests[name]
-    (line,) = told["changed"]
+    found = tests[name]
+    (line,) = found["changed"]
     assert line.startswith(f"golden/test_it/{name}.fxgraph: the dataflow differs, first at")
     assert "fwd layers.1: lost aten.sin, gained aten.cos" in line
-    (golden,) = told["goldens"]
+    (golden,) = found["goldens"]
     page = (runs[0] / "two.html").read_text()
     old, new = (
         unpacked(re.search(rf'id="g-{key}">([^<]*)<', page)[1]).splitlines()
@@ -104,19 +104,19 @@ def test_a_golden_that_differs_is_told_in_words_and_shown_side_by_side(tests, ru
     assert "aten.cos(" in new[begin]
     assert old[:first] == new[:begin]
     assert not any(line.startswith("#") for line in old[:1])  # a header is no difference
-    assert told["earlier"]["lines"] == ["passed then, failed now"]
+    assert found["earlier"]["lines"] == ["passed then, failed now"]
     assert line in page.replace("&#34;", '"')  # on the front page, without opening anything
 
 
 @pytest.mark.second_tier
 def test_the_pass_that_makes_another_graph_is_named_and_not_those_behind_it(tests, runs):
-    told = tests["test_pass"]["earlier"]
-    assert [name for name, *_ in told["graphs"]] == ["pass swap"]
-    assert "pass swap: the dataflow differs" in told["lines"][0]
+    found = tests["test_pass"]["earlier"]
+    assert [name for name, *_ in found["graphs"]] == ["pass swap"]
+    assert "pass swap: the dataflow differs" in found["lines"][0]
     page = (runs[0] / "two.html").read_text()
-    for key in told["graphs"][0][1:]:
+    for key in found["graphs"][0][1:]:
         assert f'id="g-{key}"' in page  # the earlier graph, too
-    assert told["lines"][1] == "payloads gone: norm, lm_head; new payloads: norm+lm_head"
+    assert found["lines"][1] == "payloads gone: norm, lm_head; new payloads: norm+lm_head"
 
 
 @pytest.mark.second_tier
@@ -131,19 +131,19 @@ def test_a_test_that_passes_both_times_and_trains_otherwise_is_told(tests):
 
 @pytest.mark.second_tier
 def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(runs):
-    told = (runs[0] / "out" / "two.md").read_text()
-    assert told.startswith("## pytest-gtrainer: ")
-    assert ": 2 failed, 5 passed\n" in told
+    text = (runs[0] / "out" / "two.md").read_text()
+    assert text.startswith("## pytest-gtrainer: ")
+    assert ": 2 failed, 5 passed\n" in text
     assert (
-        told.index("### Failed")
-        < told.index("**`test_it.py::test_graph`**")
-        < told.index("### Changed since the earlier report")
+        text.index("### Failed")
+        < text.index("**`test_it.py::test_graph`**")
+        < text.index("### Changed since the earlier report")
     )
-    assert "lost aten.sin, gained aten.cos" in told
-    assert "Run it again: `pytest test_it.py::test_graph`" in told
-    assert "- graph against eager: other numbers than then" in told
-    assert "test_same" not in told
-    assert told.count("```") % 2 == 0
+    assert "lost aten.sin, gained aten.cos" in text
+    assert "Run it again: `pytest test_it.py::test_graph`" in text
+    assert "- graph against eager: other numbers than then" in text
+    assert "test_same" not in text
+    assert text.count("```") % 2 == 0
 
 
 @pytest.mark.second_tier("<script")
@@ -174,16 +174,16 @@ def test_an_earlier_page_that_is_none_ends_the_run_before_it_begins(tmp_path, co
 def test_a_long_failure_keeps_its_beginning_and_its_end(monkeypatch):
     monkeypatch.setattr(markdown, "_MOST_OUTPUT", 8)
     report = pytest.TestReport("test_it", ("a.py", 0, "a"), {}, "failed", "what 12345 next", "call")
-    told = markdown._render_test(Collected("test_it", [report]), [], "")
-    assert "what\n[…]\nnext" in told
-    assert "123" not in told
+    found = markdown._render_test(Collected("test_it", [report]), [], "")
+    assert "what\n[…]\nnext" in found
+    assert "123" not in found
 
 
 def test_nothing_in_a_summary_mentions_a_person_or_an_issue_or_is_an_emoji():
     """GitHub links ``@name`` and ``#12`` also behind a backslash, but not in code."""
-    told = markdown.text("by @someone, #12, GH-12, owner/name#12 :smile: |a| `b` c@d e: f ::g")
+    found = markdown.text("by @someone, #12, GH-12, owner/name#12 :smile: |a| `b` c@d e: f ::g")
     in_code = "by `@someone,` `#12,` `GH-12,` `owner/name#12` `:smile:`"
-    assert told == f"{in_code} \\|a\\| \\`b\\` `c@d` e: f ::g"
+    assert found == f"{in_code} \\|a\\| \\`b\\` `c@d` e: f ::g"
     assert markdown.text("`@x`") == "`` `@x` ``"
     assert markdown.code("test_it.py::test_a[@x|:y:]") == "`test_it.py::test_a[@x|:y:]`"
 
@@ -214,7 +214,7 @@ def payload(label, *slots, collective="all_gather", **fields):
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "reported"),
     [
         ([payload("b", ("w", 0, 4), ("v", 4, 4))], []),
         (
@@ -235,24 +235,24 @@ def payload(label, *slots, collective="all_gather", **fields):
         ([payload("c", ("w", 0, 4), ("v", 4, 4))], ["payloads gone: b", "new payloads: c"]),
     ],
 )
-def test_a_layout_says_what_changed_in_a_bucket(now, told):
+def test_a_layout_says_what_changed_in_a_bucket(now, reported):
     then = pipeline(payload("b", ("w", 0, 4), ("v", 4, 4)))
-    assert list(changes._compare_layouts(then, pipeline(*now))) == told
+    assert list(changes._compare_layouts(then, pipeline(*now))) == reported
 
 
 def test_the_first_other_number_is_that_of_the_first_step_and_phase_and_not_of_the_first_row():
     rows = [[1, 0, "loss", "a"], [0, 1, "weight", "b"], [0, 0, "gradient", "c"]]
-    told = {"what": "mine", "actual": rows}
+    found = {"what": "mine", "actual": rows}
     (line,), _ = changes._compare_numbers(
-        [told], [{"what": "mine", "actual": [[*row[:3], "x"] for row in rows]}]
+        [found], [{"what": "mine", "actual": [[*row[:3], "x"] for row in rows]}]
     )
     assert line == "mine: other numbers than then, first at step 0, rank 0, gradient"
-    assert changes._compare_numbers([told], [told]) == ([], [])
+    assert changes._compare_numbers([found], [found]) == ([], [])
     lonely = "mine: other steps, ranks or phases were compared"
-    assert changes._compare_numbers([told], [{**told, "actual": rows[:2]}]) == ([], [lonely])
-    assert changes._compare_numbers([told], []) == ([], ["mine: no longer compared"])
+    assert changes._compare_numbers([found], [{**found, "actual": rows[:2]}]) == ([], [lonely])
+    assert changes._compare_numbers([found], []) == ([], ["mine: no longer compared"])
     before = {"what": "before", "actual": [[0, 0, "loss", "z"]]}
-    assert changes._compare_numbers([told, told], [before, told, told]) == (
+    assert changes._compare_numbers([found, found], [before, found, found]) == (
         [],
         ["before: newly compared"],
     )
@@ -263,7 +263,7 @@ def made(name, before, after):
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "reported"),
     [
         ([made("f", "A", "B"), made("f", "B", "C")], []),
         ([made("f", "A", "X"), made("f", "X", "Y")], [("pass f", "B", "X")]),
@@ -273,10 +273,11 @@ def made(name, before, after):
         ([], [("pipeline 1: no passes ran, as they did then", "", "")]),
     ],
 )
-def test_the_first_that_makes_another_graph_is_named_also_where_a_name_comes_twice(now, told):
+def test_the_first_that_makes_another_graph_is_named_also_where_a_name_comes_twice(now, reported):
     then = [{"number": 0, "passes": [made("f", "A", "B"), made("f", "B", "C")], "layouts": []}]
     assert (
-        list(changes._compare_graphs(then, [{"number": 0, "passes": now, "layouts": []}])) == told
+        list(changes._compare_graphs(then, [{"number": 0, "passes": now, "layouts": []}]))
+        == reported
     )
 
 
@@ -309,10 +310,10 @@ def test_a_file_that_is_not_collected_is_an_error_and_odd_characters_end_no_run(
     (tmp_path / "test_odd.py").write_text(
         "def test_odd():\n    raise ValueError('bad \\udc80 name')\n"
     )
-    told = run(
+    result = run(
         tmp_path, "--continue-on-collection-errors", "--gt-summary=s.md", "--gt-report=r.html"
     )
-    assert "summary in s.md" in told.stdout, told.stdout + told.stderr
+    assert "summary in s.md" in result.stdout, result.stdout + result.stderr
     summary = (tmp_path / "s.md").read_text()
     assert "1 failed, 1 error" in summary
     assert "**`test_bad.py`** error" in summary
@@ -323,8 +324,8 @@ def test_a_file_that_is_not_collected_is_an_error_and_odd_characters_end_no_run(
 def test_a_run_without_a_test_leaves_what_an_earlier_one_has_written(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "s.md").write_text("mine")
-    told = run(tmp_path, "--gt-summary=s.md")
-    assert "gtrainer: no summary in s.md: no test has run" in told.stdout
+    result = run(tmp_path, "--gt-summary=s.md")
+    assert "gtrainer: no summary in s.md: no test has run" in result.stdout
     assert (tmp_path / "s.md").read_text() == "mine"
 
 

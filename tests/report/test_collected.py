@@ -60,14 +60,14 @@ def test_the_headline_is_the_first_line_of_the_first_failure():
 
 
 def compared(first, tensors=1, actual=(), expected=(), differing=()):
-    told = {
+    found = {
         "kind": "comparison",
         "first": first,
         "tensors": tensors,
         "actual": actual,
         "expected": expected,
     }
-    return {**told, "differing": differing, "more": 1}
+    return {**found, "differing": differing, "more": 1}
 
 
 def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_smallest():

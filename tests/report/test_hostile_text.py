@@ -50,13 +50,13 @@ def hostile() -> Run:
             [(TEXT, TEXT)],
         )
     ]
-    told = [
+    found = [
         {"kind": "golden", "name": TEXT, "outcome": "different"},
         {"kind": "verdict", "what": TEXT, "outcome": "different"},
         {"kind": "skip", "cause": TEXT},
         {"kind": "leak", "test": TEXT, "what": TEXT},
     ]
-    test = Collected(reports[0].nodeid, reports, told)
+    test = Collected(reports[0].nodeid, reports, found)
     return Run(TEXT, TEXT, [TEXT, "second"], [test])
 
 

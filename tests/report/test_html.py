@@ -11,23 +11,23 @@ from pytest_gtrainer.report.html import Run, build_details, render_page
 
 
 def a_test(name="test_it", outcome="passed", longrepr=None, sections=(), **attributes):
-    told = pytest.TestReport(name, ("a.py", 0, "a"), {}, outcome, longrepr, "call", list(sections))
+    made = pytest.TestReport(name, ("a.py", 0, "a"), {}, outcome, longrepr, "call", list(sections))
     for key, value in attributes.items():
-        setattr(told, key, value)
+        setattr(made, key, value)
     test = Collected(name)
-    test.add(told)
+    test.add(made)
     return test
 
 
 def test_goldens_verdicts_skips_and_what_is_not_shown_are_a_line_each():
-    told = [
+    found = [
         {"kind": "golden", "name": "golden/a.fxgraph", "outcome": "equal"},
         {"kind": "verdict", "what": "ours against theirs", "outcome": "different"},
         {"kind": "verdict", "outcome": "equal"},
         {"kind": "skip", "cause": "8 ranks, 4 devices"},
         {"kind": "not_shown", "what": "a pass", "why": "no text"},
     ]
-    assert build_details(a_test(gt_facts=told))["said"] == [
+    assert build_details(a_test(gt_facts=found))["said"] == [
         "golden golden/a.fxgraph: equal",
         "verdict on ours against theirs: different",
         "verdict: equal",
@@ -62,7 +62,7 @@ def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
     order of the page.
     """
     rows = [[0, rank, phase, "digest"] for phase in sorted(PHASES) for rank in (1, 0)]
-    told = {
+    found = {
         "kind": "comparison",
         "first": None,
         "tensors": 1,
@@ -70,7 +70,7 @@ def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
         "differing": [],
         "more": 0,
     }
-    halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
+    halves = {0: [{**found, "actual": rows[::2]}], 1: [{**found, "actual": rows[1::2]}]}
     [merged] = Collected("test", shown=halves).comparisons()
     assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [
         (p, r) for p in PHASES for r in (0, 1)
@@ -78,11 +78,11 @@ def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
 
 
 def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_beside_the_graph():
-    told = [
+    found = [
         {"kind": "memory", "key": key, "asked": asked, "packed": key}
         for key, asked in (("one", True), ("two", False))
     ]
-    test = a_test(gt_facts=told)
+    test = a_test(gt_facts=found)
     assert build_details(test)["memories"] == ["one"]
     page = render_page(Run("run", "", [], [test]))
     assert all(

@@ -75,13 +75,13 @@ def test_a_pipe_does_not(command, tmp_path):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """The lines that are told, the first ones at once."""
+def lines(monkeypatch):
+    """Collect the lines of progress; the first ones come at once."""
     monkeypatch.setattr(facts, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(facts, "EVERY_SECONDS", 0.01)
-    lines = []
-    with facts.watching({"progress": lambda text: lines.append(text)}):
-        yield lines
+    seen = []
+    with facts.watching({"progress": lambda text: seen.append(text)}):
+        yield seen
 
 
 def wait_for(lines, text=""):
@@ -92,25 +92,25 @@ def wait_for(lines, text=""):
         time.sleep(0.002)
 
 
-def test_tracing_tells(told):
+def test_tracing_tells(lines):
     def step(model, x):
-        wait_for(told)
+        wait_for(lines)
         return model(x).sum()
 
     trace_step(torch.nn.Linear(2, 2), step, (torch.ones(1, 2),))
-    assert told[0] == "tracing a step of Linear: 0 s so far"
+    assert lines[0] == "tracing a step of Linear: 0 s so far"
 
 
-def test_simulating_tells(told):
-    run_threads(2, lambda rank: wait_for(told), net=NetModel(1, 2))
-    assert told[0] == "simulating 2 ranks: 0 s so far"
+def test_simulating_tells(lines):
+    run_threads(2, lambda rank: wait_for(lines), net=NetModel(1, 2))
+    assert lines[0] == "simulating 2 ranks: 0 s so far"
 
 
 @pytest.mark.gt_world("simulated", size=2)
-def test_simulated_training_tells_its_step(told, gt_world, gt_mesh):
+def test_simulated_training_tells_its_step(lines, gt_world, gt_mesh):
     def batch(step, rank):
         if step == 1:
-            wait_for(told, "step 2 of 2")
+            wait_for(lines, "step 2 of 2")
         return (torch.ones(1, 4),)
 
     config = TrainConfig(
@@ -122,24 +122,24 @@ def test_simulated_training_tells_its_step(told, gt_world, gt_mesh):
         steps=2,
     )
     train_graph(config, world=gt_world)
-    assert any(line.startswith("simulating 2 ranks by the graph, step 2 of 2: ") for line in told)
+    assert any(line.startswith("simulating 2 ranks by the graph, step 2 of 2: ") for line in lines)
 
 
-def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):
+def test_passes_tell_the_terminal_instead_of_the_error_stream(lines, capsys):
     gm = graphtext.parse("if I:\n  I[0]: f32[4]\nif out:\n  out[0] = I[0]\n")
 
     def my_pass(gm, example_inputs=None):
         return gm
 
     apply_graph_passes(gm, None, [bind_options(my_pass)], long=0)
-    assert told[0].startswith("graph passes: my_pass (1 of 1), 0.0 s so far")
+    assert lines[0].startswith("graph passes: my_pass (1 of 1), 0.0 s so far")
     assert capsys.readouterr().err == ""
 
 
-def test_the_next_lines_come_at_their_pace(told):
+def test_the_next_lines_come_at_their_pace(lines):
     with facts.long_work("this") as at:
-        wait_for(told)
+        wait_for(lines)
         at("there")
-        wait_for(told, "there")
-    assert told[0] == "this: 0 s so far"
-    assert told[-1].startswith("this, there: ")
+        wait_for(lines, "there")
+    assert lines[0] == "this: 0 s so far"
+    assert lines[-1].startswith("this, there: ")

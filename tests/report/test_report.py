@@ -79,7 +79,7 @@ def test_the_page_needs_nothing_else(page):
 
 def test_a_pass_is_shown_with_its_time_its_graphs_and_what_changed(page):
     (pipeline,) = details(page, "test_pipeline")["pipelines"]
-    passes = {told["name"]: told for told in pipeline["passes"]}
+    passes = {each["name"]: each for each in pipeline["passes"]}
     bucketing = passes["joint_transformer_block_bucketing_reordering_pass"]
     assert bucketing["seconds"] > 0
     assert any("merged into bucket" in sentence for sentence in bucketing["words"])
@@ -99,7 +99,7 @@ def text_of(page, key, kind="g"):
 
 def test_the_graph_is_shown_once_where_two_passes_share_it(page):
     (pipeline,) = details(page, "test_pipeline")["pipelines"]
-    keys = {told[side] for told in pipeline["passes"] for side in ("before", "after")}
+    keys = {each[side] for each in pipeline["passes"] for side in ("before", "after")}
     assert len(re.findall(r'id="g-\w+"', page)) == len(keys) < 2 * len(pipeline["passes"])
 
 
@@ -122,35 +122,35 @@ def test_a_layout_belongs_to_the_pipeline_and_a_schedule_to_each_of_its_graphs(p
 
 
 def test_digests_of_every_rank_are_in_one_table_with_the_first_difference(page):
-    (told,) = details(page, "test_that_differs")["comparisons"]
-    assert {tuple(row[:3]) for row in told["actual"]} == {
+    (comparison,) = details(page, "test_that_differs")["comparisons"]
+    assert {tuple(row[:3]) for row in comparison["actual"]} == {
         (step, rank, phase) for step in (0, 1) for rank in (0, 1) for phase in ("loss", "weight")
     }
-    assert told["first"] == [0, 1, "weight", "w"]
-    assert told["differing"] == [told["first"]]
+    assert comparison["first"] == [0, 1, "weight", "w"]
+    assert comparison["differing"] == [comparison["first"]]
     differs = {
         tuple(ours[:3])
-        for ours, theirs in zip(told["actual"], told["expected"], strict=True)
+        for ours, theirs in zip(comparison["actual"], comparison["expected"], strict=True)
         if ours != theirs
     }
     assert differs == {(0, 1, "weight")}
 
 
 def test_a_test_that_does_nothing_of_ours_has_only_its_output(page):
-    told = details(page, "test_silent")
-    assert told["sections"] == [["Captured stdout call", "nothing <b>of ours</b>\n"]]
+    detail = details(page, "test_silent")
+    assert detail["sections"] == [["Captured stdout call", "nothing <b>of ours</b>\n"]]
     assert not any(
-        told[name] for name in ("failures", "comparisons", "layouts", "pipelines", "said")
+        detail[name] for name in ("failures", "comparisons", "layouts", "pipelines", "said")
     )
 
 
 def test_junit_carries_world_ranks_and_digests(run):
     cases = ElementTree.parse(run[0] / "junit.xml").iter("testcase")
-    told = {
+    properties = {
         case.get("name"): [(p.get("name"), p.get("value")) for p in case.iter("property")]
         for case in cases
     }
-    equal, differs = told["test_equal_on_ranks"], told["test_that_differs"]
+    equal, differs = properties["test_equal_on_ranks"], properties["test_that_differs"]
     assert equal[:2] == [("gt_world", "ranks(2, gloo on cpu)"), ("gt_ranks", "2")]
     digests = [value for name, value in equal if name == "gt_digest"]
     assert [re.sub(r"\b[0-9a-f]{16}\b", "…", value) for value in digests] == [
@@ -164,7 +164,7 @@ def test_junit_carries_world_ranks_and_digests(run):
     )
     assert at_0[0] != at_0[1]
     assert at_1[0] == at_1[1]
-    assert told["test_silent"] == []
+    assert properties["test_silent"] == []
 
 
 @pytest.mark.parametrize("where", ["parent/../", "a_file/page.html"])
@@ -177,10 +177,10 @@ def test_a_page_that_cannot_be_written_stops_the_run_before_it_starts(pytester, 
 
 
 def report(outcome, when="call", **attributes):
-    told = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, None, when)
+    made = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, None, when)
     for name, value in attributes.items():
-        setattr(told, name, value)
-    return told
+        setattr(made, name, value)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def report(outcome, when="call", **attributes):
 )
 def test_outcomes(reports, outcome):
     test = Collected("a")
-    for told in reports:
-        test.add(told)
+    for each in reports:
+        test.add(each)
     assert test.outcome == outcome
 
 

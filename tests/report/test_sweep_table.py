@@ -149,8 +149,8 @@ def test_a_claim_holds_or_its_cell_fails(sweep, raised, values, result, failure)
         else:
             with pytest.raises((AssertionError, ValueError, KeyError), match=failure):
                 judged()
-    told = [(fact["result"], fact["why"]) for fact in seen if fact["kind"] == "sweep"]
-    assert told == [result]
+    found = [(fact["result"], fact["why"]) for fact in seen if fact["kind"] == "sweep"]
+    assert found == [result]
 
 
 def test_the_first_rule_that_fits_counts():

@@ -59,10 +59,10 @@ def test_collectives_of_one_group_queue_and_of_two_groups_do_not():
 
 
 def test_what_is_exposed_and_what_is_overlapped_add_up():
-    told = timeline(parse(TWO_GROUPS.format(second="fsdp")), SLOW)
-    assert (told.exposed, told.overlapped, told.total("collective")) == (1.5, 0.5, 2.0)
-    assert told.seconds == 2.0
-    assert told.lanes == ("compute", "fsdp")
+    measured = timeline(parse(TWO_GROUPS.format(second="fsdp")), SLOW)
+    assert (measured.exposed, measured.overlapped, measured.total("collective")) == (1.5, 0.5, 2.0)
+    assert measured.seconds == 2.0
+    assert measured.lanes == ("compute", "fsdp")
 
 
 def test_a_launch_moved_up_overlaps():
@@ -148,10 +148,10 @@ if fwd:
 
 
 def test_a_kernel_costs_its_overhead_and_a_view_does_not():
-    told = timeline(
+    measured = timeline(
         parse(PRODUCT), CostModel(flops_per_second=1e6, bytes_per_second=1e12, overhead=0.5)
     )
-    assert [round(span.duration, 3) for span in told.spans] == [12.5]
+    assert [round(span.duration, 3) for span in measured.spans] == [12.5]
 
 
 def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
@@ -175,8 +175,8 @@ def test_neighbours_that_compute_for_one_module_are_one_in_the_picture():
         for start, label in ((0.0, "a"), (1.0, "a"), (2.0, "b"), (4.0, "b"), (5.0, "b"))
     ]
     launches = [Span("fsdp", start, 1.0, "a", "collective") for start in (0.0, 1.0)]
-    told = Timeline((launches[1], *compute[::-1], launches[0]), SLOW, 6.0)
-    assert [(span.lane, span.start, span.duration, span.label) for span in told.merged()] == [
+    found = Timeline((launches[1], *compute[::-1], launches[0]), SLOW, 6.0)
+    assert [(span.lane, span.start, span.duration, span.label) for span in found.merged()] == [
         ("compute", 0.0, 2.0, "a"),
         ("compute", 2.0, 1.0, "b"),
         ("compute", 4.0, 2.0, "b"),
@@ -209,8 +209,8 @@ def test_a_product_whose_size_only_the_run_knows_costs_no_operations():
 
 
 def test_a_chrome_trace_has_a_named_lane_for_each_group_and_says_its_model(tmp_path):
-    told = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
-    told.save_chrome_trace(tmp_path / "trace.json")
+    measured = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
+    measured.save_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     lanes = {
         event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"

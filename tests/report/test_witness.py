@@ -43,30 +43,30 @@ def witnessed():
     """
 
     def run(times):
-        with facts.collecting() as told, facts.watching(Witness().watchers):
+        with facts.collecting() as collected, facts.watching(Witness().watchers):
             for _ in range(times):
                 apply_graph_passes(
                     graphtext.parse(TEXT), None, [bind_options(canonicalize_graph_pass)]
                 )
-        return told
+        return collected
 
     return run
 
 
-def kinds(told):
-    return [fact["kind"] for fact in told]
+def kinds(events):
+    return [fact["kind"] for fact in events]
 
 
 def test_equal_graphs_of_a_test_are_sent_once(witnessed):
-    told = witnessed(2)
-    assert kinds(told) == ["graph_text", "memory", "graph_text", "memory", "pass", "pass"]
-    assert [fact["pipeline"] for fact in told if fact["kind"] == "pass"] == [0, 1]
+    found = witnessed(2)
+    assert kinds(found) == ["graph_text", "memory", "graph_text", "memory", "pass", "pass"]
+    assert [fact["pipeline"] for fact in found if fact["kind"] == "pass"] == [0, 1]
 
 
 def test_of_many_pipelines_the_first_are_shown_and_the_rest_are_named(witnessed, monkeypatch):
     monkeypatch.setattr(witness, "_MOST_PIPELINES", 1)
-    told = witnessed(3)
-    assert kinds(told) == [
+    found = witnessed(3)
+    assert kinds(found) == [
         "graph_text",
         "memory",
         "graph_text",
@@ -75,7 +75,7 @@ def test_of_many_pipelines_the_first_are_shown_and_the_rest_are_named(witnessed,
         "not_shown",
         "not_shown",
     ]
-    assert "after the first 1" in told[-1]["what"]
+    assert "after the first 1" in found[-1]["what"]
 
 
 def unpacked(fact):
@@ -85,13 +85,13 @@ def unpacked(fact):
 def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_by_themselves(
     witnessed,
 ):
-    told = witnessed(1)
-    keys = [fact["key"] for fact in told if fact["kind"] == "graph_text"]
-    assert [fact["key"] for fact in told if fact["kind"] == "memory"] == keys
-    assert not any(fact["asked"] for fact in told if fact["kind"] == "memory")
-    with facts.collecting() as told, facts.watching(Witness().watchers):
+    collected = witnessed(1)
+    keys = [fact["key"] for fact in collected if fact["kind"] == "graph_text"]
+    assert [fact["key"] for fact in collected if fact["kind"] == "memory"] == keys
+    assert not any(fact["asked"] for fact in collected if fact["kind"] == "memory")
+    with facts.collecting() as collected, facts.watching(Witness().watchers):
         peak_memory(graphtext.parse(TEXT))
-    (fact,) = told
+    (fact,) = collected
     assert fact["asked"]
     shown = unpacked(fact)
     assert (shown["at"], shown["curve"]) == (1, [16, 32, 32])
@@ -100,10 +100,10 @@ def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_b
 
 def test_a_graph_whose_memory_nobody_can_tell_says_so_once():
     text = TEXT.replace("f32[4]", "f32[u0]")
-    with facts.collecting() as told, facts.watching(Witness().watchers):
+    with facts.collecting() as collected, facts.watching(Witness().watchers):
         for _ in range(2):
             apply_graph_passes(graphtext.parse(text), None, [bind_options(canonicalize_graph_pass)])
-    (why,) = [fact["why"] for fact in told if fact["kind"] == "not_shown"]
+    (why,) = [fact["why"] for fact in collected if fact["kind"] == "not_shown"]
     assert "known only when the graph runs: give the numbers of its sizes, sizes={'u0': 128}" in why
 
 
@@ -128,18 +128,22 @@ def twice_and_half(graph):
 
 
 def compiled(train=True):
-    with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile() as record:
+    with (
+        facts.collecting() as collected,
+        facts.watching(Witness().watchers),
+        gt_compile() as record,
+    ):
         function = torch.compile(Model(), options={"post_grad_custom_post_pass": twice_and_half})
         result = function(torch.ones(2, 4))
         if train:
             result.sum().backward()
-    assert "not_shown" not in kinds(told)
+    assert "not_shown" not in kinds(collected)
     texts = {
         fact["key"]: zlib.decompress(base64.b64decode(fact["packed"])).decode()
-        for fact in told
+        for fact in collected
         if "lines" in fact
     }
-    return record, [fact for fact in told if fact["kind"] == "pass"], texts
+    return record, [fact for fact in collected if fact["kind"] == "pass"], texts
 
 
 def test_stages_of_a_compiled_function_are_pipelines_with_the_passes_that_changed_them():
@@ -165,10 +169,10 @@ def test_stages_of_a_compiled_function_are_pipelines_with_the_passes_that_change
 
 def test_of_many_compiled_graphs_the_first_stages_are_shown_and_the_rest_are_named(monkeypatch):
     monkeypatch.setattr(witness, "_MOST_PIPELINES", 2)
-    with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile():
+    with facts.collecting() as collected, facts.watching(Witness().watchers), gt_compile():
         torch.compile(Model())(torch.ones(2, 4)).sum().backward()
-    assert {fact["pipeline"] for fact in told if fact["kind"] == "pass"} == {0, 1}
-    assert [fact["what"] for fact in told if fact["kind"] == "not_shown"] == [
+    assert {fact["pipeline"] for fact in collected if fact["kind"] == "pass"} == {0, 1}
+    assert [fact["what"] for fact in collected if fact["kind"] == "not_shown"] == [
         "stages after the first 2"
     ]
 
@@ -179,16 +183,24 @@ def test_what_was_recorded_before_an_error_is_shown():
             torch.compile(torch.relu)(torch.ones(2))
             raise KeyError
 
-    with facts.collecting() as told, facts.watching(Witness().watchers), pytest.raises(KeyError):
+    with (
+        facts.collecting() as collected,
+        facts.watching(Witness().watchers),
+        pytest.raises(KeyError),
+    ):
         fails()
-    assert next(fact["name"] for fact in told if fact["kind"] == "pass") == "dynamo of 0/0"
+    assert next(fact["name"] for fact in collected if fact["kind"] == "pass") == "dynamo of 0/0"
 
 
 def test_without_a_report_nothing_is_rendered(monkeypatch):
     monkeypatch.setattr(graphtext, "render", None)
-    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers), gt_compile():
+    with (
+        facts.collecting() as collected,
+        facts.watching(Witness(graphs=False).watchers),
+        gt_compile(),
+    ):
         torch.compile(torch.relu)(torch.ones(2))
-    assert told == []
+    assert collected == []
 
 
 def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypatch):
@@ -196,8 +208,8 @@ def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypa
         raise RuntimeError("no text for this")
 
     monkeypatch.setattr(graphtext, "render", broken)
-    (told,) = witnessed(1)
-    assert (told["kind"], told["what"], told["why"]) == (
+    (event,) = witnessed(1)
+    assert (event["kind"], event["what"], event["why"]) == (
         "not_shown",
         "a pass",
         "RuntimeError: no text for this",
@@ -217,10 +229,10 @@ def test_every_tensor_that_differs_is_told_by_its_place_up_to_a_bound(monkeypatc
     for name in ("a", "b", "c"):
         ours.add(0, 0, "weight", name, torch.zeros(1))
         theirs.add(0, 0, "weight", name, torch.zeros(1) if name == "b" else torch.ones(1))
-    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers):
+    with facts.collecting() as collected, facts.watching(Witness(graphs=False).watchers):
         assert_bitwise_different(ours, theirs)
         assert_bitwise_equal({"a": torch.zeros(1)}, {"a": torch.zeros(1)})
-    fact, equal = [fact for fact in told if fact["kind"] == "comparison"]
+    fact, equal = [fact for fact in collected if fact["kind"] == "comparison"]
     assert (equal["differing"], equal["more"]) == ([], 0)
     assert fact["differing"] == [[0, 0, "weight", "a"], [0, 0, "weight", "c"]][:most]
     assert fact["more"] == 2 - len(fact["differing"])

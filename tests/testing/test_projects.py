@@ -44,22 +44,22 @@ def run(tmp_path_factory):
 
 
 def test_verdicts_and_the_message_of_a_failure(run):
-    told = run["test_bits"]
-    assert told.outcome == "failed"
-    assert told.verdicts == ("the same twice: equal", "ours against theirs: different")
-    assert "first at step 0, rank 0, loss" in told.message
-    assert [line.split(":")[0] for line in told.digests] == [
+    found = run["test_bits"]
+    assert found.outcome == "failed"
+    assert found.verdicts == ("the same twice: equal", "ours against theirs: different")
+    assert "first at step 0, rank 0, loss" in found.message
+    assert [line.split(":")[0] for line in found.digests] == [
         "the same twice, step 0",
         "ours against theirs, step 0",
     ]
 
 
 def test_worlds_and_goldens(run):
-    told = run["tests.test_it::test_golden"]
-    assert (told.outcome, told.world) == ("failed", "fake(8)")
-    (golden,) = told.goldens
+    found = run["tests.test_it::test_golden"]
+    assert (found.outcome, found.world) == ("failed", "fake(8)")
+    (golden,) = found.goldens
     assert golden.endswith(": missing")
-    assert "is missing" in told.message
+    assert "is missing" in found.message
 
 
 def test_other_outcomes(run):

@@ -19,7 +19,7 @@ from pytest_gtrainer.graph.nodes import (
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("reported", "words"),
     [
         (Told("layers.0", BODY, GRAPH, 1), ["1"]),
         (Told("layers.0.moe", BODY, EAGER, 0), ["0", "eager"]),
@@ -28,11 +28,11 @@ from pytest_gtrainer.graph.nodes import (
     ],
     ids=str,
 )
-def test_an_annotation_is_read_back(told, words):
+def test_an_annotation_is_read_back(reported, words):
     """G11, I3"""
-    keys = annotation(told.fqn, told.role, told.producer, told.chunk_id)
-    assert told_by({"module_fqn": "layers.0.w", **keys}) == told
-    assert told.words() == words
+    keys = annotation(reported.fqn, reported.role, reported.producer, reported.chunk_id)
+    assert told_by({"module_fqn": "layers.0.w", **keys}) == reported
+    assert reported.words() == words
 
 
 OF_A_BODY, OF_A_BOUNDARY = (

@@ -37,13 +37,15 @@ def rewritten(model, config, inputs):
     return traced, chunked(traced, config)
 
 
-def told(node):
+def chunk_annotation(node):
     return told_by(node.meta.get("custom") or {})
 
 
 def with_role(gm, role):
     return [
-        node for node in gm.graph.nodes if (found := told(node)) is not None and found.role == role
+        node
+        for node in gm.graph.nodes
+        if (found := chunk_annotation(node)) is not None and found.role == role
     ]
 
 
@@ -73,7 +75,7 @@ def test_what_is_of_parameters_alone_is_shared(gt_mesh):
     before, after = (of_parameters_alone(traced, graph) for graph in (traced.gm, gm))
     assert [node.target for node in after] == [node.target for node in before]
     assert {ALL_GATHER, aten._to_copy.default, aten.t.default} <= {node.target for node in after}
-    assert not [node for node in after if told(node)]
+    assert not [node for node in after if chunk_annotation(node)]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     assert len(views) == 2 * len(
         [node for node in cut if node.target is aten.split_with_sizes.default]
     )
-    told = "each part of a sequence is copied, a gradient's, too; a part of a batch is a view"
-    assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else []), told
+    message = "each part of a sequence is copied, a gradient's, too; a part of a batch is a view"
+    assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else []), message
     assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
 
 
@@ -279,11 +281,11 @@ def test_copies_keep_their_module_and_direction():
     for node in bodies:
         name, chunk = re.fullmatch(r"(.+)_chunk(\d)", node.name).groups()
         assert (node_fqn(node), direction(node)) == (node_fqn(given[name]), direction(given[name]))
-        assert told(node).chunk_id == int(chunk)
-        assert node_fqn(node).startswith(told(node).fqn) or not node_fqn(node)
+        assert chunk_annotation(node).chunk_id == int(chunk)
+        assert node_fqn(node).startswith(chunk_annotation(node).fqn) or not node_fqn(node)
     assert len(bodies) == 4 * len({node.name.rpartition("_chunk")[0] for node in bodies})
     orders = {
-        way: [told(node).chunk_id for node in bodies if direction(node) == way]
+        way: [chunk_annotation(node).chunk_id for node in bodies if direction(node) == way]
         for way in ("fwd", "bwd")
     }
     both = {way: list(dict.fromkeys(order)) for way, order in orders.items()}
@@ -291,7 +293,10 @@ def test_copies_keep_their_module_and_direction():
         "chunks run as eagerly: the backward's the last first"
     )
     for node in [*with_role(gm, SPLIT_BOUNDARY), *with_role(gm, MATERIALIZATION)]:
-        assert (told(node).chunk_id, told(node).fqn) == (None, node_fqn(node))
+        assert (chunk_annotation(node).chunk_id, chunk_annotation(node).fqn) == (
+            None,
+            node_fqn(node),
+        )
 
 
 def sizes_in(value):
@@ -346,8 +351,8 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
     handed = {"sizes": 0, "of unknown extent": 0}
     for node in with_role(gm, BODY):
         for source in node.all_input_nodes if direction(node) == "bwd" else ():
-            if (home := told(source)) is not None and home.role == BODY:
-                assert home.chunk_id == told(node).chunk_id, node
+            if (home := chunk_annotation(source)) is not None and home.role == BODY:
+                assert home.chunk_id == chunk_annotation(node).chunk_id, node
                 value = source.meta["val"]
                 handed["sizes"] += isinstance(value, torch.SymInt)
                 handed["of unknown extent"] += isinstance(value, torch.Tensor) and not all(
@@ -364,12 +369,12 @@ def test_chunks_have_sizes_of_the_data_of_their_own():
     made = {}
     for node in with_role(gm, BODY):
         for symbol in node.meta.get("unbacked_bindings") or ():
-            made.setdefault(symbol, set()).add(told(node).chunk_id)
+            made.setdefault(symbol, set()).add(chunk_annotation(node).chunk_id)
     assert len(made) >= 2
     assert all(len(chunks) == 1 for chunks in made.values()), made
     for node in with_role(gm, BODY):
         used = {symbol for symbol in symbols_of(node.meta.get("val")) if symbol in made}
-        assert all(made[symbol] == {told(node).chunk_id} for symbol in used), node
+        assert all(made[symbol] == {chunk_annotation(node).chunk_id} for symbol in used), node
 
 
 def calls_of_chunking(layers):

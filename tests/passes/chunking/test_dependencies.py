@@ -78,9 +78,11 @@ def test_units_come_in_order_each_once_and_as_early_as_the_graph_has_them():
     first, second = (Region(RegionKey(f"layers.{i}", "fwd"), body) for i, body in enumerate(bodies))
     region_of = {node: region for region in (first, second) for node in region.body}
     units = units_in_order(nodes, region_of, Storages(gm.graph))
-    told = {first: "first", second: "second"}
+    found = {first: "first", second: "second"}
     calls = [
-        told.get(unit) or unit.name for unit in units if unit in told or unit.op == "call_function"
+        found.get(unit) or unit.name
+        for unit in units
+        if unit in found or unit.op == "call_function"
     ]
     assert calls == [
         "view",

@@ -676,11 +676,11 @@ def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, bloc
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         side(net(block)(), config, token_batch(0, 4, 6))
-    told = [str(one.message) for one in caught if one.category is ChunkWarning]
-    assert bool(told) is not answers
+    messages = [str(one.message) for one in caught if one.category is ChunkWarning]
+    assert bool(messages) is not answers
     assert all(
         "if you mean those of each chunk, say so: ChunkConfig(row_wise=('layers.*',))" in one
-        for one in told
+        for one in messages
     )
 
 

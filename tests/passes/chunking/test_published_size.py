@@ -78,8 +78,10 @@ def test_the_published_one(gt_mesh, gt_golden):
         for index in range(3, config.n_layers)
         for way in ("fwd", "bwd")
     }
-    told = [(told_by(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
+    found = [(told_by(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
     assert {
-        (each.fqn, direction(node)) for each, node in told if each is not None and each.role == BODY
+        (each.fqn, direction(node))
+        for each, node in found
+        if each is not None and each.role == BODY
     } == chunked
     gt_golden.check(gm, view="schedule")

@@ -129,10 +129,10 @@ def test_inputs_keep_their_order(graph):
     """
     gm = graph()
     before = list(gm.graph.nodes)
-    told = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[0].meta["custom"]
+    found = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[0].meta["custom"]
     inputs = [node for node in before if node.op == "placeholder"]
     for place, node in enumerate(inputs):
-        node.meta["custom"] = {**told, "chunk_id": (place + 1) % 2}
+        node.meta["custom"] = {**found, "chunk_id": (place + 1) % 2}
     chunk_schedule_pass(gm)
     assert list(gm.graph.nodes)[: len(inputs)] == inputs
     assert list(gm.graph.nodes) != before

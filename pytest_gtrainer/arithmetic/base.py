@@ -285,12 +285,13 @@ class Arithmetic(ABC):
             is_known: the operator could be taken apart, but this arithmetic does not.
         """
         parts = []
-        for leaf in leaves_of((call.args, call.kwargs)):
+        named = call.named  # a program may give an argument by place or by name, or leave it out
+        for leaf in leaves_of(list(named.values())):
             if isinstance(leaf, Value | Tensor):
                 elements = self.lift(leaf)
                 parts.append(hashing.fold(elements.reshape(-1), [0]))
-        # The spelling keeps lists apart, and names of keywords.
-        seed = hashing.of_name(str(call.operator), spell(call.args), spell(call.kwargs))
+        # The spelling keeps lists apart.
+        seed = hashing.of_name(str(call.operator), spell(named))
         key = hashing.mix(seed, parts)
         if not is_known:
             self.opaque.setdefault(str(call.operator), set()).add(int(key))

@@ -67,6 +67,17 @@ class ArithmeticMode(TorchDispatchMode):
         self.on_result: Callable[..., None] | None = None
         self._inside = 0  # how many operators are being taken apart
         self._owner = owner
+        self._communicates = False
+
+    def on_another_thread(self) -> "ArithmeticMode":
+        """Return a mode that follows the same tensors, as a mode is of one thread.
+
+        Under it ranks on threads may communicate: what a collective computes is under such a mode.
+        """
+        other = ArithmeticMode(self.arithmetic, self.shadows, self._owner)
+        other.reads, other.on_result = self.reads, self.on_result
+        other._communicates = True
+        return other
 
     def make_abstract(self, tensor: Tensor, name: Any) -> None:
         """Give a tensor the elements of the input ``name``."""
@@ -123,6 +134,8 @@ class ArithmeticMode(TorchDispatchMode):
             self._forget_numbers(result)
             return result
         if func.namespace in COMMUNICATING:
+            if self._communicates:
+                return func(*args, **kwargs)
             raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
         if base.startswith("_foreach_") or func.namespace == "fsdp":
             with self:

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, dims_of, values_in
-from pytest_gtrainer.arithmetic.operators import COMMUTATIVE, CORRECTLY_ROUNDED, is_pointwise, names
+from pytest_gtrainer.arithmetic.operators import (
+    COMMUTATIVE,
+    CORRECTLY_ROUNDED,
+    MOVES,
+    is_pointwise,
+    names,
+)
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
 
 _REDUCTIONS = names("amax amin mean prod sum var")
@@ -64,7 +70,7 @@ class Terms(Arithmetic):
     def tag(self, call: Call) -> Any:
         if not self.strict or call.base in CORRECTLY_ROUNDED:
             return call.base
-        return call.base, spell(call.args), spell(call.kwargs)
+        return call.base, spell(call.named)
 
     def compute(self, call: Call) -> Any:
         if call.base in _PRODUCTS:
@@ -79,6 +85,7 @@ class Terms(Arithmetic):
         if call.base in ("add", "sub", "mul", "div", "maximum", "minimum"):
             return [self._binary(call)]
         is_atom = self.strict or call.base in ("neg", "reciprocal", "sqrt")
+        is_atom = is_atom and call.base not in MOVES  # torch marks clone as pointwise
         if is_atom and is_pointwise(call.operator) and len(call.results) == 1:
             elements = self.pointwise(call)
             # Of a vector kernel the rest of a row may be computed by scalar code.

@@ -76,8 +76,19 @@ def prove(
             a world, or a world for callables.
     """
     programs, drawn = _programs(actual, expected, inputs, world)
-    if at_least not in KINDS:
-        raise ValueError(f"at_least={at_least!r}: take one of {', '.join(map(repr, KINDS))}")
+    return prove_programs(programs, drawn=drawn, at_least=at_least)
+
+
+def prove_programs(
+    programs: Sequence[Program], *, drawn: str = "", at_least: str = "rounds elsewhere"
+) -> Proof:
+    """Return which kind of equal two programs are.
+
+    Args:
+        drawn: what was made up about their inputs, in words.
+        at_least: as for ``prove``.
+    """
+    check_kind(at_least)
     seconds: dict[str, float] = {}
     failed: tuple[str, Run, Run] | None = None
     kinds = KINDS[: KINDS.index(at_least) + 1]
@@ -107,6 +118,12 @@ def prove(
             failed = kind, *of_kind[0]
     assert failed is not None
     return _different(programs, *failed, seconds)
+
+
+def check_kind(kind: str) -> None:
+    """Raise a ValueError unless a kind of equal has this name."""
+    if kind not in KINDS:
+        raise ValueError(f"at_least={kind!r}: take one of {', '.join(map(repr, KINDS))}")
 
 
 def _run_both(
@@ -408,8 +425,7 @@ def assert_same_function(
         ValueError: as ``prove``.
     """
     __tracebackhide__ = True
-    if at_least not in KINDS:
-        raise ValueError(f"at_least={at_least!r}: take one of {', '.join(map(repr, KINDS))}")
+    check_kind(at_least)
     proof = prove(actual, expected, inputs=inputs, world=world)
     facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
     if not proof.is_at_least(at_least):

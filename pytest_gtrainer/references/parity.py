@@ -28,9 +28,11 @@ from pytest_gtrainer.graph.layout import (
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare_control, judged
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
+from pytest_gtrainer.proofs.proof import AnotherFunction, Proof
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.references.proven import prove_training
 from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.references.simulated import (
     ConfigOfMesh,
@@ -61,6 +63,7 @@ class ParityOptions(TypedDict, total=False):
     reduce_scatter_first: bool
     reshard_after_forward: bool
     invisible: str
+    proof: bool
 
 
 def train_eager(config: TrainConfig | ConfigOfMesh, *, world: World | None = None) -> Record:
@@ -113,6 +116,7 @@ class Parity:
         layout: where both sides put each parameter.
         unread: a line for each bucket of which eager FSDP2 gathers parameters in the backward that
             nobody reads, as biases. The graph leaves them out.
+        proof: with ``proof=True``, that both sides are identical; there is no control then.
     """
 
     graph: Record
@@ -120,6 +124,7 @@ class Parity:
     control: Verdict | None
     layout: BucketLayout
     unread: tuple[str, ...] = ()
+    proof: Proof | None = None
 
 
 @facts.check
@@ -132,6 +137,7 @@ def assert_parity(
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
     invisible: str = "refuse",
+    proof: bool = False,
 ) -> Parity:
     """Train by the rewritten graph and eagerly; the layouts and every bit must be equal.
 
@@ -148,8 +154,11 @@ def assert_parity(
             ``train_graph``.
         invisible: if the order of payloads does not show: "refuse", or "report" it in
             ``Parity.control``.
+        proof: instead of a control, prove in a simulated world that both sides give the same bits
+            for any weights and inputs: every step, with clipping and the optimiser.
 
     Raises:
+        AnotherFunction: with ``proof``, bits are equal for these numbers and not for any.
         LayoutDifference: the graph packs other payloads than ``fully_shard``: bucket, parameter,
             and which bits change.
         BitwiseDifference: a bit differs: step, rank, phase, parameter and element.
@@ -165,11 +174,18 @@ def assert_parity(
             "size=16, nodes=2, for example" if is_simulated else 'gt_world("ranks", size=5), say'
         )
         raise ValueError(f"a world of 1 rank adds nothing, so no order can show: take {larger}")
+    if proof and not is_simulated:
+        raise ValueError(
+            f"proof=True in a world of kind {world.kind!r}: a proof runs all ranks in one process, "
+            'take gt_world("simulated", nodes=2)'
+        )
+    options: dict[str, Any] = {"proof": True} if proof else {}
     judge = _simulated_parity if is_simulated else _parity_on_ranks
     return judge(
         config,
         world,
         invisible == "refuse",
+        **options,
         passes=passes,
         payload_order=payload_order,
         reduce_scatter_first=reduce_scatter_first,
@@ -315,7 +331,11 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
 
 
 def _simulated_parity(
-    config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
+    config: TrainConfig | ConfigOfMesh,
+    world: World,
+    must_show: bool,
+    proof: bool = False,
+    **options: Any,
 ) -> Parity:
     """Return what ``assert_parity`` says, of all ranks under the net of ``world``."""
     __tracebackhide__ = True
@@ -336,6 +356,17 @@ def _simulated_parity(
             paths,
             resharded=_reshards(options),
         )
+        if proof:
+            proven = prove_training(subject, config, world)
+            row["result"] = f"equal, and proven {proven.kind}"
+            facts.emit("verdict", outcome=proven.kind, tensors=proven.compared, what="proof")
+            if proven.kind != "identical":
+                raise AnotherFunction(
+                    "bits of graph and eager training are equal for these numbers, and not for "
+                    f"any:\n{proven}",
+                    proven,
+                )
+            return Parity(record, eager.record, None, eager.layout, unread, proven)
         if subject.config.replicate:
             build, extents = config_of_mesh(config, world.size, world.mesh)
             other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
@@ -363,7 +394,7 @@ def _simulated_parity(
                 "A reduce-scatter shows the order only where channels add in different orders: take two nodes or more "
                 "with two channels or more, or rings of your own that differ. An all-reduce shows it on one node, too, "
                 "but not between two ranks. No net shows it in fp32 accumulation or where sums are exact: take "
-                'accumulate="wire", and values that a sum rounds'
+                'accumulate="wire", and values that a sum rounds. Or prove it for any numbers: proof=True'
             )
     except Exception as error:
         row["result"] = row["result"] or f"stopped by {type(error).__name__}"

@@ -9,7 +9,7 @@ over ranks in the order of the net.
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -50,6 +50,7 @@ from pytest_gtrainer.worlds.simulated.interpreter import (
 from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated.threads.group import Under
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
 from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, state_kept
 from pytest_gtrainer.worlds.spec import World
@@ -105,6 +106,7 @@ def simulated_eager(
     steps: int | None = None,
     timeout: float = LIMIT,
     recorders: Sequence[Record] | None = None,
+    under: Under = nullcontext,
 ) -> SimulatedRun:
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of
     ``net``.
@@ -112,6 +114,7 @@ def simulated_eager(
     Args:
         config: builds the configuration from a rank's mesh; or a finished one, with a 1-D mesh.
         recorders: one for each rank, which take what it would record; the record is then empty.
+        under: as for ``run_threads``.
     """
     build, extents = config_of_mesh(config, net.size, mesh)
 
@@ -121,7 +124,7 @@ def simulated_eager(
         record = run.run(recorders[rank] if recorders else None)
         return record, run.layout() if rank == 0 else None
 
-    runs = run_threads(net.size, train_rank, net=net, timeout=timeout)
+    runs = run_threads(net.size, train_rank, net=net, timeout=timeout, under=under)
     records, layouts = zip(*runs, strict=True)
     return SimulatedRun(Record.merged(records), layouts[0])
 
@@ -164,6 +167,7 @@ class SimulatedGraphRun:
         graph = self._rank_graph(self._literals.lift(self._run.traced.gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
+        self._under: Under = nullcontext
         self._starts = run_threads(world.size, self._start, net=self._net)
 
     def _find_literals(self, options: Mapping[str, Any]) -> RankLiterals:
@@ -236,6 +240,22 @@ class SimulatedGraphRun:
         other._interpreter = Interpreter(graph, self._net)
         return other
 
+    def started_under(
+        self, under: Under, net: Net, change: Callable[[TrainConfig], TrainConfig]
+    ) -> "SimulatedGraphRun":
+        """Return the same graph with another net, and with models that ``change`` makes.
+
+        Args:
+            under: as for ``run_threads``, which carries out what the graph does not.
+        """
+        other, build = copy.copy(self), self._build
+        other._net, other._under, other.config = net, under, change(self.config)
+        other._build = lambda mesh: change(build(mesh))
+        graph = self._rank_graph(self._literals.lift(self._run.traced.gm))
+        other._interpreter = Interpreter(graph, net)
+        other._starts = run_threads(net.size, other._start, net=net, under=under)
+        return other
+
     def run(self, recorder: Record | None = None, *, steps: int | None = None) -> Record:
         """Train for ``steps``, by default ``config.steps``, and return the record of all ranks.
 
@@ -264,7 +284,7 @@ class SimulatedGraphRun:
                     rank.process = replace(rank.process, generators=generators)
                     rank.take_gradients(step, *of_rank(output, rank.rank))
                 if self.config.max_norm is not None:
-                    run_threads(len(ranks), self._clip, ranks, net=self._net)
+                    run_threads(len(ranks), self._clip, ranks, net=self._net, under=self._under)
                     for rank in ranks:
                         named = rank.parameters.items()
                         record_gradients(record, step, rank.rank, "clipped", named)

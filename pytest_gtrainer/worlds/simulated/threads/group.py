@@ -12,12 +12,12 @@ they were sent.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partialmethod
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collec
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
+
+# Makes a context, such as a dispatch mode.
+Under: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +170,14 @@ class MeetingPlace:
 
 
 class SharedGroups:
-    """The state that the groups of all ranks share: team, net, and a place for each group."""
+    """The state that the groups of all ranks share: team, net, and a place for each group.
 
-    def __init__(self, team: ThreadTeam, net: Net) -> None:
-        self.team, self._net = team, net
+    Attributes:
+        under: makes a context for what a collective or a message computes.
+    """
+
+    def __init__(self, team: ThreadTeam, net: Net, under: Under) -> None:
+        self.team, self._net, self.under = team, net, under
         self._places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
 
     def place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
@@ -259,7 +266,7 @@ class ThreadGroup(dist.ProcessGroup):
         given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
         meeting = self._place.arrive(self._global_rank, Issued(text, collective, given, outputs))
         if meeting.is_complete:
-            with self._failing_all(), unseen_by_modes():
+            with self._failing_all(), unseen_by_modes(), self._shared.under():
                 meeting.hold()
             self._team.announce(meeting)
         return _Work(self._team, self._global_rank, meeting, outputs)
@@ -397,12 +404,13 @@ class ThreadGroup(dist.ProcessGroup):
         route = self._global_rank, self._members[destination], tag
         if waiting := self._place.wanted[route]:
             message = waiting.popleft()
-            with self._failing_all():
+            with self._failing_all(), unseen_by_modes(), self._shared.under():
                 message.receive(tensors[0])
             self._team.announce(message)
         else:
             # A copy: the sender may go on to write to its tensor.
-            self._place.sent[route].append(tensors[0].detach().clone())
+            with unseen_by_modes(), self._shared.under():
+                self._place.sent[route].append(tensors[0].detach().clone())
         done = Awaited()
         done.happened = True
         return _Work(self._team, self._global_rank, done, tensors)
@@ -412,7 +420,7 @@ class ThreadGroup(dist.ProcessGroup):
         route = self._members[source], self._global_rank, tag
         message = Message(route, tensors[0])
         if sent := self._place.sent[route]:
-            with self._failing_all():
+            with self._failing_all(), unseen_by_modes(), self._shared.under():
                 message.receive(sent.popleft())
             message.happened = True
         else:

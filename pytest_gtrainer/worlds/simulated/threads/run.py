@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
+from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup, Under
 from pytest_gtrainer.worlds.simulated.threads.team import (
     NotOnThreads,
     Released,
@@ -47,11 +47,20 @@ class NoStore(dist.Store):
 
 
 def run_threads(
-    size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    net: Net,
+    timeout: float = LIMIT,
+    under: Under = nullcontext,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process.
 
     Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``.
+
+    Args:
+        under: makes a context for the function of each rank, and one for each collective, such as a
+            dispatch mode. Modes that a rank enters itself do not see what a collective computes.
 
     Returns:
         The results, in the order of ranks.
@@ -72,7 +81,7 @@ def run_threads(
     if not timeout > 0:
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
 
-    crew = _Crew(size, function, args, net)
+    crew = _Crew(size, function, args, net, under)
     with ExitStack() as stack:
         for context in (
             restored(),
@@ -115,11 +124,16 @@ class _Crew:
     """The threads of one run, and what they return."""
 
     def __init__(
-        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net
+        self,
+        size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        net: Net,
+        under: Under,
     ) -> None:
         self._team = ThreadTeam(size)
-        self._groups = SharedGroups(self._team, net)
-        self._function, self._args = function, args
+        self._groups = SharedGroups(self._team, net, under)
+        self._function, self._args, self._under = function, args, under
         self._results: list[Any] = [None] * size
         # No name of a group means anything in another run.
         self._first_group = next(_runs) * _NAMES_A_RUN
@@ -190,7 +204,8 @@ class _Crew:
                 group = ThreadGroup(self._groups, rank, str(self._first_group), range(team.size))
                 torch_threads.register_default_group(group, NoStore())
                 try:
-                    self._results[rank] = self._function(rank, *self._args)
+                    with self._under():
+                        self._results[rank] = self._function(rank, *self._args)
                 finally:
                     # An abandoned rank may come here after the run, when the registry is no longer
                     # that of its thread but that of the process.

@@ -1,0 +1,102 @@
+"""Training, by the graph and eagerly, as programs that are proven on all ranks of a simulated world.
+
+Parameters are abstract by their FQN and place in the whole model, and floating-point inputs by step
+and data coordinate. So whatever shards, gathers, reduces, clips and steps is part of the proof.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic.field import Field
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
+from pytest_gtrainer.proofs.proof import Proof
+from pytest_gtrainer.proofs.prove import prove_programs
+from pytest_gtrainer.references.config import Batch, TrainConfig
+from pytest_gtrainer.references.simulated import (
+    ConfigOfMesh,
+    SimulatedGraphRun,
+    config_of_mesh,
+    simulated_eager,
+)
+from pytest_gtrainer.tracing.model import local
+from pytest_gtrainer.worlds.fake import net_of
+from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.spec import World
+
+
+def prove_training(
+    subject: SimulatedGraphRun, config: TrainConfig | ConfigOfMesh, world: World
+) -> Proof:
+    """Return which kind of equal training by the graph is to eager training, for any numbers."""
+    graph = _GraphTraining(subject, net_of(world))
+    eager = _EagerTraining(config, world)
+    return prove_programs((graph, eager))
+
+
+class _Recorder(Record):
+    """Takes copies of what a run records, as its results."""
+
+    def __init__(self, world_size: int, left: Left) -> None:
+        super().__init__(world_size)
+        self._left = left
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
+        result = f"{phase} of {name}" if phase != name else name
+        self._left.outputs[f"{result}, step {step}", rank] = local(tensor).detach().clone()
+
+
+def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
+    """Return a configuration whose models and inputs are abstract."""
+
+    def model() -> nn.Module:
+        built = config.model()
+        for name, parameter in built.named_parameters():
+            make_abstract(mode, local(parameter), name)
+        return built
+
+    def batch(step: int, coordinate: int) -> Batch:
+        leaves, spec = pytree.tree_flatten(config.batch(step, coordinate))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                # A copy, as a batch may be given again in another step.
+                leaves[place] = leaf.clone()
+                make_abstract(mode, leaves[place], ("input", step, coordinate, place))
+        return pytree.tree_unflatten(leaves, spec)
+
+    return replace(config, model=model, batch=batch)
+
+
+def _net_for(mode: ArithmeticMode, net: Net) -> Net:
+    return AnyOrder.of(net) if isinstance(mode.arithmetic, Field) else net
+
+
+class _GraphTraining(Program):
+    def __init__(self, subject: SimulatedGraphRun, net: Net) -> None:
+        self._subject, self._net = subject, net
+
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        subject = self._subject.started_under(
+            mode.on_another_thread, _net_for(mode, self._net), lambda own: _abstract(own, mode)
+        )
+        with mode:
+            subject.run(_Recorder(self._net.size, left))
+
+
+class _EagerTraining(Program):
+    def __init__(self, config: TrainConfig | ConfigOfMesh, world: World) -> None:
+        self._net = net_of(world)
+        self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
+
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        simulated_eager(
+            lambda mesh: _abstract(self._build(mesh), mode),
+            _net_for(mode, self._net),
+            mesh=self._extents,
+            recorders=[_Recorder(self._net.size, left) for _ in range(self._net.size)],
+            under=mode.on_another_thread,
+        )

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.second_tier
 
 
 def wrong_examples(module: ModuleType, home: ModuleType | None = None) -> str:
-    """What doctest has to say of a module; nothing where every example is true. They use the names
-    of ``home``.
+    """Return doctest's complaints about a module; empty where every example is true. Examples use
+    the names of ``home``.
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -42,8 +42,8 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
 
 
 def test_all_is_in_order_on_this_torch(capsys: pytest.CaptureFixture[str]):
-    """In this process, which has imported most of what it looks at; the verbose form runs as a
-    command.
+    """The doctor runs in this process, which has imported most of its subjects; the verbose form
+    runs as a command.
     """
     status = main(["doctor"])
     output = capsys.readouterr().out

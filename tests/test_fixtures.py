@@ -52,8 +52,8 @@ class TestTheMarkerAloneInATestCase(unittest.TestCase):
 
 
 def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester):
-    """The twins: an assert on something else, and one on values without such a world, are told as
-    pytest tells them.
+    """The twins: an assert on something else, and one on values without such a world, are reported
+    like pytest does.
     """
     pytester.makepyfile(
         """

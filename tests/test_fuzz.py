@@ -211,7 +211,7 @@ def _record() -> tuple[bytes, bytes]:
 
 
 def read_record(content: bytes, folder: Path) -> str:
-    """What was read is whole: all of it can be looked at, and be written again."""
+    """Read a record: all of it can be looked at, and be written again."""
     file = folder / "run"
     file.unlink(missing_ok=True)  # a record of the example before may map it
     file.write_bytes(content)
@@ -256,8 +256,8 @@ def bounded():
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzz(target, seconds, tmp_path):
-    """For so many seconds of CPU time; each failure is told with its seed, and the next seed is
-    tried.
+    """Run for so many seconds of CPU time; each failure is reported with its seed, and the next
+    seed is tried.
     """
     examples, read = TARGETS[target]
     counts: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""What imports what: downwards only, a lower half that a trainer uses without pytest, and texts
-read without torch.
+"""Imports of the package: downwards only, a lower half that a trainer uses without pytest, and
+texts read without torch.
 """
 
 import ast
@@ -121,7 +121,7 @@ IMPORTS = {name: imported_by(path.read_text()) - {name} for name, path in MODULE
 
 
 def names_pytest(source):
-    """Whether a source imports pytest, inside functions too."""
+    """Return whether a source imports pytest, inside functions too."""
     names = {
         alias.name
         for node in ast.walk(ast.parse(source))

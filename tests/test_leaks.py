@@ -44,8 +44,8 @@ LEAKY = """
 
 @pytest.fixture(autouse=True)
 def put_back(monkeypatch: pytest.MonkeyPatch):
-    """These tests leak in this very process, and what they tell is not for the summary of the
-    suite.
+    """Put back what these tests leak in this very process; their reports are not for the summary of
+    the suite.
     """
     monkeypatch.setattr(facts, "_sinks", [])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

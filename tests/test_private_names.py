@@ -18,7 +18,7 @@ FILES = [*sorted(path for path in ALLOWED[0].glob("*.py") if path.stem != "__ini
 
 
 def is_private(name: str) -> bool:
-    """Whether a dotted name has a part that begins with an underscore."""
+    """Return whether a dotted name has a part that begins with an underscore."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 

@@ -138,7 +138,7 @@ def test_expected_as_the_cause_of_another_error():
         try:
             differ()
         except AssertionError as error:
-            raise RuntimeError("told") from error
+            raise RuntimeError("reported") from error
 
 def expect_difference():
     with pytest.raises(BitwiseDifference):
@@ -151,7 +151,7 @@ def test_passes_in_a_fork():
     in_a_process(lambda: assert_bitwise_equal(torch.ones(1), torch.ones(1)))
 
 def test_expected_in_threads():
-    """All of them fail, one of them is told."""
+    """All of them fail, one of them is reported."""
     with pytest.raises(BitwiseDifference), ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(differ) for _ in range(3)]:
             future.result()

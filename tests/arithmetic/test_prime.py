@@ -96,7 +96,7 @@ def test_a_float_is_the_dyadic_fraction_that_it_is(value):
     ],
 )
 def test_a_constant_is_the_number_that_was_rounded_to_it(value, meant):
-    """In double precision, and as a float32 tensor holds it."""
+    """The number is meant in double precision, and as a float32 tensor holds it."""
     assert field.number(value, as_meant=True) == element(meant)
     assert field.numbers(torch.tensor(value), as_meant=True) == element(meant)
     assert field.number(value, as_meant=False) != element(meant)

@@ -1,4 +1,4 @@
-"""What each check and each clause asks of a node: it holds where it should and fails where it should."""
+"""Each check and each clause holds where it should and fails where it should."""
 
 import pytest
 
@@ -94,13 +94,15 @@ def test_arguments_are_spelled_as_in_graph_text(gm, holds, fails):
     ],
 )
 def test_where_a_check_looks(gm, holds, fails):
-    """`then` behind the last match, `next` right behind it, `never` up to the next one or to the end."""
+    """`then` behind the last match, `next` right behind it, `never` up to the next one or to the
+    end.
+    """
     assert_graph(gm, holds)
     failure_of(gm, fails)
 
 
 def test_a_then_takes_the_first_match_and_does_not_come_back(gm):
-    """As FileCheck: the first mm is wq's, so `same in layers.0.wo` cannot choose the second."""
+    """Like FileCheck: the first mm is wq's, so `same in layers.0.wo` cannot choose the second."""
     failure_of(gm, "then mm\nsame in layers.0.wo")
     assert_graph(gm, "then mm in layers.0.wo\nsame -> [3, 8]")
 

@@ -1,4 +1,6 @@
-"""A check that cannot match, cannot fail or cannot be read is an error, not a pass and not a failure."""
+"""A check that cannot match, cannot fail or cannot be read is an error, not a pass and not a
+failure.
+"""
 
 import pytest
 import torch
@@ -200,7 +202,9 @@ def test_no_node_of_any_graph_can_match(gm, kind, node, words):
     ],
 )
 def test_what_some_node_could_be_is_no_error(gm, node):
-    """The twin: other overloads, arguments in their place and by name, operators without a signature."""
+    """The twin: other overloads, arguments in their place and by name, operators without a
+    signature.
+    """
     if not node.startswith("mm(self"):
         assert_graph(gm, f"never {node}")
     else:
@@ -236,7 +240,9 @@ def test_an_output_that_a_value_does_not_have(kind, item):
 
 
 def test_an_operator_of_several_outputs_stands_for_each_of_them():
-    """As in `used by`. Else no operand would ever be one, and a `never` would hold of every graph."""
+    """The same holds for `used by`. Otherwise no operand would ever be one, and a `never` would
+    hold for every graph.
+    """
     gm = parse(SEVERAL)
     assert_graph(gm, "then topk as k\nthen sum(k)\nthen add(k, mm(...))\nstart\nnever add(k[0], _)")
     assert_graph(
@@ -443,7 +449,9 @@ def graph_of(call):
     ],
 )
 def test_the_results_may_be_written_as_a_list(results, same, different):
-    """As graph text shows them, or with the lists around them that Python has."""
+    """Results may be written like graph text shows them, or with the lists around them that Python
+    has.
+    """
     graph = fx.Graph()
     x = graph.placeholder("x")
     a, b = (graph.call_function(op, (x,)) for op in (torch.relu, torch.sin))

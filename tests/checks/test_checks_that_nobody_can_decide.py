@@ -1,4 +1,6 @@
-"""A `never` or `count` that meets a node of which the graph does not say enough is an error that names it."""
+"""A `never` or `count` that meets a node of which the graph does not say enough is an error that
+names it.
+"""
 
 import operator
 

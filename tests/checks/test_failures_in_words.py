@@ -131,7 +131,7 @@ def test_every_difference_is_told(gm, check, words):
 
 
 def test_a_never_is_named_by_its_own_line(gm):
-    """What waits is judged at the end, and the message names the `never`."""
+    """A waiting check is judged at the end, and the message names the `never`."""
     text = failure_of(gm, "then mm\nnever sum\n\n")
     assert text[0] == "line 2 of the checks: never sum"
     assert text[1] == "it matches between the match at 4 and the end"

@@ -55,7 +55,7 @@ class ConvNet(nn.Module):
 
 
 class Logits(nn.Module):
-    """What a model of ``transformers`` gives, as a tensor."""
+    """A model of ``transformers`` that returns a tensor."""
 
     def __init__(self, lm):
         super().__init__()
@@ -254,7 +254,7 @@ def write(folder: Path, names: list[str]) -> None:
 
 
 def compare(one: Path, other: Path) -> Mapping[str, str]:
-    """By file what differs beyond the table of spellings."""
+    """Return the differences beyond the table of spellings, by file."""
     found = {}
     for path in sorted({file.name for folder in (one, other) for file in folder.iterdir()}):
         text = difference("graph", (one / path).read_text(), (other / path).read_text())
@@ -268,6 +268,6 @@ if __name__ == "__main__":
         write(Path(sys.argv[2]), sys.argv[3:])
     else:
         different = compare(Path(sys.argv[2]), Path(sys.argv[3]))
-        for file, told in different.items():
-            print(f"{file}\n{told}\n")
+        for file, text in different.items():
+            print(f"{file}\n{text}\n")
         sys.exit(bool(different))

@@ -327,8 +327,8 @@ class Eps:
     ],
 )
 def test_what_is_added_to_a_variance_shows(rows, otherwise, monkeypatch):
-    """In bf16 it is rounded away, but for rows that are nearly nothing; tiny inputs are rows of
-    such only by chance.
+    """The addend is rounded away in bf16, except for rows close to zero; tiny inputs are such rows
+    only by chance.
     """
 
     def function(x):

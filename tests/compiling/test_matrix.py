@@ -62,7 +62,7 @@ def test_on_eight_fake_ranks(model, wrapping):
         gone = [line for line in lines if line[:1] == "-"]
         if (
             name == "make_fx"
-        ):  # which tells of no node its module: inputs keep their names, nodes may be counted anew
+        ):  # which gives no node its module: inputs keep their names, nodes may be counted anew
             gone = [line for line in gone if line[1:3] in ("P.", "B.", "I.", "I[")]
         assert not [line for line in gone if "layers" in line or "lm.transformer.h" in line], name
 

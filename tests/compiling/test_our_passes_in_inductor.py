@@ -78,7 +78,9 @@ def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, sl
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
-    """In the joint graph; behind the partitioner forward and backward each gather for themselves."""
+    """The joint graph gathers once; after the partitioner, forward and backward each gather for
+    themselves.
+    """
     torch.manual_seed(0)
     model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     expected = gradients(model, model, tokens)
@@ -97,7 +99,7 @@ def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("passes", [[], AGAIN], ids=["kept", "gathered again"])
 def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):
-    """Of the head, whose backward comes first, torch 2.15 gathers both times in the forward."""
+    """The backward of the head comes first; torch 2.15 gathers it both times in the forward."""
     model, x = sharded(gt_mesh, 0)
     with gt_compile() as record:
         gradients(
@@ -144,8 +146,8 @@ def trained(model, function, x):
 @pytest.mark.second_tier("True")
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
-    """What takes the place of ``chunk_pass``. A pattern of Inductor's would make one ``addmm`` of a
-    product and a sum: other bits on some CPUs.
+    """``chunk_pass`` is replaced here. A pattern of Inductor would make one ``addmm`` of a product
+    and a sum: other bits on some CPUs.
     """
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 16)

@@ -60,7 +60,7 @@ def _(x, by):
 
 
 class Fuse(CustomGraphPass):
-    """By Inductor's matcher of patterns: two products become one operator."""
+    """Fuse two products into one operator, by Inductor's pattern matcher."""
 
     def __init__(self, by=4.0):
         self.by, self.patterns = by, PatternMatcherPass()
@@ -192,8 +192,8 @@ def test_caches_do_not_take_one_object_for_another():
 
 
 def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):
-    """Of the same name in another module, or of another text; what has no name of its own is not
-    cached.
+    """The functions have the same name in another module, or another text; a function without a
+    name of its own is not cached.
     """
     source = "def fuse(graph):\n    graph.lint()\n"
     for name in ("one", "other"):

@@ -379,7 +379,7 @@ def broken(x):
 
 
 def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])  # places are told from here
+    monkeypatch.chdir(Path(__file__).parents[2])  # places are relative to this folder
     with gt_compile() as record:
         compiled = torch.compile(broken, dynamic=False)
         compiled(torch.ones(2))

@@ -183,7 +183,7 @@ def leaves_no_marks(gm, plan):
 
 
 def leaves_views(gm, plan):
-    """What a bucket's all-gather gives is not copied out."""
+    """The result of a bucket's all-gather is not copied out."""
     gm = ours(gm, bucket_plan=plan)
     for clone in found(gm, aten.clone.default):
         if "fsdp_bucket" in clone.meta:
@@ -235,8 +235,8 @@ def refuses_half_way(gm, plan):
 
 
 def packs_experts_as_executed(gm, plan):
-    """By module, then as the graph has it: only experts are read in another order than they are
-    registered.
+    """Pack by module, then in the order of the graph: only experts are read in another order than
+    they are registered.
     """
     executed = [member.parameter for member in fsdp_all_gathers(gm)]
     managed = list(gm.graph.output_node().meta["gt_managed_order"])
@@ -501,7 +501,7 @@ def does_not_look(*targets):
 
 
 def keeps_both(gm):
-    """What was computed again stays from the forward, too."""
+    """The recomputed value stays from the forward, too."""
     gm = selective_activation_remat_pass(gm)
     of = {node.name: node for node in gm.graph.nodes}
     with gm.graph.inserting_before(gm.graph.output_node()):
@@ -538,7 +538,7 @@ EXTRAS = {}
 
 
 def remembers_groups(gm):
-    """In a table of its module, beyond the end of a world."""
+    """Remember groups in a table of the module, beyond the end of a world."""
     for member in fsdp_all_gathers(gm):
         launch, ranks = member.launch, group_ranks(str(group_of(member.launch)))
         launch.args = (
@@ -552,8 +552,8 @@ EXTRAS_BY_NAME = {}
 
 
 def remembers_names(gm):
-    """By the name of the source: in a world whose groups have other names it finds nothing, and is
-    right.
+    """Remember the name of the source: in a world whose groups have other names it finds nothing,
+    and is right.
     """
     for member in fsdp_all_gathers(gm):
         launch, source = member.launch, str(group_of(member.launch))
@@ -616,7 +616,7 @@ def crashes_where_it_should_refuse(gm, example_inputs=None, *, config, twin):
 
 
 def packs_gradients_as_executed(gm, *, bucket_plan):
-    """Where they stand in a graph of their own."""
+    """Pack gradients in their order in a graph of the backward alone."""
     is_backward = "loss" not in gm.graph.output_node().meta["gt_outputs"]
     return ours(
         gm, bucket_plan=bucket_plan, payload_order="execution" if is_backward else "managed"
@@ -662,7 +662,7 @@ def over_other_ranks(node):
 
 
 def not_at_all(node):
-    """In a fake world an all-reduce is its operand."""
+    """An all-reduce in a fake world is its operand."""
     node.replace_all_uses_with(node.args[0])
     node.graph.erase_node(node)
 
@@ -881,7 +881,7 @@ def test_a_pass_that_waits_has_more_time_by_the_clock(request, monkeypatch):
 
 
 def test_other_threads_do_not_count_towards_the_limit():
-    """As those of torch's kernels: the timer of the process counts them."""
+    """Threads of torch's kernels, for example, are counted by the timer of the process."""
     stop = threading.Event()
 
     def spin():
@@ -1017,7 +1017,7 @@ def gives_nodes_of_another_graph(gm, plan):
 def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_reported(
     mistake, message, request, gt_artifacts
 ):
-    """In a sentence, with the graph kept, and by each rule: the others go on."""
+    """Each rule reports it in a sentence, with the graph kept; the others go on."""
     for rule in ("E6", "D9", "metadata"):
         with pytest.raises(AssertionError, match=message):
             judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)

@@ -1,5 +1,5 @@
-"""What docs/conformance.md says of torch's own passes is so: what is broken there fails here, and
-all else holds.
+"""The statements of docs/conformance.md about torch's own passes hold: a rule that is broken there
+fails here, and all others hold.
 """
 
 import pytest

@@ -128,8 +128,8 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
 @pytest.mark.second_tier
 def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
-    """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong
-    number fails both.
+    """The pairs are torch's ``MultiProcessTestCase`` and expecttest, whose blocks run here, too; a
+    wrong number fails both.
     """
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]
     theirs = re.findall(

@@ -114,7 +114,9 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated
 
 
 def test_every_public_name_stands_on_a_reference_page():
-    """By its path on the page of the library; the kinds of conformance in the table of their page."""
+    """Names stand with their path on the page of the library; kinds of conformance in the table of
+    their page.
+    """
     paths = re.findall(r"^::: ([\w.]+)$", (PAGES / "library.md").read_text(), re.MULTILINE)
     kinds = re.findall(
         r"^\| `[\w-]+` \| `(\w+)` \|", (PAGES / "conformance.md").read_text(), re.MULTILINE

@@ -1,4 +1,4 @@
-"""What users read is free of codes: behaviours keep their ids in tests, and on their reference
+"""Texts for users are free of codes: behaviours keep their ids in tests, and on their reference
 page.
 """
 
@@ -73,7 +73,7 @@ def test_messages_and_errors_have_no_ids_of_behaviours():
 
 
 OURS_BY_CONVENTION = {"gm", "example_inputs"}
-"""The first two arguments of every pass, which docs/passes.md tells once."""
+"""The first two arguments of every pass, which docs/passes.md describes once."""
 
 
 def untold(name, function):
@@ -97,7 +97,7 @@ def test_public_functions_say_what_they_take_and_raise():
     assert [line for name, function in functions.items() for line in untold(name, function)] == []
 
     def twin(first, second):
-        """Of the first."""
+        """The twin of the first."""
         raise ValueError
 
     assert untold("twin", twin) == ["twin: raises", "twin: second"]
@@ -111,7 +111,7 @@ COUNTS = re.compile(
 
 
 def test_one_is_no_plural():
-    """In what the package says; the page of the report has a function of its own for it."""
+    """Messages of the package are checked; the page of the report has a function of its own for it."""
     source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
     assert [match[0] for match in COUNTS.finditer(source)] == []
     assert COUNTS.search("f'{len(self)} tensors'")

@@ -32,7 +32,7 @@ def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
 def run_here(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., pytest.RunResult]:
-    """As ``run``, in this process, which is faster; what is counted there is not counted here.
+    """Like ``run``, in this process, which is faster; the outer run does not count what it does.
 
     Several files are given by name: ``run_here(None, "-x", test_one="...", test_two="...")``.
     """

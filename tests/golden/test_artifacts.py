@@ -1,4 +1,4 @@
-"""What a run leaves in ``--gt-artifacts DIR``."""
+"""Files that a run leaves in ``--gt-artifacts DIR``."""
 
 import errno
 import os

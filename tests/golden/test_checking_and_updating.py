@@ -1,4 +1,4 @@
-"""What a run does with goldens: missing, different, updated, refused."""
+"""Goldens in a run: missing, different, updated, refused."""
 
 import pytest
 

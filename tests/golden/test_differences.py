@@ -1,4 +1,4 @@
-"""What a failing golden says: words, notes, then bounded lines that fit a terminal."""
+"""Messages of failing goldens: words, notes, then bounded lines that fit a terminal."""
 
 import gc
 import glob
@@ -104,7 +104,7 @@ def test_only_the_schedule():
 
 
 def test_only_the_spelling():
-    """Which name a value has says nothing."""
+    """The name of a value means nothing."""
     renamed = GRAPH.replace("mul:", "mul_1:").replace("norm.mul)", "norm.mul_1)")
     words, _, lines = said(GRAPH, renamed).partition("\n\n")
     assert words == "same dataflow, same schedule: only the spelling differs"

@@ -57,7 +57,7 @@ ALL = every("w1", "w2", "norm")
 
 
 def test_a_bucket_lost_a_parameter():
-    """As in the example of the design."""
+    """The example of the design."""
     whole, less = (
         scatters("layers[2]", *layer(2, *modules)) for modules in (("w1", "norm"), ("w1",))
     )

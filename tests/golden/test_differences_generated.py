@@ -1,4 +1,4 @@
-"""What holds of every difference: something is said exactly if something differs, in bounds, in
+"""Properties of every difference: something is reported exactly if something differs, in bounds, in
 linear time.
 """
 
@@ -126,7 +126,7 @@ def test_words_are_those_of_the_other_direction_too(texts):
 
 
 def calls_of(function: Callable[..., object], *arguments: object) -> int:
-    """How many functions are called, ours and the interpreter's."""
+    """Count the function calls, ours and the interpreter's."""
     count = 0
 
     def counted(frame: object, event: str, argument: object) -> None:

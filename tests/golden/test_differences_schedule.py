@@ -239,7 +239,7 @@ def module(*lines: str) -> str:
 
 
 def exchanged(*lines: str) -> list[str]:
-    """What is said when the first two lines are exchanged."""
+    """Return the difference after the first two lines are exchanged."""
     first, second, *rest = lines
     return diff(module(*lines), module(second, first, *rest)).partition("\n\n")[0].splitlines()
 
@@ -253,7 +253,7 @@ def test_random_numbers_drawn_in_another_order():
 
 
 def test_random_operators_of_another_dataflow():
-    """How many there are says more than their order."""
+    """The number of random operators says more than their order."""
     lines = ["rand = aten.rand([2])", "sin = aten.sin(I[0])"]
     assert diff(module(*lines), module(lines[1])).partition("\n\n")[0].splitlines() == [
         "the dataflow differs, without aten.rand in fwd m",
@@ -294,7 +294,7 @@ def test_a_reader_through_a_view():
     view = "view = aten.view(B.count, [2])"
     lines = ["sin = aten.sin(view)", "add_ = aten.add_.Tensor(B.count, I[0])"]
     said = diff(module(view, *lines), module(view, *lines[::-1])).splitlines()
-    problem = "a view is read behind the write that it was read before, and nobody is told that results may differ"
+    problem = "a read of a view moved behind the write, and nothing says that results may differ"
     assert said[1].startswith("results may differ: what reads count and aten.add_.Tensor"), problem
 
 

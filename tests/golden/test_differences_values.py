@@ -38,7 +38,7 @@ def words(old: str, new: str) -> list[str]:
 
 
 def after(*changes: tuple[str, str]) -> list[str]:
-    """What is said when parts of the text are replaced."""
+    """Return the difference after parts of the text are replaced."""
     text = TEXT
     for old, new in changes:
         assert old in text
@@ -114,7 +114,7 @@ def test_collectives_are_counted():
 
 
 def test_a_dtype_is_told_where_it_comes_from():
-    """What follows from it is only counted."""
+    """Nodes that follow from it are only counted."""
     assert after(("P.L.w: f32", "P.L.w: bf16")) == [
         "dtype of parameter layers[0..3].w: f32 became bf16"
     ]
@@ -374,7 +374,7 @@ def test_of_many_sentences_the_weightiest_are_said_and_the_others_counted():
 
 
 def test_payloads_that_are_issued_in_another_order():
-    """Of a layout: each has its members, in their order."""
+    """Each payload of a layout has its members, in their order."""
     lines = [f"  payload(fsdp, f32, fwd, bytes=8)\n  {name}: at(0, bytes=8)\n" for name in "abc"]
     head = "fsdp = group(range(0, 2))\nif all_gather:\n"
     said = diff(head + "".join(lines), head + "".join([lines[1], lines[0], lines[2]])).partition(
@@ -424,7 +424,7 @@ def test_outputs():
     unnamed = TEXT.replace("loss = ", "yield ").replace("first = ", "yield ")
     lines = "  yield fwd.layers[3].add\n", "  yield fwd.layers[0].add\n"
     verdict = diff(unnamed, unnamed.replace("".join(lines), "".join(lines[::-1]))).splitlines()[0]
-    assert verdict == "the dataflow differs", "outputs without names are told apart by their order"
+    assert verdict == "the dataflow differs", "outputs without names differ by their order"
     assert words(unnamed, unnamed.replace("yield fwd.layers[0].add", "yield None")) == [
         "output 1 is None instead of layers.0.add"
     ]

@@ -1,4 +1,6 @@
-"""What each flag lets a run write, flags that exclude each other, and where none may write."""
+"""Flags: which files each of them lets a run write, flags that exclude each other, and where none
+may write.
+"""
 
 import pytest
 

@@ -22,7 +22,7 @@ COLLECTED: set[dist.ProcessGroup | str] = {"kept"}
 
 
 def extra_of(name: str) -> str:
-    """As torchtitan's: made where it is asked for first, and remembered."""
+    """Make a group on first use and remember it, like torchtitan."""
     if name not in REGISTRY:
         REGISTRY[name] = dist.new_group(list(range(dist.get_world_size())))
     return NAMES.setdefault(name, REGISTRY[name].group_name)

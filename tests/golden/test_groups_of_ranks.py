@@ -1,4 +1,4 @@
-"""Process groups of all ranks in goldens: they divide the ranks, and the golden tells all of them."""
+"""Process groups of all ranks in goldens: they divide the ranks, and the golden lists all of them."""
 
 import re
 
@@ -14,7 +14,7 @@ TEXT = "# gtrainer graph v2\n# world: ranks, 4 ranks\n{}if out:\n  yield 1\n"
 
 
 def claims(*of_symbols: tuple[str, list[object]], indent: str = "") -> dict[int, Claim]:
-    """What ranks claim: for each symbol the ranks that each rank's text has for it."""
+    """Return the claims of ranks: for each symbol the ranks that each rank's text has for it."""
     claimed = {}
     for rank in range(len(of_symbols[0][1])):
         lines = [f"{indent}{symbol} = group({groups[rank]})\n" for symbol, groups in of_symbols]

@@ -130,7 +130,7 @@ def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(
 
 
 def test_of_the_environment_the_tag_of_a_wheel_counts_on_a_gpu_alone():
-    """It tells cuBLAS and cuDNN there."""
+    """The tag identifies cuBLAS and cuDNN there."""
     found = [
         values.decisive({"torch": "2.13.0+cu130", "device": device})["torch"]
         for device in ("cpu", "cuda H100")

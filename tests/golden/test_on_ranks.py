@@ -210,7 +210,7 @@ def test_a_text_that_would_not_be_read_back_is_not_written(updated):
 
 @pytest.mark.second_tier("under xdist]")
 def test_numbers_of_all_ranks_must_agree(updated):
-    """In a rank torch has one thread: the environment is that of the rank."""
+    """Torch has one thread in a rank: the environment is that of the rank."""
     assert [updated.run[f"test_loss[{own}]"].outcome for own in (0, 1)] == ["passed", "failed"]
     message = updated.run["test_loss[1]"].message
     assert "the golden differs between ranks, first on rank 1 at line " in message

@@ -161,7 +161,7 @@ def test_a_torch_without_a_version_is_refused(run_here, monkeypatch):
 
 @pytest.mark.second_tier
 def test_ranks_claim_and_their_parent_finds_the_file_that_holds(tmp_path):
-    """In the real version, and with a file of an older one only."""
+    """The real version is used, with a file of an older one only."""
     major, minor = environment.installed_minor()
     source = "import pytest\n@pytest.mark.gt_world('ranks', size=2)\n" + SOURCE.format("b")
     old = "golden/test_it/test_a@torch=2.1.txt"

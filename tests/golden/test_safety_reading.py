@@ -1,4 +1,4 @@
-"""What may lie where a golden should: one sentence each, at once, and nothing is lost."""
+"""Anything may lie where a golden should: one sentence each, at once, and nothing is lost."""
 
 import os
 import socket

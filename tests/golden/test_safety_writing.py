@@ -47,7 +47,7 @@ def text(state: str, number: int) -> str:
 
 
 def states(folder: Path) -> dict[str, int]:
-    """How many goldens are old and new, and what else there is."""
+    """Count old goldens, new goldens and other files."""
     counts: dict[str, int] = {}
     for file in folder.iterdir():
         number = int(found[1]) if (found := re.fullmatch(r"test_a-(\d+)\.txt", file.name)) else -1
@@ -338,7 +338,7 @@ def test_a(gt_golden):
 
 
 def test_the_lock_lies_where_no_other_user_can_put_a_link(tmp_path, monkeypatch):
-    """In everybody's folder, another user's link had it empty a file of ours; filelock follows
+    """A link of another user in everybody's folder made it empty a file of ours; filelock follows
     none, either.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

@@ -1,4 +1,4 @@
-"""What the small functions around goldens give, each by an example."""
+"""Small functions around goldens, each by an example."""
 
 import errno
 from pathlib import PurePosixPath

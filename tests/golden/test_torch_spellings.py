@@ -145,7 +145,7 @@ def test_a_difference_tells_the_real_change_alone_and_whose_words_it_uses():
 @pytest.mark.parametrize(
     ("made", "running"),
     [(OLD, OLD), (NEW, "2.15.1"), (None, NEW), ("of my own", NEW)],
-    ids=["one version", "one minor version", "not told", "not known"],
+    ids=["one version", "one minor version", "not given", "not known"],
 )
 def test_where_torch_is_the_same_or_not_known_every_word_counts(made, running):
     assert difference("graph", text(OLD_BODY, made), text(NEW_BODY, running)) is not None

@@ -138,7 +138,7 @@ def test_tests_that_a_plugin_adds_have_goldens_too(run_here, put_goldens, pytest
 def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(
     run_here, put_goldens, pytester
 ):
-    """As plugins do it that run a test in another process."""
+    """Plugins that run a test in another process report it by themselves."""
     put_goldens(*USED, "test_it/test_a@name.txt", "test_it/test_c.txt")
     pytester.makeconftest("""
         import pytest
@@ -154,7 +154,7 @@ def test_of_a_test_that_a_plugin_reports_by_itself_nothing_is_known(
 
 
 def test_a_test_that_is_run_again_is_judged_by_its_last_time(run_here, put_goldens, pytester):
-    """As pytest-rerunfailures does it: the first time it fails before its check."""
+    """Like pytest-rerunfailures: the first time it fails before its check."""
     put_goldens("test_it/test_a.txt", "test_it/test_a@name.txt")
     pytester.makeconftest("""
         from _pytest.runner import runtestprotocol
@@ -365,7 +365,7 @@ def test_workers_together_tell_it_once(run, put_goldens, goldens):
 
 @pytest.mark.second_tier
 def test_after_a_worker_has_died_nothing_is_removed(run, put_goldens, goldens):
-    """What the dead worker had counted before is counted."""
+    """Goldens that the dead worker had counted before stay counted."""
     put_goldens(*USED[1:], *UNUSED)
     source = SOURCE + "\ndef test_c():\n    import os\n    os._exit(7)"
     result = run(source, "-n1", "--gt-prune-goldens", "--gt-update-goldens")
@@ -402,7 +402,7 @@ NUMBERS = '{{"gtrainer": "numbers v1", "entries": [{{"environment": {{"device": 
 def test_what_only_a_gpu_could_judge_is_not_unused_without_one(
     run_here, put_goldens, device, outcome
 ):
-    """By its name, its devices, its environments."""
+    """A golden needs a GPU by its name, its devices or its environments."""
     put_goldens("test_it/test_a.txt", "test_it/test_b-nccl.txt")
     put_goldens("test_it/test_a@after.fxgraph", text=GRAPH.format(device))
     put_goldens("test_it/test_a@loss.numbers.json", text=NUMBERS.format(device))

@@ -1,5 +1,5 @@
-"""How goldens and inline expectations are written, function by function; test_safety_writing kills
-whole runs.
+"""Writing of goldens and inline expectations, function by function; test_safety_writing kills whole
+runs.
 """
 
 import os

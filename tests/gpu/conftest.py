@@ -1,4 +1,4 @@
-"""What one GPU can judge, and the table of what held that ends such a run (``make gpu``)."""
+"""Tests for one GPU, and the table of results that ends such a run (``make gpu``)."""
 
 from collections import defaultdict
 from collections.abc import Iterator

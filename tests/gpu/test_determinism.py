@@ -78,7 +78,7 @@ def test_switches_are_put_back(gt_world):
 
 
 def run(program: str, **environ: str) -> str:
-    """What a program prints in a process of its own, where CUDA has not started."""
+    """Return the output of a program in a process of its own, where CUDA has not started."""
     environ = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": "", **environ}
     if not environ["CUBLAS_WORKSPACE_CONFIG"]:
         del environ["CUBLAS_WORKSPACE_CONFIG"]

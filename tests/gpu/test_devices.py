@@ -17,7 +17,7 @@ def test_the_owner():
 
 
 def test_one_gpu_is_one_rank(cuda, pytester):
-    """What needs more is skipped and says so; the pytest process itself never starts CUDA."""
+    """A test that needs more is skipped and says so; the pytest process itself never starts CUDA."""
     pytester.makepyfile(SUITE)
     run = pytester.runpytest_subprocess("-rs", "--gt-gpus=1")
     run.assert_outcomes(passed=2, skipped=2)
@@ -101,8 +101,8 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
 
 
 def test_what_was_compiled_before_does_not_keep_ranks_from_starting(cuda, pytester):
-    """What the process of the tests has imported, ranks import beforehand: not what starts CUDA or
-    threads.
+    """Ranks import beforehand the modules that the process of the tests has imported, except those
+    that start CUDA or threads.
     """
     pytester.makepyfile("""
         import pytest, torch

@@ -1,4 +1,4 @@
-"""Memory of a GPU: what a test leaves there is told, and a training run leaves nothing."""
+"""Memory of a GPU: memory that a test leaves there is reported, and a training run leaves none."""
 
 import gc
 
@@ -86,7 +86,7 @@ def test_the_peak_of_a_step(gt_mesh, record_property):
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_the_peak_that_liveness_tells(gt_mesh, record_property):
-    """What the allocator held at once beside the inputs: the peak of the graph, each tensor rounded
+    """The allocator held, beside the inputs, the peak of the graph within 5%, each tensor rounded
     up to 512 bytes.
     """
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
@@ -103,5 +103,5 @@ def test_the_peak_that_liveness_tells(gt_mesh, record_property):
         run.traced.gm(*inputs)
         torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
-    record_property("measured", f"{measured / 2**20:.2f} MiB, told {expected / 2**20:.2f} MiB")
+    record_property("measured", f"{measured / 2**20:.2f} MiB, expected {expected / 2**20:.2f} MiB")
     assert abs(measured - expected) <= 0.05 * expected

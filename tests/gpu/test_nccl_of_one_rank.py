@@ -37,7 +37,7 @@ def test_the_world_is_on_the_gpu(gt_world, gt_mesh):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_collectives(gt_world, dtype):
-    """Of one rank: gathers and exchanges copy, sums and averages are the identity."""
+    """Gathers and exchanges of one rank copy; sums and averages are the identity."""
     value = torch.arange(5, device="cuda").to(dtype)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
         reduced, scattered = value.clone(), torch.empty_like(value)
@@ -85,8 +85,8 @@ def test_another_precision_differs(gt_mesh, gt_deterministic):
 
 
 def test_a_graph_comes_through_bytes(gt_mesh, gt_deterministic):
-    """As ranks hand one over: what it holds and what it names is on the reader's GPU, its results
-    are the same bits.
+    """Ranks hand over a graph as bytes: its constants and devices are on the reader's GPU, its
+    results are the same bits.
     """
     config = deepseek_v3_training(gt_mesh, "bf16_fp32", steps=1)
     model, inputs = shard_traceably(new_model(config), config), config.inputs(0)

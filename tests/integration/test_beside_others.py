@@ -1,4 +1,4 @@
-"""In one run with tests of torch's own kinds, with coverage, and with compiled code in ranks."""
+"""One run with tests of torch's own kinds, with coverage, and with compiled code in ranks."""
 
 import re
 import subprocess
@@ -142,8 +142,8 @@ def test_coverage_is_measured_inside_ranks(installed, tmp_path):
 
 
 def test_random_order_and_a_time_limit(installed, tmp_path):
-    """pytest-randomly shuffles and seeds, pytest-timeout stays in the parent; ranks run what they
-    are told.
+    """pytest-randomly shuffles and seeds, pytest-timeout stays in the parent; ranks follow the
+    order of the parent.
     """
     tool = [
         installed.python,

@@ -1,5 +1,5 @@
-"""In an environment that holds the wheel, torch and what the wheel declares, the documentation can
-be followed.
+"""The documentation can be followed in an environment that holds the wheel, torch and the declared
+dependencies.
 
 Where the index has no CPU build of torch for a Python, its CUDA build is installed without CUDA's
 libraries, by ``.ci/light_torch.py``. What cannot be judged is skipped by name: a Python that is not

@@ -45,7 +45,7 @@ def run(python, folder, *arguments):
 
 
 def assert_caught(output):
-    """By the pass file, by the golden, in bits; the control stands."""
+    """Assert that the pass file, the golden and the bits catch it, and that the control holds."""
     assert "3 failed, 1 passed" in output, output
     assert 'average.fxgraph:3: then reduce_scatter_tensor(I[0], "sum", ...) as scatter' in output
     assert re.search(

@@ -1,6 +1,4 @@
-"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and what stands in the way
-is told.
-"""
+"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and obstacles are reported."""
 
 import importlib.util
 import shutil
@@ -81,8 +79,8 @@ def compile_library(path, source, *options):
 
 
 def load(site):
-    """Whether what the library needs is there, and answers that the driver is insufficient; in a
-    process of its own.
+    """Load the library in a process of its own. It fails unless the dependencies are found and
+    answer that the driver is insufficient.
     """
     probe = f"import ctypes; assert ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).both() == 1"
     return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)

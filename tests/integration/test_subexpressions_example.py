@@ -1,5 +1,5 @@
-"""``examples/subexpressions``: a pass held to the rules of conformance, and three mistakes in it
-that they tell.
+"""``examples/subexpressions``: a pass under the rules of conformance, and three mistakes in it that
+they find.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""What both architectures promise: names, order, shapes, initial values, gradients, sizes."""
+"""Promises of both architectures: names, order, shapes, initial values, gradients, sizes."""
 
 import pytest
 import torch

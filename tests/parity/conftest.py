@@ -45,7 +45,7 @@ def _check(eager, graph):
 
 
 def assert_trains(record):
-    """What was compared is a run: no NaN among the losses, and no two steps with the same one."""
+    """Assert that a run trains: no NaN among the losses, and no two steps with the same loss."""
     losses = [tensor.item() for key, tensor in record.items() if key.phase == "loss"]
     assert all(math.isfinite(loss) for loss in losses)
     assert len(set(losses)) == len(losses) > 1
@@ -53,7 +53,7 @@ def assert_trains(record):
 
 @pytest.fixture
 def check_parity_and_twin():
-    """As ``check_parity``, and the twin that must differ: the same trace and start, packed in the
+    """Like ``check_parity``, and the twin that must differ: the same trace and start, packed in the
     order it runs (L5).
 
     Returns the layout's complaint about the twin.
@@ -76,8 +76,8 @@ def check_parity_and_twin():
 
 @pytest.fixture
 def check_parity_and_control():
-    """As ``check_parity``, and gradients of the first step differ from eager's if the graph reduces
-    them in bf16.
+    """Like ``check_parity``, and gradients of the first step differ from eager's if the graph
+    reduces them in bf16.
     """
 
     def check(config):

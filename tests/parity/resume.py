@@ -1,6 +1,6 @@
-"""``-p tests.parity.resume --resume=FILE``: a long run that was cut goes on where it was.
+"""``-p tests.parity.resume --resume=FILE``: continue a long run that was cut.
 
-A test that has passed, or was skipped, is a line of the file, with what it told of its sweep; it
+A test that has passed, or was skipped, is a line of the file, with its report of the sweep; it
 does not run again, and the table at the end has its row. Failures run again.
 """
 

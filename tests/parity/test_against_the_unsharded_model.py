@@ -70,7 +70,7 @@ def bounds(model, x, c):
 
 
 def share_of_bound(found, exact, allowed):
-    """By result the largest error, where 1 is what the order of sums can explain."""
+    """Return the largest error by result; 1 is the bound that the order of sums can explain."""
     return {
         name: float(((found[name].double() - exact[name]).abs() / allowed[name]).max())
         for name in exact
@@ -107,7 +107,7 @@ def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
 
 
 def gradients_of(tensor, mesh=None, break_it=lambda model: None):
-    """Of DeepSeek-V3 in fp64, whole."""
+    """Return the gradients of the whole DeepSeek-V3 in fp64."""
     config = deepseek_v3.FLAVORS["debug_small"]
     model = deepseek_v3.DeepSeekV3(config)
     model.init_weights(seed=0)
@@ -122,7 +122,7 @@ def gradients_of(tensor, mesh=None, break_it=lambda model: None):
 
 
 def distances(found, expected):
-    """Of each gradient, by the length of what is expected."""
+    """Return the distance of each gradient, relative to the norm of the expected one."""
     return {
         name: float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()
     }

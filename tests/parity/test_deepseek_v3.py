@@ -2,7 +2,7 @@
 
 In short every two of the settings meet: mesh, sizes that ranks divide or not, precision. The long
 form has all of them. Every rank traces the model, so in short four ranks train it, and eight where
-bits tell the order of a payload: at odd sizes, in fp32. The first tier trains a smaller one on
+bits show the order of a payload: at odd sizes, in fp32. The first tier trains a smaller one on
 three. The graphs of eight are pinned in a fake world.
 """
 

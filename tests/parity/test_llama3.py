@@ -69,7 +69,7 @@ def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
 def test_a_payload_in_execution_order_differs_and_the_layout_says_where(
     gt_mesh, check_parity_and_twin
 ):
-    """Where gloo's bits depend on the order of the payload, and only some ranks pad (D2, D14, W4,
+    """Bits of gloo depend on the order of the payload here, and only some ranks pad (D2, D14, W4,
     L5).
     """
     complaint = check_parity_and_twin(llama3_training(gt_mesh, "fp32", "debug_odd"))

@@ -1,5 +1,5 @@
-"""What only GPUs can tell: the main job over NCCL. The other tests of this folder use GPUs where
-there are any.
+"""The main job over NCCL, which needs GPUs. The other tests of this folder use GPUs where there are
+any.
 """
 
 import pytest

@@ -194,8 +194,8 @@ def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_t
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 def test_a_replay_adds_to_a_gradient_that_lies_otherwise(gt_mesh):
-    """What is there is whole on every rank, what comes is a partial sum: as autograd, which adds
-    the sum.
+    """The present gradient is whole on every rank, the new one is a partial sum: autograd, too,
+    adds the sum.
     """
     weight = distribute_tensor(torch.ones(2), gt_mesh, [Replicate()], src_data_rank=None)
     models = [nn.Module(), nn.Module()]
@@ -224,8 +224,8 @@ def gradients(model):
 
 @pytest.mark.gt_world("fake", size=512, mesh={"dp": 64, "tp": 8})
 def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world, gt_golden):
-    """Which collectives are data's and which the model's: the first two layers of Llama 3 8B on 512
-    ranks.
+    """The schedule separates collectives of the data from those of the model: the first two layers
+    of Llama 3 8B on 512 ranks.
 
     Pads of nothing go, of which torch 2.15 traces one for each rank of an uneven shard. It also
     adds the partial gradients of norms in the dtype that FSDP2 then reduces in, so its golden is
@@ -248,11 +248,9 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
 @pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
 @pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
-    """N9: where a rank's rows of the vocabulary begin is a number of its own in the graph, and an
-    input of the replay.
-
-    Two groups of data ranks may add in different orders here: so the replicas of a norm drift
-    apart, and are told.
+    """N9: the first row of the vocabulary on a rank is a number of its own in the graph, and an
+    input of the replay. Two groups of data ranks may add in different orders here, so the replicas
+    of a norm drift apart; that is reported.
     """
     message = r"norm.weight differs between ranks \d and \d, .*on ranks it is an error"
     with pytest.warns(ReplicaWarning, match=message):
@@ -385,8 +383,8 @@ def test_replicas_that_are_not_finite_prove_nothing(gt_mesh, gt_world, what):
 
 
 class Held(nn.Module):
-    """What ranks of a mesh of dp and tp hold: a number of rank ``differs`` in one of it, and of
-    each in its shards.
+    """Parameters on a mesh of dp and tp: ``what`` differs on rank 3, and shards differ on each
+    rank.
     """
 
     def __init__(self, mesh, rank, what) -> None:

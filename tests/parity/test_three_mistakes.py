@@ -80,9 +80,7 @@ def test_three_kinds_of_parallelism_equal_eager_and_three_mistakes_differ(gt_mes
 
 
 def _judged(run, expected):
-    """The outcome in a line; replicas that differ then are a mistake that is told even before the
-    bits.
-    """
+    """Return the outcome in a line; replicas that differ are reported even before the bits."""
     try:
         with facts.failing_checks(lambda error: None):  # it is an answer here
             return str(compare(run.run(), expected)).splitlines()[0]

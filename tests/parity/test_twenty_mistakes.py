@@ -224,7 +224,9 @@ def test_beside_tensor_parallelism(gt_mesh):
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "shard": 2})
 def test_of_replicas(gt_mesh, gt_world):
-    """What is reduced in bf16 is fp32 behind the reduce-scatter, so replicas have bits to lose."""
+    """A value that is reduced in bf16 is fp32 behind the reduce-scatter, so replicas have bits to
+    lose.
+    """
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     eager = fully_shard(stage(), mesh=gt_mesh, mp_policy=FSDP2Policy(**dtypes))
     model = data_parallel(
@@ -256,8 +258,8 @@ def heads_in_the_wrong_order(mesh, q, k, v):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"cp": 2})
 def test_of_contexts(gt_mesh):
-    """As close to attention on the whole sequence as ten roundings of fp32; a mistake is off by
-    more than a percent.
+    """The result is as close to attention on the whole sequence as ten roundings of fp32; a mistake
+    is off by more than a percent.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 8, 16, generator=generator)
@@ -322,7 +324,7 @@ def test_of_stages():
         split_stage_graph(gm, moved={needed: "backward_weight"})
 
 
-# --- what is told before anything runs
+# --- mistakes that are reported before anything runs
 
 
 def small(mesh):

@@ -1,4 +1,4 @@
-"""What is alive while a graph runs: storages counted by a mode, against what ``peak_memory`` tells."""
+"""Storages alive while a graph runs, counted by a mode, against the estimate of ``peak_memory``."""
 
 import gc
 import time
@@ -80,7 +80,7 @@ def run(gm, inputs):
 
 
 def differing(gm, found, sizes=None):
-    """Nodes behind which another number of bytes is alive than ``peak_memory`` tells."""
+    """Return the nodes after which the number of live bytes differs from that of ``peak_memory``."""
     curve = peak_memory(gm, sizes=sizes).curve
     return {
         name: (nbytes, curve[name]) for name, (nbytes, _) in found.items() if nbytes != curve[name]

@@ -105,5 +105,5 @@ def shared_joint(make_joint, gt_mesh, traced_joints):
 
 @pytest.fixture
 def joint(shared_joint):
-    """What ``make_joint()`` gives, for this test alone."""
+    """Return the result of ``make_joint()``, for this test alone."""
     return shared_joint()

@@ -1,4 +1,4 @@
-"""Which collectives torch would fuse with matrix products under tensor parallelism: its own pass
+"""Collectives that torch would fuse with matrix products under tensor parallelism: its own pass
 decides, on CPU.
 """
 

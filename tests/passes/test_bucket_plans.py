@@ -1,4 +1,4 @@
-"""Which modules travel together."""
+"""Bucket plans: modules that travel together."""
 
 from types import SimpleNamespace
 
@@ -139,7 +139,7 @@ SIMILAR = ["norm_out", "norm_out_proj", "layers.1", "layers.10", "layers.1_extra
 
 
 def test_names_that_begin_alike_are_other_modules():
-    """Of a bucket are names equal to an entry, or behind it and a dot."""
+    """A bucket has the names that equal an entry, or that begin with the entry and a dot."""
     for entries in (SIMILAR, SIMILAR[::-1]):
         plan = Plan(entries)
         assert {fqn: plan.bucket_of(f"{fqn}.weight").label for fqn in SIMILAR} == {

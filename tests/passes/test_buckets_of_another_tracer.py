@@ -61,7 +61,7 @@ def traced(model, step, inputs):
 
 @pytest.fixture(scope="module")
 def graphs():
-    """By model and group: each is traced once, and eager laid out once."""
+    """Cache by model and group: each is traced once, and eager laid out once."""
     return {}
 
 
@@ -80,7 +80,7 @@ def traced_and_eager(request, graphs, gt_mesh):
 
 
 def bucketed(gm, model, plan, key):
-    """As torchtitan does: for each module of the plan one bucket, its members ordered by a key,
+    """Bucket like torchtitan: one bucket for each module of the plan, its members ordered by a key,
     packed by torch.
     """
     named, plan = adopted(gm, model), Plan(plan)

@@ -150,7 +150,7 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
 
 
 def test_members_that_a_bucket_casts_to_the_widest_dtype_are_read():
-    """As ``schedule_overlap_bucketing`` merges a bucket in bfloat16 with parameters in float32."""
+    """``schedule_overlap_bucketing`` merges a bucket in bfloat16 with parameters in float32."""
     from fixtures.torch_passes import overlapped
 
     gm = graph_of(Recipe(mixed=True))

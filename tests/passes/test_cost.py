@@ -1,4 +1,4 @@
-"""What the joint pass costs, in counts, which do not flake; times are in ``benchmarks/passes.py``."""
+"""Cost of the joint pass in counts, which do not flake; times are in ``benchmarks/passes.py``."""
 
 from collections import Counter
 

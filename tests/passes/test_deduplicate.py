@@ -24,7 +24,7 @@ def twice(shared_joint):
 
 
 def test_the_layout_lists_a_repeated_gather_until_it_is_dropped(twice):
-    """A layout that showed it once would not tell the two graphs apart."""
+    """A layout that showed it once could not distinguish the two graphs."""
     parameters = len(twice.parameter_fqns)
     assert len(bucket_layout(twice.gm).of("all_gather")) == 2 * parameters
     gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)

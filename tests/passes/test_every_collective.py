@@ -1,4 +1,4 @@
-"""Every collective that torch registers, in a small graph: each reader tells it, or refuses it by
+"""Every collective that torch registers, in a small graph: each reader shows it, or refuses it by
 name.
 """
 

@@ -51,8 +51,8 @@ def is_judged(node):
 
 
 def until_the_first_gather(nodes):
-    """Of the backward's products and all-gathers, those up to the first all-gather, and what that
-    gives.
+    """Return the products and all-gathers of the backward up to the first all-gather, and its
+    result.
     """
     seen = []
     for target, numel in nodes:
@@ -76,7 +76,9 @@ class Recorder(TorchDispatchMode):
 
 
 def eager_calls(config, keep_unsharded):
-    """What FSDP2's backward issues; a fake group moves no data, but the hooks run as anywhere."""
+    """Return the calls of FSDP2's backward; a fake group moves no data, but the hooks run as
+    anywhere.
+    """
     model = config.model()
     for entry in config.bucket_plan:
         modules = [

@@ -1,5 +1,5 @@
-"""What a user is told whose graph, model or pass is at fault: the cause by name, not what broke
-because of it.
+"""Messages for a user whose graph, model or pass is at fault: the cause by name, not its
+consequences.
 """
 
 import operator
@@ -46,7 +46,7 @@ def test_a_graph_out_of_order_is_told_with_pass_bucket_and_parameter(joint, plan
 
 
 def test_a_node_out_of_order_names_the_users_input_that_it_is_made_from(make_net):
-    """Of a batch whose FQN is a number alone."""
+    """The FQN of the batch is a number alone."""
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     traced = trace_step(make_net(1, 8), lambda m, t: m(t).sum(), (tokens,))
 
@@ -68,7 +68,7 @@ def test_a_node_out_of_order_names_the_users_input_that_it_is_made_from(make_net
 
 @pytest.mark.parametrize(("inputs", "more"), [(3, ""), (5, " and 2 more")])
 def test_a_node_out_of_order_names_three_of_the_inputs_that_it_is_made_from(inputs, more):
-    """Of a node in no module."""
+    """The node is in no module."""
     graph = fx.Graph()
     given = [graph.placeholder(f"{name}_1") for name in "abcde"[:inputs]]
     for name, node in zip("abcde", given, strict=False):
@@ -171,7 +171,7 @@ if out:
 
 
 def test_a_collective_that_nobody_waits_for_is_named(joint, plan):
-    """Of a layout it was StopIteration."""
+    """The layout used to raise StopIteration."""
     gm = joint_transformer_block_bucketing_reordering_pass(joint.gm, bucket_plan=plan)
     launch = next(
         n for n in gm.graph.nodes if str(n.target).startswith("_c10d_functional.reduce_scatter")

@@ -1,4 +1,4 @@
-"""What a node is told to be: where it belongs, and what it does beside computing its value."""
+"""Classification of nodes: where a node belongs, and its effects beside its value."""
 
 import math
 import operator
@@ -46,7 +46,7 @@ def call(target, *args, **kwargs):
 
 
 def target_of(value):
-    """What a case is called."""
+    """Return the id of a case."""
     return (
         str(value.target).partition(" at 0x")[0] if isinstance(value, fx.Node) else None
     )  # alike in every worker
@@ -143,8 +143,8 @@ def test_what_draws_random_numbers(node, random):
     ids=target_of,
 )
 def test_what_is_written_to(node, written):
-    """By position or by keyword, one operand or several; batch norm says so in one of its two
-    spellings.
+    """Operands are written by position or by keyword, one or several; batch norm says so in one of
+    its two spellings.
     """
     assert [operand.name for operand in written_operands(node)] == written
     assert mutates(node) == bool(written)
@@ -324,7 +324,7 @@ def test_a_gradient_that_is_returned_twice_has_its_first_name():
 
 
 def test_a_reduction_that_nobody_waits_for_is_none_of_a_gradient():
-    """Of a graph that a pass has cut short; the other one is found."""
+    """A pass has cut the graph short; the other reduction is found."""
     gm = graphtext.parse(TWO_GRADIENTS)
     wait = next(node for node in gm.graph.nodes if node.name == "wait_first")
     wait.replace_all_uses_with(wait.args[0])

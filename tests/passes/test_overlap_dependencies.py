@@ -1,6 +1,4 @@
-"""Control dependencies: the order of launches and waits, told to a compiler that schedules for
-itself.
-"""
+"""Control dependencies: the order of launches and waits, for a compiler that schedules by itself."""
 
 import copy
 from itertools import pairwise

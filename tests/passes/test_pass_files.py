@@ -21,13 +21,13 @@ WITHOUT_A_FILE = {
 
 @pytest.mark.parametrize("path", pass_files(GRAPHS))
 def test_pass_file(path, gt_golden):
-    """What it expects; and each pass tells rightly whether it has changed its graph."""
+    """The file holds, and each pass says rightly whether it has changed its graph."""
     passes = {name: truthful(getattr(pytest_gtrainer, name)) for name in OURS - set(WITHOUT_A_FILE)}
     run_pass_file(path, golden=gt_golden, passes=passes)
 
 
 def truthful(a_pass):
-    """The pass; one that changes a graph and does not tell would leave the code of the graph
+    """Wrap the pass; one that changes a graph and does not say so would leave the code of the graph
     before.
     """
     rewrite = getattr(a_pass, REWRITE, None)
@@ -37,10 +37,10 @@ def truthful(a_pass):
         says_changed = rewrite(gm, *args, **options)
         gm.recompile()
         assert says_changed or gm.code == code, (
-            f"{a_pass.__name__} changed the graph and did not tell"
+            f"{a_pass.__name__} changed the graph and did not say so"
         )
         assert not says_changed or graphtext.render(gm) != before, (
-            f"{a_pass.__name__} told of a change and made none"
+            f"{a_pass.__name__} reported a change and made none"
         )
         return gm
 

@@ -92,7 +92,7 @@ def test_a_tensor_that_is_kept_longer_shows():
 
 
 def test_inputs_that_are_views_of_one_memory_hold_all_of_it():
-    """As parameters of one flat buffer: a view shows a part, and keeps the whole."""
+    """Parameters of one flat buffer, for example: a view shows a part, and keeps the whole."""
     flat, graph = torch.empty(40, device="meta"), fx.Graph()
     for name, view in (("a", flat[:8]), ("b", flat[8:16])):
         graph.placeholder(name).meta.update(val=view, gt_input={"kind": "parameter", "fqn": name})
@@ -334,8 +334,8 @@ if out:
 
 
 def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
-    """In KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none
-    of them.
+    """KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none of
+    them.
     """
     curve = {
         name: nbytes // 1024
@@ -444,7 +444,7 @@ def test_sizes_that_are_given_win_over_those_of_the_trace():
 
 
 def test_operands_of_a_collective_that_nobody_waits_for_are_held_to_the_end():
-    """In KiB: the parameter and two operands of 4, two results of 8; of the second, nobody waits."""
+    """KiB: the parameter and two operands of 4, two results of 8; nobody waits for the second."""
     gm = graphtext.parse(COALESCED)
     second = next(node for node in gm.graph.nodes if node.name == "second")
     second.replace_all_uses_with(second.args[0])

@@ -19,7 +19,7 @@ TRAINING = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 @pytest.mark.parametrize("model", TRAINING)
 @pytest.mark.gt_world("ranks", size=2)
 def test_the_curve_is_that_of_the_storages(gt_world, gt_mesh, model):
-    """As traced, bucketed, and with parameters gathered again in the backward."""
+    """The graph is taken traced, bucketed, and with parameters gathered again in the backward."""
     config = TRAINING[model](gt_mesh, "bf16_fp32", steps=1)
     sharded = shard_traceably(new_model(config), config)
     traced = trace_config(config, sharded)

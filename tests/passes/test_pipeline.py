@@ -180,9 +180,7 @@ def test_a_loss_that_does_not_exist_is_refused(arguments, words):
 
 
 def test_options_are_bound_when_the_list_is_built(neg_of_detach):
-    """M3: what happens to the caller's list afterwards does not matter, and a wrong option is told
-    at once.
-    """
+    """M3: later changes of the caller's list do not matter, and a wrong option is reported at once."""
     marks = ["seen"]
 
     def marking_pass(gm, example_inputs=None, *, marks, more=()):
@@ -434,7 +432,7 @@ def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
 
 @dataclass(frozen=True)
 class Sized:
-    """An option; ``seen`` tells no two of them apart."""
+    """An option; ``seen`` cannot distinguish two of them."""
 
     size: int
     seen: int = field(default=0, compare=False)
@@ -459,7 +457,7 @@ class Renaming:
 
 
 def test_a_pass_that_is_an_object_has_the_name_of_its_class(neg_of_detach):
-    """M3, M6: in its fingerprint, in what is told of the run, and where it is not bound."""
+    """M3, M6: the name is in its fingerprint, in reports of the run, and where it is not bound."""
     step = bind_options(Renaming(), to="net")
     assert str(step) == "Renaming(to='net')"
     result = apply_graph_passes(neg_of_detach, None, [step])
@@ -498,7 +496,7 @@ def test_a_plain_function_is_a_pass(neg_of_detach):
 
 
 def test_a_pass_that_must_change_the_graph_is_refused_if_it_does_not(neg_of_detach):
-    """The twin is the first call; a word is one name, and a name that does not run is told."""
+    """The twin is the first call; a word is one name, and a name that does not run is reported."""
     passes = construct_default_graph_passes(n_layers=1)
     apply_graph_passes(neg_of_detach, None, passes, require_changes="canonicalize_graph_pass")
     idle = ["deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass"]
@@ -536,7 +534,7 @@ def renames(gm):
     ids=["tags", "rewrites", "nothing", "nothing by Inductor's signature", "ours"],
 )
 def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach, a_pass, idle):
-    """Of two runs of the pass in a row, those that changed nothing."""
+    """Two runs of the pass in a row: those that changed nothing are reported."""
     bound = bind_options(a_pass)
     with facts.collecting() as collected:
         apply_graph_passes(neg_of_detach, None, [bound, bound])
@@ -631,7 +629,9 @@ def test_a_collective_of_dtensor_that_nobody_reads_stays():
 
 
 def test_who_watches_pipelines_is_given_both_graphs(neg_of_detach):
-    """As bisection does: the graph that was given, and the one that all passes made of it."""
+    """Bisection watches like this: the graph that was given, and the one that all passes made of
+    it.
+    """
     found = []
     with facts.watching({"graph_passes": lambda given, result: found.append((given, result))}):
         done = apply_graph_passes(neg_of_detach, None, [marked_pass])

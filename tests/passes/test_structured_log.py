@@ -124,9 +124,7 @@ def adding_pass(gm, example_inputs=None, *, often=1):
 
 
 def test_the_same_process_sees_what_is_logged(monkeypatch):
-    """Of two pipelines, each under a number of its own; what stood behind a pass stands before the
-    next one.
-    """
+    """Two pipelines have numbers of their own; the graph after a pass is the one before the next."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(

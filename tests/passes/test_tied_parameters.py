@@ -80,8 +80,8 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
 
 
 def test_names_that_the_model_does_not_have_are_told_before_a_tie(gt_mesh):
-    """The default plan on a model with other names and tied weights, as GPT-2: the tie was told, in
-    its words.
+    """The default plan on a model with other names and tied weights, such as GPT-2. The tie used to
+    be reported instead.
     """
     traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
     with pytest.raises(

@@ -200,7 +200,7 @@ def test_a_graph_is_told_in_the_same_kind(name):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "write" not in name])
 def test_gradients_are_told_in_their_kind(name):
-    """Of a function that is the same, gradients are; of another, mostly not."""
+    """Gradients of the same function are equal; those of another function mostly are not."""
     kind, actual, expected = FUNCTIONS[name]
 
     def gradients(function):

@@ -1,4 +1,6 @@
-"""What must never be called equal: state, decisions, memory and constants that hide a difference."""
+"""Graphs that must never be called equal: state, decisions, memory and constants that hide a
+difference.
+"""
 
 from types import SimpleNamespace
 

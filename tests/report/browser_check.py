@@ -70,7 +70,7 @@ def chromium(*arguments):
 
 
 def does(page, folder, actions):
-    """What the script ``actions`` returns in the page."""
+    """Return the result of the script ``actions`` in the page."""
     acted = folder / "acted.html"
     acted.write_text(page.replace("</body>", HELPERS.replace("%s", actions) + "</body>"))
     seen = re.search(r"<title>(.*?)</title>", chromium("--dump-dom", acted.as_uri()), re.DOTALL)[1]
@@ -118,11 +118,11 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
         """
         const name = (t) => one(".name", t).textContent.split("::")[1];
         const shown = () => all(".test").filter((t) => !t.hidden).map(name);
-        const told = { all: shown() };
-        type(one("#search"), "RANKS equal"); told.search = shown(); told.count = one("#shown").textContent;
-        type(one("#search"), "bucketing"); told.pass = shown();
-        type(one("#search"), ""); one("input[data-outcome=passed]").click(); told.failed = shown();
-        return told;
+        const result = { all: shown() };
+        type(one("#search"), "RANKS equal"); result.search = shown(); result.count = one("#shown").textContent;
+        type(one("#search"), "bucketing"); result.pass = shown();
+        type(one("#search"), ""); one("input[data-outcome=passed]").click(); result.failed = shown();
+        return result;
     """,
     )
     assert seen["all"][0] == "test_that_differs"
@@ -158,15 +158,15 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
         const body = await open("test_pipeline");
         const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
         named("side by side", row).click(); await settled();
-        const panel = all(".panel", body).find((p) => !p.hidden), told = { bar: one(".bar", panel).textContent };
-        told.gained = all("td.gained", panel).some((cell) => cell.textContent.includes("with bucket(layers[0])"));
+        const panel = all(".panel", body).find((p) => !p.hidden), result = { bar: one(".bar", panel).textContent };
+        result.gained = all("td.gained", panel).some((cell) => cell.textContent.includes("with bucket(layers[0])"));
         type(one(".bar input", panel), "reduce_scatter_tensor:");
-        told.found = all(".found-list div", panel).length;
+        result.found = all(".found-list div", panel).length;
         all(".found-list button", panel).pop().click();
-        told.revealed = one("tr.found", panel).textContent;
+        result.revealed = one("tr.found", panel).textContent;
         all("td.no", one("tr.found", panel)).find((cell) => cell.title).click();
-        told.module = all(".bar .dim", panel).pop().textContent;
-        return told;
+        result.module = all(".bar .dim", panel).pop().textContent;
+        return result;
     """,
     )
     assert seen["bar"].startswith("joint_transformer_block_bucketing_reordering_pass")
@@ -193,9 +193,9 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
         const unchanged = all("table.passes tr", body).find((r) => r.textContent.includes("deduplicate"));
         const silent = named("schedule", unchanged) === undefined;
         named("memory by liveness", body).click(); await settled();
-        const curves = all("svg path", body).length, told = all(".sides pre", body).map((p) => p.textContent);
+        const curves = all("svg path", body).length, result = all(".sides pre", body).map((p) => p.textContent);
         const differs = await open("test_that_differs");
-        return { bars, curves, told, lanes, sums, beside, silent,
+        return { bars, curves, result, lanes, sums, beside, silent,
                  first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
                  equal: all("td.equal", differs).length };
     """,
@@ -204,7 +204,7 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
     assert seen["curves"] == 2
-    assert all(reported.startswith("peak ") for reported in seen["told"])
+    assert all(reported.startswith("peak ") for reported in seen["result"])
     assert (seen["beside"], seen["silent"]) == (True, True)
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 
@@ -229,18 +229,18 @@ def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_
         tmp_path,
         """
         const front = one(".changed", test("test_graph")).textContent;
-        const golden = await open("test_graph"), told = all("h3", golden).map((h) => h.textContent);
+        const golden = await open("test_graph"), result = all("h3", golden).map((h) => h.textContent);
         const lost = one("td.lost", golden).textContent, gained = one("td.gained", golden).textContent;
         const gap = one("tr.gap", golden), rows = all("table.lines tr", golden).length;
         gap.focus(); gap.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
         const unfolded = all("table.lines tr", golden).length - rows;
         const passed = await open("test_pass");
         named("then, and now", passed).click(); await settled();
-        return { front, told, lost, gained, unfolded, then: one(".panel:not([hidden]) td.lost", passed).textContent };
+        return { front, result, lost, gained, unfolded, then: one(".panel:not([hidden]) td.lost", passed).textContent };
     """,
     )
     assert "lost aten.sin, gained aten.cos" in seen["front"]
-    assert seen["told"][:2] == [
+    assert seen["result"][:2] == [
         "Golden golden/test_it/test_graph.fxgraph: accepted, and obtained",
         "Since the earlier report",
     ]
@@ -261,7 +261,7 @@ def payload(collective, *slots):
 
 def judged_page():
     """One test whose layout and whose numbers on two ranks and three steps differ, as the checks
-    themselves tell it.
+    themselves report it.
     """
     first = [("layers.0.wq", 0, 64), ("layers.0.wk", 64, 32), ("layers.0.wv", 96, 32)]
     other = [("layers.0.wk", 0, 32), ("layers.0.wq", 32, 64), ("layers.0.wv", 96, 32)]
@@ -273,7 +273,7 @@ def judged_page():
         theirs.add(step, rank, "gradient", f"layers.0.{name}", value)
         wrong = (step, rank, name) >= (1, 1, "wq") and name != "norm"
         ours.add(step, rank, "gradient", f"layers.0.{name}", value + wrong)
-    with facts.collecting() as told, facts.watching(Witness().watchers):
+    with facts.collecting() as result, facts.watching(Witness().watchers):
         for check in (
             lambda: assert_same_layout(*layouts),
             lambda: assert_bitwise_equal(ours, theirs),
@@ -281,7 +281,7 @@ def judged_page():
             with pytest.raises(AssertionError) as error:
                 check()
     judged = Collected("tests/test_step.py::test_judged")
-    judged.add(_report(told, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
+    judged.add(_report(result, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
     return render_page(Run("a layout and bits that differ", "", [], [judged]))
 
 
@@ -299,14 +299,14 @@ def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tm
         const map = one(".map", body), place = one(".bits .first", body).getBoundingClientRect();
         const near = (r) => Math.hypot(r.left - place.left, r.top - place.top) < 4;
         const marked = all(".bits .differs", body).filter((r) => near(r.getBoundingClientRect()));
-        const told = { moved: texts("svg.pair line title"), pairs: texts("svg.pair text.name"),
+        const result = { moved: texts("svg.pair line title"), pairs: texts("svg.pair text.name"),
           marked: marked.map((r) => r.textContent),
           rows: texts(".bits text.name"), wrong: texts(".bits .differs title"), words: one("p", map).textContent,
           equal: texts(".bits .equal title").length, first: texts(".bits .first title") };
         named("alike on both sides", body).click(); await settled();
         const alike = named("alike on both sides", body).textContent;
         const said = all("pre", body).filter((pre) => pre.textContent.includes("ULP apart")).length;
-        return { ...told, said, alike, bars: all(".layout", body)[1].textContent };
+        return { ...result, said, alike, bars: all(".layout", body)[1].textContent };
     """,
     )
     assert seen["moved"] == [
@@ -378,7 +378,7 @@ def _report(content, outcome="passed", longrepr=None):
 
 
 def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
-    """What is in the page's tree stays small, whatever is opened; the last line of the graph can be
+    """The tree of the page stays small, whatever is opened; the last line of the graph can be
     found.
     """
     page = large_page()
@@ -405,10 +405,11 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
 
 
 def milliseconds(page, folder, actions):
-    """What the script ``actions`` measures by the real clock since the page was asked for; the
-    console tells it.
+    """Measure the script ``actions`` by the real clock since the page was asked for; the console
+    carries the result.
     """
-    script = f"(async () => {{ {actions} }})().then((told) => console.log(`told${{JSON.stringify(told)}}told`));"
+    log = "(result) => console.log(`result${JSON.stringify(result)}result`)"
+    script = f"(async () => {{ {actions} }})().then({log});"
     (folder / "timed.html").write_text(
         page.replace("</body>", f"{HELPERS % ''}<script>{script}</script></body>")
     )
@@ -432,7 +433,7 @@ def milliseconds(page, folder, actions):
             return next(
                 json.loads(found[1])
                 for line in process.stderr
-                if (found := re.search("told({.*})told", line))
+                if (found := re.search("result({.*})result", line))
             )
         finally:
             end.cancel()
@@ -440,8 +441,8 @@ def milliseconds(page, folder, actions):
 
 
 def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_path):
-    """From the address to the first frame with the list, and from a click to the graph side by
-    side; best of three.
+    """Measured from the address to the first frame with the list, and from a click to the graph
+    side by side; best of three.
     """
     page, took = large_page(), {}
     for _ in range(3):
@@ -491,10 +492,15 @@ def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists
         const found = all(".found-list button", panel).length, bar = one(".bar", panel).textContent;
         return { stops: stops.length, moved, of, found, bar, clicked: clicked.length,
                  unreached: unreached.map((each) => each.outerHTML),
-                 told: named("schedule", row).ariaExpanded };
+                 result: named("schedule", row).ariaExpanded };
     """,
     )
-    assert (seen["stops"], seen["moved"], seen["unreached"], seen["told"]) == (1, True, [], "true")
+    assert (seen["stops"], seen["moved"], seen["unreached"], seen["result"]) == (
+        1,
+        True,
+        [],
+        "true",
+    )
     assert seen["clicked"] > 10
     assert seen["found"] > 0
     assert seen["of"].removeprefix("everything of ") in seen["bar"]
@@ -510,7 +516,7 @@ EventTarget.prototype.addEventListener = function (kind, ...rest) {
 
 
 def test_on_paper_controls_are_gone_and_nothing_is_cut_or_without_its_colour(pages, tmp_path):
-    """By the rules of the style sheet for print, applied to the screen; and the browser makes a PDF
+    """The rules of the style sheet for print are applied to the screen; and the browser makes a PDF
     of it.
     """
     seen = does(

@@ -1,4 +1,4 @@
-"""What ``test_changes.py`` runs twice: with VARIANT=now a graph, a pass, a layout's order and
+"""Tests that ``test_changes.py`` runs twice: with VARIANT=now a graph, a pass, a layout's order and
 numbers are others.
 """
 

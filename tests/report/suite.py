@@ -1,5 +1,5 @@
-"""What ``test_report.py`` runs: a pipeline of passes, records that differ on one rank of two, equal
-ones, nothing.
+"""Tests that ``test_report.py`` runs: a pipeline of passes, records that differ on one rank of two,
+equal ones, nothing.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""What a run came to, put together from reports: outcomes, comparisons of several ranks, a test
-that runs again.
+"""Results of a run, put together from reports: outcomes, comparisons of several ranks, a test that
+runs again.
 """
 
 import pytest
@@ -140,7 +140,7 @@ def test_worlds_are_told_once_each():
 
 
 class Subtest(pytest.TestReport):
-    """As pytest's own kind, which the report of the test is not."""
+    """A report like pytest's for a subtest, which the report of the test is not."""
 
 
 @pytest.mark.parametrize(

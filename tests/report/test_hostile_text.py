@@ -1,5 +1,5 @@
-"""What would command a terminal, hide, or change the direction of writing is shown as an escape,
-everywhere.
+"""Text that would command a terminal, hide, or change the direction of writing is shown as an
+escape, everywhere.
 """
 
 import json
@@ -102,7 +102,7 @@ def test_the_summary_on_the_terminal(monkeypatch):
 
 @pytest.mark.parametrize("which", HOSTILE)
 def test_names_of_tensors(which: str):
-    """In a verdict and in its table, whose lines and columns they cannot break."""
+    """Names stand in a verdict and in its table, whose lines and columns they cannot break."""
     name = f"w{HOSTILE[which]}\n\tx"
     verdict = compare({name: torch.ones(1)}, {name: torch.zeros(1)})
     assert is_tame(str(verdict))

@@ -1,4 +1,4 @@
-"""What the page says of a test, from its reports and facts."""
+"""The page of a test, from its reports and facts."""
 
 import re
 

@@ -60,7 +60,7 @@ def test_a_terminal_shows_the_line_while_the_test_runs_and_captures(command, tmp
 
 
 def read(terminal):
-    """What is there; nothing when the other side has closed it."""
+    """Return the bytes that are there; nothing when the other side has closed it."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:

@@ -48,7 +48,7 @@ def names(page):
 
 
 def unpacked(text):
-    """As the page's script does: "deflate" of base64."""
+    """Unpack like the page's script: "deflate" of base64."""
     return zlib.decompress(base64.b64decode(text)).decode()
 
 
@@ -233,7 +233,7 @@ def a_test(name, text, lines=0):
 
 
 def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
-    """What a browser must lay out is a line a test; the rest is packed."""
+    """The browser lays out a line a test; the rest is packed."""
     large = "".join(
         f"  with layers[{n}].mlp:\n    mm: f32[{n}, 64] = aten.mm(t_{n}, x)\n"
         for n in range(20_000)

@@ -134,7 +134,9 @@ EVEN = ValueError("odd: give an even number")
     ],
 )
 def test_a_claim_holds_or_its_cell_fails(sweep, raised, values, result, failure):
-    """Of a refusal the kind of error and its words count; what was not compared is no verdict."""
+    """The kind of error and its words count for a refusal; a cell that was not compared is no
+    verdict.
+    """
 
     def judged():
         with sweep.judging(sweep.cells[0]) as judge:

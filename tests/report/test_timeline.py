@@ -120,8 +120,8 @@ WHOLE, SHARD = 250_000, 62_500
     ids=["gather", "scatter", "exchange", "reduce", "broadcast"],
 )
 def test_what_a_rank_puts_on_the_wire(given, got, call, seconds):
-    """Of 1 MB over four ranks three quarters, twice for an all-reduce, all of a broadcast; and the
-    latency of each.
+    """A rank sends three quarters of 1 MB over four ranks, twice for an all-reduce, all of a
+    broadcast; and the latency of each.
     """
     text = FOUR.format(
         given=given, got=got, call=call.replace("[62500] * 4", "[62500, 62500, 62500, 62500]")
@@ -167,8 +167,8 @@ def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
 
 
 def test_neighbours_that_compute_for_one_module_are_one_in_the_picture():
-    """In other lanes, of other modules, or with a wait between them they are not; nothing is lost
-    or counted twice.
+    """Neighbours in other lanes, of other modules, or with a wait between them are not; nothing is
+    lost or counted twice.
     """
     compute = [
         Span("compute", start, 1.0, label, "compute")

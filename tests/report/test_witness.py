@@ -1,4 +1,4 @@
-"""What a witness takes down of passes and records, and that it never stops a test."""
+"""A witness records passes and records, and never stops a test."""
 
 import base64
 import itertools

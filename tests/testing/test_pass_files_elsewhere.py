@@ -21,13 +21,17 @@ def test_pass_file(path, gt_golden):
 
 @pytest.fixture(scope="module")
 def dynamo():
-    """What a run in this process imports is forgotten afterwards, and dynamo cannot be imported twice."""
+    """Import dynamo first: modules that a run in this process imports are forgotten afterwards, and
+    dynamo cannot be imported twice.
+    """
     import torch._dynamo  # noqa: F401
 
 
 @pytest.fixture
 def elsewhere(dynamo, pytester, monkeypatch):
-    """A project with three pass files: one with a golden, one with a check, one that cannot be read."""
+    """A project with three pass files: one with a golden, one with a check, one that cannot be
+    read.
+    """
     pytester.makeini("[pytest]")
     pytester.makepyfile(test_it=TEST_FILE)
     for name, directives in {
@@ -50,7 +54,7 @@ def elsewhere(dynamo, pytester, monkeypatch):
 
 
 def test_each_file_is_a_test_of_its_name(elsewhere):
-    """What one file lacks fails its own test only; a golden is accepted by the usual flag."""
+    """A mistake in one file fails its own test only; a golden is accepted by the usual flag."""
     pytester, run = elsewhere
     result = run("-rA")
     result.assert_outcomes(passed=1, failed=2)

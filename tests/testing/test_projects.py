@@ -11,9 +11,9 @@ import pytest, torch
 from pytest_gtrainer import Record, assert_bitwise_equal
 
 def record(value):
-    told = Record(world_size=1, rank=0)
-    told.add(0, 0, "loss", "loss", torch.tensor(value))
-    return told
+    record = Record(world_size=1, rank=0)
+    record.add(0, 0, "loss", "loss", torch.tensor(value))
+    return record
 
 def test_bits():
     assert_bitwise_equal(record(1.0), record(1.0), what="the same twice")

@@ -81,7 +81,7 @@ def test_passes_run_in_order_with_their_options(write):
 
 
 def test_a_pass_may_come_with_its_options(write):
-    """By ``bind_options`` or ``functools.partial``; the file may say more."""
+    """Options come by ``bind_options`` or ``functools.partial``; the file may say more."""
 
     def record_pass(gm, example_inputs=None, *, level=0, names=()):
         seen.append((level, names))
@@ -167,7 +167,7 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
 
 
 def test_the_graph_is_linted_after_each_pass(write):
-    """E6: a use before its definition is told with node, pass and file."""
+    """E6: a use before its definition is reported with node, pass and file."""
     path = write("# check: then neg", passes="canonicalize_graph_pass; unordered_pass")
     with pytest.raises(
         RuntimeError, match=r"unordered_pass left a graph out of order: \w+ \(.*\) reads \w+"

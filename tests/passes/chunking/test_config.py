@@ -1,4 +1,4 @@
-"""What a configuration says of modules, extents and inputs, and how messages show a node."""
+"""A configuration of modules, extents and inputs, and nodes in messages."""
 
 import re
 
@@ -25,7 +25,7 @@ from pytest_gtrainer.passes.chunking.config import BLOCK, MOE, described
     ],
 )
 def test_a_pattern_names_blocks_or_moe_layers(pattern, kind):
-    """G2: the last component tells."""
+    """G2: the last component decides."""
     if kind is not None:
         assert ChunkConfig(pattern).kind == kind
         return

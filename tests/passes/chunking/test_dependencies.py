@@ -1,4 +1,4 @@
-"""What must stand behind what, beside what a node reads: writes to memory, and random numbers."""
+"""Dependencies of nodes beside their operands: writes to memory, and random numbers."""
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages

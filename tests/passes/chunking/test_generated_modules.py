@@ -169,8 +169,8 @@ def verdict(side, *given):
 
 
 def check(program, config):
-    """Whether both sides accept a program; they agree, and what they accept is the whole model up
-    to rounding.
+    """Return whether both sides accept a program. Assert that they agree, and that an accepted one
+    is the whole model up to rounding.
     """
     inputs = token_batch(0, 4, 6)
     graph, eager = (verdict(side, program, inputs, config) for side in (by_graph, by_eager_code))

@@ -41,7 +41,7 @@ def test_the_text_tells_all_of_it(producer):
 
 
 def annotations(gm):
-    """Of each node with one, in order."""
+    """Return the annotations in order of the nodes."""
     nodes = [
         node for node in gm.graph.nodes if node.target is not operator.getitem
     ]  # these have no line of their own

@@ -1,4 +1,4 @@
-"""Chunking among other passes: its place, its options, buckets, and what it tells."""
+"""Chunking among other passes: its place, its options, buckets, and its messages."""
 
 import copy
 

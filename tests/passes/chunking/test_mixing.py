@@ -365,7 +365,7 @@ MIXING = {
 @SIDES
 @pytest.mark.parametrize(("then", "extra", "message"), MIXING.values(), ids=MIXING)
 def test_an_operator_that_mixes_rows_is_refused(side, then, extra, message):
-    """By operator, module and dimension."""
+    """The message has operator, module and dimension."""
     with pytest.raises(REFUSED, match=message) as refused:
         side(model_of(then, extra), BATCH, token_batch(0, 4, 6))
     assert "inside layers.0: there lies the batch dimension" in str(refused.value)
@@ -384,7 +384,9 @@ def routed(x):
 
 
 def routed_by_counts(x):
-    """An order that only counts of the data tell, as an index of rows and as one of every element."""
+    """Route by an order that follows from counts of the data alone, as an index of rows and as one
+    of every element.
+    """
     rows = x.flatten(0, 1)
     kind = (rows[:, 0] > 0).long()
     order = kind.argsort(stable=True)
@@ -540,7 +542,7 @@ def test_a_row_wise_forward_that_has_no_twin(then, extra):
 
 
 class FoldedAttention(Attention):
-    """Of ``[tokens, DIM]``: all tokens see all tokens in front of them."""
+    """Attention on ``[tokens, DIM]``: all tokens see all tokens in front of them."""
 
     def forward(self, x):
         return super().forward(x[None])[0]
@@ -624,7 +626,7 @@ def tripled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_a_vouched_operator_returns_has_rows_where_their_extent_is():
-    """Its shapes cannot be computed at other extents, so the extents that it has must tell."""
+    """Its shapes cannot be computed at other extents, so the present extents must decide."""
 
     def then(x):
         return x + torch.ops.gtrainer_tests.tripled(x.transpose(0, 1).contiguous()).transpose(0, 1)
@@ -669,8 +671,8 @@ def test_another_librarys_operator_is_not_taken_for_torchs_of_that_name(side):
 @pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("block", [chunkable.Factories, chunkable.Literals])
 def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, block, answers):
-    """G15: row numbers and sizes are recomputed for each chunk; who answers for the module is not
-    told.
+    """G15: row numbers and sizes are recomputed for each chunk, with a warning unless ``row_wise``
+    names the module.
     """
     config = replace(BATCH, row_wise=("layers.*",) if answers else ())
     with warnings.catch_warnings(record=True) as caught:

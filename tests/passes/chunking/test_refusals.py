@@ -1,4 +1,4 @@
-"""What chunking refuses: by module, dimension, extent and node, with what to do."""
+"""Refusals of chunking: by module, dimension, extent and node, with the way out."""
 
 import pytest
 import torch
@@ -194,7 +194,7 @@ def test_a_collective_that_is_not_expert_parallel(gt_world):
 
 
 def test_a_forward_that_reads_the_backward():
-    """G8: as a recomputed node does that nobody has told to be the backward's."""
+    """G8: for example a recomputed node that nobody has marked as the backward's."""
     config = strict("layers.*")
     traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0), chunk=config)
     for gm in (traced.gm, traced.twin):

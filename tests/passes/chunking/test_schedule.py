@@ -78,7 +78,7 @@ def graph(gt_mesh, kept):
 
 
 def launches_and_waits(gm, direction):
-    """Of all-to-alls, in order: the chunk, and whether it is launched or waited for."""
+    """Return the all-to-alls in order: the chunk, and whether it is launched or waited for."""
     for node in gm.graph.nodes:
         chunk = (node.meta.get("custom") or {}).get("chunk_id")
         exchanges = node.target is ALL_TO_ALL or (
@@ -124,8 +124,8 @@ def test_a_second_run_changes_nothing(graph):
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_inputs_keep_their_order(graph):
-    """What a backward is given of a chunk has the chunk's annotation, as the nodes of the chunk
-    have.
+    """An input of the backward that belongs to a chunk has its annotation, like the nodes of the
+    chunk.
     """
     gm = graph()
     before = list(gm.graph.nodes)

@@ -228,7 +228,7 @@ def test_an_extent_that_does_not_divide():
 
 
 def test_a_dimension_that_nobody_named():
-    """The graph knows its batch; what the sequence is cannot be told."""
+    """The graph knows its batch; nothing says which dimension is the sequence."""
     gm = traced_under(lambda batch: None)
     with pytest.raises(
         ChunkError, match="dynamic dimensions are batch: which of them is the sequence dimension"
@@ -248,7 +248,7 @@ def test_a_dimension_that_nobody_named():
     ids=["a fixed number in a view", "a decision of Python's"],
 )
 def test_extents_that_a_step_fixes(use, message):
-    """G10: a specialised symbol is told, not lost silently."""
+    """G10: a specialised symbol is reported, not lost silently."""
 
     class Fixing(nn.Module):
         def __init__(self) -> None:

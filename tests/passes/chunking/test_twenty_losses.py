@@ -25,7 +25,7 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def eager():
-    """What eager chunking gives, by strategy."""
+    """Return the results of eager chunking, by strategy."""
     return {
         name: train_eager_chunked(replace(CASE, config=config))
         for name, config in STRATEGIES.items()

@@ -1,5 +1,4 @@
-"""What chunking makes of nested graphs, offload copies, recomputed nodes and operators of several
-results.
+"""Chunking of nested graphs, offload copies, recomputed nodes and operators of several results.
 
 That their bits are eager chunking's is tested in ``test_equals_eager_chunking``.
 """

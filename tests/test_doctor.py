@@ -85,7 +85,10 @@ def test_a_damaged_installation_is_a_failure_without_a_traceback(damaged):
 
 
 def test_it_works_without_torch_and_without_pytest():
-    probe = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from pytest_gtrainer.__main__ import main; sys.exit(main())"
+    probe = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from pytest_gtrainer.__main__ import "
+        f"main; sys.exit(main())"
+    )
     done = ask("-I", "-S", "-c", probe, "doctor", cwd=ROOT)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

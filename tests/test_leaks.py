@@ -60,8 +60,8 @@ def test_the_test_that_leaks_is_named_and_no_other(pytester: pytest.Pytester):
     warnings = [line for line in result.outlines if "LeakedFlagWarning" in line]
     assert len(warnings) == 2
     assert (
-        "::test_leaky changed torch.backends.cudnn.deterministic from False to True and did not put it back"
-        in (warnings[0])
+        "::test_leaky changed torch.backends.cudnn.deterministic from False to True and did "
+        "not put it back" in (warnings[0])
     )
     assert (
         "::test_puts_it_back changed torch.backends.cudnn.deterministic from True to False"

@@ -12,7 +12,8 @@ import pytest_gtrainer
 from pytest_gtrainer import environment
 
 LINE = (
-    "torch {} is outside of the supported range, 2.13 to 2.15: graph text, goldens and digests may work; tracing, "
+    "torch {} is outside of the supported range, 2.13 to 2.15: graph text, goldens and digests "
+    "may work; tracing, "
     "passes and ranks may not. `python -m pytest_gtrainer doctor` says which"
 )
 

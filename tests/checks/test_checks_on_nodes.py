@@ -163,7 +163,10 @@ def test_a_part_of_a_name_is_no_input(name):
 
 def test_symbolic_extents_are_not_compared():
     """Comparing a size that is known at run time only would add a guard."""
-    text = "if I:\n  I.x: f32[4]\nif fwd:\n  nonzero: i64[u0, 1] = aten.nonzero(I.x)\nif out:\n  yield fwd._.nonzero\n"
+    text = (
+        "if I:\n  I.x: f32[4]\nif fwd:\n  nonzero: i64[u0, 1] = aten.nonzero(I.x)\nif out:\n"
+        "  yield fwd._.nonzero\n"
+    )
     gm = parse(text)
     assert_graph(gm, "then nonzero -> i64[_, 1]")
     assert "its shape is [u0, 1], expected [4, 1]" in failure_of(gm, "then nonzero -> i64[4, 1]")

@@ -40,7 +40,8 @@ def error_of(gm, checks):
         ("never cat in bucket(layers.1)", "nothing in the graph lies in 'layers.1'"),
         (
             "never mm(m, _)",
-            "'m' is neither a captured node nor a graph input (captures and groups are fsdp): of any ",
+            "'m' is neither a captured node nor a graph input (captures and groups are fsdp): "
+            "of any ",
         ),
         (
             "never mm(relu, _)",
@@ -92,7 +93,8 @@ def test_what_cannot_match_or_cannot_fail(gm, checks, words):
         ("mm(_)", "the operator is aten::mm(Tensor self, Tensor mat2) -> Tensor"),
         (
             "mm(_, _, _, _)",
-            "no node can have these arguments, because the operator is aten::mm(Tensor self, Tensor mat2) -> Tensor",
+            "no node can have these arguments, because the operator is aten::mm(Tensor self, "
+            "Tensor mat2) -> Tensor",
         ),
         ("t(_, _)", "no node can have these arguments"),
         ("t()", "no node can have these arguments"),
@@ -341,7 +343,10 @@ def test_an_argument_in_its_place_is_found_by_its_name(gm):
 )
 def test_an_argument_that_is_not_given_has_its_default(call, holds, fails):
     name = call.split(".")[1]
-    text = f"if I:\n  I.x: f32[4, 4]\nif fwd:\n  {name}: f32[4, 4] = {call}\nif out:\n  yield fwd._.{name}\n"
+    text = (
+        f"if I:\n  I.x: f32[4, 4]\nif fwd:\n  {name}: f32[4, 4] = {call}\nif out:\n"
+        f"  yield fwd._.{name}\n"
+    )
     gm = parse(text)
     assert_graph(gm, f"count 1 {holds}\nnever {fails}")
     with pytest.raises(CheckFailure):
@@ -512,7 +517,8 @@ def test_keywords_of_functions_that_dynamo_calls():
     [
         (
             "tehn mm",
-            "a check begins with then, next, same, never, count, start, not 'tehn', did you mean `then`?",
+            "a check begins with then, next, same, never, count, start, not 'tehn', did you "
+            "mean `then`?",
         ),
         ("mm", "a check begins with then"),
         ("count mm", "expected how many, a whole number, found 'mm'"),

@@ -287,7 +287,10 @@ def test_what_is_certain_in_spite_of_it(typed, node):
 
 
 def test_an_operator_without_results_has_no_type():
-    text = "if I:\n  I.x: b8[()]\nif fwd:\n  _assert_async: _ = aten._assert_async(I.x)\nif out:\n  yield I.x\n"
+    text = (
+        "if I:\n  I.x: b8[()]\nif fwd:\n  _assert_async: _ = aten._assert_async(I.x)\nif out:\n"
+        "  yield I.x\n"
+    )
     assert_graph(parse(text), "never -> f32\ncount 1 _assert_async")
 
 

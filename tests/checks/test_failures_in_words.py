@@ -23,21 +23,24 @@ def test_where_the_search_stood_and_the_nearest(gm):
         "line 2 of the checks: then wait_tensor(g) in bwd -> f32[16, _]",
         "no node matches after the last match, which is",
         "     1  fwd.layers[0] | bucket(L) | "
-        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)",
+        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, "
+        "fsdp)",
         "the nearest is",
         "     2  fwd.layers[0] | bucket(L) | "
         "wait_tensor: f32[16, 8] = _c10d_functional.wait_tensor(all_gather_into_tensor)",
         "        its direction is fwd, expected bwd",
         "g is",
         "     1  fwd.layers[0] | bucket(L) | "
-        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)",
+        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, "
+        "fsdp)",
     ]
 
 
 def test_a_match_that_stands_too_early_is_told(gm):
     assert failure_of(gm, "then sum\nthen split")[3:] == [
         "a node that matches is before that",
-        "     3  fwd.layers[0] | bucket(L) | split: (f32[8, 8], f32[8, 8]) = aten.split.Tensor(wait_tensor, 8)",
+        "     3  fwd.layers[0] | bucket(L) | split: (f32[8, 8], f32[8, 8]) = "
+        "aten.split.Tensor(wait_tensor, 8)",
     ]
 
 
@@ -62,10 +65,12 @@ def test_the_next_node_and_where_a_match_stands(gm):
     assert failure_of(gm, "then cat\nnext split")[1:] == [
         "the next node does not match",
         "     1  fwd.layers[0] | bucket(L) | "
-        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)",
+        "all_gather_into_tensor: f32[16, 8] = _c10d_functional.all_gather_into_tensor(cat, 2, "
+        "fsdp)",
         "        its operator is _c10d_functional.all_gather_into_tensor, expected split",
         "a node that matches is at",
-        "     3  fwd.layers[0] | bucket(L) | split: (f32[8, 8], f32[8, 8]) = aten.split.Tensor(wait_tensor, 8)",
+        "     3  fwd.layers[0] | bucket(L) | split: (f32[8, 8], f32[8, 8]) = "
+        "aten.split.Tensor(wait_tensor, 8)",
     ]
     assert failure_of(gm, "then output\nnext split")[1:] == ["nothing follows the graph's output"]
 

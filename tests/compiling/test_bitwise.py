@@ -39,8 +39,8 @@ def test_a_pass_that_changes_no_bit_and_its_twin_that_does(dynamic):
         "Rescale on the forward graph 0/0 changed the numbers, on the inputs of the first call\n"
     )
     assert (
-        "computed from what the pass made\n    mul_tensor = aten.mul.Tensor in the forward of layers.0\n"
-        in message
+        "computed from what the pass made\n"
+        "    mul_tensor = aten.mul.Tensor in the forward of layers.0\n" in message
     )
 
 

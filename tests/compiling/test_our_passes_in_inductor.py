@@ -232,7 +232,8 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
                 transformer_block_bucketing_reordering_pass, direction="fwd", bucket_plan=PLAN
             ),
             False,
-            "the graph has nodes of the backward: for a joint graph use joint_transformer_block_bucketing_reordering_p",
+            "the graph has nodes of the backward: for a joint graph use "
+            "joint_transformer_block_bucketing_reordering_p",
         ),
     ],
 )

@@ -289,9 +289,13 @@ def backend(gm, example_inputs):
 )
 def test_it_stands_in_a_pass_file(tmp_path, a_pass):
     file = tmp_path / "a.fxgraph"
-    head = "# gtrainer graph v2\n# passes: fuse\n# values: same\n# check: then aten.relu\n# check: next aten.mul\n"
+    head = (
+        "# gtrainer graph v2\n# passes: fuse\n# values: same\n# check: then aten.relu\n"
+        "# check: next aten.mul\n"
+    )
     file.write_text(
-        f"{head}if I:\n  I.x: f32[64]\nif fwd:\n  relu: f32[64] = aten.relu(I.x)\nif out:\n  yield fwd._.relu\n"
+        f"{head}if I:\n  I.x: f32[64]\nif fwd:\n  relu: f32[64] = aten.relu(I.x)\nif out:\n"
+        f"  yield fwd._.relu\n"
     )
     run_pass_file(file, passes={"fuse": a_pass})
     with pytest.raises(AssertionError):

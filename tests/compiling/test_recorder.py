@@ -460,7 +460,10 @@ def test_inputs_of_the_first_call_are_what_it_was_given():
 def test_one_graph_without_breaks(record):
     record.assert_no_graph_breaks()
     record.assert_compiles(1)
-    message = r"expected 2 graphs and 0 recompilations, found 1 graph and 0 recompilations\n  compiled 0/0"
+    message = (
+        r"expected 2 graphs and 0 recompilations, found 1 graph and 0 recompilations\n  "
+        r"compiled 0/0"
+    )
     with pytest.raises(AssertionError, match=message):
         record.assert_compiles(2)
 

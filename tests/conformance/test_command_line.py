@@ -78,7 +78,8 @@ def test_the_table_and_its_change(tmp_path):
     assert "1 D2 of as_executed broken" in page
     (said,) = json.loads(unpacked(re.findall(r'id="d\d+">([^<]*)<', page)[0]))["said"]
     assert said.startswith(
-        "rule D2 (payloads are in FSDP2's managed order, never the order of the graph) of as_executed: broken. "
+        "rule D2 (payloads are in FSDP2's managed order, never the order of the graph) of "
+        "as_executed: broken. "
     )
     table = json.loads((tmp_path / "table.json").read_text())["as_executed"]
     assert {rule: row["result"] for rule, row in table.items()} == {

@@ -50,7 +50,8 @@ def test_a_difference_fails_until_it_is_accepted(run_here, goldens):
     [
         "def test_a(gt_golden): gt_golden.check('one'); assert False",
         "import pytest\ndef test_a(gt_golden): gt_golden.check('one'); pytest.skip()",
-        "import pytest\n@pytest.mark.xfail\ndef test_a(gt_golden): gt_golden.check('one'); assert False",
+        "import pytest\n@pytest.mark.xfail\n"
+        "def test_a(gt_golden): gt_golden.check('one'); assert False",
         "import pytest\n@pytest.fixture\ndef broken():\n    yield\n    assert False\n"
         "def test_a(broken, gt_golden): gt_golden.check('one')",
     ],
@@ -166,8 +167,10 @@ def test_a_renamed_test_is_told_which_golden_was_its_own(run_here, goldens, pyte
     result = run_here(renamed)
     result.stdout.fnmatch_lines(
         [
-            "*golden/test_it/test_a.txt has the same text, and its test is not in this run. If the test was renamed:",
-            "*  mkdir -p golden/test_it && git mv golden/test_it/test_a.txt golden/test_it/test_b.txt",
+            "*golden/test_it/test_a.txt has the same text, and its test is not in this run. If "
+            "the test was renamed:",
+            "*  mkdir -p golden/test_it && git mv golden/test_it/test_a.txt "
+            "golden/test_it/test_b.txt",
         ]
     )
     for other in (

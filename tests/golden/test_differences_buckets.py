@@ -34,9 +34,11 @@ def scatters(bucket: str, *members: str) -> str:
     )
     return (
         f"if bwd:\n  with bucket({bucket}):\n"
-        "    reduce_scatter_tensor: f32[8] = _c10d_functional.reduce_scatter_tensor(I.x, 'avg', 2, fsdp)\n"
+        "    reduce_scatter_tensor: f32[8] = _c10d_functional.reduce_scatter_tensor(I.x, "
+        "'avg', 2, fsdp)\n"
         "    wait_tensor: f32[8] = _c10d_functional.wait_tensor(reduce_scatter_tensor)\n"
-        f"    split: [f32[4], f32[4], f32[4]] = aten.split_with_sizes(wait_tensor, [4, 4, 4])\nif out:\n{outputs}"
+        f"    split: [f32[4], f32[4], f32[4]] = aten.split_with_sizes(wait_tensor, [4, 4, 4])\n"
+        f"if out:\n{outputs}"
     )
 
 
@@ -129,7 +131,8 @@ def test_what_another_collective_gathered_is_no_member():
     payload = "bucket(layers[0]).all_gather_into_tensor"
     again = (
         f"  with m:\n    wait_tensor: bf16[16] = _c10d_functional.wait_tensor({payload})\n"
-        "    all_gather_into_tensor: bf16[32] = _c10d_functional.all_gather_into_tensor(wait_tensor, 2, fsdp)\n"
+        "    all_gather_into_tensor: bf16[32] = "
+        "_c10d_functional.all_gather_into_tensor(wait_tensor, 2, fsdp)\n"
     )
     assert words(gathered + again, gathered) == [
         "all_gather_into_tensor: 2 became 1",
@@ -199,13 +202,12 @@ SINGLE = "".join(
 
 
 def test_bucketed_and_not_bucketed():
-    assert (
-        words(SINGLE, ALL)[0]
-        == "AG layers[0..2].w1/fwd, layers[0..2].w2/fwd, layers[0..2].norm/fwd merged into bucket layers[0..2]/fwd"
+    assert words(SINGLE, ALL)[0] == (
+        "AG layers[0..2].w1/fwd, layers[0..2].w2/fwd, layers[0..2].norm/fwd merged into "
+        "bucket layers[0..2]/fwd"
     )
-    assert (
-        words(ALL, SINGLE)[0]
-        == "AG bucket layers[0..2]/fwd split into 3 collectives, of w1.weight, w2.weight, norm.weight"
+    assert words(ALL, SINGLE)[0] == (
+        "AG bucket layers[0..2]/fwd split into 3 collectives, of w1.weight, w2.weight, norm.weight"
     )
 
 
@@ -222,7 +224,10 @@ TWO_GROUPS = "fsdp_2 = group(range(0, 2))\n"
 
 def test_another_process_group():
     other = ALL.replace("cat, 2, fsdp", "cat, 2, fsdp_2")
-    keeps = "if fwd:\n  with m:\n    x: f32[4] = _c10d_functional.all_reduce(P.layers[0].norm.weight, 'sum', fsdp)\n"
+    keeps = (
+        "if fwd:\n  with m:\n    x: f32[4] = "
+        "_c10d_functional.all_reduce(P.layers[0].norm.weight, 'sum', fsdp)\n"
+    )
     assert words(TWO_GROUPS + ALL + keeps, TWO_GROUPS + other + keeps) == [
         "process group of AG layers[0..2]/fwd: fsdp became fsdp_2"
     ]
@@ -280,5 +285,6 @@ def test_a_layout_says_the_same_of_its_payloads():
 def test_what_else_changed_of_a_layout():
     words = diff(LAYOUT, LAYOUT.replace("bf16", "f32")).partition("\n\n")[0]
     assert words == (
-        "all_gather layers[0..2]: lost payload(fsdp, bf16, fwd, bytes=32), gained payload(fsdp, f32, fwd, bytes=32)"
+        "all_gather layers[0..2]: lost payload(fsdp, bf16, fwd, bytes=32), gained "
+        "payload(fsdp, f32, fwd, bytes=32)"
     )

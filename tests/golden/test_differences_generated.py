@@ -95,7 +95,10 @@ def test_the_corpus():
     assert len(SMALL) > 10
 
 
-A_DETACH = "if I:\n  I.x: f32[2, 3]\nif fwd:\n  detach: f32[2, 3] = aten.detach(I.x)\nif out:\n  yield fwd._.detach\n"
+A_DETACH = (
+    "if I:\n  I.x: f32[2, 3]\nif fwd:\n  detach: f32[2, 3] = aten.detach(I.x)\nif out:\n"
+    "  yield fwd._.detach\n"
+)
 
 
 @settings(max_examples=150)

@@ -219,7 +219,8 @@ def test_reductions_of_the_backward():
         "with layers[1]:\n    sum: f32[4] = aten.sum(I.x)\n",
         "with bucket(layers[1]):\n    reduce_scatter_tensor: f32[2] = "
         "_c10d_functional.reduce_scatter_tensor(layers[1].sum, 'avg', 2, fsdp)\n",
-        "with bucket(layers[1]):\n    wait_tensor: f32[2] = _c10d_functional.wait_tensor(reduce_scatter_tensor)\n",
+        "with bucket(layers[1]):\n    wait_tensor: f32[2] = "
+        "_c10d_functional.wait_tensor(reduce_scatter_tensor)\n",
         "with layers[0]:\n    sum: f32[4] = aten.sum(I.x)\n",
     ]
     text = HEAD + "if bwd:\n" + "".join(f"  {line}" for line in lines)
@@ -247,7 +248,8 @@ def exchanged(*lines: str) -> list[str]:
 def test_random_numbers_drawn_in_another_order():
     assert exchanged("rand = aten.rand([2])", "randn = aten.randn([2])") == [
         "same dataflow, other schedule (1 of 2 operators moved)",
-        "random numbers are drawn in another order, so results differ: aten.randn in fwd m before aten.rand in fwd m",
+        "random numbers are drawn in another order, so results differ: aten.randn in fwd m "
+        "before aten.rand in fwd m",
         "aten.rand in fwd m moved behind aten.randn in fwd m",
     ]
 
@@ -272,7 +274,8 @@ def test_nothing_random_has_moved():
 def test_a_reader_on_the_other_side_of_a_change_in_place():
     said = exchanged("sin = aten.sin(B.count)", "add_ = aten.add_.Tensor(B.count, I[0])")
     assert said[1] == (
-        "results may differ: what reads count and aten.add_.Tensor in fwd m, which changes it in place, "
+        "results may differ: what reads count and aten.add_.Tensor in fwd m, which changes it "
+        "in place, "
         "are in another order"
     )
 

@@ -103,7 +103,10 @@ def test_what_happened_to_many_modules_is_said_once():
 
 def test_collectives_are_counted():
     text = "fsdp = group(range(0, 2))\nif P:\n  P.w: f32[2]\nif fwd:\n  with m:\n"
-    line = "    all_gather_into_tensor: f32[4] = _c10d_functional.all_gather_into_tensor(P.w, 2, fsdp)\n"
+    line = (
+        "    all_gather_into_tensor: f32[4] = _c10d_functional.all_gather_into_tensor(P.w, 2, "
+        "fsdp)\n"
+    )
     assert words(text + line, text + "    sin: f32[2] = aten.sin(P.w)\n")[:2] == [
         "lost AG m/fwd of w",
         "all_gather_into_tensor: 1 became 0",
@@ -156,7 +159,10 @@ def test_a_literal():
 
 
 def test_an_item_is_a_literal():
-    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
+    text = (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
+    )
     sin = "    sin: f32[1] = aten.sin(topk[0])\n"
     assert words(text + sin, text + sin.replace("[0]", "[1]")) == [
         "arguments of aten.sin in fwd m: ·[0] became ·[1]"
@@ -164,7 +170,10 @@ def test_an_item_is_a_literal():
 
 
 def test_items_in_another_order():
-    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
+    text = (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
+    )
     add = "    add: f32[1] = aten.add.Tensor({})\n"
     difference = words(text + add.format("topk[0], topk[1]"), text + add.format("topk[1], topk[0]"))
     assert difference == [
@@ -174,7 +183,10 @@ def test_items_in_another_order():
 
 def test_an_item_of_what_was_lost_is_not_told():
     """The reader of one output of the operand that was lost: the loss says it."""
-    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    split: [f32[1], f32[1]] = aten.split(I[0], 1)\n"
+    text = (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    split: [f32[1], f32[1]] = aten.split(I[0], 1)\n"
+    )
     copied = "    clone: f32[1] = aten.clone(split[0])\n    sin: f32[1] = aten.sin(clone)\n"
     assert words(text + copied, text + "    sin: f32[1] = aten.sin(split[0])\n") == [
         "fwd m: lost aten.clone"
@@ -192,7 +204,8 @@ def test_a_literal_beside_an_operand_that_was_lost():
 
 def test_an_operand_is_another_value():
     assert after(("(layers[i-1].add, L.mlp.relu", "(layers[i-1].mlp.relu, L.mlp.relu")) == [
-        "aten.add.Tensor in fwd layers[1..3] reads layers[i-1].mlp.relu instead of layers[i-1].add as operand 1"
+        "aten.add.Tensor in fwd layers[1..3] reads layers[i-1].mlp.relu instead of "
+        "layers[i-1].add as operand 1"
     ]
 
 
@@ -230,7 +243,10 @@ def test_operands_that_are_others_are_counted_before_they_are_in_another_order()
 
 
 def test_a_size_of_the_data_is_another_one():
-    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    text = (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    )
     first, second = (
         f"    view: f32[2, 2] = aten.view(I[0], [sym({symbol}), -1])\n" for symbol in ("u0", "u1")
     )
@@ -239,7 +255,10 @@ def test_a_size_of_the_data_is_another_one():
 
 
 def test_a_group_where_a_value_was():
-    old = "fsdp = group(range(0, 2))\nif I:\n  I[0]: f32[2]\nif fwd:\n  sin: f32[2] = aten.sin(I[0])\n"
+    old = (
+        "fsdp = group(range(0, 2))\nif I:\n  I[0]: f32[2]\nif fwd:\n"
+        "  sin: f32[2] = aten.sin(I[0])\n"
+    )
     old += "  cos: f32[2] = aten.cos(sin)\n"
     new = old.replace("cos(sin)", "cos(fsdp)")
     assert words(old, new) == ["aten.cos in fwd _ reads fsdp instead of sin as operand 1"]
@@ -248,7 +267,8 @@ def test_a_group_where_a_value_was():
 
 def test_operands_in_another_order():
     assert after(("(layers[i-1].add, L.mlp.relu", "(L.mlp.relu, layers[i-1].add")) == [
-        "operands of aten.add.Tensor in fwd layers[1..3] are in another order: layers[1..3].mlp.relu where "
+        "operands of aten.add.Tensor in fwd layers[1..3] are in another order: "
+        "layers[1..3].mlp.relu where "
         "layers[i-1].add was"
     ]
 
@@ -459,10 +479,13 @@ def test_definitions():
 
 
 def test_what_changed_inside_of_a_body():
-    body = "def cond_graph_0():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n    sin: f32[2] = aten.sin(A[0])\n"
-    text = (
-        body
-        + "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    cond: f32[2] = hop.cond(I[0], cond_graph_0)\n"
+    body = (
+        "def cond_graph_0():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n"
+        "    sin: f32[2] = aten.sin(A[0])\n"
+    )
+    text = body + (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    cond: f32[2] = hop.cond(I[0], cond_graph_0)\n"
     )
     assert words(text, text.replace("aten.sin", "aten.cos")) == [
         "in cond_graph_0: the dataflow differs, first at aten.cos in fwd _",

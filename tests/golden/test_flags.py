@@ -54,7 +54,10 @@ def test_a_flag_may_stand_in_the_ini_file_and_the_command_line_wins(
     )
 
 
-BOTH = "--gt-update-goldens and --gt-create-goldens exclude each other, as updating writes missing goldens too: *"
+BOTH = (
+    "--gt-update-goldens and --gt-create-goldens exclude each other, as updating writes "
+    "missing goldens too: *"
+)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,10 @@ def test_a_mismatch_that_fails_no_test_needs_no_command(run_here):
 @pytest.mark.second_tier("under xdist]")
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "under xdist"])
 def test_the_list_is_bounded(run, run_here, workers):
-    source = "import pytest\n@pytest.mark.parametrize('x', range(50))\ndef test_a(gt_golden, x): gt_golden.check('a')"
+    source = (
+        "import pytest\n@pytest.mark.parametrize('x', range(50))\n"
+        "def test_a(gt_golden, x): gt_golden.check('a')"
+    )
     result = (run if workers else run_here)(source, *workers)
     lines = result.outlines
     start = lines.index("to accept what a test obtained, when its difference is right:")

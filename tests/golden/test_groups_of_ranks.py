@@ -105,8 +105,8 @@ def test_a_golden_with_other_groups_differs():
         judge("graph", straight, crossed).reasons
     )
     assert (
-        "the golden has those that follow from the first rank's group, obtained tp = [0, 1] [2, 4] [3, 5]"
-        in (judge("graph", found, straight).reasons)
+        "the golden has those that follow from the first rank's group, obtained tp = [0, 1] "
+        "[2, 4] [3, 5]" in (judge("graph", found, straight).reasons)
     )
 
 

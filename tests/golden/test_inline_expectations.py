@@ -272,7 +272,10 @@ def test_the_variable_of_expecttest_is_served_in_the_same_way(
     assert not (pytester.path / "test_it.py.bak").exists()
 
 
-CHANGED = "test_it.py was changed while the tests ran: none of its inline expectations is accepted, run again"
+CHANGED = (
+    "test_it.py was changed while the tests ran: none of its inline expectations is accepted, "
+    "run again"
+)
 
 
 def test_a_file_that_was_changed_while_the_tests_ran_is_left_as_it_is(run_file, source):
@@ -361,8 +364,10 @@ def test_fine(): same("new", """old""")
     result.stdout.fnmatch_lines_random(
         [
             f"test_it.py:6: the inline expectation is not accepted: {problem}",
-            f"{outside} lies outside of the root directory: none of its inline expectations is accepted, *",
-            "E * Failed: the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check",
+            f"{outside} lies outside of the root directory: none of its inline expectations is "
+            f"accepted, *",
+            "E * Failed: the obtained text is not printable ASCII, as inline expectations are: "
+            "use gt_golden.check",
             "inline    1 updated",
         ]
     )
@@ -400,7 +405,10 @@ def test_where_expecttest_is_not_installed_goldens_work_alone(run, run_file, pyt
 
 
 def test_a_run_that_updates_nothing_does_not_import_expecttest():
-    code = "import sys, pytest\npytest.main(['--version'])\npytest.main(['--collect-only', '-q', '/dev/null'])\n"
+    code = (
+        "import sys, pytest\npytest.main(['--version'])\n"
+        "pytest.main(['--collect-only', '-q', '/dev/null'])\n"
+    )
     code += "raise SystemExit('expecttest' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode

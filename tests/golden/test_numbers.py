@@ -219,7 +219,8 @@ DAMAGED = [
     ),
     (
         file_of({"environment": CPU, "values": 1}, {"environment": CUDA_WHEEL, "values": 2}),
-        "has two entries with different values for one environment (torch 2.13.0, device cpu): remove one",
+        "has two entries with different values for one environment (torch 2.13.0, device cpu): "
+        "remove one",
     ),
     (
         file_of({"values": 2}).replace('"values": 2', '"values": 1, "values": 2'),

@@ -222,7 +222,10 @@ def test_numbers_of_all_ranks_must_agree(updated):
 @pytest.mark.second_tier("under xdist]")
 def test_inline_expectations_of_ranks_must_agree_and_one_process_writes(updated):
     assert updated.run["test_inline_agrees"].outcome == "passed"
-    problem = "one inline expectation, but different texts, so none is accepted: expect what all ranks have"
+    problem = (
+        "one inline expectation, but different texts, so none is accepted: expect what all "
+        "ranks have"
+    )
     line = 1 + INLINE.splitlines().index('    same(f"rank {gt_world.rank}", """rank 0""")')
     assert f"test_inline.py:{line}: {problem}" in updated.run["test_inline_disagrees"].message
     assert (

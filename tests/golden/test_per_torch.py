@@ -66,7 +66,8 @@ def test_where_an_older_ones_does_not_hold_both_flags_write_one_for_this_version
             f"*golden/{V13} differs",
             "*-a",
             "*+b",
-            f"*it stays as it is: what is accepted goes to golden/{V15}, for this torch and newer ones",
+            f"*it stays as it is: what is accepted goes to golden/{V15}, for this torch and "
+            f"newer ones",
         ]
     )
     assert goldens() == {V13: "a\n"}
@@ -122,7 +123,10 @@ def test_what_the_own_version_does_not_check_is_unused(run_here, goldens, put_go
 
 def test_two_checks_of_one_test(run_here, goldens, under):
     under(15)
-    source = "def test_a(gt_golden):\n    gt_golden.check('a', per='torch')\n    gt_golden.check('b', 'b', per='torch')"
+    source = (
+        "def test_a(gt_golden):\n    gt_golden.check('a', per='torch')\n"
+        "    gt_golden.check('b', 'b', per='torch')"
+    )
     run_here(source, "--gt-update-goldens").assert_outcomes(passed=1)
     assert goldens() == {V15: "a\n", "test_it/test_a@b@torch=2.15.txt": "b\n"}
     run_here(None, "--gt-unused-goldens=fail").stdout.fnmatch_lines(["goldens   2 equal"])

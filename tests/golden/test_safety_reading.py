@@ -205,7 +205,8 @@ def test_a_new_name_may_not_differ_from_another_only_in_case(tmp_path, there, ne
     with pytest.raises(store.GoldenFileError) as error:
         store.write(tmp_path / new, tmp_path, "two\n")
     assert str(error.value) == (
-        f"{new} was not written: {named} only in case, and is the same file on some systems: rename one of the tests"
+        f"{new} was not written: {named} only in case, and is the same file on some systems: "
+        f"rename one of the tests"
     )
     store.write(tmp_path / there, tmp_path, "three\n")
     assert (tmp_path / there).read_text() == "three\n"

@@ -137,7 +137,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 def python(code: str, *arguments: object) -> int:
     """Run code that has ``golden``, ``root`` and ``store`` in a process of its own."""
-    head = "import os, signal, sys\nfrom pathlib import Path\nfrom pytest_gtrainer.golden import store\n"
+    head = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from pytest_gtrainer.golden import store\n"
+    )
     head += "golden, root = Path(sys.argv[1]), Path(sys.argv[2])\n"
     return subprocess.run(
         [sys.executable, "-c", head + code, *map(str, arguments)], timeout=60
@@ -183,7 +186,10 @@ except store.GoldenFileError as error:
 
 def test_a_temporary_of_a_killed_writer_goes_after_a_minute(tmp_path):
     golden = tmp_path / "golden/g"
-    dying = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nstore.write(golden, root, 'half')\n"
+    dying = (
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.write(golden, root, 'half')\n"
+    )
     assert python(dying, golden, tmp_path) == -signal.SIGKILL
     (left,) = golden.parent.iterdir()
     store.write(golden, tmp_path, "whole\n")

@@ -70,7 +70,9 @@ def test_what_the_summary_lists_is_bounded(run_here, put_goldens):
 NOT_CHECKED = {
     "failed": "def test_a(gt_golden): assert False",
     "failed in setup": "import pytest\n@pytest.fixture\ndef f(): assert False\ndef test_a(f): pass",
-    "failed in teardown": "import pytest\n@pytest.fixture\ndef f():\n    yield\n    assert False\ndef test_a(f): pass",
+    "failed in teardown": (
+        "import pytest\n@pytest.fixture\ndef f():\n    yield\n    assert False\ndef test_a(f): pass"
+    ),
     "failed subtest": "def test_a(subtests):\n    with subtests.test():\n        assert False",
     "skipped": "import pytest\ndef test_a(gt_golden): pytest.skip()",
     "skipped by a mark": "import pytest\n@pytest.mark.skip\ndef test_a(gt_golden): pass",
@@ -393,7 +395,10 @@ def test_workers_that_stop_at_a_failure_remove_nothing(run, put_goldens, goldens
 
 
 GRAPH = '# gtrainer graph v2\ndefault = device("{}")\nif fwd:\n  a: f32[2] = aten.a()\n'
-NUMBERS = '{{"gtrainer": "numbers v1", "entries": [{{"environment": {{"device": "{}"}}, "values": 1}}]}}\n'
+NUMBERS = (
+    '{{"gtrainer": "numbers v1", "entries": [{{"environment": {{"device": "{}"}}, "values": '
+    "1}}]}}\n"
+)
 
 
 @pytest.mark.parametrize(

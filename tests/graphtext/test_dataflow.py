@@ -239,7 +239,10 @@ def test_symbols_of_layers_are_told_apart():
 
 
 def test_symbols_that_come_in_together_are_told_apart():
-    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    text = (
+        "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n"
+        "    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    )
     first, second = (f"    x: f32[{symbol}] = aten.x(pair)\n" for symbol in ("u0", "u1"))
     assert digest_of(text + first) != digest_of(text + second)
 

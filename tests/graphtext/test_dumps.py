@@ -190,7 +190,8 @@ def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
 def test_a_number_of_a_dump_keeps_its_kind(told, value):
     """0.1 was read as the whole number 0."""
     gm = parse(
-        f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n        return x\n'
+        f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n'
+        f"        return x\n"
     )
     kept = gm.graph.find_nodes(op="placeholder")[1].meta["val"]
     assert (type(kept), kept) == (type(value), value)
@@ -200,7 +201,8 @@ def test_a_dump_that_is_nested_too_deeply_is_told():
     deep = f"reader.tensor(0, ({'-' * 2000}2,))\n"
     with pytest.raises(TextError, match="nested too deeply"):
         parse(
-            f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        return x\n\n{deep}'
+            f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n'
+            f"        return x\n\n{deep}"
         )
 
 

@@ -144,11 +144,13 @@ def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
         ),
         (
             f"for i in fwd.layers[0:{'9' * 5000}]:\n  x: b",
-            f"line 1: expected `for i in fwd.layers[0:8]:`, found 'for i in fwd.layers[0:{'9' * 58}'",
+            f"line 1: expected `for i in fwd.layers[0:8]:`, found 'for i in "
+            f"fwd.layers[0:{'9' * 58}'",
         ),
         (
             "for i in a[0:9999]:\n" + "  x: b\n" * 110 + "if fwd:\n",
-            "line 1: expected at most 1048576 lines, layers counted out, found 1099890: give the heading fewer layers",
+            "line 1: expected at most 1048576 lines, layers counted out, found 1099890: give "
+            "the heading fewer layers",
         ),
         (
             "if fwd:\n"

@@ -38,8 +38,8 @@ def graphs() -> dict[str, fx.GraphModule]:
 def test_without_names_an_input_is_named_after_its_first_use(graphs):
     text = graphtext.render(graphs["forward"])
     assert (
-        "for i in A.layers[1]:\n  A.L.up.mm_mat2: f32[16, 8]\n  A.L.norm.native_layer_norm_weight: f32[16]\n"
-        in text
+        "for i in A.layers[1]:\n  A.L.up.mm_mat2: f32[16, 8]\n"
+        "  A.L.norm.native_layer_norm_weight: f32[16]\n" in text
     )
     assert " aten.mm(A.L.up.mm_self, t)\n" in text
     assert "A[" not in text

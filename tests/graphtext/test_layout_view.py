@@ -323,7 +323,10 @@ def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
     )
     with pytest.raises(UnreadLayout) as failure:
         two(*first, made, gather)
-    words = f"gathers a, b, and the place of each in it cannot be read: at node {lost_at} their order is lost"
+    words = (
+        f"gathers a, b, and the place of each in it cannot be read: at node {lost_at} their "
+        f"order is lost"
+    )
     assert words in str(failure.value)
 
 
@@ -332,7 +335,8 @@ def test_collectives_of_activations_are_no_part_of_a_layout():
     assert (
         two(
             "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
-            "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
+            "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, "
+            "fsdp)",
             'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
             "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
             out="loss = fwd._.wait_tensor",
@@ -683,7 +687,8 @@ def test_a_bucket_of_which_nothing_is_left_in_order_is_refused():
 
 
 COALESCED = (
-    'shards: [f32[2], f32[2]] = _c10d_functional.reduce_scatter_tensor_coalesced([I.x, I.x], "avg", 2, fsdp)',
+    "shards: [f32[2], f32[2]] = _c10d_functional.reduce_scatter_tensor_coalesced([I.x, I.x], "
+    '"avg", 2, fsdp)',
     "w0: f32[2] = _c10d_functional.wait_tensor(shards[0])",
     "w1: f32[2] = _c10d_functional.wait_tensor(shards[1])",
 )
@@ -702,7 +707,10 @@ def members(*body: str, out: str) -> list[tuple[str, list[str]]]:
 
 
 def test_each_tensor_of_a_coalesced_collective_is_a_payload():
-    gathers = "gathered: [f32[8], f32[8]] = _c10d_functional.all_gather_into_tensor_coalesced([P.b, P.a], 2, fsdp)"
+    gathers = (
+        "gathered: [f32[8], f32[8]] = _c10d_functional.all_gather_into_tensor_coalesced([P.b, "
+        "P.a], 2, fsdp)"
+    )
     waits = [f"w{n}: f32[8] = _c10d_functional.wait_tensor(gathered[{n}])" for n in (0, 1)]
     told = members(gathers, *waits, out="yield fwd._.w0\nyield fwd._.w1")
     assert told == [("all_gather", ["b"]), ("all_gather", ["a"])]

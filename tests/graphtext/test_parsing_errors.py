@@ -31,7 +31,8 @@ WRONG = [
     (
         "aten.mm(",
         "aten.add(",
-        "line 5, column 21: torch has no operator `aten.add`: it has aten.add.Scalar, aten.add.Scalar_out, "
+        "line 5, column 21: torch has no operator `aten.add`: it has aten.add.Scalar, "
+        "aten.add.Scalar_out, "
         "aten.add.Tensor, aten.add.out",
     ),
     (
@@ -76,7 +77,8 @@ WRONG = [
     (
         "relu: f32[4, 4]",
         "relu: f32[4, 4] | chunk(L.mlp, maybe)",
-        "line 6, column 23: expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `chunk(L.mlp, maybe)`",
+        "line 6, column 23: expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found "
+        "`chunk(L.mlp, maybe)`",
     ),
     (
         "relu: f32[4, 4] =",
@@ -91,12 +93,14 @@ WRONG = [
     (
         "if out:",
         "if uot:",
-        "line 7, column 4: expected one of P, B, I, A, fwd, bwd, out, found `uot`, did you mean `out`?",
+        "line 7, column 4: expected one of P, B, I, A, fwd, bwd, out, found `uot`, did you "
+        "mean `out`?",
     ),
     (
         "fwd.layers[0]:",
         "fwd.layers[0:9:2]:",
-        "line 3, column 10: expected `for i in fwd.layers[0:8]:`, found 'for i in fwd.layers[0:9:2]:'",
+        "line 3, column 10: expected `for i in fwd.layers[0:8]:`, found 'for i in "
+        "fwd.layers[0:9:2]:'",
     ),
     (
         "fwd.layers[0]:",
@@ -107,7 +111,8 @@ WRONG = [
     (
         "aten.relu(mm)",
         "aten.relu(aten.neg(mm))",
-        "line 6, column 33: expected an operand, found `aten.neg(mm)`: an operator stands in a line of its own",
+        "line 6, column 33: expected an operand, found `aten.neg(mm)`: an operator stands in a "
+        "line of its own",
     ),
     (
         "aten.relu(mm)",
@@ -147,7 +152,8 @@ WRONG = [
     (
         "for i in fwd.layers[0]:",
         "for i in fwd.layers[0:99999999999999999999]:",
-        "line 3, column 10: expected `for i in fwd.layers[0:8]:`, found 'for i in fwd.layers[0:99999999999999999999]:'",
+        "line 3, column 10: expected `for i in fwd.layers[0:8]:`, found 'for i in "
+        "fwd.layers[0:99999999999999999999]:'",
     ),
     (
         "for i in fwd.layers[0]:",
@@ -172,7 +178,8 @@ WRONG = [
     (
         "relu: f32[4, 4] =",
         "relu: f32[4, 4] | must_save(stage=1) =",
-        "line 6, column 23: expected a tag like `must_save` or `custom(stage=1)`, found `must_save(stage=1)`",
+        "line 6, column 23: expected a tag like `must_save` or `custom(stage=1)`, found "
+        "`must_save(stage=1)`",
     ),
     (
         "if P:\n",
@@ -182,7 +189,8 @@ WRONG = [
     (
         "if P:\n",
         f"fsdp = group(range(0, {10**30}))\nif P:\n",
-        "line 1, column 14: the groups of a text have at most 1048576 ranks together, and with `range(",
+        "line 1, column 14: the groups of a text have at most 1048576 ranks together, and with "
+        "`range(",
     ),
     (
         "if P:\n",
@@ -202,7 +210,8 @@ WRONG = [
     (
         "if P:\n",
         "# gtrainer graph v1\n# remake: pytest t.py --gt-update-goldens\nif P:\n",
-        "line 1: format v1, and this pytest-gtrainer reads v2: remake it with `pytest t.py --gt-update-goldens`",
+        "line 1: format v1, and this pytest-gtrainer reads v2: remake it with `pytest t.py "
+        "--gt-update-goldens`",
     ),
     (
         "relu: f32[4, 4]",
@@ -237,12 +246,14 @@ WRONG = [
     (
         "  P.layers[0].w: f32[4, 4]\n",
         "  P.layers[0].w: f32[4, 4] = 3\n",
-        "line 2, column 3: expected an input like `P.layers[0].w: f32[2, 4]`, found `P.layers[0].w: f32[4, 4] = 3`",
+        "line 2, column 3: expected an input like `P.layers[0].w: f32[2, 4]`, found "
+        "`P.layers[0].w: f32[4, 4] = 3`",
     ),
     (
         "  P.layers[0].w: f32[4, 4]\n",
         "  B.layers[0].w: f32[4, 4]\n",
-        "line 2, column 3: expected an input like `P.layers[0].w: f32[2, 4]`, found `B.layers[0].w: f32[4, 4]`",
+        "line 2, column 3: expected an input like `P.layers[0].w: f32[2, 4]`, found "
+        "`B.layers[0].w: f32[4, 4]`",
     ),
     (
         "aten.relu(mm)",
@@ -277,7 +288,8 @@ WRONG = [
     (
         "aten.relu(mm)",
         "relu(mm)",
-        "line 6, column 23: `relu` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`",
+        "line 6, column 23: `relu` is no operator: expected one like `aten.add.Tensor`, "
+        "`operator.add` or `hop.cond`",
     ),
     ("aten.relu(mm)", "aten.relu(**mm)", "line 6, column 35: expected named arguments, found `**`"),
     (
@@ -328,7 +340,8 @@ WRONG = [
     (
         "if P:\n",
         "# gtrainer graph v9\nif P:\n",
-        "line 1: format v9, and this pytest-gtrainer reads v2: it was made by a newer pytest-gtrainer, so upgrade",
+        "line 1: format v9, and this pytest-gtrainer reads v2: it was made by a newer "
+        "pytest-gtrainer, so upgrade",
     ),
 ]
 

@@ -14,7 +14,10 @@ from pytest_gtrainer.graphtext import TextError, parse, render
 from pytest_gtrainer.graphtext.parsing import parser_of
 from tests.graphtext.toy import toy_graph
 
-OPERAND = "s0 = size(1000000000)\nif A:\n  A[0]: f32[2]\nif fwd:\n  with _:\n    a: _ = aten.add.Tensor(A[0], {})\n"
+OPERAND = (
+    "s0 = size(1000000000)\nif A:\n  A[0]: f32[2]\nif fwd:\n  with _:\n"
+    "    a: _ = aten.add.Tensor(A[0], {})\n"
+)
 HOSTILE = [
     "__import__('os').system('true')",
     "os.system",
@@ -205,7 +208,10 @@ def test_many_damaged_texts_are_read_or_refused(seed, damages):
 
 
 INPUT = "for i in P.layers[0:{}]:\n  P.L.w: f32[2]\n"
-BODY = "def cond_graph_{}():\n  for i in P.layers[0:9000]:\n    P.L.w: f32[2]\n  if out:\n    yield P.layers[0].w\n"
+BODY = (
+    "def cond_graph_{}():\n  for i in P.layers[0:9000]:\n    P.L.w: f32[2]\n  if out:\n"
+    "    yield P.layers[0].w\n"
+)
 LARGE = {
     "layers of a heading": (
         INPUT.format(99999),
@@ -245,7 +251,8 @@ LARGE = {
     ),
     "groups together": (
         "".join(f"g{n} = group(range(0, 300000))\n" for n in range(9)),
-        r"line 4, column 12: the groups of a text have at most 1048576 ranks together, and with `range.0, 300000.`",
+        r"line 4, column 12: the groups of a text have at most 1048576 ranks together, and "
+        r"with `range.0, 300000.`",
     ),
     "groups of graphs inside the graph": (
         "".join(

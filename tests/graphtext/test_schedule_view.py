@@ -236,10 +236,13 @@ def test_merged_buckets_change_the_lines_of_their_collectives():
     assert sorted(
         changes(*(TWO_PARAMETERS.replace("LAUNCHES", text) for text in (one + two, merged)))
     ) == [
-        "+ fwd | launch(bucket(layers[0], layers[1]).all_gather_into_tensor, fsdp, f32[56], bytes=224, tensors=4)",
+        "+ fwd | launch(bucket(layers[0], layers[1]).all_gather_into_tensor, fsdp, f32[56], "
+        "bytes=224, tensors=4)",
         "+ fwd | wait(bucket(layers[0], layers[1]).all_gather_into_tensor)",
-        "- fwd | launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, tensors=2)",
-        "- fwd | launch(bucket(layers[1]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, tensors=2)",
+        "- fwd | launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, "
+        "tensors=2)",
+        "- fwd | launch(bucket(layers[1]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, "
+        "tensors=2)",
         "- fwd | wait(bucket(layers[0]).all_gather_into_tensor)",
         "- fwd | wait(bucket(layers[1]).all_gather_into_tensor)",
     ]
@@ -603,7 +606,8 @@ def test_a_view_is_no_graph():
     with pytest.raises(TextError) as error:
         parse(render(toy_graph(), "schedule"))
     assert str(error.value) == (
-        "line 1: this is the schedule view of a graph, a part of it: render the full view to parse it"
+        "line 1: this is the schedule view of a graph, a part of it: render the full view to "
+        "parse it"
     )
     with pytest.raises(ValueError, match="view 'brief': this version has full, schedule, layout"):
         render(toy_graph(), "brief")

@@ -126,7 +126,8 @@ def test_coverage_is_measured_inside_ranks(installed, tmp_path):
     subprocess.run(tool, check=True)
     (tmp_path / "mine.py").write_text(COVERED)
     (tmp_path / "pyproject.toml").write_text(
-        '[tool.coverage.run]\npatch = ["subprocess", "fork", "_exit"]\nparallel = true\nsource = ["mine"]\n'
+        '[tool.coverage.run]\npatch = ["subprocess", "fork", "_exit"]\nparallel = true\n'
+        'source = ["mine"]\n'
         '[tool.pytest.ini_options]\npythonpath = ["."]\n'
     )
     (tmp_path / "test_it.py").write_text(

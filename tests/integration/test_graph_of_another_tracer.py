@@ -45,7 +45,8 @@ def test_it_is_bucketed_laid_out_rendered_and_timed(graph):
     for count, when in ((6, graph), (4, rewritten)):
         assert_graph(
             when,
-            f"count {count} all_gather_into_tensor in fwd\ncount {count} reduce_scatter_tensor in bwd",
+            f"count {count} all_gather_into_tensor in fwd\n"
+            f"count {count} reduce_scatter_tensor in bwd",
         )
     layout = bucket_layout(rewritten)
     assert {payload.label for payload in layout.payloads} == set(PLAN)

@@ -82,7 +82,10 @@ def load(site):
     """Load the library in a process of its own. It fails unless the dependencies are found and
     answer that the driver is insufficient.
     """
-    probe = f"import ctypes; assert ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).both() == 1"
+    probe = (
+        f"import ctypes; assert "
+        f"ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).both() == 1"
+    )
     return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
 
 

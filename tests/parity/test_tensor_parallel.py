@@ -313,7 +313,10 @@ def test_a_plan_whose_partial_sums_nobody_adds_is_told(gt_mesh, train):
             layer.feed_forward.w2.forward = _own_columns(layer.feed_forward.w2, gt_mesh["tp"])
         return model
 
-    message = r"differs between ranks 0 and 1, and is whole on every rank that shares the model: a shard is a"
+    message = (
+        r"differs between ranks 0 and 1, and is whole on every rank that shares the model: a "
+        r"shard is a"
+    )
     with pytest.raises(ReplicasDiffer, match=message):
         train(replace(config, model=wrong))
 

@@ -38,7 +38,8 @@ def test_a_graph_out_of_order_is_told_with_pass_bucket_and_parameter(joint, plan
     step = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=plan)
     steps = [step, bind_options(wait_first), bind_options(keep)]
     message = (
-        r"wait_first left a graph out of order: wait_tensor\w* \(fwd, bucket 'tok_embeddings', made from "
+        r"wait_first left a graph out of order: wait_tensor\w* \(fwd, bucket 'tok_embeddings', "
+        r"made from "
         r"tok_embeddings.weight\) reads all_gather_into_tensor\w* \(fwd, bucket 'tok_embeddings'"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -76,7 +77,10 @@ def test_a_node_out_of_order_names_three_of_the_inputs_that_it_is_made_from(inpu
     joined = graph.call_function(torch.stack, (given,))
     graph.output(graph.call_function(torch.neg, (joined,)))
     graph.output_node().prepend(joined)
-    message = rf"reads stack \(fwd, no module, made from input a, input b, input c{more}\), which comes after it"
+    message = (
+        rf"reads stack \(fwd, no module, made from input a, input b, input c{more}\), which "
+        rf"comes after it"
+    )
     with pytest.raises(RuntimeError, match=message):
         lint(graph, "last")
 

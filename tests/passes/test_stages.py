@@ -297,7 +297,10 @@ def test_what_cannot_be_cut_is_refused_by_name():
     """A node before what it reads; a write, or a random number, that would change places."""
     gm = trace_stage(net(), (torch.zeros(2, 4, requires_grad=True),)).gm
     threshold = gm.graph.find_nodes(op="call_function", target=aten.threshold_backward.default)[0]
-    words = r"mm_2 of 0 \(backward_input\) needs threshold_backward of 1 \(backward_weight\), which runs later"
+    words = (
+        r"mm_2 of 0 \(backward_input\) needs threshold_backward of 1 \(backward_weight\), "
+        r"which runs later"
+    )
     with pytest.raises(PlanError, match=words):
         split_stage_graph(gm, moved={threshold: "backward_weight"})
     with pytest.raises(

@@ -324,7 +324,10 @@ def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tm
     ]
     assert seen["equal"] == 4
     assert seen["said"] == 1  # by the failure; its comparison does not say it again
-    words = "A row for each of 2 tensors that differ somewhere, a column for each of 2 ranks of each step."
+    words = (
+        "A row for each of 2 tensors that differ somewhere, a column for each of 2 ranks of "
+        "each step."
+    )
     assert seen["words"] == words
     assert seen["alike"] == "▾ 1 payload alike on both sides"
     assert "lm_head" in seen["bars"]
@@ -341,7 +344,8 @@ def large_page():
         for n in range(40_000):
             operator = name if n % 10 == 0 else "mm"
             lines.append(
-                f"  with layers[{n // 100}].mlp:\n    mm_{n}: f32[{n}, 64] = aten.{operator}(x_{n})\n"
+                f"  with layers[{n // 100}].mlp:\n"
+                f"    mm_{n}: f32[{n}, 64] = aten.{operator}(x_{n})\n"
             )
         return "if fwd:\n" + "".join(lines)
 
@@ -395,7 +399,8 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
     """,
     )
     print(
-        f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the graph {seen['drawn']}"
+        f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the "
+        f"graph {seen['drawn']}"
     )
     assert seen["first"] < 16_000
     assert seen["drawn"] < 20_000
@@ -463,7 +468,8 @@ def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_pa
         )
         took = {name: min(value, took.get(name, value)) for name, value in times.items()}
     print(
-        f"1,000 tests in {took['opened'] / 1000:.2f} s; a graph of 40,000 nodes in {took['drawn'] / 1000:.2f} s more"
+        f"1,000 tests in {took['opened'] / 1000:.2f} s; a graph of 40,000 nodes in "
+        f"{took['drawn'] / 1000:.2f} s more"
     )
     assert took["opened"] + took["drawn"] < 2_000
 

@@ -78,7 +78,10 @@ def tests(runs):
 
 @pytest.mark.second_tier
 def test_the_terminal_counts_what_changed_and_a_run_that_did_not_change_says_so(runs):
-    message = "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 fixed, 1 new"
+    message = (
+        "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 "
+        "fixed, 1 new"
+    )
     message += ", 1 not in this run"
     (line,) = (line for line in runs[1].splitlines() if "against" in line and "one.html" in line)
     head, _, counts = line.partition("one.html: ")

@@ -99,7 +99,10 @@ def test_products_cost_operations_and_views_nothing():
     assert spans(PRODUCT, by_bytes) == [("compute", "compute", 0.0, 0.44)]  # 440,000 bytes
 
 
-FOUR = "fsdp = group(range(0, 4))\nif I:\n  I[0]: f32[{given}]\nif fwd:\n  with _:\n    it: f32[{got}] = {call}\n"
+FOUR = (
+    "fsdp = group(range(0, 4))\nif I:\n  I[0]: f32[{given}]\nif fwd:\n  with _:\n"
+    "    it: f32[{got}] = {call}\n"
+)
 WHOLE, SHARD = 250_000, 62_500
 
 

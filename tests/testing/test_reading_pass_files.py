@@ -207,7 +207,10 @@ def test_a_check_that_cannot_be_read_names_its_line(write):
 
 
 def test_values_need_inputs_of_known_sizes(write):
-    body = "s0 = size(4)\nif I:\n  I.x: f32[s0]\nif fwd:\n  neg: f32[s0] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"
+    body = (
+        "s0 = size(4)\nif I:\n  I.x: f32[s0]\nif fwd:\n  neg: f32[s0] = aten.neg(I.x)\n"
+        "if out:\n  yield fwd._.neg\n"
+    )
     assert "`# values:` needs inputs that are tensors of known sizes" in error_of(
         write("# values: same", "# check: then neg", body=body)
     )

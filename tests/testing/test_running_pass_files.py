@@ -98,7 +98,10 @@ def test_a_pass_may_come_with_its_options(write):
 
 
 def test_a_check_may_speak_of_a_module_that_the_passes_have_emptied(write):
-    head = "  with head:\n    detach: f32[4] = aten.detach(_.wait_tensor)\n  neg: f32[4] = aten.neg(head.detach)"
+    head = (
+        "  with head:\n    detach: f32[4] = aten.detach(_.wait_tensor)\n"
+        "  neg: f32[4] = aten.neg(head.detach)"
+    )
     body = BODY.replace(
         "  detach: f32[4] = aten.detach(wait_tensor)\n  neg: f32[4] = aten.neg(detach)", head
     )
@@ -132,7 +135,10 @@ def test_a_second_run_must_change_nothing(write):
 
 def test_the_graph_must_stay_as_it_was(write):
     run(write("# result: unchanged", passes="deduplicate_fsdp_unshard_chains_pass"))
-    wrong = r"canonicalize_graph_pass changed the graph, which had to stay as it was\n(.*\n)*.*lost.*detach"
+    wrong = (
+        r"canonicalize_graph_pass changed the graph, which had to stay as it "
+        r"was\n(.*\n)*.*lost.*detach"
+    )
     with pytest.raises(AssertionError, match=wrong):
         run(write("# result: unchanged"))
 

@@ -97,7 +97,8 @@ def test_inputs_of_a_twin(config, leaves, shapes):
         (
             ChunkConfig("layers.*", num_chunks=3),
             INPUTS,
-            r"layers\.\*, the step's inputs: extent 4 of the batch dimension .* into 3 chunks; .* divisors of 4",
+            r"layers\.\*, the step's inputs: extent 4 of the batch dimension .* into 3 chunks; "
+            r".* divisors of 4",
         ),
     ],
 )
@@ -116,7 +117,10 @@ def test_a_node_in_a_message():
     neg = graph.call_function(torch.ops.aten.neg.default, (x,))
     assert (described(x), described(neg)) == ("placeholder x", "neg_default = aten.neg.default")
     x.meta["val"] = torch.zeros(4, 6)
-    trace = 'File "model.py", line 3, in forward\n  x = block(x)\nFile "block.py", line 12, in forward\n  -x\n'
+    trace = (
+        'File "model.py", line 3, in forward\n  x = block(x)\n'
+        'File "block.py", line 12, in forward\n  -x\n'
+    )
     neg.meta |= {"val": torch.zeros(()), "custom": {"module_fqn": "layers.0"}, "stack_trace": trace}
     assert (described(x), described(neg)) == (
         "placeholder x [4, 6]",

@@ -251,7 +251,8 @@ MIXING = {
     "row numbers alone": (
         lambda x: column(torch.arange(x.shape[0]).float()).expand(x.shape).contiguous(),
         None,
-        r"depends on their number, or on how many rows there are, and leaves the module in dimension 0",
+        r"depends on their number, or on how many rows there are, and leaves the module in "
+        r"dimension 0",
     ),
     "looked up by a count of rows": (
         lambda x: x + torch.ones(9, 3)[(x[:, 0, 0] > 0).long().cumsum(0)].sum(1)[:, None, None],
@@ -566,7 +567,10 @@ def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
     model = Tokens(lambda: FoldedAttention(plain))
     with pytest.raises(
         REFUSED,
-        match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0",
+        match=(
+            r"(attends over dimension 2|every row to every other|over dimension \d).* inside "
+            r"layers\.0"
+        ),
     ):
         side(model, BATCH, token_batch(0, 4, 6))
     logits, vouched = (
@@ -608,7 +612,10 @@ def test_who_answers_for_an_operator_is_believed(side):
     inputs = token_batch(0, 4, 6)
     with pytest.raises(
         REFUSED,
-        match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise",
+        match=(
+            r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: "
+            r".*row_wise"
+        ),
     ):
         side(model_of(then), BATCH, inputs)
     vouched = ChunkConfig(

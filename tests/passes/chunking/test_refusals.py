@@ -202,7 +202,10 @@ def test_a_forward_that_reads_the_backward():
             node for node in gm.graph.nodes if node.target is torch.ops.aten.gelu_backward.default
         )
         del untold.meta["autograd_backward"]
-    message = r"gelu_backward .* in the forward of layers\.0 reads .*layers\.0\.w2.* of the backward: .*; mark recom"
+    message = (
+        r"gelu_backward .* in the forward of layers\.0 reads .*layers\.0\.w2.* of the "
+        r"backward: .*; mark recom"
+    )
     with pytest.raises(ChunkError, match=message):
         chunked(traced, config)
 
@@ -222,7 +225,10 @@ def test_attention_by_sequence():
         return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
     for attend in (lambda x: F.scaled_dot_product_attention(x, x, x), plain):
-        words = r"(every row to every other one|attends over dimension) .* inside layers\.0\.moe: .* sequence"
+        words = (
+            r"(every row to every other one|attends over dimension) .* inside layers\.0\.moe: "
+            r".* sequence"
+        )
         with pytest.raises(ChunkError, match=words):
             chunk(
                 root="layers.*.moe",
@@ -245,7 +251,10 @@ def test_tensor_parallelism(degree):
     """G3: by its degree, before anything is traced."""
     with pytest.raises(
         ChunkError,
-        match=rf"layers\.\*\.moe .* tensor-parallel degree of {degree}: .*; chunk with a degree of 1",
+        match=(
+            rf"layers\.\*\.moe .* tensor-parallel degree of {degree}: .*; chunk with a degree "
+            rf"of 1"
+        ),
     ):
         construct_default_graph_passes(
             n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=degree

@@ -32,7 +32,12 @@ LIMIT = 2**20
 _HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 # Frames that only hand a call on, and the files in which collectives are called.
-_WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
+_WRAPPERS = (
+    "torch/distributed/c10d_logger.py",
+    "torch/_ops.py",
+    "torch/_compile.py",
+    "pytest_gtrainer/ranks/inside/messages.py",
+)
 _COLLECTIVES = (
     *_WRAPPERS,
     "torch/distributed/distributed_c10d.py",

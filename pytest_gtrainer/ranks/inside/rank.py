@@ -7,7 +7,6 @@ them, because the parent compares the counts of all ranks.
 
 import _thread
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -45,6 +44,7 @@ from pytest_gtrainer.ranks.answers import (
     stacks_text,
 )
 from pytest_gtrainer.ranks.inside import debugger, session
+from pytest_gtrainer.ranks.inside.messages import count_messages
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
 from pytest_gtrainer.worlds import hygiene
@@ -265,20 +265,8 @@ class RankGroup:
         # the present test.
         self._issued_on_ended: dict[weakref.ref[dist.ProcessGroup], int] = {}
         process_groups.silence_collective_log()
-        # gloo counts sends and receives among the collectives, and ranks may differ in them.
-        for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
-            setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
-
-    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        step = 1 if method.__name__ == "send" else -1
-
-        @functools.wraps(method)
-        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            self._points[id(group)] += 1
-            self._messages[id(group)] += step
-            return method(group, *args, **kwargs)
-
-        return counted
+        if backend == "gloo":
+            count_messages(self._points, self._messages)
 
     def join(self, place: str, size: int) -> None:
         """Make the default group anew, of ``size`` ranks that meet at ``place``.

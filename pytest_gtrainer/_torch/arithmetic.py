@@ -6,6 +6,8 @@
 - ``OpOverload.redispatch`` with the key of a device runs the kernel itself. Where that is made of
   other operators, as those on lists and those of FSDP2 are, they are dispatched, so a mode that is
   active sees them.
+- ``HigherOrderOperator.py_kernels`` has by dispatch key what runs one without autograd: Python that
+  calls operators, such as the attention of ``flex_attention`` with its whole score matrix.
 - ``StorageWeakRef`` refers to the storage object of a tensor and keeps its address, ``cdata``,
   from being used again. ``resize_`` of a storage keeps the object.
 """
@@ -19,15 +21,18 @@ from pytest_gtrainer._torch import private_names
 with private_names():
     from torch._decomp import decomposition_table
     from torch._dynamo.eval_frame import OptimizedModule
+    from torch._ops import HigherOrderOperator
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
 ATTRIBUTES = {
     "torch._C": ("DispatchKeySet", "DispatchKey"),
+    "torch._ops:HigherOrderOperator": ("dispatch",),
+    "torch.utils._python_dispatch:TorchDispatchMode": ("supports_higher_order_operators",),
     "torch._ops:OpOverload": ("_schema", "decompose", "_can_decompose", "redispatch"),
 }
 
-__all__ = ["StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
+__all__ = ["HigherOrderOperator", "StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
 
 
 def is_taken_apart(operator: Any) -> bool:
@@ -46,6 +51,11 @@ def is_compiled(value: Any) -> bool:
 def take_apart(operator: Any, args: Any, kwargs: Any) -> Any:
     """Call the operators that the dispatcher makes this one of; NotImplemented for a primitive."""
     return operator.decompose(*args, **kwargs)
+
+
+def dense_kernel_of(operator: HigherOrderOperator) -> Any:
+    """Return the function that runs a higher-order operator by others; None if there is none."""
+    return operator.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
 def run_kernel(operator: Any, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gtrainer._torch.arithmetic import (
+    HigherOrderOperator,
     TorchDispatchMode,
+    dense_kernel_of,
     functional_of,
     is_taken_apart,
     run_kernel,
@@ -59,6 +61,8 @@ class ArithmeticMode(TorchDispatchMode):
             operands, its results, and ``shadows.read``.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, arithmetic: Arithmetic, shadows: Shadows | None = None, owner: int = 0):
         super().__init__()
         self.arithmetic = arithmetic
@@ -87,6 +91,12 @@ class ArithmeticMode(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            parts = dense_kernel_of(func)
+            if parts is None:
+                raise NoMeaning(f"{func} runs functions in a way that nobody follows")
+            with self:
+                return parts(*args, **kwargs)
         foreign = [each for each in types if each not in (Tensor, nn.Parameter)]
         if any(issubclass(each, FakeTensor) for each in foreign):
             return func(*args, **kwargs)  # a fake tensor asks for shapes

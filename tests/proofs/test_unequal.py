@@ -2,11 +2,14 @@
 difference.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_gtrainer import meaning, prove
 
@@ -355,6 +358,25 @@ def test_a_meaning_serves_an_operator_without_a_kernel():
         assert kind_of(lambda x: twice(x), lambda x: x + x, X)[0] == "identical"
         assert kind_of(lambda x: twice(x), lambda x: x + 1, X)[0] == "another function"
     del library
+
+
+def test_flex_attention_is_seen_through():
+    """Without a scale of two in the exponent it is what the other attention computes."""
+    qkv = [torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+    def flex(q, k, v):
+        return flex_attention(q, k, v)
+
+    def doubled(q, k, v):
+        return flex_attention(q, k, v, score_mod=lambda score, *_: score * 2)
+
+    plain, whole, other = (
+        make_fx(function)(*qkv)
+        for function in (nn.functional.scaled_dot_product_attention, flex, doubled)
+    )
+    assert prove(whole, copy.deepcopy(whole)).kind == "identical"
+    assert prove(whole, plain).is_at_least("rounds elsewhere")
+    assert prove(other, whole).kind == "another function"
 
 
 # --- graphs and functions together

@@ -137,6 +137,8 @@ def fresh(*, caches: bool) -> Iterator[None]:
         counters.clear()
         stack.callback(counters.clear)
         stack.callback(torch._dynamo.reset)
+        # A compilation that fails would run eager code, and look like one that worked.
+        stack.enter_context(dynamo_config.patch(suppress_errors=False))
         if not caches:
             stack.enter_context(
                 inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)

@@ -190,6 +190,15 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
         name = spec.arg.name
         given[name] = GivenName(kinds.get(spec.kind.name, "input"), spec.target or name)
     copied = _Adoption(program.graph_module, given).run()
+    # A number in the code, ``torch.tensor([1.0])``, is an input of the graph; no caller gives it.
+    constants = {
+        spec.arg.name: program.constants.get(spec.target)
+        for spec in signature.input_specs
+        if spec.kind.name == "CONSTANT_TENSOR"
+    }
+    for node in copied.graph.find_nodes(op="placeholder"):
+        if constants.get(node.name) is not None:
+            node.meta["gt_constant"] = constants[node.name]
 
     results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
     trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")

@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import nodes as marks
 from pytest_gtrainer.graph import parts_of
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import held_as
+from pytest_gtrainer.graphtext.literals import held_as, tensor_content
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.sections import (
     NOWHERE,
@@ -198,6 +198,8 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     if held := meta.get("gt_held_as") or held_as(meta.get("val")):
         tags.append(f"{HELD_AS}({held!r})")
     custom = meta.get("custom")
+    if (constant := meta.get("gt_constant")) is not None:  # of an exported program
+        custom = {**(custom or {}), "constant": tensor_content(constant).strip("'")}
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
         if (region := marks.told_by(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")

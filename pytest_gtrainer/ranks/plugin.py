@@ -294,7 +294,19 @@ class RanksPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        return (yield) if self._alone is None else (yield from restored_after(item))
+        self._refuse_late_marker(item)
+        result = (yield) if self._alone is None else (yield from restored_after(item))
+        self._refuse_late_marker(item)  # the test itself may have added it
+        return result
+
+    def _refuse_late_marker(self, item: pytest.Item) -> None:
+        """Fail a test that got its marker after it could be sent to ranks, and so runs here."""
+        if ranks_spec(item) is not None and not devices.resolve(self.config).in_process:
+            pytest.fail(
+                'gt_world("ranks") was added while the test was running, so no rank ran it: add '
+                "the marker in the test file, or in pytest_collection_modifyitems",
+                pytrace=False,
+            )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(

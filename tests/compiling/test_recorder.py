@@ -689,3 +689,20 @@ def test_the_fixture_is_the_context_manager(gt_compile):
     with gt_compile() as record:
         torch.compile(torch.relu)(torch.ones(2))
     record.assert_compiles(1)
+
+
+@pytest.mark.parametrize("when", ["Dynamo", "Inductor"])
+def test_a_failed_compilation_is_never_replaced_by_eager_code(when):
+    def fails(*_):
+        raise ZeroDivisionError("no code")
+
+    backend, patches = ("inductor", {"post_grad_custom_post_pass": fails})
+    if when == "Dynamo":
+        backend, patches = fails, {}
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        torch._inductor.config.patch(patches),
+        pytest.raises(Exception, match="no code"),
+        gt_compile(),
+    ):
+        torch.compile(torch.relu, backend=backend)(torch.ones(2))

@@ -503,3 +503,24 @@ def test_nodes_are_sorted_behind_their_operands_and_a_cycle_is_named():
     add.args = (mul, 1)
     with pytest.raises(ValueError, match=r"the graph has a cycle, in which (add|mul) is"):
         sorted_nodes(gm.graph.nodes)
+
+
+class PlusNumbers(nn.Module):
+    def __init__(self, *numbers: float):
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x):
+        return x + torch.tensor(self.numbers)
+
+
+@pytest.mark.parametrize("shown", [(1.0, 2.0), (1.0,) * 20])
+def test_the_text_of_an_exported_program_shows_the_numbers_of_its_code(shown):
+    programs = [
+        torch.export.export(PlusNumbers(*numbers), (torch.ones(len(shown)),))
+        for numbers in (shown, (*shown[:-1], 3.0))
+    ]
+    texts = [graphtext.render(program) for program in programs]
+    assert texts[0] != texts[1]
+    assert "custom(constant=" in texts[0]
+    assert graphtext.render(graphtext.parse(texts[0])) == texts[0]

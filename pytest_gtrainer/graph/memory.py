@@ -40,6 +40,7 @@ from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     DYNAMIC_DIMS,
+    arguments_given,
     direction,
     graphs_called,
     is_view,
@@ -352,11 +353,10 @@ class _Liveness:
     def _by_schema(self, node: fx.Node) -> Any:
         """Return the value of an operator, whose schema says which operands its results show."""
         declared = schema(node.target)
-        names = [argument.name for argument in declared.arguments]
         operands: dict[str, list[frozenset[Allocation]]] = {}
-        for name, given in [*zip(names, node.args, strict=False), *node.kwargs.items()]:
-            operands[name] = _by_tensor(fx.node.map_arg(given, self.values.__getitem__))
-
+        for argument, given in arguments_given(node):
+            shown = fx.node.map_arg(given, self.values.__getitem__)
+            operands[argument.name] = _by_tensor(shown)
         values = node.meta["val"] if len(declared.returns) > 1 else [node.meta["val"]]
         results = []
         for returned, result in zip(declared.returns, values, strict=False):
@@ -368,10 +368,10 @@ class _Liveness:
                 sources = next(filter(None, operands.values()), [])
             # A list of views, as that of split, shows its one operand each time.
             count = len(_tensors(result))
-            shown = iter(sources if len(sources) == count else sources[:1] * count)
+            left = iter(sources if len(sources) == count else sources[:1] * count)
 
-            def show(tensor: Tensor, shown: Any = shown) -> frozenset[Allocation]:
-                return next(shown, None) or frozenset(
+            def show(tensor: Tensor, left: Any = left) -> frozenset[Allocation]:
+                return next(left, None) or frozenset(
                     self._new(node, part, self._span(node, part)) for part in parts_of(tensor)
                 )
 

@@ -1,17 +1,22 @@
-"""What a node of a graph is: where it belongs, and what it does beside computing its value.
+"""Read nodes of a graph: where a node belongs, and what it does beside computing its value.
 
-Graph trainers write in ``node.meta``: ``custom["module_fqn"]``, else ``nn_module_stack``, is a
-node's module. ``autograd_backward`` is True on nodes of the backward, the one source of direction.
-``custom["gt_part"]`` is "reduce" on what reduces a parameter's gradient in a stage. ``custom`` has
-the ``KEYS`` of chunked regions. On the output node, ``gt_gathers_once`` is True if a
-parameter is gathered once however often it is read. ``gt_dynamic_dims`` has by name a dynamic
-dimension's symbol and its extent in the example. ``gt_stage_outputs`` counts outputs and gradients
-of inputs.
+Graph trainers write these keys into ``node.meta``:
+
+- ``custom["module_fqn"]``, else ``nn_module_stack``: the node's module.
+- ``autograd_backward``: True on nodes of the backward. Nothing else decides a node's direction.
+- ``custom["gt_part"]``: "reduce" on what reduces a parameter's gradient in a pipeline stage.
+- ``custom`` with the ``KEYS`` of chunked regions.
+
+On the output node:
+
+- ``gt_gathers_once``: True if a parameter is gathered once however often it is read.
+- ``gt_dynamic_dims``: by name a dynamic dimension's symbol and its extent in the example.
+- ``gt_stage_outputs``: the number of a stage's outputs, and that of gradients of its inputs.
 """
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,40 +67,39 @@ _WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
 
 
 def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd"; torch's buckets have that of what they
-    serve.
+    """Return "bwd" for nodes the backward made, else "fwd".
+
+    Nodes of torch's bucketing have no mark; their direction is that of what the bucket serves.
     """
-    meta = node.meta
-    if meta.get("autograd_backward"):
+    if node.meta.get("autograd_backward"):
         return BACKWARD
-    return _direction_of_bucket(node) if _OF_TORCHS_BUCKET in meta else FORWARD
+    return _direction_of_bucket(node) if _OF_TORCHS_BUCKET in node.meta else FORWARD
 
 
 def _direction_of_bucket(node: fx.Node) -> str:
-    """By the nodes around torch's bucket: the first that use it, else those that go into it."""
+    """Return the direction of the nodes that use torch's bucket, else of those that go into it."""
     for neighbours in (operator.attrgetter("users"), operator.attrgetter("all_input_nodes")):
         bucket = walked([node], neighbours, lambda one: _OF_TORCHS_BUCKET in one.meta)
-        around = {other for one in bucket for other in neighbours(one)} - bucket
-        marks = {
-            direction(other)
-            for other in around
-            if other.op not in ("placeholder", "output", "get_attr")
-        }
-        if marks:
-            return BACKWARD if marks == {BACKWARD} else FORWARD
+        directions = set()
+        for member in bucket:
+            for other in neighbours(member):
+                if other not in bucket and other.op not in ("placeholder", "output", "get_attr"):
+                    directions.add(direction(other))
+        if directions:
+            return BACKWARD if directions == {BACKWARD} else FORWARD
     return FORWARD
 
 
 def node_fqn(node: fx.Node) -> str:
-    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else ""
-    .
+    """Return the FQN of the module that a node belongs to; "" if none is known.
+
+    ``custom`` decides, else the innermost module of ``nn_module_stack``.
     """
-    meta = node.meta
-    custom = meta.get("custom")
-    if custom and (fqn := custom.get("module_fqn")):
+    fqn = (node.meta.get("custom") or {}).get("module_fqn")
+    if fqn:
         return str(fqn)
-    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -104,18 +108,19 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def refuse_fake(gm: fx.GraphModule, what: str) -> None:
-    """ValueError in a fake world, if the graph has a collective: its numbers mean nothing."""
+    """Raise ValueError in a fake world if the graph has a collective: no data moves there."""
     if not dist.is_initialized() or dist.get_backend() != "fake":
         return
-    graph = getattr(getattr(gm, "__self__", gm), "graph", None)  # of an interpreter's run, too
-    found = (
-        "no graph to look into" if graph is None else next(filter(is_collective, graph.nodes), None)
-    )
+    # ``gm`` may be the ``run`` of an interpreter.
+    graph = getattr(getattr(gm, "__self__", gm), "graph", None)
+    found: Any = "no graph to look into"
+    if graph is not None:
+        found = next(filter(is_collective, graph.nodes), None)
     if found is not None:
-        wrong = (
-            f"{what} has {found}, and a fake world moves no data, so no run in it means anything"
+        raise ValueError(
+            f"{what} has {found}, and a fake world moves no data, so no run in it means anything: "
+            'use gt_world("ranks"), or simulate_graph'
         )
-        raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -137,14 +142,11 @@ class Call(NamedTuple):
 
 
 def is_random(node: fx.Node | Call) -> bool:
-    """Return whether the node draws from a random generator; torch tags attention without dropout,
-    too, which does not.
-    """
+    """Return whether the node draws from a random generator."""
     if not draws(node.target):
         return False
-    if isinstance(node.target, HigherOrderOperator):
-        return True
-    return argument_of(node, "dropout_p") != 0.0
+    # Torch tags attention as random even where its dropout is off.
+    return isinstance(node.target, HigherOrderOperator) or argument_of(node, "dropout_p") != 0.0
 
 
 def draws(target: object) -> bool:
@@ -164,14 +166,20 @@ def parameter(target: object, name: str) -> tuple[int, str] | None:
 
 
 def argument_of(node: fx.Node | Call, *names: str) -> Any:
-    """Return what an operator is given as the first argument of these names, or its default; None
-    if it has none.
-    """
-    for place, argument in enumerate(schema(node.target).arguments):
+    """Return the first argument that has one of these names, or its default; None without one."""
+    for argument, given in arguments_given(node):
         if argument.name in names:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             return argument.default_value if given is None else given
     return None
+
+
+def arguments_given(node: fx.Node | Call) -> Iterator[tuple[Any, Any]]:
+    """Yield each declared argument of an operator, and what the node gives for it, or None."""
+    for place, argument in enumerate(schema(node.target).arguments):
+        if place < len(node.args):
+            yield argument, node.args[place]
+        else:
+            yield argument, node.kwargs.get(argument.name)
 
 
 def leaves_of(argument: Any) -> list[Any]:
@@ -182,7 +190,7 @@ def leaves_of(argument: Any) -> list[Any]:
 
 
 def short_name(node: fx.Node) -> str:
-    """The operator's name without namespace and overload; of others as Python has it."""
+    """Return the operator's name without namespace and overload, or the function's name."""
     if isinstance(node.target, OpOverload):
         return str(schema(node.target).name).partition("::")[2]
     return str(getattr(node.target, "__name__", node.target))
@@ -196,24 +204,26 @@ def held(gm: Any, path: str) -> Any:
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
-    """The graphs inside a graph that a node is given, by the operands that hold them."""
-    found = {one: held(gm, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"}
-    return {one: body for one, body in found.items() if isinstance(body, fx.GraphModule)}
+    """Return the graphs inside a graph that a node is given, by the operands that hold them."""
+    found = {}
+    for operand in node.all_input_nodes:
+        body = held(gm, str(operand.target)) if operand.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            found[operand] = body
+    return found
 
 
 def graphs_called(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return [
-        *([module] if isinstance(module, fx.GraphModule) else []),
-        *bodies_of(gm, node).values(),
-    ]
+    """Return the graphs that a node calls: a module, or arguments of a higher-order operator."""
+    found = list(bodies_of(gm, node).values())
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        return [module, *found] if isinstance(module, fx.GraphModule) else found
+    return found
 
 
 def is_view(target: object) -> bool:
-    """Return whether an operator's result shares memory with its operand, to which it does not
-    write.
-    """
+    """Return whether an operator's result shares its operand's memory, and nothing is written."""
     return isinstance(target, OpOverload) and (
         target.is_view or target is torch.ops.aten._unsafe_view.default
     )
@@ -225,22 +235,19 @@ def mutates(node: fx.Node) -> bool:
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that the node's operator writes to; ``x += 1`` of a number makes another one."""
+    """Return the operands that the node's operator writes to."""
     written: list[fx.Node] = []
-    if not isinstance(node.target, OpOverload):
-        if (
-            node.op == "call_function"
-            and node.target in _WRITING
-            and isinstance(first := node.args[0], fx.Node)
-        ):
+    if isinstance(node.target, OpOverload):
+        for argument, given in arguments_given(node):
+            if argument.is_write:
+                fx.node.map_arg(given, written.append)
+    elif node.op == "call_function" and node.target in _WRITING:
+        first = node.args[0]
+        if isinstance(first, fx.Node):
             value = first.meta.get("val", first.meta.get("example_value"))
+            # ``x += 1`` of a number makes another number.
             if value is None or isinstance(value, torch.Tensor):
                 written.append(first)
-        return written
-    for place, argument in enumerate(schema(node.target).arguments):
-        if argument.is_write:
-            given = node.args[place] if place < len(node.args) else None
-            fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
     return written
 
 
@@ -259,9 +266,7 @@ def written_parameters(target: object) -> list[tuple[int, str]]:
 
 
 def returns_an_operand(node: fx.Node) -> bool:
-    """Return whether the result is, or holds, the operand that the operator writes to, as of
-    ``add_`` and ``+=``.
-    """
+    """Return whether the result is the operand that is written to, as of ``add_`` and ``+=``."""
     if isinstance(node.target, OpOverload):
         return any(result.is_write for result in schema(node.target).returns)
     return node.target in _IN_PLACE
@@ -272,9 +277,7 @@ def walked(
     onward: Callable[[fx.Node], Iterable[fx.Node]],
     is_of_it: Callable[[fx.Node], bool] = lambda node: True,
 ) -> set[fx.Node]:
-    """The nodes that ``onward`` leads to, step by step, the starts among them, as far as all
-    ``is_of_it``.
-    """
+    """Return the starts and what ``onward`` leads to, step by step, while ``is_of_it`` holds."""
     found: set[fx.Node] = set()
     todo = list(starts)
     while todo:
@@ -286,22 +289,19 @@ def walked(
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view, a part of one, a wait, or the result of an operator in place,
-    shows.
-    """
+    """Return the node whose memory a view, an item, a wait or an operator in place shows."""
     while True:
-        if (
-            is_view(node.target) or node.target is operator.getitem or is_wait(node)
-        ) and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        elif returns_an_operand(node) and (written := written_operands(node)):
-            node = written[0]
+        if is_view(node.target) or node.target is operator.getitem or is_wait(node):
+            operands = node.all_input_nodes
         else:
+            operands = written_operands(node) if returns_an_operand(node) else []
+        if not operands:
             return node
+        node = operands[0]
 
 
 def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes whose memory is written to, each with those that write to it, in graph order."""
+    """Return the nodes whose memory is written to, each with its writers in graph order."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         for operand in written_operands(node):
@@ -310,8 +310,9 @@ def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node without readers must stay: it writes, communicates, draws or asserts,
-    or nobody can tell.
+    """Return whether a node without readers must stay.
+
+    It writes, communicates, draws random numbers or asserts, or it is unknown what it does.
     """
     if node.op in ("placeholder", "output", "call_module", "call_method"):
         return True
@@ -319,23 +320,20 @@ def has_effect(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return is_random(node) or is_collective(node) or bool(node.is_impure(impure_random=False))
-    # Python's operators on sizes and tuples have none; x += y and x.grad = y write, and nobody may
-    # read what they give
-    plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
-    return not plain or node.target in _WRITING or bool(node.is_impure())
+    # Python's operators on sizes and tuples have none, but x += y and x.grad = y write.
+    is_plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+    return not is_plain or node.target in _WRITING or bool(node.is_impure())
 
 
 def annotation(fqn: str, role: str, producer: str, chunk_id: int | None = None) -> dict[str, Any]:
-    """The keys of one node; those of a boundary have no ``chunk_id``."""
+    """Return the keys of a node in a chunked region; a boundary has no ``chunk_id``."""
     keys: dict[str, Any] = {REGION_FQN: fqn, ROLE: role, PRODUCER: producer}
     return keys if chunk_id is None else {CHUNK_ID: chunk_id, **keys}
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a node's annotation says: the chunked module, the role there, who chunked it, and which
-    chunk.
-    """
+class ChunkAnnotation:
+    """The keys of a node in a chunked region, read back: module, role, producer, and chunk."""
 
     fqn: str
     role: str
@@ -343,28 +341,33 @@ class Told:
     chunk_id: int | None
 
     def words(self) -> list[str]:
-        """All but the module in the words of a graph text: the chunk of a body, else the role.
+        """Return all but the module in the words of a graph text: the chunk of a body, or the role.
 
-        >>> Told("layers.0", BODY, GRAPH, 1).words(), Told("layers.0", SPLIT_BOUNDARY, EAGER, None).words()
-        (['1'], ['split_boundary', 'eager'])
+        >>> ChunkAnnotation("layers.0", BODY, GRAPH, 1).words()
+        ['1']
+        >>> ChunkAnnotation("layers.0", SPLIT_BOUNDARY, EAGER, None).words()
+        ['split_boundary', 'eager']
         """
         place = self.role if self.chunk_id is None else str(self.chunk_id)
         return [place] if self.producer == GRAPH else [place, self.producer]
 
 
-def told_by(custom: Mapping[Any, Any]) -> Told | None:
-    """The annotation among a node's annotations, None if there is none that ``annotation`` made."""
-    if ROLE not in custom:
-        return None
-    told = Told(
-        custom.get(REGION_FQN, ""), custom[ROLE], custom.get(PRODUCER, ""), custom.get(CHUNK_ID)
+def chunk_annotation(custom: Mapping[Any, Any]) -> ChunkAnnotation | None:
+    """Return what ``annotation`` wrote among a node's annotations; None if it wrote nothing."""
+    found = ChunkAnnotation(
+        custom.get(REGION_FQN, ""),
+        custom.get(ROLE, ""),
+        custom.get(PRODUCER, ""),
+        custom.get(CHUNK_ID),
     )
-    regular = (
-        told.fqn
-        and told.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION)
-        and told.producer in (EAGER, GRAPH)
+    is_ours = (
+        found.fqn
+        and found.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION)
+        and found.producer in (EAGER, GRAPH)
+        # Bodies have the number of their chunk, and nothing else has one.
+        and (found.role == BODY) == (found.chunk_id is not None)
     )
-    return told if regular and (told.role == BODY) == (told.chunk_id is not None) else None
+    return found if is_ours else None
 
 
 DTYPES: dict[torch.dtype, str] = {
@@ -389,5 +392,5 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 def spell_dtype(dtype: torch.dtype) -> str:
-    """``bf16``; a dtype without a short name has torch's."""
+    """Return the short name of a dtype, as ``bf16``; torch's name if it has none."""
     return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")

@@ -27,7 +27,15 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import held, is_view, is_wait, short_name, walked, written_operands
+from pytest_gtrainer.graph.nodes import (
+    arguments_given,
+    held,
+    is_view,
+    is_wait,
+    short_name,
+    walked,
+    written_operands,
+)
 
 _aten = torch.ops.aten
 _KEEPS_ORDER = frozenset(
@@ -234,11 +242,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def sent_operands(launch: fx.Node) -> list[fx.Node]:
     """The tensors that go into a collective, without those that it only writes its result to."""
     found: list[fx.Node] = []
-    for place, argument in enumerate(schema(launch.target).arguments):
+    for argument, given in arguments_given(launch):
         if not argument.name.startswith("out"):
-            given = (
-                launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
-            )
             fx.node.map_arg(given, found.append)
     return found
 

@@ -201,7 +201,7 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     if (constant := meta.get("gt_constant")) is not None:  # of an exported program
         custom = {**(custom or {}), "constant": tensor_content(constant).strip("'")}
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
-        if (region := marks.told_by(custom)) is not None:
+        if (region := marks.chunk_annotation(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
             custom = {key: value for key, value in custom.items() if key not in marks.KEYS}
         tags += _annotations(custom)

@@ -19,7 +19,7 @@ from pytest_gtrainer import (
     eager_chunked,
     trace_step,
 )
-from pytest_gtrainer.graph.nodes import direction, node_fqn, told_by
+from pytest_gtrainer.graph.nodes import chunk_annotation, direction, node_fqn
 from pytest_gtrainer.references.config import checkpoint_layers
 
 
@@ -411,7 +411,7 @@ def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
         traced = trace_step(net, lambda model, x: model(x), (X,))
     told = {"fwd": [], "bwd": []}
     for node in (node for node in traced.gm.graph.nodes if node.op == "call_function"):
-        if (found := told_by(node.meta.get("custom", {}))) is not None:
+        if (found := chunk_annotation(node.meta.get("custom", {}))) is not None:
             assert (found.fqn, found.producer, node_fqn(node)) == (
                 "layers.0",
                 "eager",

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
-from pytest_gtrainer.graph.nodes import direction, is_random, node_fqn, told_by
+from pytest_gtrainer.graph.nodes import chunk_annotation, direction, is_random, node_fqn
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages
 from pytest_gtrainer.passes.graph_pass import graph_pass
@@ -141,7 +141,7 @@ def _chunks_with_exchanges(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.N
     for node in nodes:
         if node.op == "placeholder":
             continue  # a backward graph's saved activation keeps the annotation of its forward
-        annotated = told_by(node.meta.get("custom") or {})
+        annotated = chunk_annotation(node.meta.get("custom") or {})
         if annotated is not None and annotated.chunk_id is not None:
             region = regions.setdefault(RegionKey(annotated.fqn, direction(node)), {})
             region.setdefault(annotated.chunk_id, []).append(node)

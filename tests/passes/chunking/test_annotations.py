@@ -12,26 +12,26 @@ from pytest_gtrainer.graph.nodes import (
     REGION_FQN,
     ROLE,
     SPLIT_BOUNDARY,
-    Told,
+    ChunkAnnotation,
     annotation,
-    told_by,
+    chunk_annotation,
 )
 
 
 @pytest.mark.parametrize(
     ("reported", "words"),
     [
-        (Told("layers.0", BODY, GRAPH, 1), ["1"]),
-        (Told("layers.0.moe", BODY, EAGER, 0), ["0", "eager"]),
-        (Told("layers.0", SPLIT_BOUNDARY, GRAPH, None), ["split_boundary"]),
-        (Told("layers.1", MATERIALIZATION, EAGER, None), ["materialization", "eager"]),
+        (ChunkAnnotation("layers.0", BODY, GRAPH, 1), ["1"]),
+        (ChunkAnnotation("layers.0.moe", BODY, EAGER, 0), ["0", "eager"]),
+        (ChunkAnnotation("layers.0", SPLIT_BOUNDARY, GRAPH, None), ["split_boundary"]),
+        (ChunkAnnotation("layers.1", MATERIALIZATION, EAGER, None), ["materialization", "eager"]),
     ],
     ids=str,
 )
 def test_an_annotation_is_read_back(reported, words):
     """G11, I3"""
     keys = annotation(reported.fqn, reported.role, reported.producer, reported.chunk_id)
-    assert told_by({"module_fqn": "layers.0.w", **keys}) == reported
+    assert chunk_annotation({"module_fqn": "layers.0.w", **keys}) == reported
     assert reported.words() == words
 
 
@@ -59,4 +59,4 @@ OF_A_BODY, OF_A_BOUNDARY = (
     ids=str,
 )
 def test_what_is_no_annotation_of_ours(keys):
-    assert told_by(keys) is None
+    assert chunk_annotation(keys) is None

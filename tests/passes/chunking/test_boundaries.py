@@ -23,9 +23,9 @@ from pytest_gtrainer.graph.nodes import (
     BODY,
     MATERIALIZATION,
     SPLIT_BOUNDARY,
+    chunk_annotation,
     direction,
     node_fqn,
-    told_by,
 )
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def rewritten(model, config, inputs):
 
 
 def chunk_annotation(node):
-    return told_by(node.meta.get("custom") or {})
+    return chunk_annotation(node.meta.get("custom") or {})
 
 
 def with_role(gm, role):

@@ -18,7 +18,7 @@ from pytest_gtrainer import (
     data_parallel,
     trace_step,
 )
-from pytest_gtrainer.graph.nodes import BODY, direction, told_by
+from pytest_gtrainer.graph.nodes import BODY, chunk_annotation, direction
 
 CHUNKS = ChunkConfig("layers.*.moe", num_chunks=2)
 
@@ -78,7 +78,7 @@ def test_the_published_one(gt_mesh, gt_golden):
         for index in range(3, config.n_layers)
         for way in ("fwd", "bwd")
     }
-    found = [(told_by(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
+    found = [(chunk_annotation(node.meta.get("custom") or {}), node) for node in gm.graph.nodes]
     assert {
         (each.fqn, direction(node))
         for each, node in found

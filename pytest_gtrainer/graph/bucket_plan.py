@@ -6,7 +6,8 @@ own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no 
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,8 +29,7 @@ def get_default_transformer_block_buckets(
     moe_layers: Collection[int] = (),
     expert_fsdp_degree: int = 1,
 ) -> list[PlanEntry]:
-    """Return the plan of torchtitan's models: the embedding, one bucket for each of ``n_layers``
-    blocks, norm and head.
+    """Return the plan of torchtitan's models: embedding, ``n_layers`` blocks, norm and head.
 
     Args:
         chunked_loss_enabled: chunked cross entropy runs the head inside the loss, so "loss" joins
@@ -67,29 +67,37 @@ def expert_fsdp_degree(
     tp: int = 1,
     ep: int = 1,
 ) -> int:
-    """Ranks a routed expert is sharded over: those of ``efsdp``, else ``dp_shard * cp * tp //
-    ep``; at least 1.
+    """Return the number of ranks that a routed expert is sharded over, at least 1.
+
+    That is ``efsdp`` of the mesh; without a mesh ``dp_shard * cp * tp // ep``.
     """
     if ep < 1:
         raise ValueError(f"ep={ep}: experts are on one rank at least")
-    return max(1, mesh.get("efsdp", 1) if mesh is not None else dp_shard * cp * tp // ep)
+    if mesh is not None:
+        return max(1, mesh.get("efsdp", 1))
+    return max(1, dp_shard * cp * tp // ep)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One entry of a plan."""
+    """One entry of a plan.
+
+    Attributes:
+        fqns: the modules of the entry.
+        roots: the modules that eager FSDP2 wraps for it. That decides the order of the payload, and
+            the association of gradient sums, as FSDP2 hands a wrapped module's inputs on by a
+            function. A list that is all of a layer except for modules with buckets of their own
+            (routed experts) has the layer as its root, because trainers wrap it so:
+            ``fully_shard(experts)``, then ``fully_shard(block)``.
+    """
 
     fqns: tuple[str, ...]
     roots: tuple[str, ...] = ()
-    """What eager FSDP2 wraps for it: its FQNs. A list that is all of a layer but some modules with
-    buckets of their own (routed experts) is the layer, as trainers wrap it:
-    ``fully_shard(experts)``, then ``fully_shard(block)``. That decides the payload's order, and the
-    association of gradient sums: FSDP2 hands a wrapped module's inputs on by a function.
-    """
 
     @property
     def label(self) -> str:
-        """
+        """Return the name of the bucket in messages.
+
         >>> Bucket(("norm", "lm_head")).label
         'norm+lm_head'
         """
@@ -104,35 +112,41 @@ class Plan:
             raise PlanError(
                 f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]"
             )
-        fqns_of: list[tuple[str, ...]] = []
+        lists: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
-            if not (fqns := tuple(entry) if isinstance(entry, list | tuple) else (entry,)):
+            fqns = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+            if not fqns:
                 raise PlanError(f"entry {index} of the bucket plan is empty")
-            if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
-                raise PlanError(
-                    f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs"
-                )
-            fqns_of.append(fqns)
-        layers = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
-        pairs = zip(layers, fqns_of, strict=True)
-        roots = [
-            (layer,) if layer is not None and layers.count(layer) == 1 else fqns
-            for layer, fqns in pairs
-        ]
-        self.buckets = tuple(map(Bucket, fqns_of, roots))
+            for fqn in fqns:
+                if not isinstance(fqn, str):
+                    raise PlanError(
+                        f"entry {index} of the bucket plan has {fqn!r}: "
+                        "expected FQNs, or lists of FQNs"
+                    )
+            lists.append(fqns)
+        # Trainers wrap a layer as a whole, unless its modules are in several lists.
+        wrapped = Counter(layer_of(fqns[0]) for fqns in lists if len(fqns) > 1)
+        buckets = []
         self._by_fqn: dict[str, Bucket] = {}
-        for bucket in self.buckets:
-            if len(homes := sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})) > 1:
+        for fqns in lists:
+            layer = layer_of(fqns[0])
+            is_wrapped = len(fqns) > 1 and wrapped[layer] == 1
+            bucket = Bucket(fqns, (layer,) if layer is not None and is_wrapped else fqns)
+            buckets.append(bucket)
+            homes = sorted({layer_of(fqn) or "no layer" for fqn in fqns})
+            if len(homes) > 1:
                 raise PlanError(
-                    f"bucket {bucket.label!r} spans {' and '.join(homes)}: one bucket stays within one layer"
+                    f"bucket {bucket.label!r} spans {' and '.join(homes)}: "
+                    "one bucket stays within one layer"
                 )
-            for fqn in bucket.fqns:
+            for fqn in fqns:
                 if fqn in self._by_fqn:
                     raise PlanError(f"the bucket plan names {fqn!r} twice")
                 self._by_fqn[fqn] = bucket
+        self.buckets = tuple(buckets)
 
     def bucket_of(self, fqn: str) -> Bucket | None:
-        """The bucket of the innermost entry at or above ``fqn``; None if no entry is."""
+        """Return the bucket of the innermost entry at or above ``fqn``, or None."""
         while fqn:
             if fqn in self._by_fqn:
                 return self._by_fqn[fqn]
@@ -140,66 +154,66 @@ class Plan:
         return self._by_fqn.get("")
 
     def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
-        """Raise PlanError for one of ``tied_parameters`` in several buckets; what no entry covers
-        is in the root's.
-        """
+        """Raise PlanError if one of ``tied_parameters`` is in several buckets."""
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
-            buckets = {
-                bucket.label if bucket else "the root" for bucket in map(self.bucket_of, modules)
-            }
-            if len(buckets) > 1:
+            buckets = [self.bucket_of(module) for module in modules]
+            # The root's group has what no entry covers.
+            labels = sorted({bucket.label if bucket else "the root" for bucket in buckets})
+            if len(labels) > 1:
+                others = ", ".join(repr(name) for name in names[1:])
                 raise PlanError(
-                    f"Parameter {names[0]!r} is shared with {', '.join(map(repr, names[1:]))} in another bucket "
-                    f"({', '.join(sorted(buckets))}): FSDP2 manages a shared/tied parameter in one group, so place "
-                    f"its modules in the same bucket, {modules!r}"
+                    f"Parameter {names[0]!r} is shared with {others} in another bucket "
+                    f"({', '.join(labels)}): FSDP2 manages a shared/tied parameter in one group, "
+                    f"so place its modules in the same bucket, {modules!r}"
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
         """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs."""
-        paths = (fqn.split(".") for fqn in known)
-        prefixes = {
-            LOSS,
-            "",
-            *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)),
-        }
+        prefixes = {LOSS, ""}
+        for fqn in known:
+            while fqn not in prefixes:
+                prefixes.add(fqn)
+                fqn = fqn.rpartition(".")[0]
         if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
             raise unknown_modules(missing, sorted(prefixes))
 
 
 def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError:
-    """Return what to raise for entries of a plan that are no module of a model, whose modules are
-    ``known``.
-    """
+    """Return the error for ``missing`` entries of a plan; the model's modules are ``known``."""
     close = difflib.get_close_matches(missing[0], known, n=1)
-    told = f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
+    hint = f", did you mean {close[0]!r}?" if close else ""
     roots = ", ".join(fqn for fqn in known if fqn not in ("", LOSS) and "." not in fqn)
     return PlanError(
-        f"{told}{f', did you mean {close[0]!r}?' if close else ''}; its outermost modules are {roots}; "
-        "list these, or modules inside them, as bucket_plan; n_layers=N stands for the names of torchtitan's models"
+        f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
+        f"{hint}; its outermost modules are {roots}; list these, or modules inside them, as "
+        "bucket_plan; n_layers=N stands for the names of torchtitan's models"
     )
 
 
 def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of each parameter that several modules hold, by the first of them; a module registered
-    twice is one.
+    """Return the names of each parameter that several modules hold, by the first of them.
+
+    A module that is registered twice counts as one.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             names.setdefault(parameter, []).append(name)
-    return {held[0]: tuple(held) for held in names.values() if len(held) > 1}
+    return {fqns[0]: tuple(fqns) for fqns in names.values() if len(fqns) > 1}
 
 
 def layer_of(fqn: str) -> str | None:
-    """The layer a module belongs to: its FQN up to the first index.
+    """Return the layer of a module: its FQN up to the first index.
 
     >>> layer_of("layers.3.experts.0.w1"), layer_of("norm")
     ('layers.3', None)
     """
     parts = fqn.split(".")
-    numbers = (place for place, part in enumerate(parts, start=1) if part.isdigit())
-    return ".".join(parts[:place]) if (place := next(numbers, 0)) else None
+    for place, part in enumerate(parts, start=1):
+        if part.isdigit():
+            return ".".join(parts[:place])
+    return None
 
 
 ORDERS = ("managed", "registration", "execution")
@@ -208,8 +222,11 @@ PayloadKey = Callable[[Bucket, FsdpCollective], tuple[int, ...]]
 
 
 def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
-    """All parameters of a model in FSDP2's order, depth first, from their names in
-    ``named_parameters`` order.
+    """Return all parameters of a model in FSDP2's order, depth first.
+
+    Args:
+        parameter_fqns: their names in ``named_parameters`` order.
+        below: the prefix of all these names.
 
     >>> managed_order(["scale", "w.weight", "w.bias", "norm.weight"])
     ['w.weight', 'w.bias', 'norm.weight', 'scale']
@@ -218,32 +235,33 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
     children: dict[str, list[str]] = {}
     for fqn in parameter_fqns:
         child, dot, _ = fqn.removeprefix(below).partition(".")
-        (children.setdefault(child, []) if dot else own).append(fqn)
-    return [
-        *(
-            fqn
-            for child, fqns in children.items()
-            for fqn in managed_order(fqns, f"{below}{child}.")
-        ),
-        *own,
-    ]
+        siblings = children.setdefault(child, []) if dot else own
+        siblings.append(fqn)
+    ordered: list[str] = []
+    for child, fqns in children.items():
+        ordered += managed_order(fqns, f"{below}{child}.")
+    return ordered + own
 
 
 def managed_order_of(model: nn.Module) -> list[str]:
-    """The same by torch's walk over the modules; one registered twice counts where the walk comes
-    to it first.
+    """Return the order in which FSDP2 walks over the modules of a model.
+
+    A module that is registered twice counts where the walk comes to it first.
     """
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     seen: set[nn.Module] = set()
+    ordered: dict[str, None] = {}
 
-    def walk(module: nn.Module) -> Iterator[str]:
+    def walk(module: nn.Module) -> None:
         seen.add(module)
         for child in module.children():
             if child not in seen:
-                yield from walk(child)
-        yield from (names[parameter] for parameter in module.parameters(recurse=False))
+                walk(child)
+        for parameter in module.parameters(recurse=False):
+            ordered[names[parameter]] = None
 
-    return list(dict.fromkeys(walk(model)))
+    walk(model)
+    return list(ordered)
 
 
 def sort_key(
@@ -252,32 +270,34 @@ def sort_key(
     graph_position: Callable[[FsdpCollective], int],
     managed: Sequence[str] | None = None,
 ) -> PayloadKey:
-    """The key that puts a bucket's members into payload order; a ValueError for an unknown word.
-    ``order`` is "managed" (FSDP2's, as the tracer wrote it down, else from the names),
-    "registration", "execution", or a list of FQNs; ``parameter_fqns`` are in registration order.
-    What it leaves out comes last, in graph order.
+    """Return the key that puts the members of a bucket into payload order.
+
+    Args:
+        order: "managed" (FSDP2's), "registration", "execution", or a list of FQNs. Members that a
+            list leaves out come last, in graph order.
+        parameter_fqns: all parameters in registration order.
+        managed: FSDP2's order as the tracer wrote it down; by default it is read off the names.
+
+    Raises:
+        ValueError: ``order`` is an unknown word.
     """
     if order == "execution":
         return lambda bucket, member: (graph_position(member),)
-    if not isinstance(order, str):
-        fqns = list(order)
+    fqns = parameter_fqns
+    if order == "managed":
+        fqns = managed or managed_order(parameter_fqns)
+    elif not isinstance(order, str):
+        fqns = order
     elif order not in ORDERS:
         raise ValueError(
             f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs"
-        )
-    else:
-        fqns = (
-            list(managed or managed_order(parameter_fqns))
-            if order == "managed"
-            else list(parameter_fqns)
         )
     rank = {fqn: place for place, fqn in enumerate(fqns)}
 
     def key(bucket: Bucket, member: FsdpCollective) -> tuple[int, ...]:
         root = 0
-        if (
-            order == "managed"
-        ):  # which of the bucket's roots holds the parameter; behind all of them if none does
+        if order == "managed":
+            # FSDP2 goes through the roots of a group; what no root holds comes behind them.
             holds = [not fqn or member.parameter.startswith(f"{fqn}.") for fqn in bucket.roots]
             root = [*holds, True].index(True)
         return (root, rank.get(member.parameter, len(rank)), graph_position(member))

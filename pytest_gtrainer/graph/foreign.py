@@ -9,9 +9,9 @@ one. AOTAutograd and Inductor leave *descriptors* in ``meta["desc"]``, which cou
 import ast
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -26,16 +26,18 @@ from pytest_gtrainer._torch.foreign_graphs import (
     source_of,
 )
 from pytest_gtrainer._torch.graph_modules import result_structure
-from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
+from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
 from pytest_gtrainer.graph import joined, parts_of
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
+    arguments_given,
     direction,
     held,
     is_view,
     leaves_of,
     node_fqn,
     short_name,
+    stack_path,
     walked,
 )
 
@@ -47,9 +49,7 @@ class WithGraph(Protocol):  # a recorded pass, a traced step
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram | WithGraph
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
-"""Names for the inputs of a graph: the model, FQNs by the name of the placeholder, or Dynamo's
-graph of the model.
-"""
+"""Names for the inputs of a graph: the model, FQNs by placeholder, or Dynamo's graph of the model."""
 
 
 class GivenName(NamedTuple):
@@ -241,7 +241,7 @@ def _roots(gm: fx.GraphModule) -> set[str]:
     """Return the variables that hold the models of a graph."""
     roots = set()
     for node in gm.graph.nodes:
-        path = source_of(node) if node.op == "placeholder" else _stack_path(node)
+        path = source_of(node) if node.op == "placeholder" else stack_path(node)
         if path is None:
             continue
         # The source of another input names a variable, too, but no model.
@@ -258,17 +258,11 @@ def is_foreign(gm: fx.GraphModule) -> bool:
                 return False
             if source_of(node) is not None or "desc" in node.meta:
                 return True
-        elif path_of(_stack_path(node))[0]:
+        elif path_of(stack_path(node))[0]:
             return True
         if "example_value" in node.meta:
             return True
     return False
-
-
-def _stack_path(node: fx.Node) -> str:
-    """Return the path of the innermost module that the node was traced in; "" if none is known."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given:
@@ -329,7 +323,13 @@ def _value_of(node: fx.Node) -> Any:
 
 
 class _Adoption:
-    """One graph, or a body of it."""
+    """Copies one graph, or a graph inside a graph, with our metadata.
+
+    Args:
+        given: names of inputs by placeholder, or of Dynamo's inputs in their order.
+        keeps_roots: FQNs begin with the variable that holds the model.
+        is_backward: all nodes belong to the backward.
+    """
 
     def __init__(
         self,
@@ -345,15 +345,14 @@ class _Adoption:
 
     def run(self) -> fx.GraphModule:
         graph = fx.Graph()
-        known: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in sorted_nodes(self.gm.graph.nodes):
-            copied = known[node] = graph.node_copy(node, known.__getitem__)
+            copied = copies[node] = graph.node_copy(node, copies.__getitem__)
             copied.meta = dict(node.meta)
             self._mark(node, copied)
         _name_by_use(graph)
-        bodies = self._bodies(graph)
         made = fx.GraphModule(self.gm, graph)
-        for name, body in bodies.items():
+        for name, body in self._bodies(graph).items():
             home, _, last = name.rpartition(".")
             setattr(made.get_submodule(home), last, body)
         made.meta = dict(self.gm.meta)
@@ -365,161 +364,164 @@ class _Adoption:
         return made
 
     def _bodies(self, graph: fx.Graph) -> dict[str, fx.GraphModule]:
-        """Graphs inside the graph by their attribute, their inputs named as what every call of them
-        gives.
+        """Return copies of the graphs inside the graph, by attribute.
+
+        Their inputs are named as what every call of them gives.
         """
-        calls: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        calls: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
         for call in graph.nodes:
             for holder in filter(self._is_graph, call.all_input_nodes):
-                calls.setdefault(str(holder.target), []).append((holder, call))
+                calls[str(holder.target)].append((holder, call))
         made = {}
         for name, users in calls.items():
-            body, is_backward = (
-                held(self.gm, name),
-                all(direction(call) == BACKWARD for _, call in users),
-            )
-            given = _agreed([self._given_to(body, *user) for user in users])
+            body = held(self.gm, name)
+            is_backward = all(direction(call) == BACKWARD for _, call in users)
+            given = _agreed([self._given_to(body, holder, call) for holder, call in users])
             made[name] = _Adoption(body, given, self.keeps_roots, is_backward).run()
         return made
 
     def _given_to(
         self, body: fx.GraphModule, holder: fx.Node, call: fx.Node
     ) -> dict[str, GivenName]:
-        """Return what a call of a graph gives to its inputs: what stands behind the graphs that the
-        call names.
+        """Return what a call gives to the inputs of a graph, by placeholder.
+
+        Args:
+            holder: the operand of ``call`` that holds ``body``.
         """
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
         name, given = short_name(call), leaves_of(call.args)
-        own: list[GivenName] = []
+        own: list[GivenName] = []  # inputs that the operator makes itself; they come first
         if name in _CARRYING:
             groups = [argument for argument in call.args if isinstance(argument, list | tuple)]
-            for role in _CARRYING[name]:
-                own += [GivenName("input", f"{name}.{role}.{n}") for n in range(len(groups.pop(0)))]
-            given = leaves_of(groups)
+            for role, carried in zip(_CARRYING[name], groups, strict=False):
+                own += [GivenName("input", f"{name}.{role}.{n}") for n in range(len(carried))]
+            given = leaves_of(groups[len(_CARRYING[name]) :])
         elif name.startswith("flex_attention") and len(call.args) > 1:
-            scores, masks = (leaves_of(buffers) for buffers in call.args[-2:])
-            is_mask = any(
-                isinstance(argument, tuple) and holder in argument for argument in call.args
-            )
-            given = masks if is_mask else scores
+            # The call has the buffers of the score function, then those of the mask function.
+            is_mask = any(isinstance(each, tuple) and holder in each for each in call.args)
+            given = leaves_of(call.args[-1 if is_mask else -2])
             own = [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
-            own += [GivenName("input", "gradient")] * (len(inputs) - len(own) - len(given) == 1)
+            if len(inputs) - len(own) - len(given) == 1:
+                own.append(GivenName("input", "gradient"))
         else:
-            last = max(
-                (place for place, one in enumerate(given) if self._is_graph(one)), default=-1
-            )
-            given = [one for one in given[last + 1 :] if not isinstance(one, str)]
+            graphs = [place for place, operand in enumerate(given) if self._is_graph(operand)]
+            behind = given[max(graphs, default=-1) + 1 :]
+            given = [operand for operand in behind if not isinstance(operand, str)]
         names = [*own, *map(_operand_name, given)]
-        pairs = zip(inputs, names, strict=True) if len(names) == len(inputs) else ()
-        return {name: told for name, told in pairs if told is not None}
+        if len(names) != len(inputs):
+            return {}
+        return {place: name for place, name in zip(inputs, names, strict=True) if name is not None}
 
     def _is_graph(self, operand: Any) -> bool:
         is_held = isinstance(operand, fx.Node) and operand.op == "get_attr"
         return is_held and isinstance(held(self.gm, str(operand.target)), fx.GraphModule)
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
+        """Write our metadata on the copy of a node."""
         meta = copied.meta
-        if (
-            isinstance(node.target, OpOverloadPacket)
-            and len(overloads := node.target.overloads()) == 1
-        ):
-            copied.target = getattr(
-                node.target, overloads[0]
-            )  # as Dynamo calls collectives and custom operators
+        # Dynamo calls collectives and custom operators by their packet.
+        if isinstance(node.target, OpOverloadPacket) and len(node.target.overloads()) == 1:
+            copied.target = getattr(node.target, node.target.overloads()[0])
         if "val" not in meta and "example_value" in meta:
             meta["val"] = meta["example_value"]
         custom = meta.get("custom") or {}
-        if "module_fqn" not in custom and (path := _stack_path(node)):
+        path = stack_path(node)
+        if path and "module_fqn" not in custom:
             root, steps = path_of(path)
-            if steps := (root, *steps) if self.keeps_roots and root else steps:
+            if self.keeps_roots and root:
+                steps = (root, *steps)
+            if steps:
                 meta["custom"] = {**custom, "module_fqn": joined(steps)}
             for stack in ("nn_module_stack", "fwd_nn_module_stack"):
                 meta.pop(stack, None)
         if node.op == "placeholder":
             self._name_input(node, copied)
-        elif self.is_backward or any(
-            source in self.behind_tangents for source in node.all_input_nodes
-        ):
+        elif self.is_backward or not self.behind_tangents.isdisjoint(node.all_input_nodes):
+            # The backward of an autograd.Function has no mark of autograd.
             self.behind_tangents.add(node)
-            meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
-        elif is_view(node.target) and any(
-            direction(source) == BACKWARD for source in copied.all_input_nodes
-        ):
-            meta["autograd_backward"] = True  # nor what takes local tensors of gradients
+            meta["autograd_backward"] = True
+        elif is_view(node.target) and BACKWARD in map(direction, copied.all_input_nodes):
+            # What takes the local tensors of gradients has none, either.
+            meta["autograd_backward"] = True
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
-        if (described := described_input(node)) is not None and described.is_tangent:
+        described = described_input(node)
+        if described is not None and described.is_tangent:
             self.behind_tangents.add(node)
         if "gt_input" in node.meta:
             return
-        if (name := self.given.get(str(node.target))) is None:
-            if described is not None:
-                name = self._name_of(described)
-            elif (source := source_of(node)) is not None:
-                name = named_source(source, _value_of(node), self.keeps_roots)
-            elif node.meta.get("original_aten") is not None:
-                name = GivenName("input", _saved_name(copied))
+        name = self.given.get(str(node.target))
+        source = source_of(node)
+        if name is None and described is not None:
+            name = self._name_of(described)
+        elif name is None and source is not None:
+            name = named_source(source, _value_of(node), self.keeps_roots)
+        elif name is None and node.meta.get("original_aten") is not None:
+            name = GivenName("input", _saved_name(copied))
         if name is not None:
             copied.meta["gt_input"] = name._asdict()
 
     def _name_of(self, described: Input) -> GivenName | None:
+        """Return the name of an input that AOTAutograd describes, by Dynamo's names."""
         if described.fqn is not None:
             return GivenName(described.kind, described.fqn)
         if described.index is None or described.index >= len(self.dynamo):
             return None
         name = self.dynamo[described.index]
-        return name._replace(fqn=f"{name.fqn}{described.suffix}") if described.suffix else name
+        return name._replace(fqn=f"{name.fqn}{described.suffix}")
 
     def _name_outputs(self, output: fx.Node) -> None:
-        """Names of results, if descriptors tell every one."""
-        descriptors = output.meta.get("desc")
-        leaves = output.args[0]
-        if "gt_outputs" in output.meta or not all(
-            isinstance(each, list | tuple) for each in (descriptors, leaves)
-        ):
+        """Name the results, if AOTAutograd describes every one."""
+        descriptors, results = output.meta.get("desc"), output.args[0]
+        are_lists = isinstance(descriptors, list | tuple) and isinstance(results, list | tuple)
+        if "gt_outputs" in output.meta or not are_lists:
             return
-        told, parameters = list[str](), list[str]()
-        place = 0  # gradients are in the order of the inputs
-        for descriptor, leaf in zip(descriptors, leaves, strict=False):
-            if descriptor is None and leaf is None and place < len(self.dynamo):
-                told.append(self.dynamo[place].fqn)
+        names, parameters = list[str](), list[str]()
+        place = 0  # among Dynamo's inputs, whose order gradients have
+        for descriptor, result in zip(descriptors, results, strict=False):
+            if descriptor is None and result is None and place < len(self.dynamo):
+                names.append(self.dynamo[place].fqn)  # an input without a gradient
                 place += 1
                 continue
-            if (described := described_output(descriptor)) is None:
+            described = described_output(descriptor)
+            if described is None:
                 return
-            kind, of = described.kind, described.of
-            if kind == "kept" and isinstance(leaf, fx.Node):
-                told.append(_saved_name(leaf))
-            elif of is not None and (name := self._name_of(of)) is not None:
-                told.append(
-                    f"{'' if kind == 'gradient' else 'updated.'}{name.fqn}{described.suffix}"
-                )
-                place = (of.index or 0) + 1 if kind == "gradient" else place
-                parameters += [name.fqn] if name.kind == "parameter" else []
+            kind, source = described.kind, described.of
+            if kind == "kept" and isinstance(result, fx.Node):
+                names.append(_saved_name(result))
+            elif source is not None and (name := self._name_of(source)) is not None:
+                fqn = f"{name.fqn}{described.suffix}"
+                names.append(fqn if kind == "gradient" else f"updated.{fqn}")
+                if kind == "gradient":
+                    place = (source.index or 0) + 1
+                if name.kind == "parameter":
+                    parameters.append(name.fqn)
             elif kind == "output":
-                told.append(f"output_{described.place}{described.suffix}")
+                names.append(f"output_{described.place}{described.suffix}")
             else:
                 return
-        if len(told) == len(leaves):
-            output.meta["gt_outputs"], output.meta["gt_parameters"] = tuple(told), tuple(parameters)
+        if len(names) == len(results):
+            output.meta["gt_outputs"] = tuple(names)
+            output.meta["gt_parameters"] = tuple(parameters)
 
 
 def _saved_name(node: fx.Node) -> str:
-    """The name of a value that the forward keeps, the same in both graphs: of the input that it is,
-    or its operator.
+    """Return the name of a value that the forward keeps, the same in both graphs.
+
+    It is that of the input that the value is, or of its operator.
     """
-    fqn = _told_name(node) or _value_name(node)
+    fqn = _name_of_input(node) or _name_of_value(node)
     return fqn if fqn.startswith("kept.") else f"kept.{fqn}"
 
 
-def _told_name(node: fx.Node) -> str:
-    """Return what an input is called, and "" for what is none."""
-    told = node.meta.get("gt_input")
-    return str(told["fqn"]) if told is not None else str(node.meta.get("gt_argument", ""))
+def _name_of_input(node: fx.Node) -> str:
+    """Return the name of an input; "" for any other node, or if none is known."""
+    known = node.meta.get("gt_input") or {"fqn": node.meta.get("gt_argument", "")}
+    return str(known["fqn"])
 
 
-def _value_name(node: fx.Node) -> str:
-    """A computed value by its module and operator, as the tracer saw it."""
+def _name_of_value(node: fx.Node) -> str:
+    """Return the module and the operator of a computed value, as the tracer saw it."""
     while node.target is getitem and node.meta.get("original_aten") is None:
         node = node.all_input_nodes[0]
     operator = getattr(node.meta.get("original_aten"), "__name__", None) or short_name(node)
@@ -527,91 +529,87 @@ def _value_name(node: fx.Node) -> str:
 
 
 def _name_by_use(graph: fx.Graph) -> None:
-    """Name inputs of which nobody says what they are by their first use behind views:
-    ``layers.0.up.addmm_mat2``.
-    """
+    """Name each input without a name by its first use behind views: ``layers.0.up.addmm_mat2``."""
     inputs = graph.find_nodes(op="placeholder")
     if not any("desc" in node.meta for node in inputs):
         return
     place = {node: place for place, node in enumerate(graph.nodes)}
-    first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
-    for node in (each for each in inputs if not _told_name(each)):
-        value, user = node, min(node.users, key=place.__getitem__, default=None)
-        while (
-            user
-            and user.users
-            and value in user.args[:1]
-            and (is_view(user.target) or user.target is torch.ops.aten._to_copy.default)
-        ):
+    by_first_user: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    for node in inputs:
+        if _name_of_input(node):
+            continue
+        value = node
+        user = min(node.users, key=place.__getitem__, default=None)
+        while user is not None and user.users and value in user.args[:1]:
+            if not is_view(user.target) and user.target is not torch.ops.aten._to_copy.default:
+                break
             value, user = user, min(user.users, key=place.__getitem__)
-        first.setdefault(user, []).append((value, node))
+        by_first_user[user].append((value, node))
     seen: Counter[str] = Counter()
-    for user in sorted(first, key=lambda user: len(place) if user is None else place[user]):
-        order = {value: at for at, value in enumerate(user.all_input_nodes if user else ())}
-        for value, node in sorted(first[user], key=lambda pair: order.get(pair[0], 0)):
+    for user in sorted(by_first_user, key=lambda user: place.get(user, len(place))):
+        operands = user.all_input_nodes if user is not None else []
+        order = {operand: at for at, operand in enumerate(operands)}
+        for value, node in sorted(by_first_user[user], key=lambda pair: order.get(pair[0], 0)):
             name = _use(value, user)
             seen[name] += 1
             node.meta["gt_argument"] = f"{name}_{seen[name] - 1}" if seen[name] > 1 else name
 
 
 def _use(value: fx.Node, user: fx.Node | None) -> str:
-    """``layers.0.up.addmm_mat2``: the argument of an operator, in its module."""
-    if user is None or user.op == "output":
-        return "result" if user else "unused"
-    names = (
-        [argument.name for argument in schema(user.target).arguments]
-        if isinstance(user.target, OpOverload)
-        else []
+    """Return the argument that a value is, in its module: ``layers.0.up.addmm_mat2``."""
+    if user is None:
+        return "unused"
+    if user.op == "output":
+        return "result"
+    given: list[tuple[Any, Any]] = [*enumerate(user.args), *user.kwargs.items()]
+    if isinstance(user.target, OpOverload):
+        given = [(argument.name, operand) for argument, operand in arguments_given(user)]
+    name = next(
+        name for name, operand in given if any(each is value for each in leaves_of(operand))
     )
-    given = [*zip_longest(names[: len(user.args)], user.args), *user.kwargs.items()]
-    at = next(
-        name or at
-        for at, (name, each) in enumerate(given)
-        if any(leaf is value for leaf in leaves_of(each))
-    )
-    return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
+    return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{name}")))
 
 
-_OF_A_SCORE = (
-    "score",
-    "b",
-    "h",
-    "q_idx",
-    "kv_idx",
-)  # inputs of flex attention's functions; a mask has no score
+# Inputs of flex attention's functions; that of a mask has no score.
+_OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")
 _CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
-"""What loops give to their graphs, another value each time; behind it they give what stays."""
+"""The groups of operands that a loop gives to its graph, another value each time.
+
+The operands behind them stay the same.
+"""
 
 
 def _operand_name(operand: Any) -> GivenName | None:
-    if (
-        not isinstance(operand, fx.Node)
-        or "gt_argument" in operand.meta
-        or operand.op == "get_attr"
-    ):
+    """Return the name of what a call gives to a graph; None if it has none."""
+    if not isinstance(operand, fx.Node) or operand.op == "get_attr":
         return None
-    if (told := operand.meta.get("gt_input")) is not None:
-        return GivenName(**told)
-    return None if operand.op == "placeholder" else GivenName("input", _value_name(operand))
+    if "gt_input" in operand.meta and "gt_argument" not in operand.meta:
+        return GivenName(**operand.meta["gt_input"])
+    if operand.op == "placeholder" or "gt_argument" in operand.meta:
+        return None
+    return GivenName("input", _name_of_value(operand))
 
 
 def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
-    """Return what all calls of a graph say of its inputs; of layers that share one, the end that
-    their FQNs have in common.
+    """Return what all calls of a graph say of its inputs.
+
+    Layers that share a graph agree in the end that their FQNs have in common.
     """
     agreed = {}
     for name in set(calls[0]).intersection(*calls):
-        kinds, fqns = zip(*(call[name] for call in calls), strict=True)
-        ends = zip(*(parts_of(fqn)[::-1] for fqn in fqns), strict=False)
-        common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, ends)]
-        if common and len({*kinds}) == 1:
-            agreed[name] = GivenName(kinds[0], ".".join(common[::-1]))
+        kinds = {call[name].kind for call in calls}
+        paths = [parts_of(call[name].fqn)[::-1] for call in calls]
+        same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+        common = [parts[0] for parts in same]
+        if common and len(kinds) == 1:
+            agreed[name] = GivenName(kinds.pop(), ".".join(common[::-1]))
     return agreed
 
 
 def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes behind their operands, else in the graph's order: Inductor's passes may leave a graph
-    unsorted.
+    """Return nodes behind their operands, else in the graph's order.
+
+    Inductor's passes may leave a graph unsorted.
     """
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)
@@ -619,7 +617,8 @@ def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         for node in waiting:
             if all(source in ordered for source in node.all_input_nodes):
                 ordered[node] = None
-        if len(late := [node for node in waiting if node not in ordered]) == len(waiting):
+        late = [node for node in waiting if node not in ordered]
+        if len(late) == len(waiting):
             raise ValueError(f"the graph has a cycle, in which {late[0].name} is")
         waiting = late
     return list(ordered)

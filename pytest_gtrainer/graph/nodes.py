@@ -96,8 +96,11 @@ def node_fqn(node: fx.Node) -> str:
     ``custom`` decides, else the innermost module of ``nn_module_stack``.
     """
     fqn = (node.meta.get("custom") or {}).get("module_fqn")
-    if fqn:
-        return str(fqn)
+    return str(fqn) if fqn else stack_path(node)
+
+
+def stack_path(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node was traced in; "" if none is known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     return str(list(stack.values())[-1][0]) if stack else ""
 

@@ -1,18 +1,18 @@
-"""What is packed into a collective and where its result goes, read off data movement: whoever
-bucketed the graph.
+"""Read what is packed into a collective and where its result goes, whoever bucketed the graph.
 
-The way up: each value is told as its *parts*, graph inputs and their bytes in memory order.
-``cat``, copies into a buffer and torch's packing operators join parts; what has one parameter above
-it is one part. The way down follows a piece of the result to the graph's outputs. A value that
-depends on a user's input is an *activation*, no payload. What has parameters above it and cannot be
-read is *unread*, with the node at which the order is lost.
+The way up: each value is described by its *parts*, graph inputs and their bytes in memory order.
+``cat``, copies into a buffer and torch's packing operators join parts. A value with one parameter
+above it is one part. A value that depends on a user's input is an *activation*, no payload. A value
+with parameters above it that cannot be read is *unread*, with the node at which the order is lost.
+
+The way down follows each piece of the result to the outputs of the graph.
 """
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import getitem
 from typing import Any
 
@@ -28,6 +28,7 @@ from pytest_gtrainer._torch.passes import (
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import (
+    argument_of,
     arguments_given,
     held,
     is_view,
@@ -56,22 +57,15 @@ _KEEPS_ORDER = frozenset(
         "convert_element_type",
     }
 )
-_TURNS = (
-    "flip",
-    "rev",
-    "rot90",
-    "shuffle",
-    "roll",
-    "take",
-    "gather",
-    "index",
-)  # what they give has another order
+# Operators, by a part of their names, whose results have another order.
+_TURNS = ("flip", "rev", "rot90", "shuffle", "roll", "take", "gather", "index")
+_SPLITS = ("split", "split_with_sizes", "unbind", "chunk")
 _MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "where", "set_", *_TURNS)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``nbytes`` that come from one graph input; from none, so filling."""
+    """``nbytes`` that come from the graph input ``source``; filling if that is None."""
 
     source: fx.Node | None
     nbytes: int
@@ -89,150 +83,150 @@ State = tuple[Part, ...] | Unread | str  # parts, unread, or ``ACTIVATION``
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
-    """For each collective what goes in at its launch, in one walk; a ValueError if the graph is not
-    sorted.
+    """Return for each collective the states of its operands when it is launched.
+
+    Raises:
+        ValueError: the graph is not sorted.
     """
     reader = _Reader()
     return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
 
 
 class _Reader:
-    """The state of every value so far."""
+    """The states of all values, in the order of the graph."""
 
     def __init__(self) -> None:
         self._state: dict[fx.Node, State] = {}
-        self._of_rank: dict[
-            fx.Node, tuple[Part, ...]
-        ] = {}  # of buffers for all ranks, the parts of this one
-        self._inputs_are_told = False
+        # By a buffer that holds the parts of all ranks, those of this rank.
+        self._of_rank: dict[fx.Node, tuple[Part, ...]] = {}
+        self._inputs_are_named = False
 
     def step(self, node: fx.Node) -> list[State] | None:
-        """Read the next node; of a collective what goes in."""
+        """Read the next node; return the states of its operands if it launches a collective."""
         state = self._state
+        sent = None
         if node.op == "placeholder":
-            self._inputs_are_told |= "gt_input" in node.meta
-            state[node] = _of_input(node)
-        elif node.op == "output":
-            return None
+            self._inputs_are_named |= "gt_input" in node.meta
+            state[node] = _input_state(node)
         elif node.op == "get_attr":
+            # The module may hold parameters; its other constants are filling.
             value = held(node.graph.owning_module, str(node.target))
-            # a parameter that the module holds; other constants are filling
-            state[node] = (
-                Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),
-            )
-        elif late := [operand for operand in node.all_input_nodes if operand not in state]:
-            raise ValueError(
-                f"the graph is not sorted: {node.name} uses {late[0].name} before it is defined, as torch's bucketing "
-                "leaves a graph; call torch._inductor.pattern_matcher.stable_topological_sort(gm.graph) first"
-            )
-        else:
-            sent = (
-                [state[operand] for operand in sent_operands(node)]
-                if launches(node.target)
-                else None
-            )
+            source = node if isinstance(value, torch.nn.Parameter) else None
+            state[node] = (Part(source, nbytes_of(value)),)
+        elif node.op != "output":
+            if late := [operand for operand in node.all_input_nodes if operand not in state]:
+                raise ValueError(
+                    f"the graph is not sorted: {node.name} uses {late[0].name} before it is "
+                    "defined, as torch's bucketing leaves a graph; call torch._inductor."
+                    "pattern_matcher.stable_topological_sort(gm.graph) first"
+                )
+            if launches(node.target):
+                sent = [state[operand] for operand in sent_operands(node)]
             state[node] = result = self._result(node)
             for written in written_operands(node):
-                for alias in _aliases(written):
-                    if alias in state:
-                        known = alias is written and node.target is _aten.copy_.default
-                        state[alias] = result if known or isinstance(result, str) else Unread(node)
-            return sent
-        return None
+                for alias in _aliases(written) & state.keys():
+                    # Only copy_ says what lies in memory then, and not in other views of it.
+                    is_known = alias is written and node.target is _aten.copy_.default
+                    state[alias] = result if is_known or result == ACTIVATION else Unread(node)
+        return sent
 
     def _result(self, node: fx.Node) -> State:
+        """Return the state of what an operator gives."""
         operands = [self._state[operand] for operand in _operands(node)]
-        parts = self._state.get(scaled_operand(node) or node) if len(operands) > 1 else None
-        if isinstance(parts, tuple) and any(part.source for part in parts):
-            return _scaled(parts, nbytes_of(node.meta.get("val"))) or Unread(node)
-        if any(isinstance(operand, str) for operand in operands):
-            has_parameter = any(
-                part.source for parts in operands if isinstance(parts, tuple) for part in parts
-            )
-            return (
-                Unread(node) if has_parameter and _packs(node) else ACTIVATION
-            )  # a bucket of both is no activation
-        if (joined := self._joined(node)) is not None:
+        nbytes = nbytes_of(node.meta.get("val"))
+        scaled = scaled_operand(node)
+        if len(operands) > 1 and scaled is not None:
+            parts = self._state[scaled]
+            if isinstance(parts, tuple) and _sources([parts]):
+                return _scaled(parts, nbytes) or Unread(node)
+        sources = _sources(operands)
+        if ACTIVATION in operands:
+            # A bucket of activations and parameters is no activation.
+            return Unread(node) if sources and _packs(node) else ACTIVATION
+        joined = self._joined(node)
+        if joined is not None:
             return joined
         unread = next((operand for operand in operands if isinstance(operand, Unread)), None)
-        sources = {
-            part.source: None for parts in operands if isinstance(parts, tuple) for part in parts
-        }
-        sources.pop(None, None)
         if unread is None and len(sources) <= 1:
-            return (Part(next(iter(sources), None), nbytes_of(node.meta.get("val"))),)
-        only = operands[0] if len(operands) == 1 else None
-        if isinstance(only, tuple) and (is_wait(node) or short_name(node) in _KEEPS_ORDER):
-            return _scaled(only, nbytes_of(node.meta.get("val"))) or Unread(node)
-        if len(operands) > 1 and computes(node) and not self._inputs_are_told:
-            # of parameters and inputs, which only a tracer's metadata would tell apart
+            return (Part(next(iter(sources), None), nbytes),)
+        keeps_order = is_wait(node) or short_name(node) in _KEEPS_ORDER
+        if keeps_order and len(operands) == 1 and isinstance(operands[0], tuple):
+            return _scaled(operands[0], nbytes) or Unread(node)
+        # Without metadata, parameters and inputs are alike, and their product is no bucket.
+        if len(operands) > 1 and computes(node) and not self._inputs_are_named:
             return ACTIVATION
         return unread or Unread(node)
 
     def _joined(self, node: fx.Node) -> State | None:
-        """The parts of an operator that packs; None for all others."""
+        """Return the parts of an operator that packs; None for all others."""
         target: Any = node.target
         args: Any = node.args
         if target is _aten.cat.default and _is_outermost(node, node, 1):
-            width = node.meta[
-                "val"
-            ].element_size()  # that of the widest dtype: the others are cast to it
-            values = [tensor.meta.get("val") for tensor in args[0]]
-            sizes = [
-                nbytes_of(one) * width // getattr(one, "element_size", lambda: width)()
-                for one in values
-            ]
-            return self._concatenated(args[0], sizes)
+            # The result has the widest dtype, to which the other tensors are cast.
+            width = node.meta["val"].element_size()
+            return self._concatenated(args[0], [_numel(tensor) * width for tensor in args[0]])
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
         name = schema(target).name if isinstance(target, OpOverload) else ""
         if name == PRE_BUCKET_ALL_GATHER:
-            tensors: Any = args[0]
-            widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]
-            sizes = [
-                tensor.meta["val"].numel() * size
-                for tensor, size in zip(tensors, widths, strict=True)
-            ]
+            tensors = args[0]
+            dtypes = [dtypes_of_buckets()[index] for index in args[3]]
+            numels = [tensor.meta["val"].numel() for tensor in tensors]
+            sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
         elif name == COPY_IN:
             tensors = args[0]
             sizes = [size * args[1].meta["val"].element_size() for size in args[2]]
         else:
-            base = args[0] if args else None
-            if isinstance(base, fx.Node) and base in self._of_rank and _is_part_of_rank(node, base):
-                return self._of_rank[base]
+            is_part = bool(args) and isinstance(args[0], fx.Node) and args[0] in self._of_rank
+            if is_part and _is_part_of_rank(node, args[0]):
+                return self._of_rank[args[0]]
             return None
         parts = self._concatenated(tensors, sizes)
         if isinstance(parts, tuple):
+            # What they give has the parts of all ranks, and those of the others are unknown.
             self._of_rank[node] = parts
             return Unread(node)
         return parts
 
     def _concatenated(self, tensors: Any, sizes: Iterable[int]) -> State:
-        """The parts of tensors one behind the other, each brought to its size."""
+        """Return the parts of tensors one behind the other, each brought to its size."""
         found: list[Part] = []
         for tensor, size in zip(tensors, sizes, strict=True):
             parts = self._state[tensor]
+            if isinstance(parts, Unread):
+                return parts
             scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
             if scaled is None:
-                return parts if isinstance(parts, Unread) else Unread(tensor)
+                return Unread(tensor)
             found += scaled
         return tuple(found)
 
 
-def _of_input(node: fx.Node) -> State:
-    """A parameter; of an unknown kind too, unless it holds indices. A buffer is filling, as no
-    layout names it.
-    """
-    value, kind = node.meta.get("val"), node.meta.get("gt_input", {}).get("kind")
+def _sources(states: Iterable[State]) -> dict[fx.Node, None]:
+    """Return the parameters among the parts of states, each once, in order."""
+    found: dict[fx.Node, None] = {}
+    for parts in states:
+        for part in parts if isinstance(parts, tuple) else ():
+            if part.source is not None:
+                found[part.source] = None
+    return found
+
+
+def _input_state(node: fx.Node) -> State:
+    """Return the state of a placeholder; an unknown one is a parameter unless it holds indices."""
+    value = node.meta.get("val")
+    kind = node.meta.get("gt_input", {}).get("kind")
     is_number = not isinstance(value, torch.Tensor) or value.dtype in (torch.int64, torch.bool)
     if kind == "input" or (kind is None and is_number):
         return ACTIVATION
+    # A buffer is filling, because no layout names it.
     return (Part(None if kind == "buffer" else node, nbytes_of(value)),)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a node computes from; a control dependency reads none of those that it only
-    stands behind.
+    """Return the values that a node computes from.
+
+    A control dependency does not read the values that it only stands behind.
     """
     if is_control_dependency(node):
         return [operand for operand in node.args[2:] if isinstance(operand, fx.Node)]
@@ -240,7 +234,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def sent_operands(launch: fx.Node) -> list[fx.Node]:
-    """The tensors that go into a collective, without those that it only writes its result to."""
+    """Return the tensors that go into a collective, without those that only take its result."""
     found: list[fx.Node] = []
     for argument, given in arguments_given(launch):
         if not argument.name.startswith("out"):
@@ -249,7 +243,7 @@ def sent_operands(launch: fx.Node) -> list[fx.Node]:
 
 
 def nbytes_of(value: Any) -> int:
-    """Bytes of a tensor or of several; 0 for what is none, or of a size that only the run knows."""
+    """Return the bytes of a tensor or of several; 0 for no tensor, or if only the run knows them."""
     if isinstance(value, list | tuple):
         return sum(map(nbytes_of, value))
     size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
@@ -257,8 +251,9 @@ def nbytes_of(value: Any) -> int:
 
 
 def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
-    """The parts after a cast that makes ``nbytes`` of all; None if they do not divide so."""
-    if (total := sum(part.nbytes for part in parts)) == nbytes:
+    """Return the parts after a cast to ``nbytes`` in all; None if they do not divide so."""
+    total = sum(part.nbytes for part in parts)
+    if total == nbytes:
         return parts
     if len(parts) == 1:
         return (Part(parts[0].source, nbytes),)
@@ -268,25 +263,22 @@ def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
 
 
 def _packs(node: fx.Node) -> bool:
-    """Return whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat
-    tensors.
-    """
+    """Return whether an operator can only be a bucket: torch's own, or ``cat`` of flat tensors."""
     if node.target is _aten.cat.default:
         return getattr(node.meta.get("val"), "ndim", 0) == 1
-    return isinstance(node.target, OpOverload) and schema(node.target).name in (
-        PRE_BUCKET_ALL_GATHER,
-        COPY_IN,
-    )
+    packing = (PRE_BUCKET_ALL_GATHER, COPY_IN)
+    return isinstance(node.target, OpOverload) and schema(node.target).name in packing
 
 
 def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
-    """Return whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts
-    one behind the other.
+    """Return whether the parts of a ``cat`` or ``split`` lie one behind the other in memory.
+
+    Args:
+        whole: the node with all parts, the ``cat`` or the operand of the ``split``.
+        place: that of the dim among the arguments.
     """
-    value, dim = (
-        whole.meta.get("val"),
-        node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0),
-    )
+    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+    value = whole.meta.get("val")
     if not isinstance(value, torch.Tensor) or type(dim) is not int:
         return False
     return all(size == 1 for size in value.shape[: dim % value.ndim])
@@ -295,26 +287,24 @@ def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
 def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
     """Return whether a node takes this rank's part out of a buffer for all ranks."""
     if node.target is getitem:
-        return node.args[1] == 0  # `all_gather_copy_in` gives it first
+        return node.args[1] == 0  # all_gather_copy_in returns this rank's part first
     if node.target is not _aten.slice.Tensor or schema(base.target).name != PRE_BUCKET_ALL_GATHER:
         return False
-    args: Any = base.args
-    share = base.meta["val"].numel() // args[1]
-    begin: Any = node.args[2] if len(node.args) > 2 else 0
-    return bool(begin == share * args[4]) and _numel(node) == share
+    _, group_size, _, _, rank, *_ = base.args
+    share = base.meta["val"].numel() // group_size
+    begin = node.args[2] if len(node.args) > 2 else 0
+    return bool(begin == share * rank) and _numel(node) == share
 
 
 def _aliases(node: fx.Node) -> set[fx.Node]:
-    """The values that share memory with this one, by views."""
+    """Return the values that share memory with this one, by views."""
     while is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return {node} | walked(node.users, lambda one: one.users, lambda one: is_view(one.target))
 
 
 def computes(node: fx.Node) -> bool:
-    """Return whether an operator of torch makes new numbers of its operands, more than to move or
-    to cast them.
-    """
+    """Return whether an operator of torch makes new numbers: it does more than move or cast."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
     return not any(word in short_name(node) for word in _MOVES)
@@ -326,23 +316,20 @@ def reduces(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether every element of the result is made of the elements at its place: the order
-    stays.
-    """
+    """Return whether each element of the result comes from the elements at its place."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def scaled_operand(node: fx.Node) -> fx.Node | None:
-    """Return what an operator multiplies, divides or else changes by tensors of one element: by a
-    count, by a loss scale.
-    """
-    if not is_pointwise(node) or len(operands := node.all_input_nodes) < 2:
+    """Return the operand that is changed by tensors of one element: by a count, by a loss scale."""
+    operands = node.all_input_nodes
+    if not is_pointwise(node) or len(operands) < 2:
         return None
-    first = max(operands, key=_numel)
-    is_scaled = _numel(first) == _numel(node) and all(
-        _numel(one) <= 1 for one in operands if one is not first
-    )
-    return first if is_scaled else None
+    largest = max(operands, key=_numel)
+    if _numel(largest) != _numel(node):
+        return None
+    is_scaled = all(_numel(operand) <= 1 for operand in operands if operand is not largest)
+    return largest if is_scaled else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +344,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where a piece of a result ends: at outputs of the graph by position, or at a node that uses
-    it.
+    """The end of a piece of a result.
+
+    Attributes:
+        outputs: positions among the results of the graph, if it arrives there.
+        used_by: else the node that computes with it.
+        added: other values were added to it on the way.
     """
 
     piece: Piece
@@ -381,88 +372,79 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
         if piece.node in outputs:
             found.append(Arrival(piece, tuple(outputs[piece.node]), added=added))
         for user in piece.node.users:
-            if user.op == "output" or (
-                is_control_dependency(user) and piece.node not in user.args[2:]
-            ):
+            only_orders = is_control_dependency(user) and piece.node not in user.args[2:]
+            if user.op == "output" or only_orders:
                 continue
             below = _below(piece, user, begins)
-            joins = added or (
-                len(user.all_input_nodes) > 1
-                and is_pointwise(user)
-                and scaled_operand(user) is None
-            )
-            todo += [(one, joins) for one in below or ()]
             if below is None:
                 found.append(Arrival(piece, (), user))
+                continue
+            is_sum = len(user.all_input_nodes) > 1 and is_pointwise(user)
+            joins = added or (is_sum and scaled_operand(user) is None)
+            todo += [(each, joins) for each in below]
     return sorted(found, key=lambda arrival: arrival.piece.at)
 
 
 def _begins(user: fx.Node) -> dict[fx.Node, list[int]]:
-    """Return where in the result of a ``cat`` each of its tensors begins; one may stand there
-    twice.
-    """
+    """Return where in a ``cat`` each of its tensors begins; one tensor may stand there twice."""
     found: dict[fx.Node, list[int]] = defaultdict(list)
+    begin = 0
     tensors: Any = user.args[0]
-    for tensor, at in zip(tensors, accumulate(map(_numel, tensors), initial=0), strict=False):
-        found[tensor].append(at)
+    for tensor in tensors:
+        found[tensor].append(begin)
+        begin += _numel(tensor)
     return found
 
 
 def _below(
     piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node, list[int]]]
 ) -> list[Piece] | None:
-    """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
-    node, name = piece.node, short_name(user)
-    size = _numel(node)
+    """Return the piece in what a user makes of it.
+
+    None means that the user computes with it, or that the order is lost.
+    """
+    node, size = piece.node, _numel(piece.node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
-    if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(
-        user, user.all_input_nodes[0], 2
-    ):
+    if short_name(user) in _SPLITS and _is_outermost(user, user.all_input_nodes[0], 2):
         at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
-        return [
-            one for n, item in _items(user) for one in _cut(piece, item, at[n], at[n + 1] - at[n])
-        ]
-    given: Any = user.args[0] if user.args else None
+        cuts = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n, item in _items(user)]
+        return list(chain.from_iterable(cuts))
     value = user.meta.get("val")
-    both = (
-        isinstance(given, list | tuple)
-        and isinstance(value, list | tuple)
-        and len(given) == len(value)
-    )
-    is_coalesced = both and launches(user.target)
-    if is_coalesced or name.startswith("_foreach"):
-        items = [item for n, item in _items(user) if given[n] is node]
-        alike = [item for item in items if (is_coalesced and is_whole) or _numel(item) == size]
-        return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
-    if user.target is getitem and isinstance(
-        node.meta.get("val"), list | tuple
-    ):  # of a collective in place
+    if isinstance(value, list | tuple) and isinstance(user.args[0], list | tuple):
+        is_coalesced = launches(user.target) and len(user.args[0]) == len(value)
+        if is_coalesced or short_name(user).startswith("_foreach"):
+            items = [item for n, item in _items(user) if user.args[0][n] is node]
+            alike = [one for one in items if (is_coalesced and is_whole) or _numel(one) == size]
+            return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
+    # A collective in place returns a list.
+    if user.target is getitem and isinstance(node.meta.get("val"), list | tuple):
         return [Piece(user, 0, piece.at, _numel(user))]
-    begin = _begin(user) if name == "slice" else None
-    # the only reader of a whole takes its padding off; beside others it is a member
-    alone = is_whole and all(
-        other is user or other.op == "output" or reduces(other) for other in node.users
-    )
-    if begin or (begin == 0 and not alone):
+
+    begin = _slice_begin(user) if user.target is _aten.slice.Tensor else None
+    # A slice from 0 on takes off the padding if nobody else reads the whole; beside other readers
+    # it is a member.
+    others = [each for each in node.users if each is not user and each.op != "output"]
+    if begin or (begin == 0 and not (is_whole and all(map(reduces, others)))):
         return _cut(piece, user, begin, _numel(user))
     if user.target is _aten.cat.default and _is_outermost(user, user, 1):
         return [Piece(user, piece.low + at, piece.at, piece.numel) for at in begins(user)[node]]
-    is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
-    if len(_operands(user)) > 1 and (
-        is_number or not is_pointwise(user) or not _numel(user) == size > 0
-    ):
-        return None
-    keeps = is_whole and not any(word in name for word in _TURNS)
-    keeps = (
-        keeps
-        or is_wait(user)
-        or launches(user.target)
-        or name in _KEEPS_ORDER
-        or is_pointwise(user)
-    )
-    if _numel(user) == size and keeps:
+    return _kept(piece, user, is_whole)
+
+
+def _kept(piece: Piece, user: fx.Node, is_whole: bool) -> list[Piece] | None:
+    """Return the piece in the result of a user that neither splits nor joins; None if it is lost."""
+    name, size = short_name(user), _numel(piece.node)
+    if len(_operands(user)) > 1:
+        # A number by which others are scaled is no piece of the result.
+        is_number = scaled_operand(user) not in (None, piece.node)
+        if is_number or not is_pointwise(user) or not _numel(user) == size > 0:
+            return None
+    keeps_order = name in _KEEPS_ORDER or is_wait(user) or is_pointwise(user)
+    keeps_order |= is_whole and not any(word in name for word in _TURNS)
+    if _numel(user) == size and (keeps_order or launches(user.target)):
         return [Piece(user, piece.low, piece.at, piece.numel)]
-    # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
+    # A part that stands for the whole: its padding goes, or a further reduce-scatter takes the
+    # share of a rank.
     is_known = isinstance(user.target, OpOverload) and (
         is_view(user.target) or launches(user.target)
     )
@@ -470,34 +452,31 @@ def _below(
 
 
 def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    return [
-        (user.args[1] % len(node.meta["val"]), user)
-        for user in node.users
-        if user.target is getitem
-    ]
+    items = [user for user in node.users if user.target is getitem]
+    return [(item.args[1] % len(node.meta["val"]), item) for item in items]
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> list[Piece]:
-    """Return what of a piece lies in ``width`` elements from ``begin``, if anything does."""
+    """Clip a piece to ``width`` elements from ``begin`` on; nothing if they do not overlap."""
     low, high = max(piece.low, begin), min(piece.low + piece.numel, begin + width)
     return [Piece(into, low - begin, piece.at + low - piece.low, high - low)] if low < high else []
 
 
 def _numel(node: fx.Node) -> int:
+    """Return the number of elements; 0 for no tensor, or if only the run knows it."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, torch.Tensor) else 0
     return size if type(size) is int else 0
 
 
-def _begin(node: fx.Node) -> int | None:
-    """The first element of a slice of what lies one behind the other; None for another slice."""
-    args: Any = node.args
-    given: list[Any] = list(args[1:])
-    dim, begin, _, step = given + [0, None, None, 1][len(given) :]
-    value = args[0].meta.get("val")
-    if not isinstance(value, torch.Tensor) or dim != 0 or step != 1:
+def _slice_begin(node: fx.Node) -> int | None:
+    """Return the first element of a slice whose elements lie one behind the other; else None."""
+    value = node.all_input_nodes[0].meta.get("val")
+    begin = argument_of(node, "start")
+    begin = 0 if begin is None else begin
+    if not isinstance(value, torch.Tensor) or type(begin) is not int:
         return None
-    if type(begin) is not int:
-        return 0 if begin is None else None
-    row = value.numel() // value.shape[0] if value.shape[0] else 0
-    return (begin if begin >= 0 else begin + value.shape[0]) * row
+    if argument_of(node, "dim") != 0 or argument_of(node, "step") != 1:
+        return None
+    rows = value.shape[0]
+    return (begin if begin >= 0 else begin + rows) * (value.numel() // max(rows, 1))

@@ -1,14 +1,15 @@
-"""Bucket layouts: which parameter sits at which byte of which collective. They are compared before
-bits.
+"""Bucket layouts: which parameter sits at which byte of which collective.
 
-``bucket_layout`` reads one off a graph's nodes, ``references.eager.eager_bucket_layout`` off
-``fully_shard``'s buffers. Limit: of a payload only one end has names in a graph. Bits find a pass
-that packs in one order, unpacks in another.
+Layouts are compared before bits. ``bucket_layout`` reads one off a graph's nodes,
+``references.eager.eager_bucket_layout`` off ``fully_shard``'s buffers.
+
+Limit: a graph names only one end of a payload. A pass that packs in one order and unpacks in
+another has the right layout; its bits are wrong.
 """
 
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -55,6 +56,7 @@ from pytest_gtrainer.graph.packing import (
     nbytes_of,
     packed,
     reduces,
+    sources_of,
 )
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
@@ -62,10 +64,9 @@ KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 _SPLITS = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
 _OWN_COPIES = ("_to_copy", "convert_element_type", "index", "index_select", "gather", "take")
 """Casts, and rows that a model picks from a parameter, as those of chosen experts."""
-_MOST_LINES, _MOST_MOVED = (
-    24,
-    3,
-)  # a failure names enough to see what happened, not every parameter of 126 layers
+# A failure names enough to see what happened, not every parameter of 126 layers.
+_MOST_LINES = 24
+_MOST_MOVED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +80,34 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One collective: what it is, over which ranks, and who sits where.
+    """One collective, and the parameters in it.
 
-    ``padding`` are bytes of one rank's slice in which no parameter sits, as zeros between or behind
-    them.
+    Attributes:
+        ranks: the ranks of its process group.
+        op: the reduction; "" for an all-gather.
+        slots: one for each parameter, in the order in which they are packed.
+        directions: those in which a graph issues it. Eager FSDP2 gathers one payload in both.
+        padding: bytes of one rank's slice without a parameter, zeros between or behind them.
     """
 
     collective: str
     dtype: torch.dtype
     ranks: tuple[int, ...]
-    op: str  # the reduction's, "" for an all-gather
+    op: str
     slots: tuple[Slot, ...]
-    directions: tuple[
-        str, ...
-    ] = ()  # in which a graph issues it; eager FSDP2 gathers one payload in both
+    directions: tuple[str, ...] = ()
     padding: int = 0
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Their FQNs in the order in which they are packed."""
+        """FQNs in the order in which they are packed."""
         return tuple(slot.parameter for slot in self.slots)
 
     @property
     def label(self) -> str:
-        """The bucket in a reader's words: its layer, or its outermost modules."""
-        return "+".join(
-            dict.fromkeys(layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters)
-        )
+        """The name of the bucket in messages: its layer, or its outermost modules."""
+        names = [layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters]
+        return "+".join(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,41 +121,34 @@ class BucketLayout:
     """
 
     payloads: tuple[Payload, ...]
-    kept: tuple[str, ...] = field(
-        default=(), compare=False
-    )  # where values are read is no part of a layout
+    # Where values are read is no part of a layout.
+    kept: tuple[str, ...] = field(default=(), compare=False)
 
     def of(self, collective: str) -> tuple[Payload, ...]:
-        """The payloads of one kind of collective."""
+        """Return the payloads of one kind of collective."""
         return tuple(payload for payload in self.payloads if payload.collective == collective)
 
     def __str__(self) -> str:
         lines = []
         for payload in self.payloads:
-            op, dtype = (
-                f" {payload.op}" if payload.op else "",
-                str(payload.dtype).removeprefix("torch."),
-            )
+            collective = f"{payload.collective} {payload.op}".strip()
+            dtype = str(payload.dtype).removeprefix("torch.")
             ranks = counted(len(payload.ranks), "rank")
-            lines.append(f"{payload.label}: {payload.collective}{op} {dtype} over {ranks}")
-            lines += [
-                f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}"
-                for slot in payload.slots
-            ]
+            lines.append(f"{payload.label}: {collective} {dtype} over {ranks}")
+            for slot in payload.slots:
+                lines.append(f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}")
         return "\n".join(lines)
 
 
 class LayoutDifference(FailedCheck):
     """Two layouts differ; the message names bucket and parameters."""
 
-    __module__ = (
-        "pytest_gtrainer"  # the name that users import, and that fits into a line of a summary
-    )
+    # The name that users import; it fits into a line of pytest's summary.
+    __module__ = "pytest_gtrainer"
 
 
 def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
-    """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of
-    gradients.
+    """Return the place of each parameter in a graph's all-gathers and reductions of gradients.
 
     A reduction is a reduce-scatter, or an all-reduce (over replicas under hybrid sharding, or of
     what is not sharded). Collectives of activations alone are left out. Offsets are bytes inside
@@ -179,133 +174,120 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
             if payload.collective == ALL_GATHER_NAME and payload.directions == (FORWARD,):
                 kept.update(dict.fromkeys(_read_in_backward(node, payload)))
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
-    merged: dict[tuple[Payload, int], list[str]] = {}
+    # The n-th gather of a payload in the forward and the n-th in the backward are one entry.
+    merged: dict[tuple[Payload, int], list[str]] = defaultdict(list)
     repeated: Counter[Payload] = Counter()
     for payload in payloads:
-        merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(
-            payload.directions
-        )
+        merged[replace(payload, directions=()), repeated[payload]] += payload.directions
         repeated[payload] += 1
-    listed = (replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items())
+    listed = [replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items()]
     return BucketLayout(tuple(listed), tuple(kept))
 
 
 class UnreadLayout(ValueError):
-    """A collective of parameters or gradients whose layout cannot be read; the message names the
-    node.
-    """
+    """A layout of parameters or gradients that cannot be read; the message names the node."""
 
 
 class _Reader:
-    """Tells the payloads of one graph's collectives."""
+    """Reads the payloads of one graph's collectives."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._output = gm.graph.output_node()
-        self._inputs = {
-            node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        }
-        self._outputs: dict[fx.Node, list[int]] = {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._inputs = {node: index for index, node in enumerate(placeholders)}
+        self._outputs: dict[fx.Node, list[int]] = defaultdict(list)
         for index, result in enumerate(results_of(gm)):
             if isinstance(result, fx.Node):
-                self._outputs.setdefault(result, []).append(index)
-        told = [node.meta["gt_input"] for node in self._inputs if "gt_input" in node.meta]
-        self._parameters: set[str] = (
-            set()
-        )  # of which gradients may be results, where these have names
-        if "gt_outputs" in (
-            known := self._output.meta
-        ):  # a backward alone does not take all of them
-            self._parameters = {each["fqn"] for each in told if each["kind"] == "parameter"}
-            self._parameters.update(
-                known.get("gt_managed_order", ()), known.get("gt_parameters", ())
-            )
+                self._outputs[result].append(index)
+        # If results have names, those of parameters are gradients. A backward alone does not take
+        # all parameters, so its tracer names them beside.
+        self._parameters: set[str] = set()
+        known = self._output.meta
+        if "gt_outputs" in known:
+            names = [*known.get("gt_managed_order", ()), *known.get("gt_parameters", ())]
+            self._parameters.update(names)
+            for node in placeholders:
+                given = node.meta.get("gt_input")
+                if given is not None and given["kind"] == "parameter":
+                    self._parameters.add(given["fqn"])
 
-    def payloads(self, node: fx.Node, sent: list[State]) -> Iterable[Payload]:
-        """Of one collective; several where it is coalesced, none where it is of activations."""
-        kind, names = (
-            kind_of(node) if node.op == "call_function" else "",
-            self._names_in(node, sent),
-        )
-        is_read = kind and not hides(node)
-        if kind == ALL_GATHER_NAME and is_read:
+    def payloads(self, launch: fx.Node, sent: list[State]) -> Iterator[Payload]:
+        """Yield the payloads of a collective.
+
+        A coalesced collective has several, and one of activations has none.
+
+        Args:
+            sent: what ``packed`` says of its operands.
+        """
+        kind = "" if hides(launch) else kind_of(launch)
+        names = self._names_in(launch, sent)
+        if kind == ALL_GATHER_NAME:
             for state in sent:
                 if isinstance(state, Unread) and names:
-                    raise _unread(node, "gathers", names, state.node)
-                parts = state if isinstance(state, tuple) else ()
-                placed = zip(
-                    parts,
-                    itertools.accumulate((part.nbytes for part in parts), initial=0),
-                    strict=False,
-                )
-                slots = [
-                    Slot(self._name(part.source, node), at, part.nbytes)
-                    for part, at in placed
-                    if part.source
-                ]
+                    raise _unread(launch, "gathers", names, state.node)
+                slots: list[Slot] = []
+                size = 0
+                for part in state if isinstance(state, tuple) else ():
+                    if part.source is not None:
+                        slots.append(Slot(self._name(part.source, launch), size, part.nbytes))
+                    size += part.nbytes
                 if slots:
-                    size = sum(part.nbytes for part in parts)
-                    yield self._payload(ALL_GATHER_NAME, node, tuple(slots), size)
-        elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
-            yield from self._reductions(kind, node)
+                    yield self._payload(ALL_GATHER_NAME, launch, slots, size)
+        elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME):
+            yield from self._reductions(kind, launch)
         elif names:
-            raise _unread(node, "moves", names, node)
-        elif reached := [
-            name
-            for arrival in arrivals(node, self._outputs)
-            for name in self._gradients(arrival, node)
-        ]:
-            raise _unread(node, "gives", reached, node)
+            raise _unread(launch, "moves", names, launch)
+        else:
+            reached = []
+            for arrival in arrivals(launch, self._outputs):
+                reached += self._gradients(arrival, launch)
+            if reached:
+                raise _unread(launch, "gives", reached, launch)
 
     def refuse_nested(self, gm: fx.GraphModule) -> None:
-        """Refuse a graph inside the graph that gathers parameters or reduces gradients: the outer
-        one tells neither.
-        """
+        """Refuse a graph inside the graph that gathers parameters or reduces gradients."""
         for node in gm.graph.nodes:
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
+            given = [one for one in node.all_input_nodes if one in self._inputs]
+            names = [self._name(one, node) for one in given if is_parameter(one)]
             for body in bodies_of(gm, node).values():
                 launch = next(_parameter_collectives(body), None)
-                given = [
-                    each
-                    for each in node.all_input_nodes
-                    if each in self._inputs and is_parameter(each)
-                ]
-                if launch is not None and (given or direction(node) == BACKWARD):
-                    names = [self._name(each, node) for each in given] or [
-                        node_fqn(node) or "the root"
-                    ]
-                    wrong = f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own"
-                    advice = "a layout reads the collectives of the outer graph alone, so inline that graph first"
-                    raise UnreadLayout(f"{wrong}, in which {launch.name} is: {advice}")
+                if launch is not None and (names or direction(node) == BACKWARD):
+                    of = ", ".join(names[:_MOST_MOVED]) or node_fqn(node) or "the root"
+                    raise UnreadLayout(
+                        f"{node.name} ({node.target}) of {of} runs a graph of its own, in which "
+                        f"{launch.name} is: a layout reads the collectives of the outer graph "
+                        "alone, so inline that graph first"
+                    )
 
-    def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...], size: int) -> Payload:
-        """The payload of one rank's slice of ``size`` bytes."""
-        value = node.meta.get("val")
+    def _payload(self, kind: str, launch: fx.Node, slots: list[Slot], size: int) -> Payload:
+        """Return the payload of a collective whose slice of one rank has ``size`` bytes."""
+        value = launch.meta.get("val")
         if isinstance(value, list | tuple):
             value = value[0]
-        elif getattr(node.target, "namespace", "") == "_c10d_functional":
-            wait_of(node)
-        ranks = _ranks_of(node)
-        if (stated := argument_of(node, "group_size")) not in (None, len(ranks)):
+        elif getattr(launch.target, "namespace", "") == "_c10d_functional":
+            wait_of(launch)
+        ranks = _ranks_of(launch)
+        stated = argument_of(launch, "group_size")
+        if stated not in (None, len(ranks)):
             raise UnreadLayout(
-                f"the collective {node.name} says group_size={stated}, and its group has "
+                f"the collective {launch.name} says group_size={stated}, and its group has "
                 f"{counted(len(ranks), 'rank')}: give it the size of its group"
             )
         padding = size - sum(slot.nbytes for slot in slots)
-        op, directions = reduction_of(node) or "", (direction(node),)
-        return Payload(kind, value.dtype, ranks, op, slots, directions, padding)
+        op, directions = reduction_of(launch) or "", (direction(launch),)
+        return Payload(kind, value.dtype, ranks, op, tuple(slots), directions, padding)
 
     def _names_in(self, launch: fx.Node, sent: list[State]) -> list[str]:
-        """The parameters that go in; of an unread value those above the node that lost their order."""
+        """Return the parameters that go in; for an unread operand all that are above it."""
         found: dict[fx.Node, None] = {}
         for state in sent:
-            if isinstance(state, tuple):
-                found |= {part.source: None for part in state if part.source}
-            elif isinstance(state, Unread):
+            found |= sources_of([state])
+            if isinstance(state, Unread):
                 above = walked([state.node], operator.attrgetter("all_input_nodes"))
-                found |= dict.fromkeys(
-                    sorted(one for one in above if one.op == "placeholder" and is_parameter(one))
-                )
+                inputs = sorted(node for node in above if node.op == "placeholder")
+                found |= dict.fromkeys(filter(is_parameter, inputs))
         return [self._name(node, launch) for node in found]
 
     def _name(self, source: fx.Node, launch: fx.Node) -> str:
@@ -313,41 +295,47 @@ class _Reader:
             return str(source.target)
         return input_name(source, self._inputs[source], _module_of(launch))
 
-    def _reductions(self, kind: str, launch: fx.Node) -> Iterable[Payload]:
+    def _reductions(self, kind: str, launch: fx.Node) -> Iterator[Payload]:
         """Follow the results to the outputs: order and widths come from the splits on the way."""
         results = [launch]
         if isinstance(launch.meta.get("val"), list | tuple):
-            items = (user for user in launch.users if user.target is operator.getitem)
+            items = [user for user in launch.users if user.target is operator.getitem]
             results = sorted(items, key=lambda item: item.args[1])
         for result in results:
-            found: dict[tuple[int, int], list[Arrival]] = {}
+            found: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
+            names: dict[tuple[int, int], list[str]] = defaultdict(list)
             for arrival in arrivals(result, self._outputs):
-                found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
-            named = {
-                at: [n for one in each for n in self._gradients(one, launch)]
-                for at, each in found.items()
-            }
-            if any(named.values()):
-                for at, numel in [place for place, names in named.items() if not names]:
-                    lies_over = any(
-                        names and at <= low and low + n <= at + numel
-                        for (low, n), names in named.items()
-                    )
-                    users = [one.used_by or result for one in found[at, numel]]
-                    if (taking := [user for user in users if not reduces(user)]) or not lies_over:
-                        others = [name for names in named.values() for name in names]
-                        raise _unread(launch, "gives", others, (taking or users)[0])
-                named = {place: names for place, names in named.items() if names}
+                place = (arrival.piece.at, arrival.piece.numel)
+                found[place].append(arrival)
+                names[place] += self._gradients(arrival, launch)
+            if any(names.values()):
+                named = {place: fqns for place, fqns in sorted(names.items()) if fqns}
+                for place in [place for place, fqns in names.items() if not fqns]:
+                    self._refuse_unnamed(launch, result, place, found[place], named)
                 self._refuse_shared_places(launch, found, named)
                 width = result.meta["val"].element_size()
-                slots = [
-                    Slot(names[0], at * width, numel * width)
-                    for (at, numel), names in sorted(named.items())
-                ]
-                yield self._payload(kind, launch, tuple(slots), nbytes_of(result.meta["val"]))
+                slots = [Slot(n[0], at * width, numel * width) for (at, numel), n in named.items()]
+                yield self._payload(kind, launch, slots, nbytes_of(result.meta["val"]))
             else:
                 for arrival in itertools.chain(*found.values()):
                     self._refuse_unknown(launch, arrival)
+
+    def _refuse_unnamed(
+        self,
+        launch: fx.Node,
+        result: fx.Node,
+        place: tuple[int, int],
+        found: list[Arrival],
+        named: dict[tuple[int, int], list[str]],
+    ) -> None:
+        """Refuse a part beside gradients that is none, unless it is a norm of all of them."""
+        at, numel = place
+        lies_over = any(at <= low and low + count <= at + numel for low, count in named)
+        users = [arrival.used_by or result for arrival in found]
+        taking = [user for user in users if not reduces(user)]
+        if taking or not lies_over:
+            gradients = list(itertools.chain(*named.values()))
+            raise _unread(launch, "gives", gradients, (taking or users)[0])
 
     def _refuse_shared_places(
         self,
@@ -355,45 +343,38 @@ class _Reader:
         found: dict[tuple[int, int], list[Arrival]],
         named: dict[tuple[int, int], list[str]],
     ) -> None:
-        """Gradients that seem to lie on each other: an operator on the way picks elements in an
-        unknown way.
-        """
+        """Refuse gradients that seem to overlap: an operator on the way picks elements."""
         end, last = 0, ""
-        for (at, numel), names in sorted(named.items()):
-            places = {
-                one.piece.node: None for one in found[at, numel] if self._gradients(one, launch)
-            }
-            if at < end or len(places) > 1:
-                raise _unread(
-                    launch, "gives", [*([last] if at < end else []), *names], next(iter(places))
-                )
+        for (at, numel), names in named.items():
+            arrived = [one for one in found[at, numel] if self._gradients(one, launch)]
+            nodes = list(dict.fromkeys(one.piece.node for one in arrived))
+            if at < end:
+                raise _unread(launch, "gives", [last, *names], nodes[0])
+            if len(nodes) > 1:
+                raise _unread(launch, "gives", names, nodes[0])
             end, last = at + numel, names[0]
 
     def _gradients(self, arrival: Arrival, launch: fx.Node) -> list[str]:
-        """The names of the gradients among the outputs that a part of a result arrives at."""
-        names = [
-            output_name(self._output, position, _module_of(launch)) for position in arrival.outputs
-        ]
+        """Return the names of the gradients among the outputs that a part arrives at."""
+        module = _module_of(launch)
+        names = [output_name(self._output, place, module) for place in arrival.outputs]
         if kind_of(launch) == REDUCE_SCATTER_NAME and not arrival.added:
             return names
-        # an all-reduced loss, or what a chunk of activations is added to, is no gradient
+        # An all-reduced loss, or what a chunk of activations is added to, is no gradient.
         if self._parameters:
             return [name for name in names if name in self._parameters]
         return names if direction(launch) == BACKWARD else []
 
     def _refuse_unknown(self, launch: fx.Node, arrival: Arrival) -> None:
-        """Where a result of the backward ends at an operator of which nobody knows what it does."""
+        """Refuse a gradient that ends at an operator of which nobody knows what it does."""
         user = arrival.used_by
-        if (
-            user is None
-            or computes(user)
-            or launches(user.target)
-            or isinstance(user.target, HigherOrderOperator)
-        ):
+        if user is None or computes(user) or launches(user.target):
             return
-        if (chain := chain_to_output(user, self._output)) is not None:
+        chain = chain_to_output(user, self._output)
+        if chain is not None and not isinstance(user.target, HigherOrderOperator):
             outputs = tuple(self._outputs.get([user, *chain][-1], ()))
-            if names := self._gradients(Arrival(arrival.piece, outputs, added=True), launch):
+            names = self._gradients(Arrival(arrival.piece, outputs, added=True), launch)
+            if names:
                 raise _unread(launch, "gives", names, user)
 
 
@@ -404,15 +385,14 @@ def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> Unread
     if at is launch:
         why = f"{target} is no collective that a layout knows"
     return UnreadLayout(
-        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and the place of each in it "
-        f"cannot be read: {why}. Pack by cat, copies, views and torch's own bucketing operators around functional "
-        "collectives, or compare bits"
+        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and the "
+        f"place of each in it cannot be read: {why}. Pack by cat, copies, views and torch's own "
+        "bucketing operators around functional collectives, or compare bits"
     )
 
 
 def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
-    """Yield the parameters of an all-gather of the forward whose gathered values a node of the
-    backward reads.
+    """Yield the parameters of a forward all-gather whose gathered values the backward reads.
 
     Each value on the way holds the same elements of every rank's row: all of them at the launch,
     and one parameter's behind the split of a bucket. Where nobody can say which elements a node
@@ -470,12 +450,9 @@ def _unpacked(
 
 
 def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
-    """All-gathers of a body's own inputs, and its reduce-scatters."""
+    """Yield the all-gathers of a body's own inputs, and its reduce-scatters."""
     for launch, sent in packed(body).items():
-        parts = [part for state in sent if isinstance(state, tuple) for part in state]
-        gathers = kind_of(launch) == ALL_GATHER_NAME and any(
-            part.source is not None for part in parts
-        )
+        gathers = kind_of(launch) == ALL_GATHER_NAME and sources_of(sent)
         if gathers or kind_of(launch) == REDUCE_SCATTER_NAME:
             yield launch
 
@@ -486,28 +463,27 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
-    """Of the group in this process; of a graph parsed where there is none, as its text says."""
-    if (name := group_of(launch)) is None:
-        if (given := ranks_given(launch)) is None:
-            raise UnreadLayout(
-                f"the collective {launch.name} ({launch.target}) names no process group"
-            )
-        return given
+    """Return the ranks of a collective's group in this process.
+
+    A graph that was parsed where the group does not exist has them from its text.
+    """
+    name = group_of(launch)
+    if name is None:
+        given = ranks_given(launch)
+        if given is not None:
+            return given
+        raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
     try:
         return group_ranks(name)
     except ValueError:
-        ranks: tuple[int, ...] | None = (
-            getattr(launch.graph.owning_module, "meta", {}).get("gt_groups", {}).get(name)
-        )
-        if ranks is None:
+        meta = getattr(launch.graph.owning_module, "meta", {})
+        if name not in meta.get("gt_groups", {}):
             raise
-        return ranks
+        return tuple(meta["gt_groups"][name])
 
 
 def _module_of(launch: fx.Node) -> str:
-    """Return where a collective belongs: its bucket's first module, else the module it was traced
-    in.
-    """
+    """Return the first module of a collective's bucket, else the module it was traced in."""
     bucket = launch.meta.get("fsdp_bucket")
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
 
@@ -520,8 +496,9 @@ def assert_same_layout(
     actual_is: str = "graph",
     names: Names | None = None,
 ) -> tuple[str, ...]:
-    """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter
-    at its byte offset.
+    """Assert that ``actual`` has the collectives of ``expected``.
+
+    That is group, dtype, op, and each parameter at its byte offset.
 
     Collectives are paired by the parameters that they share. Their order and their directions are
     not compared. A graph is read by ``bucket_layout``, with ``names``. ``actual_is`` names the
@@ -545,47 +522,20 @@ def assert_same_layout(
         each if isinstance(each, BucketLayout) else bucket_layout(each, names=names)
         for each in (actual, expected)
     )
-    for which, layout in ((actual_is, actual), ("expected", expected)):
+    for side, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
-            wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"
-            raise ValueError(f"{wrong}: shard the model (data_parallel, fully_shard) first")
+            raise ValueError(
+                f"the {side} layout has no collective of parameters, so there is nothing to "
+                "compare: shard the model (data_parallel, fully_shard) first"
+            )
         if strange := {payload.collective for payload in layout.payloads} - {*KINDS}:
             raise ValueError(
-                f"the {which} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}"
+                f"the {side} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}"
             )
     problems: list[str] = []
     unread: list[str] = []
     for kind in KINDS:
-        rest = list(actual.of(kind))
-        once: list[Payload] = []  # of ``expected``, what ``actual`` does not gather in the backward
-        for wanted in expected.of(kind):
-            shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
-            if not any(shared):
-                problems.append(
-                    f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}"
-                )
-                continue
-            found = rest.pop(shared.index(max(shared)))
-            problems += _compare_payloads(found, wanted)
-            if kind == ALL_GATHER_NAME and found.directions == (FORWARD,):
-                once.append(wanted)
-        article = "a" if kind == REDUCE_SCATTER_NAME else "an"
-        for extra in rest:
-            whole = next(
-                (wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)), None
-            )
-            if whole is not None and extra.directions == (BACKWARD,):
-                once.remove(whole)
-                problems += _compare_regathered(extra, whole, actual.kept)
-                left_out = [name for name in whole.parameters if name not in extra.parameters]
-                unread.append(
-                    f"bucket {whole.label!r}: no node of the backward reads {', '.join(left_out)}"
-                )
-                continue
-            named = ", ".join(extra.parameters)
-            problems.append(
-                f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected"
-            )
+        _compare_kind(kind, actual, expected, problems, unread)
     facts.notify(
         "layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is
     )
@@ -596,16 +546,52 @@ def assert_same_layout(
     return tuple(unread)
 
 
-def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -> Iterable[str]:
-    """Yield what is wrong with a bucket that the backward gathers again without some of its
-    parameters.
+def _compare_kind(
+    kind: str,
+    actual: BucketLayout,
+    expected: BucketLayout,
+    problems: list[str],
+    unread: list[str],
+) -> None:
+    """Compare the collectives of one kind; add to ``problems``, and to ``unread`` where
+    ``assert_same_layout`` returns it.
     """
-    missing = [name for name in whole.parameters if name not in again.parameters]
-    for name in missing:
-        if name in kept:
+    rest = list(actual.of(kind))
+    once: list[Payload] = []  # of ``expected``, what ``actual`` does not gather in the backward
+    for wanted in expected.of(kind):
+        shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
+        if not any(shared):
+            parameters = ", ".join(wanted.parameters)
+            problems.append(f"bucket {wanted.label!r}: no {kind} of {parameters}")
+            continue
+        found = rest.pop(shared.index(max(shared)))
+        problems += _compare_payloads(found, wanted)
+        if kind == ALL_GATHER_NAME and found.directions == (FORWARD,):
+            once.append(wanted)
+    article = "a" if kind == REDUCE_SCATTER_NAME else "an"
+    for extra in rest:
+        wholes = [wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)]
+        if not wholes or extra.directions != (BACKWARD,):
+            parameters = ", ".join(extra.parameters)
+            problems.append(
+                f"bucket {extra.label!r}: {article} {kind} of {parameters} that is not expected"
+            )
+            continue
+        whole = wholes[0]
+        once.remove(whole)
+        problems += _compare_regathered(extra, whole, actual.kept)
+        left_out = ", ".join(name for name in whole.parameters if name not in extra.parameters)
+        unread.append(f"bucket {whole.label!r}: no node of the backward reads {left_out}")
+
+
+def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -> Iterable[str]:
+    """Yield what is wrong with a bucket that the backward gathers again in part."""
+    for name in whole.parameters:
+        if name in kept and name not in again.parameters:
             yield (
-                f"bucket {whole.label!r}: the backward gathers the bucket again without {name}, and reads the "
-                "forward's copy of it, which stays unsharded: gather again whatever the backward reads"
+                f"bucket {whole.label!r}: the backward gathers the bucket again without {name}, "
+                "and reads the forward's copy of it, which stays unsharded: gather again whatever "
+                "the backward reads"
             )
     slots: list[Slot] = []
     for slot in whole.slots:
@@ -615,37 +601,40 @@ def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
+    """Yield in what a payload is not the wanted one."""
     where = f"bucket {wanted.label!r}, {wanted.collective}"
-    for what in ("dtype", "ranks"):
-        if (ours := getattr(actual, what)) != (theirs := getattr(wanted, what)):
-            yield f"{where}: {what} is {ours}, expected {theirs}"
-    if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(
-        wanted.op, len(wanted.ranks)
-    ):
-        premultiplied = "premul_sum" in actual.op + wanted.op
-        why = (
-            " (premul_sum multiplies each rank's gradient before the sum, and rounds the product)"
-            * premultiplied
-        )
+    for name in ("dtype", "ranks"):
+        ours, theirs = getattr(actual, name), getattr(wanted, name)
+        if ours != theirs:
+            yield f"{where}: {name} is {ours}, expected {theirs}"
+    size = len(wanted.ranks)
+    if plain_reduction(actual.op, size) != plain_reduction(wanted.op, size):
+        why = ""
+        if "premul_sum" in actual.op + wanted.op:
+            why = (
+                " (premul_sum multiplies each rank's gradient before the sum, "
+                "and rounds the product)"
+            )
         yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
     if actual.padding != wanted.padding:
-        yield (f"{where}: {actual.padding} bytes belong to no parameter, expected {wanted.padding}")
-    for payload in (actual, wanted):
-        yield from (f"{where}: {fault}" for fault in _faults(payload))
-    ours_at, theirs_at = (
-        {slot.parameter: slot for slot in payload.slots} for payload in (actual, wanted)
-    )
-    yield from (
-        f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at
-    )
-    yield from (
-        f"{where}: {parameter} does not belong here"
-        for parameter in ours_at
-        if parameter not in theirs_at
-    )
+        yield f"{where}: {actual.padding} bytes belong to no parameter, expected {wanted.padding}"
+    for fault in [*_faults(actual), *_faults(wanted)]:
+        yield f"{where}: {fault}"
+    yield from _compare_places(where, actual, wanted)
+
+
+def _compare_places(where: str, actual: Payload, wanted: Payload) -> Iterable[str]:
+    """Yield which parameters are not at their places."""
+    ours_at = {slot.parameter: slot for slot in actual.slots}
+    theirs_at = {slot.parameter: slot for slot in wanted.slots}
+    for parameter in [fqn for fqn in theirs_at if fqn not in ours_at]:
+        yield f"{where}: {parameter} is missing"
+    for parameter in [fqn for fqn in ours_at if fqn not in theirs_at]:
+        yield f"{where}: {parameter} does not belong here"
     shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
-    for ours, slot in [(ours, slot) for ours, slot in shared if ours.nbytes != slot.nbytes]:
-        yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
+    for ours, slot in shared:
+        if ours.nbytes != slot.nbytes:
+            yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
     moved = [(ours, slot) for ours, slot in shared if ours.offset != slot.offset]
     for ours, slot in moved[:_MOST_MOVED]:
         yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"

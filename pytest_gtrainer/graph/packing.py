@@ -137,9 +137,9 @@ class _Reader:
         scaled = scaled_operand(node)
         if len(operands) > 1 and scaled is not None:
             parts = self._state[scaled]
-            if isinstance(parts, tuple) and _sources([parts]):
+            if isinstance(parts, tuple) and sources_of([parts]):
                 return _scaled(parts, nbytes) or Unread(node)
-        sources = _sources(operands)
+        sources = sources_of(operands)
         if ACTIVATION in operands:
             # A bucket of activations and parameters is no activation.
             return Unread(node) if sources and _packs(node) else ACTIVATION
@@ -202,7 +202,7 @@ class _Reader:
         return tuple(found)
 
 
-def _sources(states: Iterable[State]) -> dict[fx.Node, None]:
+def sources_of(states: Iterable[State]) -> dict[fx.Node, None]:
     """Return the parameters among the parts of states, each once, in order."""
     found: dict[fx.Node, None] = {}
     for parts in states:

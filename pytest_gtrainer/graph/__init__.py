@@ -1,8 +1,6 @@
-r"""What a node of a graph is, whose parameter a collective moves, and how parameters lie in
-payloads.
+r"""Read a traced graph: its nodes, its collectives, and the layout of its payloads.
 
-A traced graph comes in; answers about its nodes and its ``BucketLayout`` go out. First file:
-``nodes``, then ``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names,
+Begin with ``nodes``, then ``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names,
 ``layers.0.wq``, without torch. A name that holds a dot itself, as a key of a dictionary may, keeps
 it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
 """
@@ -14,7 +12,7 @@ _PART = re.compile(r"(?:^|\.)((?:\\[.\\]|[^.])*)")
 
 
 def joined(names: Iterable[str]) -> str:
-    r"""The path of names.
+    r"""Return the path of names.
 
     >>> print(joined(["d", "a.b"]), joined(["d", "a", "b"]), joined(["a\\b"]), joined(["a\\", "b"]))
     d.a\.b d.a.b a\b a\\.b
@@ -23,12 +21,12 @@ def joined(names: Iterable[str]) -> str:
 
 
 def parts_of(path: str) -> list[str]:
-    """The parts of a path, each as it stands there; ``name_of`` gives its name."""
+    """Return the parts of a path, each as it stands there; ``name_of`` gives its name."""
     return _PART.findall(path) if "\\" in path else path.split(".")
 
 
 def name_of(part: str) -> str:
-    r"""The name that a part stands for.
+    r"""Return the name that a part stands for.
 
     >>> [name_of(part) for part in parts_of(r"d.a\.b")]
     ['d', 'a.b']

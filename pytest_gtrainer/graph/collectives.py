@@ -1,9 +1,8 @@
-"""Collectives in a graph: which nodes launch one, of which kind, in which group; whose parameter a
-member moves.
+"""Find the collectives of a graph, their kinds and groups, and the parameters that they move.
 
-An operator of a communicating namespace that is not known not to launch anything does. A *member*
-is one parameter's all-gather or reduce-scatter; its *chain* of casts, pads and views lies between
-it and the parameter, or the output.
+An operator of a communicating namespace launches something unless it is known not to. A *member* is
+one parameter's all-gather or reduce-scatter. Its *chain* of casts, pads and views lies between it
+and the parameter, or between it and the output.
 """
 
 import re
@@ -45,10 +44,9 @@ _STANDS_BESIDE = frozenset(
         "get_remote_tensors",
     }
 )
-"""Operators of communicating namespaces that start nothing: waits, look-ups, what prepares memory.
-"""
+"""Operators of communicating namespaces that start nothing: waits, look-ups, preparations."""
 _KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
-_FUSED = "matmul"
+_KINDS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 
 
 class PlanError(ValueError):
@@ -59,30 +57,36 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FsdpCollective:
-    """One parameter's collective."""
+    """One parameter's collective.
+
+    Attributes:
+        chain: in graph order, from the parameter to the gather, or from the reduction to the output.
+        parameter: the FQN.
+        position: its place among the graph's inputs, of a gradient among the outputs.
+    """
 
     launch: fx.Node
     wait: fx.Node
-    chain: tuple[
-        fx.Node, ...
-    ]  # in graph order, from the parameter to the gather, or from the reduction to the output
-    parameter: str  # its FQN
-    position: int  # its place among the graph's inputs (outputs)
+    chain: tuple[fx.Node, ...]
+    parameter: str
+    position: int
 
     @property
     def bucket_fqn(self) -> str:
-        """Module FQN of the collective, which decides the bucket."""
+        """FQN of the collective's module, which decides the bucket."""
         return node_fqn(self.launch)
 
     @property
     def direction(self) -> str:
-        """ "fwd" or "bwd"."""
+        """The direction of the launch, "fwd" or "bwd"."""
         return direction(self.launch)
 
     @property
     def value(self) -> torch.Tensor:
-        """Return what the collective gives, as a fake tensor; a PlanError if the graph was not
-        traced on fake tensors.
+        """The result of the launch as a fake tensor.
+
+        Raises:
+            PlanError: the graph was not traced on fake tensors.
         """
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -93,9 +97,7 @@ class FsdpCollective:
 
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
-        """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and
-        its wait.
-        """
+        """The all-reduce over replicas behind a reduce-scatter, and its wait, if there is one."""
         users = list(self.wait.users)
         if len(users) != 1 or users[0].target is not ALL_REDUCE:
             return None
@@ -104,91 +106,72 @@ class FsdpCollective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged; raises as
-        ``value``.
-        """
+        """Group, op and dtype; members that differ in it are never merged. Raises as ``value``."""
         value = self.value
         second = self.all_reduce[0].args[1:] if self.all_reduce else None
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
 
 
 def launches(target: Any) -> bool:
-    """Return whether an operator starts a collective, a send or a receive; torch's packing
-    operators do not.
-    """
+    """Return whether an operator starts a collective, a send or a receive."""
     if not isinstance(target, OpOverload):
         return False
     space, _, name = schema(target).name.partition("::")
     if space in COMMUNICATING:
         return name not in _STANDS_BESIDE
-    return space != "bucketing" and any(
-        argument.name == "group_name" for argument in schema(target).arguments
-    )
+    # Torch's packing operators take a group, too, and start nothing.
+    takes_group = any(argument.name == "group_name" for argument in schema(target).arguments)
+    return takes_group and space != "bucketing"
 
 
 def kind_of(launch: fx.Node) -> str:
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any
-    other.
-    """
-    name = schema(launch.target).name.partition("::")[2]
-    if (found := _KIND.search(name)) is None or _FUSED in name:
+    """Return the kind of a collective, as "all_gather"; "" if it is none of the usual kinds."""
+    found = _KIND.search(schema(launch.target).name.partition("::")[2])
+    if found is None or is_fused(launch):
         return ""
-    return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(
-        found[0], found[0]
-    )
+    return _KINDS.get(found[0], found[0])
 
 
 def is_fused(launch: fx.Node) -> bool:
-    """Return whether it computes products beside: its operands and results are not what it
-    communicates.
-    """
-    return _FUSED in schema(launch.target).name
+    """Return whether a collective computes products, so that its operands are not what it sends."""
+    return "matmul" in schema(launch.target).name.partition("::")[2]
 
 
 def group_of(launch: fx.Node) -> str | None:
-    """Name of the process group that a collective communicates in; None where the graph names none."""
-    return name_of_group(
-        argument_of(launch, "group_name", "process_group"), launch.graph.owning_module
-    )
+    """Return the name of a collective's process group; None if the graph names none."""
+    group = argument_of(launch, "group_name", "process_group")
+    return name_of_group(group, launch.graph.owning_module)
 
 
 def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
-    """The ranks that an operator of the older ``c10d_functional`` takes in place of a group."""
+    """Return the ranks that the older ``c10d_functional`` takes in place of a group."""
     given = argument_of(launch, "ranks")
     return tuple(given) if isinstance(given, list | tuple) else None
 
 
 def reduction_of(launch: fx.Node) -> str | None:
-    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of
-    one that hides it.
-    """
+    """Return the reduction, as "avg" or "premul_sum(0.25)"; None without one, or if it is hidden."""
     return spell_reduction(argument_of(launch, "reduce_op", "reduceOp", "red_op"))
 
 
 def hides(launch: fx.Node) -> bool:
-    """Return whether group or reduction are objects which a graph does not tell, as those of
-    ``c10d``'s operators in place.
-    """
+    """Return whether group and reduction are objects without a text, as in ``c10d``'s operators."""
     return any(argument.name == "process_group" for argument in schema(launch.target).arguments)
 
 
 def group_size_of(launch: fx.Node) -> int:
-    """Number of ranks of an all-gather's or reduce-scatter's process group."""
+    """Return the number of ranks of an all-gather's or reduce-scatter's process group."""
     return int(launch.args[-2])
 
 
 def input_name(placeholder: fx.Node, position: int, module: str) -> str:
-    """FQN of a gathered input; in a graph traced elsewhere the module that gathers it, and its
-    position.
-    """
+    """Return the FQN of a gathered input; without a name, its position in the gathering module."""
     known = placeholder.meta.get("gt_input")
     return known["fqn"] if known else f"{module}.input{position}"
 
 
 def output_name(output: fx.Node, position: int, module: str) -> str:
-    """FQN of the gradient at ``position``; in a graph traced elsewhere the module that reduces it,
-    and its position.
-    """
+    """Return the FQN of a gradient; without a name, its position in the reducing module."""
     known = output.meta.get("gt_outputs")
     return known[position] if known else f"{module}.output{position}"
 
@@ -200,55 +183,54 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
-    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor
-    .
+    """Return the all-gathers of parameters, in graph order.
+
+    Exactly one graph input is above each, and it is a parameter, or of an unknown kind.
     """
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         found = _chain_to_input(launch)
-        # buffers and user inputs may be gathered too; that is the model's business, not FSDP's
-        if (
-            found is None
-            or found[0].meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter"
-        ):
+        if found is None:
             continue
         source, chain = found
+        # The model itself may gather buffers and user inputs.
+        if source.meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter":
+            continue
         parameter = input_name(source, positions[source], node_fqn(launch))
-        if (wait := only_wait(launch)) is None:
+        wait = only_wait(launch)
+        if wait is None:
             raise PlanError(
-                f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait"
+                f"the all-gather of {parameter} has {len(launch.users)} users, "
+                "not just its one wait"
             )
         members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
 
 
 def only_wait(launch: fx.Node) -> fx.Node | None:
-    """The wait of a collective, None unless it is its one user."""
+    """Return the wait of a collective, None unless it is its one user."""
     users = list(launch.users)
     return users[0] if len(users) == 1 and is_wait(users[0]) else None
 
 
 def wait_of(launch: fx.Node) -> fx.Node:
-    """The wait of a collective; a control dependency may have wrapped it, and another may hang on
-    the launch.
-    """
+    """Return the wait of a collective, which may stand inside a control dependency."""
     for user in launch.users:
+        # Another control dependency may only stand behind the launch.
         if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]):
             return user
     raise PlanError(
-        f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: the graph is not whole"
+        f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: "
+        "the graph is not whole"
     )
 
 
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
-    """The one placeholder above ``launch`` and the nodes in between; None if there are more, or
-    fewer.
-    """
+    """Return the one placeholder above ``launch``, and the nodes in between; else None."""
 
-    def ends(
-        node: fx.Node,
-    ) -> bool:  # the result of a collective is no parameter, nor what was written to
+    def ends(node: fx.Node) -> bool:
+        # The result of a collective is no parameter, nor is what was written to.
         return is_wait(node) or mutates(node)
 
     above = walked(launch.all_input_nodes, lambda node: () if ends(node) else node.all_input_nodes)
@@ -259,29 +241,28 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
 
 
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
-    """The reduce-scatters of gradients, in graph order: their result reaches the output by unary
-    steps.
+    """Return the reduce-scatters of gradients, in graph order.
+
+    Only operators of one operand lie between such a collective and the output.
     """
     output = gm.graph.output_node()
-    every = reversed(
-        list(enumerate(results_of(gm)))
-    )  # of a result that is returned twice the first place
-    positions = {result: index for index, result in every if isinstance(result, fx.Node)}
+    positions: dict[fx.Node, int] = {}
+    for index, result in enumerate(results_of(gm)):
+        if isinstance(result, fx.Node):
+            positions.setdefault(result, index)  # a result may be returned twice
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
         wait = only_wait(launch)
-        chain = chain_to_output(wait, output) if wait is not None else None
+        chain = None if wait is None else chain_to_output(wait, output)
         if wait is not None and chain is not None:
-            position = positions[chain[-1] if chain else wait]
+            position = positions[[wait, *chain][-1]]
             parameter = output_name(output, position, node_fqn(launch))
             members.append(FsdpCollective(launch, wait, chain, parameter, position))
     return sorted(members, key=lambda member: member.launch)
 
 
 def chain_to_output(start: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Nodes after ``start`` up to the output, each the only user of the one before and of nothing
-    else.
-    """
+    """Return the nodes from ``start`` to the output; None if one has other users or operands."""
     chain = [start]
     while len(users := list(chain[-1].users)) == 1:
         if users[0] is output:

@@ -38,7 +38,7 @@ def partition_fault(groups: Mapping[int, Ranks]) -> str:
 
 
 def is_implied(groups: Mapping[int, Ranks]) -> bool:
-    """Return whether the first rank's group tells the others, as a dimension of a mesh does.
+    """Return whether the first rank's group implies the others, as a dimension of a mesh does.
 
     >>> is_implied({0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)})
     True
@@ -46,20 +46,21 @@ def is_implied(groups: Mapping[int, Ranks]) -> bool:
     False
     """
     first = groups[min(groups)]
-    stride, extent = (first[1] - first[0] if len(first) > 1 else 1), len(first)
+    extent = len(first)
+    stride = first[1] - first[0] if extent > 1 else 1
     for rank, own in groups.items():
-        start = rank - rank // stride % extent * stride if stride > 0 else rank
+        place = rank // stride % extent if stride > 0 else 0
+        start = rank - place * stride
         if own != tuple(start + place * stride for place in range(extent)):
             return False
     return True
 
 
 def spell_partition(groups: Mapping[int, Ranks]) -> str:
-    """Return the groups of a partition, each once, by their lowest rank.
+    """Return the text of a partition: each group once, by its lowest rank.
 
     >>> spell_partition({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})
     '[0, 1] [2, 3]'
     """
-    return " ".join(
-        str(list(own)) for own in dict.fromkeys(own for _, own in sorted(groups.items()))
-    )
+    once = dict.fromkeys(groups[rank] for rank in sorted(groups))
+    return " ".join(str(list(own)) for own in once)

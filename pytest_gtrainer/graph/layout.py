@@ -477,9 +477,10 @@ def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
         return group_ranks(name)
     except ValueError:
         meta = getattr(launch.graph.owning_module, "meta", {})
-        if name not in meta.get("gt_groups", {}):
+        ranks: tuple[int, ...] | None = meta.get("gt_groups", {}).get(name)
+        if ranks is None:
             raise
-        return tuple(meta["gt_groups"][name])
+        return ranks
 
 
 def _module_of(launch: fx.Node) -> str:

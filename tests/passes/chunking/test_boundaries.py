@@ -37,7 +37,7 @@ def rewritten(model, config, inputs):
     return traced, chunked(traced, config)
 
 
-def chunk_annotation(node):
+def annotation_of(node):
     return chunk_annotation(node.meta.get("custom") or {})
 
 
@@ -45,7 +45,7 @@ def with_role(gm, role):
     return [
         node
         for node in gm.graph.nodes
-        if (found := chunk_annotation(node)) is not None and found.role == role
+        if (found := annotation_of(node)) is not None and found.role == role
     ]
 
 
@@ -75,7 +75,7 @@ def test_what_is_of_parameters_alone_is_shared(gt_mesh):
     before, after = (of_parameters_alone(traced, graph) for graph in (traced.gm, gm))
     assert [node.target for node in after] == [node.target for node in before]
     assert {ALL_GATHER, aten._to_copy.default, aten.t.default} <= {node.target for node in after}
-    assert not [node for node in after if chunk_annotation(node)]
+    assert not [node for node in after if annotation_of(node)]
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,11 @@ def test_copies_keep_their_module_and_direction():
     for node in bodies:
         name, chunk = re.fullmatch(r"(.+)_chunk(\d)", node.name).groups()
         assert (node_fqn(node), direction(node)) == (node_fqn(given[name]), direction(given[name]))
-        assert chunk_annotation(node).chunk_id == int(chunk)
-        assert node_fqn(node).startswith(chunk_annotation(node).fqn) or not node_fqn(node)
+        assert annotation_of(node).chunk_id == int(chunk)
+        assert node_fqn(node).startswith(annotation_of(node).fqn) or not node_fqn(node)
     assert len(bodies) == 4 * len({node.name.rpartition("_chunk")[0] for node in bodies})
     orders = {
-        way: [chunk_annotation(node).chunk_id for node in bodies if direction(node) == way]
+        way: [annotation_of(node).chunk_id for node in bodies if direction(node) == way]
         for way in ("fwd", "bwd")
     }
     both = {way: list(dict.fromkeys(order)) for way, order in orders.items()}
@@ -293,7 +293,7 @@ def test_copies_keep_their_module_and_direction():
         "chunks run as eagerly: the backward's the last first"
     )
     for node in [*with_role(gm, SPLIT_BOUNDARY), *with_role(gm, MATERIALIZATION)]:
-        assert (chunk_annotation(node).chunk_id, chunk_annotation(node).fqn) == (
+        assert (annotation_of(node).chunk_id, annotation_of(node).fqn) == (
             None,
             node_fqn(node),
         )
@@ -351,8 +351,8 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
     handed = {"sizes": 0, "of unknown extent": 0}
     for node in with_role(gm, BODY):
         for source in node.all_input_nodes if direction(node) == "bwd" else ():
-            if (home := chunk_annotation(source)) is not None and home.role == BODY:
-                assert home.chunk_id == chunk_annotation(node).chunk_id, node
+            if (home := annotation_of(source)) is not None and home.role == BODY:
+                assert home.chunk_id == annotation_of(node).chunk_id, node
                 value = source.meta["val"]
                 handed["sizes"] += isinstance(value, torch.SymInt)
                 handed["of unknown extent"] += isinstance(value, torch.Tensor) and not all(
@@ -369,12 +369,12 @@ def test_chunks_have_sizes_of_the_data_of_their_own():
     made = {}
     for node in with_role(gm, BODY):
         for symbol in node.meta.get("unbacked_bindings") or ():
-            made.setdefault(symbol, set()).add(chunk_annotation(node).chunk_id)
+            made.setdefault(symbol, set()).add(annotation_of(node).chunk_id)
     assert len(made) >= 2
     assert all(len(chunks) == 1 for chunks in made.values()), made
     for node in with_role(gm, BODY):
         used = {symbol for symbol in symbols_of(node.meta.get("val")) if symbol in made}
-        assert all(made[symbol] == {chunk_annotation(node).chunk_id} for symbol in used), node
+        assert all(made[symbol] == {annotation_of(node).chunk_id} for symbol in used), node
 
 
 def calls_of_chunking(layers):

@@ -143,7 +143,7 @@ REPLACED = {
     "_torch/passes.py": {"torch.distributed.is_nccl_available"},
     # in ranks alone
     "ranks/inside/debugger.py": {"torch.distributed.breakpoint"},
-    "ranks/inside/rank.py": {
+    "ranks/inside/messages.py": {
         "torch.distributed.ProcessGroup...."
     },  # sends and receives are counted
     # settings, which are put back

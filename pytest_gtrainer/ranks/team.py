@@ -160,7 +160,8 @@ class ForkServer:
         try:
             for setup in setups:
                 ours, theirs = wire.fd_pairs()
-                channels.append(wire.Channel(*ours))
+                # A rank that a signal has stopped reads nothing: its test's limit ends it then.
+                channels.append(wire.Channel(*ours, send_limit=SETTLE_LIMIT))
                 try:
                     self.conn.send(setup)
                     with socket.socket(fileno=os.dup(self.fd)) as sock:

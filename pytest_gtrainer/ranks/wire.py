@@ -9,6 +9,7 @@ what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
 """
 
 import os
+import select
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -267,9 +268,13 @@ class Channel:
     ``multiprocessing.connection.Connection`` costs a second read, for the length.
     """
 
-    def __init__(self, incoming: int, outgoing: int) -> None:
+    def __init__(self, incoming: int, outgoing: int, send_limit: float | None = None) -> None:
+        """``send_limit`` is how many seconds a message may wait for the other end to read on."""
         self._incoming, self._outgoing = incoming, outgoing
         self._read = bytearray()
+        self._send_limit = send_limit
+        if send_limit is not None:
+            os.set_blocking(outgoing, False)
 
     def fileno(self) -> int:
         """The file that has something to read when a message has come, or the other end is closed."""
@@ -282,10 +287,21 @@ class Channel:
         return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
 
     def send(self, message: bytes) -> None:
-        """Send a message; waits while the pipe is full. OSError if the other end is closed."""
+        """Send a message; waits while the pipe is full.
+
+        Raises:
+            OSError: the other end is closed.
+            TimeoutError: the other end reads nothing for ``send_limit`` seconds.
+        """
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
-            rest = rest[os.write(self._outgoing, rest) :]
+            try:
+                rest = rest[os.write(self._outgoing, rest) :]
+            except BlockingIOError:  # only with a limit
+                poll = select.poll()
+                poll.register(self._outgoing, select.POLLOUT)
+                if not poll.poll((self._send_limit or 0) * 1000):
+                    raise TimeoutError("the other end of the channel does not read") from None
 
     def receive(self) -> bytes:
         """The next message; waits for it. EOFError if the other end is closed, and there is no

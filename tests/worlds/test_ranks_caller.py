@@ -21,7 +21,7 @@ def test_functions_on_ranks(run):
     }
     assert wrong.keys() == {"test_fails", "test_death_between_calls"}, wrong
     assert "rank 1: exited with status 3 after its last test" in wrong["test_death_between_calls"]
-    assert len(run.reports) == 31
+    assert len(run.reports) == 32
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4: --gt-gpus=5 lets it run" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

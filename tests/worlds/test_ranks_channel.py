@@ -57,6 +57,27 @@ def test_a_message_may_be_longer_than_the_pipe(ends: Ends) -> None:
     sender.join()
 
 
+def test_a_limit_ends_a_send_that_nobody_reads() -> None:
+    ours, theirs = fd_pairs()
+    one, other = Channel(*ours, send_limit=0.2), Channel(*theirs)
+    with pytest.raises(TimeoutError, match="does not read"):
+        one.send(bytes(LARGE))
+    one.close()
+    other.close()
+
+
+def test_a_limit_lets_a_message_be_longer_than_the_pipe() -> None:
+    ours, theirs = fd_pairs()
+    one, other = Channel(*ours, send_limit=60.0), Channel(*theirs)
+    message = os.urandom(LARGE)
+    sender = threading.Thread(target=one.send, args=(message,))
+    sender.start()
+    assert other.receive() == message
+    sender.join()
+    one.close()
+    other.close()
+
+
 def test_the_end_of_the_other_side_is_the_end(ends: Ends) -> None:
     one, other = ends
     one.send(b"last")

@@ -96,7 +96,28 @@ class OperatorPattern(Predicate):
                     called = function_of(given)
                     if _fits(self.text, called.text.split("."), called.short):
                         return Unknown(f"{words}, and it is given {called.text} to call")
+        if self._may_become(node):
+            bare = operator_of(node).short
+            return Unknown(f"{words}, which it may call: write `{bare}` to ask for both")
         return words
+
+    def _may_become(self, node: fx.Node) -> bool:
+        """Return whether a method or function of torch is named as the ATen operator asked for.
+
+        Graphs of Dynamo and ``symbolic_trace`` have ``torch.relu`` and ``x.relu()``.
+        """
+        name = self.text.removeprefix("aten.").partition(".")[0]
+        is_asked = self.text.startswith("aten.") and name.strip("*")
+        if not is_asked or node.op not in ("call_function", "call_method"):
+            return False
+        if isinstance(node.target, OpOverload | HigherOrderOperator):
+            return False
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if value is not None and not any(
+            isinstance(each, torch.Tensor) for each in leaves_of(value)
+        ):
+            return False  # arithmetic of sizes
+        return fnmatchcase(operator_of(node).short, name)
 
 
 def _fits(pattern: str, path: Sequence[str], name: str) -> bool:

@@ -273,6 +273,8 @@ def _compare_numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str]
             changed.append(f"{what}: other numbers than then, first at {where}")
         elif old.keys() != new.keys():
             unpaired.append(f"{what}: other steps, ranks or phases were compared")
+        elif earlier[key].get("values", values := current[key].get("values")) != values:
+            changed.append(f"{what}: other numbers than then")
     return changed, unpaired
 
 

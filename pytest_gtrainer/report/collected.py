@@ -128,6 +128,7 @@ def _merge_comparisons(parts: list[Fact]) -> dict[str, Any]:
     if first["first"] is None:
         first = max(parts, key=lambda part: severity(part.get("outcome", "")))
     merged = {**first, "tensors": 0, "more": 0, "differing": [], "actual": [], "expected": []}
+    merged["values"] = [value for part in parts for value in part.get("values", ())]  # by rank
     for part in parts:
         for name in ("tensors", "more", "differing"):
             merged[name] += part[name]

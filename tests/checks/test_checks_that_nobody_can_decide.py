@@ -374,3 +374,23 @@ def test_what_methods_and_functions_write_has_no_schema(write, is_before):
         assert_graph(gm, "never mm from A.1")
     if isinstance(error.value, CheckError):
         assert "what a method or function wrote before" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "check", ["never aten.relu", "count 0 aten.relu.default", "never aten.re*"]
+)
+@pytest.mark.parametrize("function", [lambda x: torch.relu(x), lambda x: x.relu()])
+def test_an_operator_of_aten_in_a_graph_of_torch_functions(function, check):
+    gm = fx.symbolic_trace(function)
+    with pytest.raises(CheckError, match=r"it may call: write `relu` to ask for both"):
+        assert_graph(gm, check)
+    assert_graph(gm, "never aten.sin")
+    assert_graph(gm, "never torch.tanh")
+    with pytest.raises(CheckFailure):
+        assert_graph(gm, "never relu")
+
+
+def test_arithmetic_of_sizes_is_no_operator_of_aten():
+    gm = fx.symbolic_trace(lambda x: x * 2)
+    gm.graph.find_nodes(op="call_function", target=operator.mul)[0].meta["val"] = 6
+    assert_graph(gm, "never aten.mul")

@@ -79,6 +79,11 @@ def test_numbers():
     assert_bitwise_equal(record(1.0 + NOW), record(1.0 + NOW), what="graph against eager")
 
 
+def test_tensors():
+    """As ``test_numbers``, of a tensor that is no record."""
+    assert_bitwise_equal(torch.tensor([1.0, 1.0 + NOW]), torch.tensor([1.0, 1.0 + NOW]), what="sum")
+
+
 def test_same():
     assert_bitwise_equal(record(1.0), record(1.0), what="the same")
 

@@ -79,7 +79,7 @@ def tests(runs):
 @pytest.mark.second_tier
 def test_the_terminal_counts_what_changed_and_a_run_that_did_not_change_says_so(runs):
     message = (
-        "2 newly failing, 1 with other numbers, 1 with another graph, 1 with another layout, 1 "
+        "2 newly failing, 2 with other numbers, 1 with another graph, 1 with another layout, 1 "
         "fixed, 1 new"
     )
     message += ", 1 not in this run"
@@ -127,6 +127,7 @@ def test_a_test_that_passes_both_times_and_trains_otherwise_is_told(tests):
     assert tests["test_numbers"]["earlier"]["lines"] == [
         "graph against eager: other numbers than then, first at step 1, rank 0, weight"
     ]
+    assert tests["test_tensors"]["earlier"]["lines"] == ["sum: other numbers than then"]
     assert tests["test_same"]["earlier"]["lines"] == []
     assert tests["test_fixed"]["earlier"]["lines"] == ["failed then, passed now"]
     assert tests["test_new"]["earlier"]["lines"] == ["new: it is not in the earlier report"]
@@ -136,7 +137,7 @@ def test_a_test_that_passes_both_times_and_trains_otherwise_is_told(tests):
 def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(runs):
     text = (runs[0] / "out" / "two.md").read_text()
     assert text.startswith("## pytest-gtrainer: ")
-    assert ": 2 failed, 5 passed\n" in text
+    assert ": 2 failed, 6 passed\n" in text
     assert (
         text.index("### Failed")
         < text.index("**`test_it.py::test_graph`**")
@@ -475,3 +476,15 @@ def test_a_large_page_is_not_read(tmp_path, monkeypatch):
     path.write_text("a" * ((1 << 20) + 1))
     with pytest.raises(pytest.UsageError, match="it has more than 1 MiB"):
         Earlier.read("page.html", path)
+
+
+def test_tensors_that_are_no_record_have_other_numbers_too():
+    then, now = (
+        {"what": "mine", "actual": [], "values": values} for values in (["a", "b"], ["a", "c"])
+    )
+    assert changes._compare_numbers([then], [now]) == (["mine: other numbers than then"], [])
+    assert changes._compare_numbers([then], [then]) == ([], [])
+    assert changes._compare_numbers([{"what": "mine", "actual": []}], [now]) == (
+        [],
+        [],
+    )  # an old page

@@ -1,8 +1,8 @@
-"""The subject: the same training step as one graph, traced, rewritten and replayed.
+"""Train by one graph: the step is traced, rewritten and replayed.
 
-Before it runs on ranks: do all issue the same collectives in the same order? Only some pad uneven
-shards, so graphs differ. Ranks in different collectives wait for each other: an abort on gloo, a
-hang on NCCL.
+Before a graph runs on ranks, their collectives are compared. Graphs of ranks may differ, since only
+some ranks pad uneven shards. But ranks that are in different collectives wait for each other: gloo
+aborts, NCCL hangs.
 """
 
 import copy
@@ -20,25 +20,27 @@ from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.partitions import partition_fault
-from pytest_gtrainer.graph.same_on_ranks import Line, collective_lines, first_difference
+from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.references.hand_over import trace_once
-from pytest_gtrainer.references.replicas import RanksDisagree, texts_of_ranks
+from pytest_gtrainer.references.replicas import RanksDisagree, first_differing_line, texts_of_ranks
 from pytest_gtrainer.tracing.groups import hand_on_inputs
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.stage import TracedStage
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
 
-# a second group a mesh buys overlap, which nobody measures here, and costs its set-up on every rank
+# A second group for each mesh buys overlap, which nobody measures here, and costs a set-up on every
+# rank.
 _NOT_NEEDED = ("reassign_collective_pgs_pass",)
 
 
 class GraphRun:
-    """A model traced on this rank, as ranks differ in sizes, names and pads, and rewritten; train
-    it once.
+    """A model whose step this rank has traced and rewritten; train it once with ``run``.
+
+    Every rank traces, since ranks differ in sizes, names of groups and pads.
     """
 
     def __init__(self, config: TrainConfig, **options: Any) -> None:
@@ -49,8 +51,10 @@ class GraphRun:
         self.traced = rewrite(self._as_traced, config, **options)
 
     def run(self) -> Record:
-        """Train as ``references.config.train``; RanksDisagree, before anything runs, if ranks'
-        collectives differ.
+        """Train as ``references.config.train`` does.
+
+        Raises:
+            RanksDisagree: before anything runs, if the collectives of ranks differ.
         """
         assert_same_collectives(self.traced.gm)
         return train(self.config, self.model, self._replay, side="rewritten graph")
@@ -60,8 +64,9 @@ class GraphRun:
             return self.traced.replay(self.model, *inputs)
 
     def rewritten(self, **options: Any) -> "GraphRun":
-        """The same model and trace, rewritten with other options; of the two runs only one can
-        train.
+        """Return a run of the same model and trace, rewritten with other options.
+
+        Only one of the two runs can train.
         """
         other = copy.copy(self)
         other._options = {**self._options, **options}
@@ -74,27 +79,26 @@ class GraphRun:
 
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """``data_parallel`` over the meshes, and by the arithmetic, that the eager side uses."""
+    """Apply ``data_parallel`` over the meshes that the eager side uses, with its arithmetic."""
+    ranks = float(config.mesh.size())
     if not config.replicate:
         hand_on_inputs(model, parameter_groups(model, config))
     for label, modules in bucket_modules(model, config.bucket_plan):
         if label in config.submeshes:
-            factor = float(config.mesh.size())
             mesh = config.submeshes[label]
             data_parallel(
-                modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor
+                modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=ranks
             )
     if config.replicate:  # DDP multiplies by 1/N and sums, where gloo's average sums and divides
-        return data_parallel(
-            model, config.mesh, mode="replicate", gradient_divide_factor=float(config.mesh.size())
-        )
+        return data_parallel(model, config.mesh, mode="replicate", gradient_divide_factor=ranks)
     mode = "hybrid_shard" if config.hybrid else "fully_shard"
     return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Module]]:
-    """Return the modules of each group of ``fully_shard`` that has parameters of its own, inner
-    groups first.
+    """Return the modules of each group that ``fully_shard`` would make, inner groups first.
+
+    Modules whose parameters are all in groups further in make none.
     """
     groups = [modules for _, modules in bucket_modules(model, config.bucket_plan)]
     if not any(model in modules for modules in groups):
@@ -110,7 +114,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Modu
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
-    """Trace the step on the shapes of the first batch, and draw nothing."""
+    """Trace the step on the shapes of the first batch; random states stay as they are."""
     with random_states_kept(), config.context():
         inputs = config.inputs(0)
         trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk)
@@ -129,46 +133,45 @@ def rewrite(
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
 ) -> Traced:
-    """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the
-    traced graph. ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and
-    ``reshard_after_forward`` do as FSDP2 does; ``payload_order`` is that of
-    ``joint_transformer_block_bucketing_reordering_pass``.
+    """Bucket and reorder the collectives of a step, or stage, in a copy of its graph.
+
+    Args:
+        passes: replaces the default pipeline and its options.
+        payload_order: as for ``joint_transformer_block_bucketing_reordering_pass``.
+        reduce_scatter_first, reshard_after_forward: do as FSDP2 does.
     """
-    if passes is not None:
-        return traced.with_graph(
-            apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin)
+    disabled: Sequence[str] = ()
+    if passes is None:
+        disabled = _NOT_NEEDED
+        passes = construct_default_graph_passes(
+            bucket_plan=config.bucket_plan,
+            chunk=config.chunk,
+            payload_order=payload_order,
+            reduce_scatter_first=config.hybrid and reduce_scatter_first,
+            reshard_after_forward=reshard_after_forward,
+            canonical_rules=("detach", "view"),
         )
-    default = construct_default_graph_passes(
-        bucket_plan=config.bucket_plan,
-        chunk=config.chunk,
-        payload_order=payload_order,
-        reduce_scatter_first=config.hybrid and reduce_scatter_first,
-        reshard_after_forward=reshard_after_forward,
-        canonical_rules=("detach", "view"),
-    )
     gm = apply_graph_passes(
-        traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin
+        traced.gm, traced.example_inputs, passes, disable=disabled, twin=traced.twin
     )
     return traced.with_graph(gm)
 
 
 def assert_same_collectives(gm: fx.GraphModule) -> None:
-    """Compare the ranks' collectives, and the groups that they name; every rank must call it.
+    """Check that all ranks issue the same collectives, on matching groups. Every rank must call it.
 
     Raises:
         RanksDisagree: on every rank, with the first collective that differs, or whose groups are no
             partition of the ranks.
     """
     texts = texts_of_ranks("\n".join(line.text for line in collective_lines(gm)))
-    lines = {
-        rank: [Line(line, "") for line in text.splitlines()] for rank, text in enumerate(texts)
-    }
-    found = first_difference(lines)
+    found = first_differing_line(texts, range(len(texts)))
     if found is not None:
         raise RanksDisagree(
             f"collective {found.place} differs: rank {found.rank} issues {found.line.text}, "
             f"rank {found.other} issues {found.other_line.text}"
         )
+    # Two groups of the same size read alike in the lines, so their ranks are compared as well.
     own = []
     for node in gm.graph.nodes:
         if launches(node.target):
@@ -177,7 +180,8 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
     of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(own))]
     for index, named in enumerate(zip(*of_ranks, strict=True)):
         groups = {rank: tuple(ranks) for rank, ranks in enumerate(named) if ranks is not None}
-        if fault := partition_fault(groups):
+        fault = partition_fault(groups)
+        if fault:
             raise RanksDisagree(
-                f"the process groups of collective {index}, {lines[0][index].text}, differ: {fault}"
+                f"the process groups of collective {index}, {texts[0].splitlines()[index]}, differ: {fault}"
             )

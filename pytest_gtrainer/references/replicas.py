@@ -7,7 +7,7 @@ because each rank added a gradient of its own.
 """
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.graph.same_on_ranks import Difference, Line, first_difference
 from pytest_gtrainer.numerics.bits import count_not_finite
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
@@ -45,6 +46,15 @@ def texts_of_ranks(text: str) -> list[str]:
     padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(_device())
     rows = zip(_all_gather(padded), lengths, strict=True)
     return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+
+
+def first_differing_line(
+    texts: Mapping[int, str] | Sequence[str], ranks: Iterable[int]
+) -> Difference | None:
+    """Compare the texts of ``ranks``, line by line, with that of the first; None if all are equal."""
+    return first_difference(
+        {rank: [Line(line, "") for line in texts[rank].splitlines()] for rank in ranks}
+    )
 
 
 def broadcast_bytes(content: bytes, sender: int) -> bytes:

@@ -1,11 +1,12 @@
-"""Which pass of a pipeline changes a bit, and at which node: on request, and for a comparison that
-fails.
+"""Find the pass of a pipeline that changes a bit, and the node: on request, and for a comparison
+that fails.
 
 The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers.
 Halving finds two neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2``
-replays. Of the graphs before and after that pass, the first node of one name whose value differs is
-reported, with the new nodes that it is computed from. Results are compared, and what a graph
-leaves: its inputs, written attributes, and the states of random generators.
+replays. The graphs before and after that pass then run once more with the value of every node as a
+result. The first node of one name whose value differs is reported, with the new nodes that it is
+computed from. Results are compared, and what a graph leaves: its inputs, written attributes, and
+the states of random generators.
 
 A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A
 comparison that differs then bisects each of them. On real ranks every rank must come to the same
@@ -30,13 +31,19 @@ from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn, walked
-from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.compare import compare_entries, difference_of
-from pytest_gtrainer.numerics.graph_inputs import InputsRefused, copies, try_extremes
-from pytest_gtrainer.numerics.graph_run import (
+from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
+    BACKWARD,
+    direction,
+    is_random,
+    node_fqn,
+    walked,
+)
+from pytest_gtrainer.numerics.compare import compare_entries
+from pytest_gtrainer.numerics.graph_inputs import InputsRefused, try_extremes
+from pytest_gtrainer.numerics.graph_run import (
     all_nan,
+    copies,
     inputs_afterwards,
     named_outputs,
     only_nan,
@@ -59,32 +66,28 @@ if TYPE_CHECKING:
 
 MOST_REPLAYS = 8  # of how many replays of a graph the inputs are kept
 
-Values = dict[
-    Key, Tensor
-]  # by ``Key(0, rank, "", name)``; where a process has one rank only, that is 0
+# Values are by ``Key(0, rank, "", name)``; in a process of one rank that rank is 0.
+Values = dict[Key, Tensor]
 Run = Callable[[fx.GraphModule], Values]
 
 
 def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they
-    are.
+    """Return the inputs of a graph: ``(model, *batch)`` as its state, then the leaves of the batch.
+
+    Inputs that are flat already stay as they are.
     """
     if not inputs or not isinstance(inputs[0], nn.Module):
         return list(inputs)
-    return [
-        local(tensor)
-        for tensor in [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]
-    ]
+    leaves = [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]
+    return [local(leaf) for leaf in leaves]
 
 
 def local_run(flat: Sequence[Any]) -> Run:
-    """Runs a graph in this process, from its random states of now."""
-    kept, random_states = copies(flat), GeneratorStates.now()
-
-    def run(gm: fx.GraphModule) -> Values:
-        return _keyed(run_graph(gm, copies(kept), random_states).everything)
-
-    return run
+    """Return a function that runs graphs in this process, each from these inputs and the random
+    states of now.
+    """
+    kept, start = copies(flat), GeneratorStates.now()
+    return lambda gm: _keyed(run_graph(gm, kept, start).everything)
 
 
 def run_on_all(
@@ -93,25 +96,25 @@ def run_on_all(
     inputs: Sequence[Any],
     random: RankRandomStates | None = None,
 ) -> Run:
-    """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net,
-    random=random).run(inputs)``.
+    """Return a function that runs graphs on all ranks of a simulated world, each from these inputs.
+
+    It runs ``Interpreter(ranked(gm), net, random=random).run(inputs)``.
     """
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 
-    kept, states = copies(inputs), random.copy() if random else None
+    kept, start = copies(inputs), random.copy() if random else None
 
     def run(gm: fx.GraphModule) -> Values:
         given = copies(kept)
-        interpreter = Interpreter(ranked(gm), net, random=states.copy() if states else None)
+        interpreter = Interpreter(ranked(gm), net, random=start.copy() if start else None)
         output = interpreter.run(given)
         values: Values = {}
         for rank in range(net.size):
+            random_state = {"torch.cpu": of_rank(interpreter.random.states, rank)}
             found = named_outputs(of_rank(output, rank), gm)
             found |= inputs_afterwards(gm, [of_rank(value, rank) for value in given])
-            found |= random_states_afterwards(
-                {"torch.cpu": of_rank(interpreter.random.states, rank)}
-            )
+            found |= random_states_afterwards(random_state)
             values |= _keyed(found, rank)
         return values
 
@@ -122,13 +125,9 @@ def _keyed(values: Mapping[str, Tensor], rank: int = 0) -> Values:
     return {Key(0, rank, "", name): value for name, value in values.items()}
 
 
-def _results_of(values: Values) -> dict[str, Tensor]:
-    """The results of all ranks in this process, without the state that the graph leaves."""
-    return {
-        f"{key.rank} {key.name}": value
-        for key, value in values.items()
-        if not key.name.endswith(AFTERWARDS)
-    }
+def _is_result(key: Key) -> bool:
+    """Return whether a value is a result of the graph, and no state that it leaves."""
+    return not key.name.endswith(AFTERWARDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,50 +138,63 @@ class Stage:
     gm: fx.GraphModule
 
 
+# The first value that differs, as ``node``, ``where`` and ``made`` of a ``Bisection``.
+Origin = tuple[Difference | None, str, tuple[str, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """What a bisection found; ``str(bisection)`` is written for a terminal."""
+    """What a bisection found; ``str(bisection)`` is written for a terminal.
 
-    outcome: Outcome  # "equal" if no pass changes a bit, else "different"
+    Attributes:
+        outcome: "equal" if no pass changes a bit, else "different".
+        total: the number of passes.
+        number: the place among all, from 1, of the pass that changes a bit.
+        name: that pass, with its options.
+        verdict: how the results behind that pass differ from those before all passes, on this rank.
+        node: how the first value differs that both graphs have, or else the first result; None if
+            none differs on this rank.
+        where: that node in words, with the rank where all ranks are in this process; or the state.
+        made: the nodes that it is computed from and that the pass made, in words, in graph order.
+        inputs: the inputs on which it changes a bit, in words, if they are not those that were
+            given.
+        silent: inputs on which every result was NaN: there, no pass could be seen to change a bit.
+        nan: results that are nothing but NaN on the given inputs, if others are numbers.
+    """
+
+    outcome: Outcome
     total: int
-    number: int = 0  # the pass's place among all, from 1
-    name: str = ""  # the pass that changes a bit, with its options
-    verdict: Verdict | None = (
-        None  # how the results behind that pass differ from those before all passes, on this rank
-    )
-    node: Difference | None = (
-        None  # the first value that both graphs have and that differs here; else the first result
-    )
-    where: str = ""  # that node in words, with the rank where all ranks are in this process
-    made: tuple[
-        str, ...
-    ] = ()  # the nodes that it is computed from and that the pass made, in words, in graph order
+    number: int = 0
+    name: str = ""
+    verdict: Verdict | None = None
+    node: Difference | None = None
+    where: str = ""
+    made: tuple[str, ...] = ()
     replays: int = 0
-    inputs: str = (
-        ""  # the inputs on which it changes a bit, in words, if they are not those that were given
-    )
-    silent: tuple[
-        str, ...
-    ] = ()  # inputs on which every result was NaN: there, no pass could be seen to change a bit
-    nan: tuple[
-        str, ...
-    ] = ()  # results that are nothing but NaN on the given inputs, if others are numbers
+    inputs: str = ""
+    silent: tuple[str, ...] = ()
+    nan: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.outcome == "equal":
             text = f"no pass of {self.total} changes a bit ({self.replays} replays)"
             if self.silent:
-                text += f"; every result is NaN on {', '.join(self.silent)}, so nothing could differ there"
+                text += (
+                    f"; every result is NaN on {', '.join(self.silent)}, so nothing could differ "
+                    "there"
+                )
             if self.nan:
                 text += f"; nothing but NaN, so nothing could differ: {', '.join(self.nan)}"
             return text
-        where = f", on {self.inputs}" if self.inputs else ""
+        on = f", on {self.inputs}" if self.inputs else ""
         lines = [
-            f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays){where}"
+            f"introduced by pass {self.number} of {self.total}, {self.name} "
+            f"({self.replays} replays){on}"
         ]
+        what, made = "first node whose value differs:", "computed from what the pass made"
         is_state = self.where.endswith(AFTERWARDS)
-        made = cut("the pass made" if is_state else "computed from what the pass made", self.made)
-        what = "every result is equal, but not" if is_state else "first node whose value differs:"
+        if is_state:
+            what, made = "every result is equal, but not", "the pass made"
         if self.node is not None:
             place = self.node.place if self.node.kind == "bits" else ""
             lines += [f"  {what} {self.where}{place}", *self.node.sides()]
@@ -190,7 +202,7 @@ class Bisection:
             lines.append(f"  {what} {self.where}, which one of the two graphs alone writes to")
         else:
             lines.append("  no value that both graphs have differs on this rank")
-        return "\n".join([*lines, *made])
+        return "\n".join([*lines, *cut(made, self.made)])
 
 
 def bisect_passes(
@@ -206,8 +218,8 @@ def bisect_passes(
 
     What a graph leaves counts as its results do: inputs, buffers, states of random generators. If
     no bit differs on ``inputs``, the graph is replayed on copies of them with large, infinite, NaN,
-    zero and subnormal elements. There all NaNs are equal. In one process, integers become as large as
-    the graph before the passes takes them. Inputs that share memory share it in each replay.
+    zero and subnormal elements. There all NaNs are equal. In one process, integers become as
+    large as the graph before the passes takes them. Inputs that share memory share it in each replay.
 
     Args:
         traced: the step before the passes; it is not changed, nor are the inputs.
@@ -252,8 +264,8 @@ def bisect_passes(
 
 
 def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
-    """The same for graphs that are there already, the first of them before all passes."""
-    return _PassSearch(stages, run).first_difference(every)
+    """Find the pass that changes a bit among finished graphs, the first before all passes."""
+    return _PassSearch(stages, run).find(every)
 
 
 def bisect_extremes(
@@ -263,8 +275,9 @@ def bisect_extremes(
     *,
     every: bool = False,
 ) -> Bisection:
-    """The same on copies of ``inputs`` with extreme values, until one shows a difference; all NaNs
-    are equal.
+    """Bisect on copies of ``inputs`` with extreme values, until one shows a difference.
+
+    All NaNs are equal.
     """
     different: list[Bisection] = []
     replays = 0
@@ -278,7 +291,7 @@ def bisect_extremes(
             search = _PassSearch(stages, lambda gm: with_one_nan(run(gm)))
         except Exception as error:
             raise InputsRefused(f"the graph does not run on {description}: {error}") from error
-        found = search.first_difference(every)
+        found = search.find(every)
         replays += found.replays
         if found.outcome == "different":
             different.append(replace(found, inputs=description))
@@ -290,135 +303,128 @@ def bisect_extremes(
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
-    """The pass behind the longest prefix that gives ``expected``, a part of the results; "equal" if
-    all passes give it, None if no prefix does.
+    """Find the pass behind the longest prefix that gives ``expected``, which may be a part of the
+    values.
+
+    The outcome is "equal" if all passes give it. Returns None if no prefix does.
     """
     search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
         return Bisection("equal", last, replays=search.replays)
-    right = next((number for number in range(last - 1, -1, -1) if not search.differs(number)), None)
-    return None if right is None else search.found(right + 1)
+    for number in range(last - 1, -1, -1):
+        if not search.differs(number):
+            return search.describe(number + 1)
+    return None
 
 
 class _PassSearch:
-    """Replays stages, compares with what the first gives, or with a part that is ``expected``; all
-    ranks agree.
+    """Replays stages, and compares what they give with what the first gives, or with ``expected``.
+
+    All ranks come to the same answer: one that sees a difference is enough.
     """
 
     def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
-        self._stages, self._run, self._part = stages, run, expected is not None
-        self.verdicts: dict[int, Verdict] = {}
-        self.replays = 0 if self._part else 1
+        self._stages, self._run, self._is_part = stages, run, expected is not None
+        self._verdicts: dict[int, Verdict] = {}
+        self.replays = 0 if self._is_part else 1
         self._expected = run(stages[0].gm) if expected is None else expected
+        self._results = {
+            f"{key.rank} {key.name}": value
+            for key, value in self._expected.items()
+            if _is_result(key)
+        }
 
     @property
     def is_all_nan(self) -> bool:
-        """Return whether every result before the passes is NaN, on this process's ranks: then
-        nothing could differ.
-        """
-        return all_nan(_results_of(self._expected))
+        """Return whether every result before the passes is NaN, so that nothing could differ."""
+        return all_nan(self._results)
 
-    def first_difference(self, every: bool) -> Bisection:
-        """The first pass that changes a bit, by halving or by replaying every prefix."""
-        last = len(self._stages) - 1
+    def find(self, every: bool) -> Bisection:
+        """Find the first pass that changes a bit, by halving or by replaying ``every`` prefix."""
+        last, guilty = len(self._stages) - 1, 0
         if every:
             guilty = next(filter(self.differs, range(1, last + 1)), 0)
-        elif guilty := last if last and self.differs(last) else 0:
-            # halving goes from the last pass down to the first: the equal prefixes are behind the
-            # different ones
-            guilty -= bisect_left(
-                range(last - 1, 0, -1), True, key=lambda number: not self.differs(number)
-            )
+        elif last and self.differs(last):
+            # From the last pass down to the first, the equal prefixes are behind the different
+            # ones.
+            downwards = range(last - 1, 0, -1)
+            different = bisect_left(downwards, True, key=lambda number: not self.differs(number))
+            guilty = last - different
         if guilty:
-            return self.found(guilty)
+            return self.describe(guilty)
         equal = Bisection("equal", last, replays=self.replays)
         if self.is_all_nan:
             return replace(equal, silent=("the inputs as they were given",))
-        return replace(equal, nan=tuple(only_nan(_results_of(self._expected))))
+        return replace(equal, nan=tuple(only_nan(self._results)))
 
     def differs(self, number: int) -> bool:
         """Return whether the graph behind that many passes gives other bits, on any rank."""
         self.replays += 1
         values = self._run(self._stages[number].gm)
-        if self._part:
+        if self._is_part:
             values = {key: value for key, value in values.items() if key in self._expected}
-        self.verdicts[number] = verdict = compare_entries(values, self._expected)
+        self._verdicts[number] = verdict = compare_entries(values, self._expected)
         return on_any_rank(verdict.outcome != "equal")
 
-    def found(self, guilty: int) -> Bisection:
-        """The pass of that number, with the node at which it changes a bit."""
-        found = Bisection(
-            "different",
-            len(self._stages) - 1,
-            guilty,
-            self._stages[guilty].name,
-            self.verdicts[guilty],
-        )
-        found = _with_node(found, self._stages[guilty - 1].gm, self._stages[guilty].gm, self._run)
-        return replace(found, replays=self.replays + 2)
+    def describe(self, guilty: int) -> Bisection:
+        """Return the pass of that number, with the node at which it changes a bit."""
+        before, after = self._stages[guilty - 1].gm, self._stages[guilty].gm
+        verdict = self._verdicts[guilty]
+        differing = [one.key for one in verdict.differences]
+        differing += [*verdict.only_actual, *verdict.only_expected]
+        if on_any_rank(any(map(_is_result, differing))):
+            origin = _find_node(verdict.first, before, after, self._run)
+        else:
+            origin = _find_state(verdict.first, differing, before, after)
+        name, replays = self._stages[guilty].name, self.replays + 2
+        last = len(self._stages) - 1
+        return Bisection("different", last, guilty, name, verdict, *origin, replays=replays)
 
 
-def _with_node(
-    found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run
-) -> Bisection:
-    """The first node that both graphs have and whose value differs; if there is none, what gives
-    the first result.
+def _find_node(
+    result: Difference | None, before: fx.GraphModule, after: fx.GraphModule, run: Run
+) -> Origin:
+    """Find the first node that both graphs have and whose value differs.
+
+    Without such a node, take the one that gives ``result``, the first result that differs.
     """
-    if not on_any_rank(_results_differ(found.verdict)):
-        return _with_state(found, before, after)
-    expected, actual = run(_exposed(before)), run(_exposed(after))
     old = {node.name for node in before.graph.nodes}
     kept = {node.name: node for node in after.graph.nodes if node.name in old}
-    new, several = (
-        set(after.graph.nodes).difference(kept.values()),
-        len({key.rank for key in actual}) > 1,
-    )
-    for key in sorted((key for key in actual if key.name in kept), key=lambda key: kept[key.name]):
-        node = kept[key.name]
-        try:
-            difference = difference_of(key, actual[key], expected[key])
-        except (KeyError, NoBytes):
-            continue
-        if difference is not None:
-            where = _words(node) + f" on rank {key.rank}" * several
-            return replace(found, node=difference, where=where, made=_made(node, new))
-    output, first = (
-        after.graph.output_node(),
-        found.verdict.first if found.verdict is not None else None,
-    )
-    if first is None:
-        return replace(found, made=_made(output, new))
-    gives = dict(
-        zip(output.meta.get("gt_outputs") or (), pytree.tree_leaves(output.args[0]), strict=False)
-    )
-    given = gives.get(first.key.name)
-    where = f"the result {first.key.name}" + (
-        f" = {_words(given)}" if isinstance(given, fx.Node) else ""
-    )
-    made = _made(given if isinstance(given, fx.Node) else output, new)
-    return replace(
-        found, node=first, where=where + f" on rank {first.key.rank}" * several, made=made
-    )
+    new = set(after.graph.nodes).difference(kept.values())
+    expected, actual = run(_exposed(before)), run(_exposed(after))
+    has_ranks = len({key.rank for key in actual}) > 1
+    verdict = compare_entries(actual, expected)
+    inner = [one for one in verdict.differences if one.key.name in kept]
+    if inner:
+        result = min(inner, key=lambda one: (kept[one.key.name], one.key.rank))
+        node = kept[result.key.name]
+        where = _words(node)
+    elif result is None:  # it differs on another rank
+        return None, "", _made(after.graph.output_node(), new)
+    else:
+        node, where = after.graph.output_node(), f"the result {result.key.name}"
+        names = node.meta.get("gt_outputs") or ()
+        given = dict(zip(names, pytree.tree_leaves(node.args[0]), strict=False))
+        if isinstance(given.get(result.key.name), fx.Node):
+            node = given[result.key.name]
+            where += f" = {_words(node)}"
+    if has_ranks:
+        where += f" on rank {result.key.rank}"
+    return result, where, _made(node, new)
 
 
-def _differing_names(verdict: Verdict | None) -> list[str]:
-    if verdict is None:
-        return []
-    differing = [difference.key for difference in verdict.differences]
-    return [key.name for key in (*differing, *verdict.only_actual, *verdict.only_expected)]
+def _find_state(
+    state: Difference | None,
+    differing: Sequence[Key],
+    before: fx.GraphModule,
+    after: fx.GraphModule,
+) -> Origin:
+    """Return the state that differs behind equal results.
 
-
-def _results_differ(verdict: Verdict | None) -> bool:
-    return any(not name.endswith(AFTERWARDS) for name in _differing_names(verdict))
-
-
-def _with_state(found: Bisection, before: fx.GraphModule, after: fx.GraphModule) -> Bisection:
-    """The state that differs behind equal results, with new nodes that write in place or draw
-    random numbers.
+    With it come the new nodes that write in place or draw random numbers.
     """
-    names = _differing_names(found.verdict)
-    if not names or found.verdict is None:
-        return found  # it differs on another rank
+    if not differing:
+        return None, "", ()  # it differs on another rank
     old = {node.name for node in before.graph.nodes}
     made: list[str] = []
     for node in after.graph.nodes:
@@ -426,13 +432,11 @@ def _with_state(found: Bisection, before: fx.GraphModule, after: fx.GraphModule)
             continue
         if schema(node.target).is_mutable or is_random(node):
             made.append(_words(node))
-    return replace(found, node=found.verdict.first, where=names[0], made=tuple(made))
+    return state, differing[0].name, tuple(made)
 
 
 def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the value of every node as a result, named after it; waited for, where it
-    travels.
-    """
+    """Return a copy of a graph whose results are the values of all nodes, by their names."""
     copy = copied_lazily(gm)
     shown = [node for node in copy.graph.nodes if _has_value(node)]
     output = copy.graph.output_node()
@@ -442,6 +446,7 @@ def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _has_value(node: fx.Node) -> bool:
+    """Return whether a node gives one tensor; that of a launch is there only after its wait."""
     if node.target is getitem:
         return isinstance(node.meta.get("val"), Tensor)
     if not isinstance(node.target, OpOverload) or launches(node.target):
@@ -450,44 +455,37 @@ def _has_value(node: fx.Node) -> bool:
 
 
 def _made(node: fx.Node, new: set[fx.Node]) -> tuple[str, ...]:
-    """The new nodes from which ``node`` is computed by way of new nodes alone, in graph order."""
+    """Return the new nodes from which ``node`` is computed by way of new nodes alone, in order."""
     made = walked(node.all_input_nodes, attrgetter("all_input_nodes"), new.__contains__)
     return tuple(map(_words, sorted(made)))
 
 
 def _words(node: fx.Node) -> str:
-    fqn = node_fqn(node)
     pass_ = "backward" if direction(node) == BACKWARD else "forward"
     operator = node.target if isinstance(node.target, (str, OpOverload)) else node.target.__name__
-    return f"{node.name} = {operator} in the {pass_}" + (f" of {fqn}" if fqn else "")
+    text = f"{node.name} = {operator} in the {pass_}"
+    fqn = node_fqn(node)
+    return f"{text} of {fqn}" if fqn else text
 
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The graphs between passes, and how to run them from the inputs of each of the result's first
-    replays.
-    """
+    """The graphs between passes, and functions that run them on the inputs of first replays."""
 
     stages: list[Stage]
     result: fx.GraphModule
     runs: list[Run] = field(default_factory=list)
 
-    def explained(self, step: int | None, expected: Tensors) -> str:
+    def explain(self, step: int | None, expected: Tensors) -> str:
+        """Bisect towards what is ``expected``, if a replay has to give it; else on every replay."""
         wanted: Values = {}
+        runs, where = self.runs, "bisection"
         if isinstance(expected, Record) and step is not None and step < len(self.runs):
-            wanted, runs, where = (
-                _results(expected, step),
-                self.runs[step : step + 1],
-                f"bisection of step {step}",
-            )
-        elif (
-            isinstance(expected, dict) and "loss" in expected
-        ):  # as ``TracedStep.results`` names them
-            wanted = {
-                Key(0, 0, "", name.removeprefix("gradient of ")): tensor
-                for name, tensor in expected.items()
-            }
-            runs, where = self.runs, "bisection"
+            wanted = results_of_step(expected, step)
+            runs, where = self.runs[step : step + 1], f"bisection of step {step}"
+        elif isinstance(expected, dict) and "loss" in expected:  # from ``TracedStep.results``
+            names = [name.removeprefix("gradient of ") for name in expected]
+            wanted = _keyed(dict(zip(names, expected.values(), strict=True)))
         for run in runs if wanted else ():
             towards = bisect_towards(self.stages, run, wanted)
             if towards is None:
@@ -500,54 +498,52 @@ class _Pipeline:
             if found.outcome == "different":
                 return f"{where}: {found}"
             return f"{where}: a pipeline of {towards.total} passes gives what is expected"
-        replays, only_nan = 0, 0
+        return self._explain_replays()
+
+    def _explain_replays(self) -> str:
+        replays, silent = 0, 0
         for number, run in enumerate(self.runs, 1):
             found = bisect_stages(self.stages, run)
             if found.outcome == "different":
                 return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
             replays += found.replays
-            only_nan += bool(found.silent)
+            silent += bool(found.silent)
         text = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
         if len(self.runs) > 1:
             text += f", on the inputs of the first {len(self.runs)} replays"
-        if only_nan:
-            text += f"; every result is NaN in {only_nan} of {len(self.runs)} replays, so nothing could differ there"
+        if silent:
+            text += (
+                f"; every result is NaN in {silent} of {len(self.runs)} replays, so nothing could "
+                "differ there"
+            )
         return text
 
 
 def _only_state(run: Run, known: Values) -> Run:
-    """Replays that give what a graph leaves, without its results and without what is ``known`` to
-    be as expected.
-    """
+    """Return a function that runs graphs, and gives the state that they leave, except ``known``."""
 
     def state(gm: fx.GraphModule) -> Values:
         values = run(gm)
         return {
-            key: value
-            for key, value in values.items()
-            if key.name.endswith(AFTERWARDS) and key not in known
+            key: value for key, value in values.items() if not _is_result(key) and key not in known
         }
 
     return state
 
 
-def _results(expected: Record, step: int) -> Values:
-    """Return what a graph has to give at a step: losses, gradients before clipping and buffers, by
-    rank and name.
-    """
+def results_of_step(expected: Record, step: int) -> Values:
+    """Return what a graph has to give at a step: losses, gradients before clipping and buffers."""
     values: Values = {}
     for (_, rank, phase, name), tensor in expected.select(step=step).items():
         if phase in ("loss", "gradient", "buffer"):
             place = 0 if expected.rank is not None else rank  # a process of one rank calls it 0
-            values[Key(0, place, "", name if phase != "buffer" else f"{name} afterwards")] = tensor
+            values[Key(0, place, "", name + AFTERWARDS * (phase == "buffer"))] = tensor
     return values
 
 
 @dataclass(slots=True)
 class PassWitness:
-    """Remembers pipelines and their first inputs; tells, once a comparison differs, where it came
-    from.
-    """
+    """Remembers pipelines and their first inputs, and bisects them once a comparison differs."""
 
     _running: list[Stage] = field(default_factory=list)
     _pipelines: list[_Pipeline] = field(default_factory=list)
@@ -568,7 +564,8 @@ class PassWitness:
         self._running = [*(self._running or [Stage("", before)]), Stage(run.name, after)]
 
     def _see_pipeline(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
-        self._pipelines += [_Pipeline(self._running, result)] if self._running else []
+        if self._running:
+            self._pipelines.append(_Pipeline(self._running, result))
         self._running = []
 
     def _keep(self, gm: fx.GraphModule, run: Callable[[], Run]) -> None:
@@ -577,12 +574,15 @@ class PassWitness:
                 pipeline.runs.append(run())
 
     def _see_judged(self, verdict: Verdict, expected: Tensors, explanations: list[str]) -> None:
-        if on_any_rank(verdict.outcome == "different"):
-            first = verdict.first.key.step if verdict.first is not None else None
-            step = next((step for step in range(MOST_REPLAYS) if on_any_rank(first == step)), None)
-            replayed = [pipeline for pipeline in self._pipelines if pipeline.runs]
-            explanations += [pipeline.explained(step, expected) for pipeline in replayed]
-            if not replayed:
-                explanations.append(
-                    "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"
-                )
+        if not on_any_rank(verdict.outcome == "different"):
+            return
+        # All ranks replay the first step in which one of them differs.
+        first = verdict.first.key.step if verdict.first is not None else None
+        step = next((step for step in range(MOST_REPLAYS) if on_any_rank(first == step)), None)
+        replayed = [pipeline for pipeline in self._pipelines if pipeline.runs]
+        explanations += [pipeline.explain(step, expected) for pipeline in replayed]
+        if not replayed:
+            explanations.append(
+                "bisection: no graph was rewritten by apply_graph_passes and replayed before this "
+                "comparison"
+            )

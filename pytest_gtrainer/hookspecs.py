@@ -81,7 +81,7 @@ def pytest_gtrainer_environment(config: pytest.Config) -> Mapping[str, str | int
 
 @pytest.hookspec
 def pytest_gtrainer_rank_setup(config: pytest.Config, rank: int, device: str) -> None:
-    """Called once in every rank process, after its process group exists and before its first test.
+    """Set up a rank process: called once, after its process group exists and before its first test.
 
     If it raises, the tests on these ranks fail. ``device`` is "cpu" or "cuda".
     """
@@ -89,14 +89,17 @@ def pytest_gtrainer_rank_setup(config: pytest.Config, rank: int, device: str) ->
 
 @pytest.hookspec
 def pytest_gtrainer_rank_teardown(config: pytest.Config, rank: int, device: str) -> None:
-    """Called once in every rank process that ends normally, after its last test; not in one that is
-    killed.
+    """Tear down a rank process that ends normally: called once, after its last test.
+
+    It is not called in a process that is killed.
     """
 
 
 def together(results: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
-    """Return what several implementations of a hook gave, as one mapping; pytest.UsageError for a
-    name given twice.
+    """Join the mappings that several implementations of a hook gave.
+
+    Raises:
+        pytest.UsageError: two of them give one name.
 
     >>> together([{"a": 1}, None, {"b": 2}], "model")
     {'a': 1, 'b': 2}

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
-from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree, storage_id
 from pytest_gtrainer.bisect import (
     Bisection,
@@ -28,9 +28,10 @@ from pytest_gtrainer.numerics.compare import (
     compare,
     compare_control,
 )
-from pytest_gtrainer.numerics.graph_inputs import copies, sample_tensor
+from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
+    copies,
     inputs_afterwards,
     named_outputs,
     only_nan,
@@ -173,7 +174,7 @@ def _find_outputs(gm: fx.GraphModule, flat: Sequence[Any]) -> dict[str, Tensor]:
 
     The other inputs differ between seeds by themselves, so they prove nothing as a control.
     """
-    run = run_graph(gm, copies(flat), GeneratorStates.now())
+    run = run_graph(gm, flat)
     found = dict(run.outputs)
     for name, given in inputs_afterwards(gm, flat).items():
         if compare(run.state[name], given).outcome != "equal":

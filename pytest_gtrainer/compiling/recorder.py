@@ -25,7 +25,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
-from pytest_gtrainer.numerics.graph_inputs import copies
+from pytest_gtrainer.numerics.graph_run import copies
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
 _PLACE = re.compile(r'Graph break in user code at (\S+)|File "([^"]+)", line (\d+)')

@@ -1,11 +1,10 @@
-"""The raw bytes of a tensor, whatever its dtype, layout or device.
+"""Read and compare the raw bytes of tensors, whatever their dtype, layout or device.
 
-``-0.0`` is not ``0.0`` here and a NaN equals a NaN only with the same payload, because
-nothing looks at values: a tensor is its bytes in row-major order of its elements.
+A tensor is its bytes in row-major order of its elements, and nothing looks at values. So ``-0.0``
+is not ``0.0``, and a NaN equals a NaN only with the same payload.
 
-torch moves and compares bytes of every dtype; of many narrow ones (``uint4``, ``bits8``,
-``float4_e2m1fn_x2``) it can neither copy, index nor print an element. So a tensor is seen as
-integers of the same width before anything else.
+Of many narrow dtypes (``uint4``, ``bits8``, ``float4_e2m1fn_x2``) torch can neither copy, index nor
+print an element. So a tensor is viewed as integers of the same width before anything else.
 """
 
 import ctypes
@@ -32,16 +31,16 @@ class NoBytes(TypeError):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The detached strided tensor of this rank's values, a DTensor's local shard; a NoBytes where
-    there is none.
+    """Return the detached, strided tensor of this rank's values; of a DTensor the local shard.
+
+    Raises:
+        NoBytes: the tensor holds no values.
     """
     return held(tensor).resolve_conj().resolve_neg()
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Like ``plain``, but conjugates and negations that torch has put off stay so; strides are the
-    tensor's own.
-    """
+    """Do as ``plain``, but keep strides, and conjugates and negations that torch has put off."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         tensor = tensor.to_local().detach()
@@ -56,9 +55,7 @@ def held(tensor: Tensor) -> Tensor:
         )
     if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
-    if (
-        tensor.numel() and not tensor.untyped_storage().nbytes()
-    ):  # to read it would be a segmentation fault
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # reading would crash the process
         raise NoBytes("its memory was freed, as FSDP does with parameters that it has resharded")
     return tensor
 
@@ -79,48 +76,44 @@ def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"{begin}q_scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
         yield f"{begin}q_zero_point", torch.tensor(tensor.q_zero_point())
     else:
-        # copies, because a clone of a quantised tensor shares its scales: they cannot be written to
+        # Copies, because they cannot be written to: a clone of a quantised tensor shares its
+        # scales.
         yield f"{begin}q_per_channel_scales", tensor.q_per_channel_scales().clone()
         yield f"{begin}q_per_channel_zero_points", tensor.q_per_channel_zero_points().clone()
         yield f"{begin}q_per_channel_axis", torch.tensor(tensor.q_per_channel_axis())
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
+    """Return whether this is a DTensor, without importing DTensor, which takes 0.8 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor
-    is contiguous.
+    """Return all bytes of a tensor as ``uint8[numel * element_size]``, row-major.
+
+    This is a view if the tensor is contiguous.
     """
     row = as_integers(plain(tensor)).contiguous().view(-1)
-    # a slice of one element is contiguous whatever its stride is, but only a stride of 1 can be
-    # seen as bytes
+    # A slice of one element is contiguous whatever its stride is, but only a stride of 1 can be
+    # viewed as bytes.
     return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides on the same device, of any dtype; of a DTensor its local
-    shard.
-    """
+    """Return a copy on the same device, of any dtype; of a DTensor a copy of its local shard."""
     tensor = plain(tensor)
     return as_integers(tensor).clone().view(tensor.dtype)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """See a tensor as integers as wide as its elements; complex128, wider than any integer, stays
-    what it is.
-    """
+    """View a tensor as integers as wide as its elements; complex128, wider than any, stays."""
     integers = _INTEGERS.get(tensor.element_size())
     return tensor if integers is None else tensor.view(integers)
 
 
 def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a contiguous byte view in host memory, not copied; valid as long as ``view``
-    lives.
-    """
+    """Return the memory of a contiguous byte view on the host, which must outlive its use."""
     if not view.numel():
         return b""
     return (ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())
@@ -137,15 +130,16 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """Return how many elements differ, and the place of the first in row-major order; piece by
-    piece, -1 if none does.
+    """Return how many elements differ, and the place of the first in row-major order, or -1.
+
+    It goes piece by piece, since a mask over a whole large tensor may not fit into memory.
     """
     total, first, size = 0, -1, a.element_size()
     word = _INTEGERS[min(size, _WORD)]
     pieces = [byte_view(side).split(_PIECE * size) for side in (a, b)]
     for number, pair in enumerate(zip(*pieces, strict=True)):
         rows = [side.view(word) for side in pair]
-        # an element wider than a word is several words
+        # An element wider than a word is several words.
         differs = (rows[0] != rows[1]).reshape(-1, max(1, size // _WORD)).any(dim=1)
         found = int(differs.sum())
         if found and first < 0:
@@ -155,7 +149,7 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """Return how many elements are NaN or infinite; 0 for what is not floating point."""
+    """Return how many elements are NaN or infinite; 0 for dtypes that cannot be."""
     tensor = plain(tensor)
     if not _can_be_infinite(tensor):
         return 0
@@ -180,14 +174,12 @@ def _can_be_infinite(tensor: Tensor) -> bool:
 
 
 def _is_finite(row: Tensor) -> Tensor:
-    """Like ``torch.isfinite``, which does not take float8 and narrower dtypes."""
+    """Do as ``torch.isfinite``, which does not take float8 and narrower dtypes."""
     return torch.isfinite(row.to(torch.float32) if row.element_size() == 1 else row)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether some byte in memory belongs to both tensors; none does if one of them holds no
-    values.
-    """
+    """Return whether some byte in memory belongs to both tensors."""
     try:
         sides = held(a), held(b)
     except NoBytes:
@@ -227,7 +219,7 @@ def element_at(tensor: Tensor, place: int) -> Tensor:
 
 
 def pattern(element: Tensor) -> str:
-    """The bits of a one-element tensor in hexadecimal, most significant first.
+    """Return the bits of a one-element tensor in hexadecimal, most significant first.
 
     >>> pattern(torch.tensor(1.0, dtype=torch.bfloat16)), pattern(torch.tensor(1 - 0j, dtype=torch.complex64))
     ('0x3f80', '(0x3f800000, 0x00000000)')
@@ -240,8 +232,9 @@ def pattern(element: Tensor) -> str:
 
 
 def value(element: Tensor) -> str:
-    """A one-element tensor as a decimal that no neighbour shares; its bits where torch knows no
-    number for them.
+    """Return a one-element tensor as a decimal that no neighbour shares.
+
+    Returns its bits if torch knows no number for them.
 
     >>> value(torch.tensor(0.1)), value(torch.tensor(-0.0)), value(torch.tensor(7))
     ('0.100000001', '-0', '7')
@@ -255,15 +248,15 @@ def value(element: Tensor) -> str:
     return format(item, f".{_DIGITS.get(element.dtype, _FEW_DIGITS)}g")
 
 
-_MAGNITUDE = (
-    torch.float8_e8m0fnu
-)  # a power of two without a sign: its bits count its numbers as they are
+# A power of two without a sign, whose bits count its numbers.
+_MAGNITUDE = torch.float8_e8m0fnu
 _PACKED = torch.float4_e2m1fn_x2  # two numbers a byte, none of them NaN or infinite
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int | None:
-    """ULPs between two one-element tensors; None for NaN, different dtypes, and what is not
-    floating point.
+    """Return the ULPs between two one-element tensors.
+
+    Returns None for NaN, for different dtypes, and for dtypes that are not floating point.
     """
     if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is _PACKED:
         return None
@@ -273,7 +266,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> int | None:
 
 
 def _place(element: Tensor) -> int:
-    """The signed place of a number among all numbers of its format; 0 for both zeros."""
+    """Return the signed place of a number among all numbers of its format; 0 for both zeros."""
     raw = bytes(byte_view(element).tolist())
     sign = 1 << (8 * len(raw) - 1)
     unsigned = int.from_bytes(raw, sys.byteorder)

@@ -312,7 +312,7 @@ class VerdictError(facts.FailedCheck):
 
 
 class BitwiseDifference(VerdictError):
-    """Two sides are not equal bit for bit, or nobody could tell."""
+    """Two sides are not equal bit for bit, or nothing shows that they are."""
 
     __module__ = "pytest_gtrainer"
 

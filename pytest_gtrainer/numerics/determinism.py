@@ -1,9 +1,8 @@
-"""Every switch of determinism, set together and restored whole; seeds, and random states of Python,
-NumPy and torch.
+"""Set every switch of determinism together, and restore all of them; seed Python, NumPy and torch.
 
-What cannot be honoured any more is an error, never a warning: a check that believes it is
-deterministic and is not proves nothing. All switches are in ``knobs``. ``balanced_loss`` weighs all
-tokens alike.
+A switch that comes too late raises, and does not only warn: a check that believes it is
+deterministic and is not proves nothing. All switches are in ``knobs``. ``balanced_loss`` gives all
+tokens the same weight.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DebugConfig:
-    """What makes a training run repeatable.
+    """Settings that make a training run repeatable.
 
     Attributes:
         seed: for Python, NumPy and torch.
@@ -50,7 +49,7 @@ class DebugConfig:
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointConfig:
-    """How ``torch.utils.checkpoint`` recomputes; the fields are its arguments.
+    """Options of ``torch.utils.checkpoint``; the fields are its arguments.
 
     Attributes:
         preserve_rng_state: recompute with the random numbers of the forward; without it dropout
@@ -65,7 +64,7 @@ class ActivationCheckpointConfig:
     debug: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of ``torch.utils.checkpoint.checkpoint``.
+        """Return the keyword arguments of ``torch.utils.checkpoint.checkpoint``.
 
         >>> ActivationCheckpointConfig(debug=True).arguments()
         {'use_reentrant': False, 'preserve_rng_state': True, 'determinism_check': 'default', 'debug': True}
@@ -114,10 +113,10 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
 
 _INDUCTOR = knobs.flags("torch._inductor.config")
-"""At Inductor's import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
+"""Inductor's own flags. Its import reads each from ``TORCHINDUCTOR_`` and its name in capitals."""
 
-# Whether CUDA started inside one of our blocks: then it has the workspace, although the variable is
-# gone again.
+# If CUDA started inside one of our blocks, it has the workspace, although the variable is gone
+# again.
 _cuda_started_here = False
 _active: list[Settings] = []
 
@@ -128,7 +127,7 @@ class DeterminismError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``deterministic`` put in place: the configuration, and the preset of NCCL's variables."""
+    """Settings of a ``deterministic`` block: a configuration, and a preset of NCCL's variables."""
 
     config: DebugConfig
     nccl: str = "as_found"
@@ -140,20 +139,19 @@ class Settings:
         return self.config.seed
 
     def report(self) -> str:
-        """The values in effect now, one a line, with what they were before where that is something
-        else.
-        """
+        """Write the values in effect now, a line each, and what those were that have changed."""
         lines = [f"{'seed':<72} {torch.initial_seed()}"]
         for name, value in knobs.values().items():
-            now, before = (
-                "unset" if v is None else v for v in (value, self._before.get(name, value))
-            )
-            lines.append(f"{name:<72} {now}{'' if before == now else f'  (was {before})'}")
+            before = self._before.get(name, value)
+            line = f"{name:<72} {'unset' if value is None else value}"
+            if before != value:
+                line += f"  (was {'unset' if before is None else before})"
+            lines.append(line)
         return "\n".join(lines)
 
 
 def active() -> Settings | None:
-    """The settings of the innermost ``deterministic`` block of this process."""
+    """Return the settings of the innermost ``deterministic`` block of this process."""
     return _active[-1] if _active else None
 
 
@@ -191,13 +189,13 @@ def deterministic(
 
 
 def call_under(config: DebugConfig, nccl: str, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` inside ``deterministic``: how a block reaches into other processes."""
+    """Call a function inside ``deterministic``; other processes enter a block by it."""
     with deterministic(config, nccl=nccl):
         return function(*args)
 
 
 def _set_nccl(stack: ExitStack, preset: str) -> None:
-    """NCCL reads its variables when a communicator is made; afterwards it is too late."""
+    """Set the variables of a preset, before NCCL reads them as it makes its first communicator."""
     if preset not in NCCL_PRESETS:
         raise ValueError(
             f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}"
@@ -208,8 +206,9 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
     if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
         raise DeterminismError(
-            f"NCCL has communicators already, so {name}={value} of the preset {preset!r} would not be read: set it "
-            "before the process starts, or enter deterministic() before the process group is made"
+            f"NCCL has communicators already, so {name}={value} of the preset {preset!r} would not "
+            "be read: set it before the process starts, or enter deterministic() before the "
+            "process group is made"
         )
     for name, value in differing.items():
         stack.enter_context(variable(name, value))
@@ -223,7 +222,7 @@ def _nccl_is_up() -> bool:
 
 @contextmanager
 def _cublas_workspace() -> Iterator[None]:
-    """cuBLAS reads its variable when it starts; afterwards it is too late."""
+    """Set the workspace variable, before cuBLAS reads it as CUDA starts."""
     global _cuda_started_here
     started_before = torch.cuda.is_initialized()
     set_before = os.environ.get(_WORKSPACE) in _WORKSPACE_VALUES
@@ -243,24 +242,23 @@ def _cublas_workspace() -> Iterator[None]:
 
 
 def _read_workspace() -> None:
-    """torch and cuBLAS look at their variable at the first product and never again: one while it is
-    there.
-    """
-    with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
+    """Multiply once: torch and cuBLAS read the variable at the first product, and never again."""
+    with suppress(RuntimeError):  # of a GPU that has failed: the error of the block is on its way
         one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
         torch.mm(one, one)
 
 
 def _set_inductor(stack: ExitStack) -> None:
-    """Inductor's own flags, without importing it (0.7 s): by its variables until it is loaded."""
+    """Set Inductor's own flags, by its variables until it is loaded: its import takes 0.7 s."""
     variables = {name: f"TORCHINDUCTOR_{name.upper()}" for name in _INDUCTOR}
     loaded = inductor_config()
     before = {name: getattr(loaded, name) for name in _INDUCTOR} if loaded is not None else {}
 
     def put_back() -> None:
-        for name in _INDUCTOR if (loaded := inductor_config()) is not None else ():
-            # one that was loaded inside the block gets what it would have read outside
-            setattr(loaded, name, before.get(name, os.environ.get(variables[name]) == "1"))
+        config = inductor_config()
+        for name in _INDUCTOR if config is not None else ():
+            # If it was loaded inside the block, it gets what it would have read outside.
+            setattr(config, name, before.get(name, os.environ.get(variables[name]) == "1"))
 
     stack.callback(put_back)
     for name, value in _INDUCTOR.items():
@@ -270,7 +268,7 @@ def _set_inductor(stack: ExitStack) -> None:
 
 
 def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
-    """Flags of backends, and ``torch.use_deterministic_algorithms`` without importing Inductor."""
+    """Set flags of backends and deterministic algorithms, without importing Inductor."""
     for backend in (torch.backends.cudnn, torch.backends.mkldnn):
         for name, value in knobs.flags(backend.__name__).items():
             stack.callback(set_backend_flag, backend, name, getattr(backend, name))
@@ -284,8 +282,8 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
     random.seed(seed)
-    # of devices that this torch was not built for, manual_seed notes a stack trace each: half a
-    # millisecond
+    # Without an accelerator torch.manual_seed takes half a millisecond for stack traces that it
+    # keeps for devices.
     on_cpu_only = torch.accelerator.current_accelerator() is None
     (torch.default_generator if on_cpu_only else torch).manual_seed(seed % 2**64)
     numpy = numpy_or_none()  # which torch has imported, if there is one
@@ -294,18 +292,19 @@ def seed_everything(seed: int) -> None:
 
 
 def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
-    """This rank's seed: the base seed, plus its place along the mesh dimensions named in
-    ``distinct``.
+    """Return this rank's seed: ``seed`` plus its place along the mesh dimensions ``distinct``.
 
     Raises:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.
     """
     names = mesh.mesh_dim_names or ()
-    if unknown := [name for name in distinct if name not in names]:
+    unknown = [name for name in distinct if name not in names]
+    if unknown:
         raise ValueError(
             f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}"
         )
-    if (coordinates := mesh.get_coordinate()) is None:
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
         raise ValueError(f"this rank is not on {mesh}")
     place = 0
     for dim in map(names.index, distinct):

@@ -1,10 +1,10 @@
-"""One string that stands for every bit of a set of tensors: name, dtype, shape, raw bytes of each,
-in order.
+"""Hash every bit of a set of tensors: name, dtype, shape and raw bytes of each, in order.
 
-Strides and devices do not count; of a DTensor the local shard does, or on request the global
-tensor. A tensor larger than a *leaf* of 4 MiB is the hash of its leaves' hashes. ``xxh3_128`` finds
-every accident; ``sha256`` is for someone who wants two models to look the same; ``mix128`` is
-computed by torch on the tensor's device. Digests of one algorithm are comparable.
+Strides and devices do not count. Of a DTensor the local shard counts, or on request the global
+tensor. A tensor larger than a *leaf* of 4 MiB enters by the hashes of its leaves. ``xxh3_128``
+finds every accident; ``sha256`` also stands against somebody who wants two models to look the same;
+``mix128`` is computed by torch on the tensor's device. Digests are comparable if the algorithm is
+the same.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors, entries
 
 _LEAF = 4 << 20
 _WORD = 8
-# constants of splitmix64, as torch takes 64 bits: signed
+# Constants of splitmix64, as signed numbers, since torch has no unsigned arithmetic of 64 bits.
 _POSITION = (0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64)
 _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
@@ -29,11 +29,12 @@ Scope = Literal["local", "global"]
 
 
 def mix128(view: Tensor) -> bytes:
-    """Sixteen bytes for a byte view ``uint8[n]``, on any device."""
-    if rest := -view.numel() % _WORD:
-        view = torch.nn.functional.pad(view, (0, rest))
+    """Return a hash of sixteen bytes of a byte view ``uint8[n]``, computed on its device."""
+    missing = -view.numel() % _WORD
+    if missing:
+        view = torch.nn.functional.pad(view, (0, missing))
     elif view.storage_offset() % _WORD:
-        view = view.clone()
+        view = view.clone()  # a view as words has to begin on the boundary of one
     words = view.view(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=view.device)
     sums = [_mixed(words ^ _mixed(positions * constant)).sum() for constant in _POSITION]
@@ -44,12 +45,12 @@ def mix128(view: Tensor) -> bytes:
 
 def _mixed(words: Tensor) -> Tensor:
     for shift, factor in _STEPS:
-        # torch's own shift of a negative number brings in ones
+        # torch shifts signed numbers, which brings ones into a negative one.
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return words
 
 
-# by name the hash of headers and leaves, and the hash of one leaf, a byte view ``uint8[n]``
+# By name, the hash of headers and leaves, and the hash of one leaf, a byte view ``uint8[n]``.
 ALGORITHMS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], bytes]]] = {
     "xxh3_128": (xxhash.xxh3_128, lambda view: xxhash.xxh3_128_digest(memory(view))),
     "sha256": (hashlib.sha256, lambda view: hashlib.sha256(memory(view)).digest()),
@@ -86,12 +87,15 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
     hasher = ALGORITHMS[algorithm][0]()
     if isinstance(value, Record):
         hasher.update(_framed("record", value.world_size, value.rank))
-    if not (found := entries(value)):
+    found = entries(value)
+    if not found:
         raise ValueError(
             "a digest of no tensors is the same whatever holds none: leave it out of the comparison"
         )
     for key, tensor in found.items():
-        local = plain(tensor.full_tensor() if scope == "global" and is_dtensor(tensor) else tensor)
+        if scope == "global" and is_dtensor(tensor):
+            tensor = tensor.full_tensor()
+        local = plain(tensor)
         hasher.update(_framed(*key, str(local.dtype), *local.shape))
         for leaf in _leaves(local, algorithm):
             hasher.update(leaf)
@@ -99,22 +103,18 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
 
 
 def _leaves(tensor: Tensor, algorithm: str) -> Iterator[Any]:
-    """Yield what stands for the bytes: themselves where one leaf holds them, else the hash of each
-    leaf.
-    """
+    """Yield the bytes themselves if they fit into one leaf, else the hash of each leaf."""
     view, on_device = byte_view(tensor), algorithm == "mix128"
     if view.numel() <= _LEAF and not on_device:
         host = view.cpu()  # kept alive by this frame while its memory is read
         yield memory(host)
-    else:
-        yield from (
-            ALGORITHMS[algorithm][1](part if on_device else part.cpu())
-            for part in view.split(_LEAF)
-        )
+        return
+    for part in view.split(_LEAF):
+        yield ALGORITHMS[algorithm][1](part if on_device else part.cpu())
 
 
 def _framed(*parts: object) -> bytes:
-    """Parts as one byte string that says its own length.
+    """Return parts as one byte string that begins with its length, so that no two are confused.
 
     >>> _framed("w", 2)
     b"8:('w', 2)"
@@ -126,13 +126,12 @@ def _framed(*parts: object) -> bytes:
 def print_weight_digest(
     step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a
-    GPU by ``mix128``.
+    """Print a digest of this rank's weights if ``GT_WEIGHT_HASH=1``, to be compared by eye.
+
+    On a GPU it is computed there, by ``mix128``.
     """
-    if os.environ.get("GT_WEIGHT_HASH") == "1":
-        told = dict(weights)
-        if not told:  # as of a pipeline's stage that has no parameters
-            return
-        on_host = all(tensor.device.type == "cpu" for tensor in told.values())
-        made = digest(told, algorithm="xxh3_128" if on_host else "mix128")
-        print(f"weights step {step} rank {rank} {made} {side}", flush=True)
+    named = dict(weights) if os.environ.get("GT_WEIGHT_HASH") == "1" else {}
+    if named:  # a stage of a pipeline may have no parameters
+        on_host = all(tensor.device.type == "cpu" for tensor in named.values())
+        text = digest(named, algorithm="xxh3_128" if on_host else "mix128")
+        print(f"weights step {step} rank {rank} {text} {side}", flush=True)

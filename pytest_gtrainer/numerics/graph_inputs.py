@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.values import storage_id
-from pytest_gtrainer.numerics.graph_run import CAN_BE_EXTREME, has_storage
+from pytest_gtrainer.numerics.graph_run import CAN_BE_EXTREME, copies, has_storage
 
 MOST_ALONE = 4  # how many inputs are tried one at a time
 INTEGER_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -204,39 +203,6 @@ def _has_dtype(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
     if not isinstance(value, Tensor) or not has_storage(value) or not value.numel():
         return False
     return value.dtype in dtypes
-
-
-def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
-    """Return copies of all tensors. What shares memory, also on several ranks, shares it again.
-
-    A tensor that stands in several places is one object again. Else the whole storage of a tensor
-    is copied, and once, so a graph that writes to one of two views changes the other.
-    """
-    made: dict[int, Tensor] = {}
-    storages: dict[int, UntypedStorage] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return type(value)(map(copied, value))
-        if isinstance(value, Tensor) and id(value) not in made:
-            tensor = value.detach()
-            requires_grad = keep_grad and value.requires_grad
-            made[id(value)] = _copy_of(tensor, storages).requires_grad_(requires_grad)
-        return made.get(id(value), value)
-
-    return [copied(value) for value in values]
-
-
-def _copy_of(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
-    # ``set_`` knows no conjugates and no scales of quantised numbers.
-    is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    if not has_storage(tensor) or not is_plain:
-        return tensor.clone()
-    storage = storage_id(tensor)
-    if storage not in storages:
-        storages[storage] = tensor.untyped_storage().clone()
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return tensor.new_empty(0).set_(storages[storage], *place)
 
 
 def sample_tensor(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import pytree, storage_id
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
 
@@ -43,12 +43,15 @@ class GraphRun:
         return self.outputs | self.state
 
 
-def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates) -> GraphRun:
-    """Run ``gm`` on ``inputs``, which it may write to, from the random states ``start``.
+def run_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates | None = None
+) -> GraphRun:
+    """Run ``gm`` on copies of ``inputs`` from the random states ``start``, by default those of now.
 
     The random states of this process and the attributes of ``gm`` are afterwards what they were
     before.
     """
+    start, inputs = start or GeneratorStates.now(), copies(inputs)
     gm.recompile()  # else a pass that has not done so would be judged by the code from before it
     attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in attributes_of(gm)}
     written: dict[str, Tensor] = {}
@@ -64,6 +67,39 @@ def run_graph(gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates)
                     tensor.detach().copy_(before)
     state = inputs_afterwards(gm, inputs) | written | random_states_afterwards(random_states)
     return GraphRun(named_outputs(outputs, gm), state)
+
+
+def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
+    """Return copies of all tensors. What shares memory, also on several ranks, shares it again.
+
+    A tensor that stands in several places is one object again. Else the whole storage of a tensor
+    is copied, and once, so a graph that writes to one of two views changes the other.
+    """
+    made: dict[int, Tensor] = {}
+    storages: dict[int, UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return type(value)(map(copied, value))
+        if isinstance(value, Tensor) and id(value) not in made:
+            tensor = value.detach()
+            requires_grad = keep_grad and value.requires_grad
+            made[id(value)] = _copy_of(tensor, storages).requires_grad_(requires_grad)
+        return made.get(id(value), value)
+
+    return [copied(value) for value in values]
+
+
+def _copy_of(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
+    # ``set_`` knows no conjugates and no scales of quantised numbers.
+    is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    if not has_storage(tensor) or not is_plain:
+        return tensor.clone()
+    storage = storage_id(tensor)
+    if storage not in storages:
+        storages[storage] = tensor.untyped_storage().clone()
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.new_empty(0).set_(storages[storage], *place)
 
 
 def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, Tensor]:
@@ -108,35 +144,35 @@ def _structure(outputs: Any) -> str:
 
 
 def input_names(gm: fx.GraphModule) -> list[str]:
-    """The name of each graph input: the FQN of state, else ``input`` and its place or name. None
-    occurs twice.
+    """Return a name for each graph input: the FQN of state, else ``input`` and its place or name.
+
+    No name occurs twice.
     """
     names: list[str] = []
     for at, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source = node.meta.get("gt_input", {"kind": "input", "fqn": node.target})
-        name = (
-            str(source["fqn"])
-            if source["kind"] in ("parameter", "buffer")
-            else f"input {source['fqn']}"
-        )
+        name = str(source["fqn"])
+        if source["kind"] not in ("parameter", "buffer"):
+            name = f"input {name}"
         names.append(name if name not in names else f"{name} (input {at})")
     return names
 
 
 def inputs_afterwards(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """The inputs that are tensors, by name, as the graph left them."""
+    """Return the inputs that are tensors, by name, as the graph left them."""
     named = zip(input_names(gm), inputs, strict=True)
     return {f"{name}{AFTERWARDS}": value for name, value in named if isinstance(value, Tensor)}
 
 
 def random_states_afterwards(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """States of generators, by their names among what a graph leaves."""
+    """Return states of generators, by their names among what a graph leaves."""
     return {f"{_RANDOM_STATE}{name}{AFTERWARDS}": state for name, state in states.items()}
 
 
 def attributes_of(gm: fx.GraphModule) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of the module that a run may write to: parameters, buffers, and what a ``get_attr``
-    node reads.
+    """Return the tensors of a module that a run may write to.
+
+    These are parameters, buffers, and tensors that a ``get_attr`` node reads.
     """
     found = dict(gm.named_parameters())
     found.update(gm.named_buffers())
@@ -157,7 +193,10 @@ def _differ(tensor: Tensor, before: Tensor) -> bool:
 
 
 def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """Results apart from the module's attributes, which are put back before anybody reads a result."""
+    """Copy results that share memory with an attribute of the module.
+
+    The attributes are put back before anybody reads a result.
+    """
     places = {
         tensor.untyped_storage().data_ptr()
         for tensor, _ in attributes.values()
@@ -181,7 +220,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def only_nan(outputs: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the results whose every element is NaN: these cannot show a difference."""
+    """Return the names of results whose every element is NaN: they cannot show a difference."""
     found = []
     for name, tensor in outputs.items():
         if _can_be_nan(tensor) and tensor.numel() and bool(tensor.isnan().all()):
@@ -219,9 +258,9 @@ def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:
     """
     made: dict[K, Tensor] = {}
     for name, tensor in values.items():
-        if _can_be_nan(tensor) and bool((nan := tensor.isnan()).any()):
-            tensor = tensor.detach().clone()
-            tensor[nan] = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
+        if _can_be_nan(tensor) and bool(tensor.isnan().any()):
+            is_nan, tensor = tensor.isnan(), tensor.detach().clone()
+            tensor[is_nan] = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
         made[name] = tensor
     return made
 

@@ -1,9 +1,9 @@
-"""Every global switch of torch that decides whether a run repeats, or which bits it gives: one
-table, ``knobs.csv``.
+"""Read the table ``knobs.csv``: every global switch of torch that decides whether a run repeats, or
+which bits it gives.
 
-Of it are made what ``deterministic`` sets and reports, the guard against tests that leak a flag,
-and the table in ``docs/determinism.md``. Reading a knob imports nothing: of a module that is not
-loaded there is no value.
+Three things use it: ``deterministic``, which sets and reports the switches; the guard against tests
+that leak a flag; and the table in ``docs/determinism.md``. Reading a switch imports nothing: one of
+a module that is not loaded has no value.
 """
 
 import csv
@@ -24,9 +24,10 @@ class Knob:
     """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment
     variable ``$NAME``.
 
-    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a
-    ``guarded`` one changed. ``documented`` says where torch's, or a vendor's, documentation tells
-    of it.
+    Attributes:
+        setting: the value that ``deterministic`` gives it; empty if it leaves it alone.
+        documented: where the documentation of torch, or of a vendor, describes it.
+        guarded: whether a test that leaves it changed fails.
     """
 
     path: str
@@ -38,7 +39,7 @@ class Knob:
 
     @cached_property
     def name(self) -> str:
-        """As a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
+        """The name as a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
         return self.path.removeprefix("$").replace(":", ".")
 
     @property
@@ -52,17 +53,19 @@ class Knob:
         return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
 
     def read(self) -> Any:
-        """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset
-        variable.
+        """Return the value in effect: ``NOT_LOADED`` while its module is not imported, None for an
+        unset variable.
         """
-        home, get, is_called = self._place
-        if home[0] == "$":
+        if self.is_variable:
             return os.environ.get(self.name)
-        if (module := sys.modules.get(home)) is None:
+        home, get, is_called = self._place
+        module = sys.modules.get(home)
+        if module is None:
             return NOT_LOADED
         try:
             return get(module)() if is_called else get(module)
-        except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
+        # torch refuses to read a precision that was set in two ways that disagree.
+        except RuntimeError as error:
             return f"cannot be read: {str(error).splitlines()[0]}"
 
 
@@ -74,15 +77,15 @@ KNOBS = tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in _ROWS)
 
 
 def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
-    """Return what is in effect, by name."""
+    """Return the values in effect, by name."""
     return {knob.name: knob.read() for knob in knobs}
 
 
 def flags(home: str) -> dict[str, bool]:
-    """The attributes of a module that ``deterministic`` sets to True or False."""
-    own = (
-        knob
-        for knob in KNOBS
-        if knob.path.startswith(f"{home}:") and knob.setting in ("True", "False")
-    )
-    return {knob.path.partition(":")[2]: knob.setting == "True" for knob in own}
+    """Return the attributes of a module that ``deterministic`` sets to True or False."""
+    found = {}
+    for knob in KNOBS:
+        module, _, attribute = knob.path.partition(":")
+        if module == home and knob.setting in ("True", "False"):
+            found[attribute] = knob.setting == "True"
+    return found

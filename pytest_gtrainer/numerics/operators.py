@@ -1,8 +1,8 @@
-"""The first operator whose output differs, when step and tensor are known already.
+"""Find the first operator whose output differs, once step and tensor are known.
 
-While a run is *captured*, a digest of every operator's output is kept, with its *place*: of eager
-runs below autograd, of graphs node by node (A2 to A4). Not captured is what computes nothing or
-belongs to one side only: views, factories of uninitialised memory, collectives and what packs their
+While a run is *captured*, a digest of every operator's output is kept, with its *place*. Eager runs
+are captured below autograd, graphs node by node. Left out are operators that compute nothing, or
+that one side alone has: views, factories of uninitialised memory, collectives and what packs their
 payloads.
 """
 
@@ -33,9 +33,7 @@ _COMPUTING = ("aten", "prims", "_quantized", "quantized", "mkldnn", "onednn")
 
 
 class OperatorPlace(NamedTuple):
-    """Which call of which operator, on either side: ``number`` counts its calls in this module and
-    direction.
-    """
+    """One call of an operator; ``number`` counts its calls in this module and direction."""
 
     fqn: str
     direction: str
@@ -52,9 +50,8 @@ def _where(fqn: str, towards: str, operator: str) -> str:
     'aten.mm.default in the backward of layers.0.wq'
     """
     pass_ = "backward" if towards == BACKWARD else "forward"
-    return (
-        f"{operator} in the {pass_} of {fqn}" if fqn else f"{operator} in the {pass_}, of no module"
-    )
+    module = f" of {fqn}" if fqn else ", of no module"
+    return f"{operator} in the {pass_}{module}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,9 @@ class OperatorCall:
 
 @dataclass(slots=True)
 class OperatorCapture:
-    """The calls of a run, in order; outputs at the place ``keep`` are kept whole, to be compared by
-    element.
+    """The calls of a run, in order.
+
+    The outputs at the place ``keep`` are kept as tensors, so that they can be compared by element.
     """
 
     keep: OperatorPlace | None = None
@@ -78,7 +76,7 @@ class OperatorCapture:
     _counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def note(self, fqn: str, towards: str, operator: OpOverload, output: Any) -> None:
-        """Note a call whose outputs are there; what computes nothing is passed over."""
+        """Note a call that has run, unless it computes nothing."""
         if not computes(operator):
             return
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -97,8 +95,9 @@ class OperatorCapture:
             self.kept = [plain(tensor).clone() for tensor in tensors]
 
     def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        """The graph as a callable that notes every node:
-        ``traced.with_graph(capture.watch(traced.gm))``.
+        """Return a callable that runs a graph and notes every node.
+
+        ``traced.with_graph(capture.watch(traced.gm))`` is a step that can be replayed.
         """
         note = self.note
 
@@ -116,8 +115,9 @@ class OperatorCapture:
 def capture_operators(
     model: nn.Module, *, keep: OperatorPlace | None = None
 ) -> Iterator[OperatorCapture]:
-    """Record every operator of an eager run in the block, by FQN in ``model`` (else "loss");
-    ``keep`` its outputs.
+    """Capture every operator that an eager run of ``model`` calls in the block.
+
+    Operators outside the model's modules have the FQN "loss". Outputs at the place ``keep`` are kept.
     """
     capture = OperatorCapture(keep)
     mode = _EagerMode(capture)
@@ -135,7 +135,10 @@ def capture_operators(
 
 
 class _EagerMode(TorchDispatchMode):
-    """Sees operators below autograd; a backward operator belongs where its autograd node was made."""
+    """See operators below autograd.
+
+    A backward operator belongs to the module in whose forward its autograd node was made.
+    """
 
     def __init__(self, capture: OperatorCapture) -> None:
         super().__init__()
@@ -144,7 +147,7 @@ class _EagerMode(TorchDispatchMode):
         self.modules: list[str] = []
         self._made_in: dict[int, str] = {}
 
-    # hooks return nothing: it would replace what they were given
+    # Hooks of modules and of autograd: what one returns would replace an output or a gradient.
 
     def leave(self, *_: Any) -> None:
         self.modules.pop()
@@ -155,7 +158,8 @@ class _EagerMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         towards = BACKWARD if in_backward() else FORWARD
-        if towards == FORWARD or self.modules:  # also what a checkpoint recomputes in the backward
+        # A checkpoint runs the forwards of modules inside the backward.
+        if towards == FORWARD or self.modules:
             fqn = self.modules[-1] if self.modules else _OUTSIDE_THE_MODEL
             self._made_in.setdefault(last_made_node(), fqn)
         else:
@@ -176,8 +180,12 @@ def computes(operator: OpOverload) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OperatorVerdict:
-    """What a comparison of captures found; ``differing`` are (actual, expected), ``unaligned`` has
-    both counts.
+    """The result of a comparison of captures.
+
+    Attributes:
+        compared: the number of pairs of calls that were looked at.
+        differing: pairs of calls, actual and expected, whose outputs differ.
+        unaligned: operators that one side calls more often, with both counts.
     """
 
     outcome: Outcome
@@ -203,32 +211,30 @@ class OperatorVerdict:
                 f"    expected {expected.layout} {' '.join(expected.digests)}",
             ]
             lines += cut("then at", [str(other.place) for _, other in self.differing[1:]])
-        lines += cut(
-            "not aligned",
-            [
-                f"{what}: {mine} times in actual, {theirs} in expected"
-                for what, mine, theirs in self.unaligned
-            ],
-        )
-        return "\n".join(lines)
+        unaligned = [
+            f"{what}: {mine} times in actual, {theirs} in expected"
+            for what, mine, theirs in self.unaligned
+        ]
+        return "\n".join([*lines, *cut("not aligned", unaligned)])
 
 
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
-    """Align the calls of ``actual`` and ``expected`` by place; the verdict lists those whose
-    outputs differ.
-    """
-    mine, theirs = (
-        Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected)
-    )
-    groups = list(dict.fromkeys([*theirs, *mine]))
-    aligned = {group for group in groups if mine[group] == theirs[group]}
+    """Align the calls of ``actual`` and ``expected`` by place, and compare their outputs."""
+    mine = Counter(call.place[:3] for call in actual.calls)
+    theirs = Counter(call.place[:3] for call in expected.calls)
+    unaligned = []
+    for group in theirs | mine:
+        if mine[group] != theirs[group]:
+            unaligned.append((_where(*group), mine[group], theirs[group]))
     calls = {call.place: call for call in actual.calls}
-    pairs = [(calls[call.place], call) for call in expected.calls if call.place[:3] in aligned]
-    differing = tuple(
-        pair for pair in pairs if pair[0].digests != pair[1].digests
-    )  # of layouts, too
-    unaligned = tuple(
-        (_where(*group), mine[group], theirs[group]) for group in groups if group not in aligned
-    )
-    outcome: Outcome = "different" if differing else "equal" if pairs else "unverified"
-    return OperatorVerdict(outcome, len(pairs), differing, unaligned)
+    compared, differing = 0, []
+    for call in expected.calls:
+        # An operator that one side calls more often has no counterpart for each of its calls.
+        if mine[call.place[:3]] == theirs[call.place[:3]]:
+            compared += 1
+            if calls[call.place].digests != call.digests:
+                differing.append((calls[call.place], call))
+    outcome: Outcome = "equal" if compared else "unverified"
+    if differing:
+        outcome = "different"
+    return OperatorVerdict(outcome, compared, tuple(differing), tuple(unaligned))

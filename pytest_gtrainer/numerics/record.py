@@ -1,13 +1,16 @@
-"""What one training run left behind, tensor by tensor: in memory, and on disk.
+"""Record the tensors of one training run, in memory and on disk.
 
 A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. A *partial*
-record speaks for one rank of its world. With a *spool* large tensors are in nameless files. A file
-is a magic line, the tensors' bytes, each on a boundary of 64 bytes, an index in JSON that knows
-where it begins, and its length; loading maps it.
+record is of one rank of its world. With a *spool* large tensors are in nameless files.
+
+A file begins with a magic line and the bytes of the tensors, each on a boundary of 64 bytes. At its
+end stand an index in JSON, which includes the place at which it begins, and the length of the
+index. Loading maps the file.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -37,7 +40,7 @@ _LEADING = "module"
 
 
 def normalised(name: str) -> str:
-    """The name without wrapper prefixes; ``module.`` goes only where it leads.
+    """Return a name without the prefixes of wrappers; ``module.`` is removed only at the front.
 
     >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight"), normalised("layers.module.weight")
     ('layers.0.wq.weight', 'layers.module.weight')
@@ -58,7 +61,7 @@ class Record:
 
     Args:
         world_size: how many ranks the run had.
-        rank: the one rank this record speaks for; None (the default) if it speaks for all.
+        rank: the only rank of which this is a record; None (the default) if it is of all.
         meta: free text about the run; it takes no part in digests and comparisons.
         spool: a folder with space for a run that does not fit into memory: tensors of 1 MiB and
             more are kept there, in nameless files that go with the record.
@@ -99,7 +102,7 @@ class Record:
         own.
 
         Raises:
-            ValueError: unknown phase, a rank this record does not speak for, a key added twice.
+            ValueError: an unknown phase, a rank that is not of this record, or a key added twice.
             NoBytes: the tensor holds no values (meta, fake).
         """
         for part_name, part in parts(name, tensor):
@@ -109,10 +112,9 @@ class Record:
         source = plain(tensor)
         copy = byte_view(source).to("cpu", copy=True).view(source.dtype).view(source.shape)
         if self._spool is not None and copy.nbytes >= LARGE:
-            with tempfile.TemporaryFile(
-                dir=self._spool
-            ) as file:  # without a name: it goes with the tensor
-                place = _written(file, copy)
+            # The file has no name, and goes with the mapped tensor.
+            with tempfile.TemporaryFile(dir=self._spool) as file:
+                place = _append(file, copy)
                 file.flush()
                 copy = _mapped(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), *place)
         self._tensors[key] = copy
@@ -129,7 +131,7 @@ class Record:
 
     @property
     def expected_ranks(self) -> range:
-        """The ranks that this record speaks for, captured or not."""
+        """The ranks of which this is a record, captured or not."""
         return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
 
     @property
@@ -144,9 +146,9 @@ class Record:
 
     @property
     def missing(self) -> tuple[tuple[int, int], ...]:
-        """``(step, rank)`` of which nothing was captured although the record speaks for it."""
+        """The pairs ``(step, rank)`` that should be in the record, and of which nothing is."""
         seen = {(key.step, key.rank) for key in self._tensors}
-        wanted = ((step, rank) for step in self.steps for rank in self.expected_ranks)
+        wanted = itertools.product(self.steps, self.expected_ranks)
         return tuple(place for place in wanted if place not in seen)
 
     def __len__(self) -> int:
@@ -162,7 +164,7 @@ class Record:
         return self._tensors[Key(*key)]
 
     def items(self) -> ItemsView[Key, Tensor]:
-        """Keys and tensors in the order of ``add``."""
+        """Return keys and tensors in the order of ``add``."""
         return self._tensors.items()
 
     def select(
@@ -173,7 +175,7 @@ class Record:
         phase: str | None = None,
         name: str | None = None,
     ) -> dict[Key, Tensor]:
-        """The entries at one step, rank, phase or name, or any combination of them."""
+        """Return the entries of one step, rank, phase or name, or of any combination of them."""
         wanted = (step, rank, phase, name)
         return {
             key: tensor
@@ -182,16 +184,16 @@ class Record:
         }
 
     def __repr__(self) -> str:
-        who = f"world_size={self.world_size}" + ("" if self.rank is None else f", rank={self.rank}")
-        return f"Record({who}, {counted(len(self), 'tensor')})"
+        rank = "" if self.rank is None else f", rank={self.rank}"
+        return f"Record(world_size={self.world_size}{rank}, {counted(len(self), 'tensor')})"
 
     @classmethod
     def merged(cls, records: Iterable[Record]) -> Record:
-        """One record for the whole world from the records of its ranks.
+        """Merge the records of the ranks of a world into one.
 
         The tensors are shared with the parts, not copied. A rank of which no part has anything
-        shows in ``missing``, and a comparison is then unverified. Where parts disagree about a
-        ``meta`` entry the first one stands.
+        shows in ``missing``, and a comparison is then unverified. If parts disagree about an entry
+        of ``meta``, the first one stands.
 
         Raises:
             ValueError: no records, different world sizes, or two with the same rank.
@@ -202,20 +204,21 @@ class Record:
             raise ValueError(f"records of one world are merged, got world sizes {sorted(sizes)}")
         whole = cls(sizes.pop())
         for part in parts:
-            if twice := sorted({*whole.ranks} & {*part.ranks}):
+            twice = sorted({*whole.ranks} & {*part.ranks})
+            if twice:
                 raise ValueError(f"ranks {twice} are in more than one of the records to merge")
             whole._tensors.update(part._tensors)
             whole.meta = part.meta | whole.meta
         return whole
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to one file, raw; it appears under its name when it is whole."""
+        """Write everything to one file, which appears under its name when it is whole."""
         header = {"world_size": self.world_size, "rank": self.rank, "meta": self.meta}
         unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
         try:
             with open(unfinished, "wb") as file:
                 file.write(_MAGIC)
-                rows = [[*key, *_written(file, tensor)] for key, tensor in self._tensors.items()]
+                rows = [[*key, *_append(file, tensor)] for key, tensor in self._tensors.items()]
                 index = json.dumps({**header, "begins": file.tell(), "tensors": rows}).encode()
                 file.write(index + len(index).to_bytes(_LENGTH, "little"))
             os.replace(unfinished, path)
@@ -226,8 +229,10 @@ class Record:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
-        """Return what ``save`` wrote, mapped, and changes stay private: nothing is read before it
-        is looked at, no code from the file is run.
+        """Map a file that ``save`` wrote.
+
+        Tensors are read when they are looked at, and changes to them stay private. No code from the
+        file is run.
 
         Raises:
             ValueError: the file holds something else, or not all of a record.
@@ -242,7 +247,7 @@ class Record:
             header = json.loads(mapped[start:end])
             lost = header["begins"] - start
             record = cls(header["world_size"], header["rank"], header["meta"])
-            len(record.expected_ranks)  # an error if that is no size
+            len(record.expected_ranks)  # raises if the world size of a damaged file is no integer
             for step, rank, phase, name, *place in header["tensors"] if lost == 0 else ():
                 if type(step) is not int or type(rank) is not int:
                     raise TypeError(f"{step!r} is no step, or {rank!r} no rank")
@@ -263,8 +268,8 @@ class Record:
         raise ValueError(f"{path} was cut off: {lost} bytes before its index are missing")
 
 
-def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
-    """Append the bytes; returns dtype, shape and where they begin."""
+def _append(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
+    """Append the bytes of a tensor to a file; return its dtype and shape, and where they begin."""
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     start = file.tell()
     for piece in byte_view(tensor).split(_PIECE):
@@ -275,10 +280,9 @@ def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
 
 def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> Tensor:
     kind = getattr(torch, dtype)
-    if not (numel := math.prod(shape)):
-        return (
-            torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))
-        )  # of a quantized dtype, too
+    numel = math.prod(shape)
+    if not numel:  # torch.empty of the dtype itself fails for some
+        return torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))
     row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
     return row.view(kind).view(list(shape))
 

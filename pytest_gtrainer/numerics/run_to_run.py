@@ -1,8 +1,9 @@
-"""Is it deterministic? Run it again under pressure, and say which pressure broke it.
+"""Check that a function is deterministic: run it again under pressures, and name the one that
+changes its bits.
 
-A *pressure* changes something on which a result must not depend. Each is applied by itself, to a
-run that starts from the same random states as the first. One that cannot be applied here is *not
-judged*: counted and named, never passed.
+A *pressure* changes something on which a result must not depend, such as the number of threads.
+Each is applied by itself, to a run that starts from the same random states as the first. One that
+cannot be applied here is *not judged*: it is counted and named, and does not pass.
 """
 
 import contextlib
@@ -51,15 +52,14 @@ class Pressure:
 
 
 def kept(value: Tensors) -> Kept:
-    """Return copies of all tensors by name; a record as it is, because it holds copies and knows
-    its ranks.
-    """
+    """Return copies of all tensors by name; a record, which holds copies, as it is."""
     if isinstance(value, Record):
         return value
     return {key.name: copied(tensor) for key, tensor in entries(value).items()}
 
 
 def once(function: Function) -> Kept:
+    """Run a function from the random states of now, which stay as they are."""
     with random_states_kept():
         return kept(function())
 
@@ -67,7 +67,7 @@ def once(function: Function) -> Kept:
 def inside(
     context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[[Function], Kept]:
-    """A pressure that is one run inside of a context."""
+    """Return a pressure that runs a function inside a context."""
 
     def run(function: Function) -> Kept:
         with context():
@@ -78,7 +78,7 @@ def inside(
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Operators run on ``count`` threads; not judged where the first run had as many."""
+    """Run operators on ``count`` threads; not judged if the first run had as many."""
     before = torch.get_num_threads()
     if before == count:
         raise NotJudged(f"the first run had {count} already")
@@ -91,12 +91,10 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def other_addresses() -> Iterator[None]:
-    """Blocks of many sizes are taken before the run, every second one given back: new ones lie
-    elsewhere.
+    """Let new tensors lie elsewhere: take memory of many sizes before the run, and give back every
+    second block.
     """
-    sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [
-        64 * 3**power for power in (10, 11)
-    ] * 4
+    sizes = sorted(4 * [*range(512, 512 * 200, 512), 64 * 3**10, 64 * 3**11])
     blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -108,7 +106,7 @@ def other_addresses() -> Iterator[None]:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Another process takes the time of a core, and ends with this one."""
+    """Let another process take the time of a core; it ends with this one."""
     busy = (
         "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: sum(range(20000))"
     )
@@ -121,7 +119,7 @@ def busy_core() -> Iterator[None]:
 
 @contextmanager
 def fresh_inductor_cache() -> Iterator[None]:
-    """All is compiled anew, into an empty folder; not judged where nothing was compiled."""
+    """Compile everything again, into an empty folder; not judged if nothing was compiled."""
     if not compiles():
         raise NotJudged("nothing was compiled: torch.compile is not loaded")
     torch.compiler.reset()
@@ -129,21 +127,21 @@ def fresh_inductor_cache() -> Iterator[None]:
         with fresh_cache():
             yield
     finally:
-        torch.compiler.reset()  # what was compiled in there refers to files that are gone
+        torch.compiler.reset()  # what was compiled in the block refers to files that are gone
 
 
 @contextmanager
 def late_streams(own: bool) -> Iterator[None]:
-    """The run has a stream of its own; it is late, or those of torch's pools are, by irregular
-    times from 25 ms on.
+    """Run on a stream of its own, and delay this stream, or all others, by irregular times from
+    25 ms on.
 
-    Work that waits for its inputs repeats itself either way.
+    Work that waits for its inputs repeats itself either way. Without the wait it reads too early.
     """
     if not torch.cuda.is_available():
         raise NotJudged("needs a GPU")
     if not torch.cuda.is_initialized():
         raise NotJudged("the run does not use CUDA")
-    torch.cuda.synchronize()  # what came before the run is none of its business
+    torch.cuda.synchronize()  # the run does not wait for work from before it
     here = torch.cuda.Stream()
     for index, priority in itertools.product(range(_POOL), (0, -1)):
         stream = torch.cuda.Stream(priority=priority)
@@ -161,20 +159,16 @@ PROCESS_LIMIT = 300.0
 
 
 def in_another_process(function: Function) -> Kept:
-    """A new Python, with another order of sets and other addresses, from the same random states and
-    switches.
-    """
+    """Run in a new Python, where sets have another order, from the same state."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotJudged("another process is no rank of this world")
-    module_name, qualname = (
-        getattr(function, "__module__", ""),
-        getattr(function, "__qualname__", ""),
-    )
+    module_name = getattr(function, "__module__", "")
+    qualname = getattr(function, "__qualname__", "")
+    # In the other process ``__main__`` is another module.
+    module = None if module_name == "__main__" else sys.modules.get(module_name)
     try:
-        found = attrgetter(qualname)(
-            None if module_name == "__main__" else sys.modules.get(module_name)
-        )
-    except AttributeError:
+        found = attrgetter(qualname)(module)
+    except AttributeError:  # a lambda, or a function inside another
         found = None
     if found is not function:
         name = qualname or repr(function)
@@ -185,31 +179,28 @@ def in_another_process(function: Function) -> Kept:
         call = Path(folder) / "call"
         file = getattr(sys.modules[module_name], "__file__", None)
         call.write_bytes(pickle.dumps((module_name, file, qualname, _state())))
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            f"from {__name__} import _answer; _answer({str(call)!r})",
-        ]
-        hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        code = f"from {__name__} import _answer; _answer({str(call)!r})"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "PYTHONHASHSEED": hash_seed,
+            "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1",
         }
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=PROCESS_LIMIT,
+            env=environment,
         )
         if done.returncode:
             raise RuntimeError(f"the run in another process failed:\n{done.stderr}")
-        answer: Kept = torch.load(
-            call.with_suffix(".answer"), weights_only=False
-        )  # our own process wrote it
+        # Our own process wrote the file, so unpickling it is safe.
+        answer: Kept = torch.load(call.with_suffix(".answer"), weights_only=False)
         return answer
 
 
-# What a run takes from its process beside random numbers and what ``deterministic`` sets: how to
-# read and to set it.
+# State of a process on which a run depends, beside random numbers and what ``deterministic`` sets:
+# how to read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -217,7 +208,7 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    # of torch's two ways to say it the one that Inductor hears
+    # Inductor follows only this one of torch's two functions.
     "algorithms": (
         torch.get_deterministic_debug_mode,
         lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
@@ -226,25 +217,26 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] | None]:
-    """Return where a run starts from: random states, switches, and what ``deterministic`` was asked
-    for.
-    """
-    # what waits are functions, and for a CUDA that no run has started
+    """Return what a run starts from: random states, switches, and the ``deterministic`` block."""
+    # ``waiting`` holds functions, for a CUDA that no run has started.
     states, block = replace(GeneratorStates.now(), waiting={}), active()
     try:
         switches = {name: read() for name, (read, _) in _SWITCHES.items()}
-    # of the precision of products, which torch cannot tell if its two switches disagree
+    # torch has two switches for the precision of products, and refuses to read one if they
+    # disagree.
     except RuntimeError as error:
         raise NotJudged(
-            "torch.get_float32_matmul_precision() raises, as backends' fp32_precision was set beside it, so another "
-            "process cannot be set alike: set the precision by torch.set_float32_matmul_precision alone"
+            "torch.get_float32_matmul_precision() raises, as backends' fp32_precision was set "
+            "beside it, so another process cannot be set alike: set the precision by "
+            "torch.set_float32_matmul_precision alone"
         ) from error
     return states, switches, None if block is None else (block.config, block.nccl)
 
 
 def _answer(path: str) -> None:
-    """In the other process: import the module by its file, run the function from the same state,
-    leave its result.
+    """Run the function in the other process, from the same state, and write its result.
+
+    A module that cannot be imported by its name, as one of pytest's importlib mode, is by its file.
     """
     module_name, file, qualname, (states, switches, block) = pickle.loads(Path(path).read_bytes())
     try:
@@ -276,15 +268,16 @@ PRESSURES: tuple[Pressure, ...] = (
     Pressure("stream jitter", inside(lambda: late_streams(own=False))),
     Pressure("a late stream", inside(lambda: late_streams(own=True))),
 )
-"""What ``assert_run_to_run`` tries, one after the other."""
+"""The pressures of ``assert_run_to_run``, one after the other."""
 
 
 @dataclass(slots=True)
 class RunToRun:
-    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()``
-    gives a line each.
+    """The result of ``assert_run_to_run``; ``str()`` gives a line for each pressure that counts.
 
     Attributes:
+        equal: runs and pressures that gave the same bits.
+        not_judged: why others were not judged, by name.
         not_finite: tensors of the first run that hold NaN or inf.
     """
 
@@ -294,12 +287,11 @@ class RunToRun:
 
     def __str__(self) -> str:
         lines = [f"equal        {', '.join(self.equal) or 'nothing'}"]
-        lines += [
-            f"not finite   {each}, which is equal whatever computes it" for each in self.not_finite
-        ]
-        return "\n".join(
-            [*lines, *(f"not judged   {name}: {why}" for name, why in self.not_judged.items())]
-        )
+        for each in self.not_finite:
+            lines.append(f"not finite   {each}, which is equal whatever computes it")
+        for name, why in self.not_judged.items():
+            lines.append(f"not judged   {name}: {why}")
+        return "\n".join(lines)
 
 
 @facts.check
@@ -325,9 +317,8 @@ def assert_run_to_run(
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
     report, cuda_started = RunToRun(), torch.cuda.is_initialized()
     first = once(function)
-    if (
-        torch.cuda.is_initialized() != cuda_started
-    ):  # its generators cannot be put back to before it started
+    # Generators of CUDA cannot be put back to before it started.
+    if torch.cuda.is_initialized() != cuda_started:
         first = once(function)
     plain = [Pressure(f"run {number}", once) for number in range(2, runs + 1)]
     for pressure in (*plain, *pressures):
@@ -346,9 +337,10 @@ def assert_run_to_run(
         report.not_finite = verdict.not_finite
         facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
         if verdict.outcome != "equal":
-            title = (
-                f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
+            raise BitwiseDifference(
+                f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}\n"
+                f"{verdict}\nbefore that:\n{report}",
+                verdict,
             )
-            raise BitwiseDifference(f"{title}\n{verdict}\nbefore that:\n{report}", verdict)
         report.equal.append(pressure.name)
     return report

@@ -1,8 +1,8 @@
-"""Sweeps: every combination of some settings, and of each what is claimed about it.
+"""Sweep over every combination of some settings, and hold each to a claim.
 
-A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to
-differ and why, it is refused and with which words, or it cannot be judged here and why. The first
-rule that fits a cell counts; a cell that none fits is a failure. The plugin prints one table a
+A *cell* is one combination. *Rules* are the claims: a cell is equal to something, is known to
+differ for a reason, is refused with certain words, or cannot be judged here for a reason. The first
+rule that fits a cell counts; a cell that none fits is a failure. The plugin prints a table for each
 sweep.
 """
 
@@ -41,23 +41,21 @@ class Cell:
         >>> str(Cell((("batch", 2), ("remat", True), ("attention", "sdpa"))))
         'batch2-remat_on-sdpa'
         """
-        words = (
-            value
-            if isinstance(value, str)
-            else f"{axis}{'_' if isinstance(value, bool) else ''}{shown(value)}"
-            for axis, value in self.settings
-        )
+        words = []
+        for axis, value in self.settings:
+            separator = "_" if isinstance(value, bool) else ""
+            words.append(value if isinstance(value, str) else f"{axis}{separator}{shown(value)}")
         return "-".join(words)
 
 
 def shown(value: Any) -> str:
-    """A setting in the table: ``on`` and ``off`` for booleans."""
+    """Return a setting as the table shows it: ``on`` and ``off`` for booleans."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is claimed about the cells that have these settings.
+    """A claim about the cells that have some settings.
 
     Attributes:
         claim: "equal", "different" (known, with its reason), "refused", or "not judged".
@@ -83,7 +81,7 @@ class Rule:
             raise ValueError(f"a rule that claims {self.claim!r} needs its reason")
 
     def fits(self, cell: Cell) -> bool:
-        """Return whether the rule speaks of this cell, here."""
+        """Return whether the rule is about this cell, on this machine."""
         if self.needs_gpu and torch.cuda.is_available():
             return False
         return all(
@@ -121,24 +119,24 @@ class Sweep:
         return [Cell(tuple(zip(self.axes, values, strict=True))) for values in products]
 
     def rule(self, cell: Cell) -> Rule | None:
-        """The first rule that fits."""
+        """Return the first rule that fits."""
         return next((rule for rule in self.rules if rule.fits(cell)), None)
 
     def judging(self, cell: Cell) -> "Judging":
-        """Hands out what compares the cell's two sides as its rule demands; tells the table how it
-        went.
+        """Return a ``with`` block whose value compares the two sides of a cell as its rule demands.
 
         Raises:
-            UnknownCell: no rule fits; the body does not run. unittest.SkipTest: the cell cannot be
-            judged here; pytest reports a skip with the reason.
+            UnknownCell: no rule fits; the block does not run.
+            unittest.SkipTest: the cell cannot be judged here; pytest shows it with the reason.
             BitwiseDifference, ControlFailed: the claim is wrong.
         """
         return Judging(self, cell)
 
 
 class Judging:
-    """The ``with`` block in which a cell is judged: a class, so that no failure shows contextlib's
-    frames.
+    """The ``with`` block in which a cell is judged, and which adds its row to the table.
+
+    It is a class, since a failure in a ``contextmanager`` would show frames of contextlib.
     """
 
     def __init__(self, sweep: Sweep, cell: Cell) -> None:
@@ -151,12 +149,12 @@ class Judging:
         __tracebackhide__ = True
         rule, name = self._rule, self._sweep.name
         if rule is None:
-            self._tell("UNKNOWN", "no rule fits")
+            self._report("UNKNOWN", "no rule fits")
             raise UnknownCell(
                 f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it"
             )
         if rule.claim == "not judged":
-            self._tell("not judged", rule.reason)
+            self._report("not judged", rule.reason)
             raise unittest.SkipTest(f"not judged: {rule.reason}")
         if rule.claim == "refused":
             self._refusals.__enter__()
@@ -174,30 +172,26 @@ class Judging:
         assert rule is not None
         if rule.claim == "refused":
             self._refusals.__exit__(None, None, None)
-        refused = (
-            kind is not None
-            and issubclass(kind, ValueError | TypeError)
-            and rule.reason in str(error)
-        )
         if rule.claim == "refused" and kind is None:
-            self._tell("FAILED", "nothing refused it")
+            self._report("FAILED", "nothing refused it")
             raise facts.FailedCheck(
                 f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}"
             )
-        if rule.claim == "refused" and refused:
-            self._tell("refused", rule.reason)
+        is_refusal = isinstance(error, ValueError | TypeError) and rule.reason in str(error)
+        if rule.claim == "refused" and is_refusal:
+            self._report("refused", rule.reason)
         elif kind is not None:
-            self._tell("FAILED", f"claimed to be {rule.claim}")
+            self._report("FAILED", f"claimed to be {rule.claim}")
             return False
         elif not self._judged:
-            self._tell("FAILED", "nothing was compared")
+            self._report("FAILED", "nothing was compared")
             raise facts.FailedCheck(
                 f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing"
             )
         else:
-            self._tell(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
+            self._report(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
         return True
 
-    def _tell(self, result: str, why: str) -> None:
+    def _report(self, result: str, why: str) -> None:
         settings = {axis: shown(value) for axis, value in self._cell.settings}
         facts.emit("sweep", sweep=self._sweep.name, settings=settings, result=result, why=why)

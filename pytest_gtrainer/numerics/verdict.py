@@ -1,6 +1,6 @@
-"""What a comparison of tensors found, and how a person reads it: on a terminal, or as a table.
+"""The result of a comparison of tensors, as text for a terminal and as a table for a file.
 
-No torch here: reports order their rows by the same phases.
+This module does not import torch, since reports read it: they order their rows by its phases.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ from typing import Literal, NamedTuple
 from pytest_gtrainer.facts import counted, one_line
 
 PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
-"""In the order of a step: random states before it, the loss, gradients before and after clipping,
-and what the optimiser leaves.
+"""Phases in the order of a step: random states before it, the loss, gradients before and after
+clipping, and what the optimiser leaves.
 """
 
 
 def page_order(step: int, rank: int, phase: str) -> tuple[int, int, int]:
-    """Return what sorts the digests of a page: by step, then by phase, then by rank."""
+    """Return the key that sorts the digests of a page: by step, then by phase, then by rank."""
     return step, PHASES.index(phase), rank
 
 
 class Key(NamedTuple):
-    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped``
-    after.
+    """The place in a run at which a tensor was captured.
+
+    Gradients are ``gradient`` before clipping, and ``clipped`` after.
     """
 
     step: int
@@ -57,20 +58,20 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """The element as it stands behind the name of the tensor."""
+        """The element, as text that follows the name of the tensor."""
         if self.element is None:
             return f": {self.kind}"
         return f", element {_tuple(self.element)}" if self.element else ""
 
     @property
     def amount(self) -> str:
-        """How much differs, in short."""
+        """The number of elements that differ, or the layouts, in short."""
         if self.kind != "bits":
             return f"{self.kind} {self.actual}, expected {self.expected}"
         return f"{self.elements} of {self.numel}"
 
     def sides(self) -> list[str]:
-        """Both values with their bits, and how far they are apart: three lines."""
+        """Return three lines: both values with their bits, and how far they are apart."""
         width = max(len(self.actual), len(self.expected))
         actual = f"    actual   {self.actual:<{width}}  {self.actual_bits}".rstrip()
         expected = f"    expected {self.expected:<{width}}  {self.expected_bits}".rstrip()
@@ -86,7 +87,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a comparison found; ``str(verdict)`` is written for a terminal.
+    """The result of a comparison; ``str(verdict)`` is written for a terminal.
 
     Attributes:
         outcome: ``equal``, ``different`` or ``unverified``.
@@ -130,16 +131,14 @@ class Verdict:
 
     @property
     def differing_elements(self) -> int:
-        """Return how many elements differ, over all tensors of equal dtype and shape."""
+        """The number of elements that differ, over all tensors of equal dtype and shape."""
         return sum(difference.elements for difference in self.differences)
 
     @property
     def origin(self) -> tuple[int, int] | None:
         """``(step, rank)`` of what went wrong first; None outside records."""
-        keys = [difference.key for difference in self.differences] + [
-            *self.only_actual,
-            *self.only_expected,
-        ]
+        keys = [difference.key for difference in self.differences]
+        keys += [*self.only_actual, *self.only_expected]
         places = [(key.step, key.rank) for key in keys if key.phase]
         return min(places, default=None)
 
@@ -147,7 +146,7 @@ class Verdict:
         raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
 
     def __str__(self) -> str:
-        """The whole verdict; lists are cut after eight lines and say how much was left out."""
+        """Write the whole verdict; lists are cut after eight lines, with how many were left out."""
         tensors = counted(self.compared, "tensor")
         if self.differences:
             elements = self.differing_elements
@@ -165,14 +164,8 @@ class Verdict:
         lines += cut("one memory on either side, so compared once", self.tied)
         lines += cut("only in actual", [where(key) for key in self.only_actual])
         lines += cut("only in expected", [where(key) for key in self.only_expected])
-        return "\n".join(
-            [
-                *lines,
-                *cut(
-                    "then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]]
-                ),
-            ]
-        )
+        lines += cut("then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]])
+        return "\n".join(lines)
 
 
 _MOST_LINES = 8
@@ -180,7 +173,7 @@ _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": 
 
 
 def where(key: Key) -> str:
-    """A key in words.
+    """Return a key in words.
 
     >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
     ('step 1, rank 3, gradient of lm_head.weight', 'wq', 'the tensor')
@@ -198,7 +191,7 @@ def _tuple(index: Sequence[int]) -> str:
 
 
 def cut(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines under a title, the first eight of them; none at all without lines.
+    """Return the first eight lines under a title; nothing at all without lines.
 
     >>> cut("then at", "abcdefghi")[-2:], cut("then at", "")
     (['    h', '    and 1 more'], [])
@@ -230,9 +223,7 @@ _COLUMNS = (
 
 
 def table(verdict: Verdict) -> str:
-    """Everything that differs, as tab-separated lines with a heading, in order of origin: for a
-    file.
-    """
+    """Return everything that differs, in order of origin, as tab-separated lines with a heading."""
     rows: list[tuple[object, ...]] = [_COLUMNS]
     for one in verdict.differences:
         element = "" if one.element is None else _tuple(one.element)

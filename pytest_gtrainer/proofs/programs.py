@@ -15,9 +15,9 @@ from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
-from pytest_gtrainer.numerics.graph_inputs import copies
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
+    copies,
     named_outputs,
     random_states_afterwards,
 )

@@ -96,6 +96,7 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
     twins = Twins(*graphs, config.num_chunks)
     storages = Storages(twins.full.graph)
     check_bodies(twins, find_regions(twins, config, storages), storages, config)
+
     for place, node in enumerate(twins.full.graph.output_node().all_input_nodes):
         value, dims = node.meta["val"], twins.dims.get(node)
         if value.ndim > config.dim and dims != [config.dim] and not unknown_dims(value):
@@ -142,6 +143,7 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload) or func.namespace == "c10d":
             raise NotImplementedError(func)
         made = func(*args, **(kwargs or {}))
+        # An operator that gives a size or a device computes no value.
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
             given = pytree.tree_map_only(Tensor, self._node_of, (args, kwargs or {}))
             node = self.graph.create_node("call_function", func, *given)
@@ -168,6 +170,8 @@ def twin_graphs(
     module = getattr(run, "__self__", None)
     if not isinstance(run, MethodType) or not isinstance(module, nn.Module):
         return None
+
+    # Fake tensors are made from sizes and strides.
     given = [value for value in (*whole.values(), *part.values()) if value is not None]
     if not all(map(has_memory, [*given, *module.parameters(), *module.buffers()])):
         return None
@@ -175,6 +179,7 @@ def twin_graphs(
         # An instance's own forward is bound to the module itself, not to its copy.
         if inner is not module and "forward" in inner.__dict__:
             return None
+
     try:
         # Compiled parts run eagerly, or Dynamo's caches would change. What the module warns of, it
         # warns of when it runs.
@@ -195,6 +200,7 @@ def _record(
     arguments: Mapping[str, Any],
     mode: FakeTensorMode,
 ) -> Any:
+    # A copy, since a forward may keep tensors in its module, and these would be fake ones.
     copied = _copy_module(module)
     state = ModelState.of(copied)
 
@@ -206,7 +212,7 @@ def _record(
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        return made.clone()  # autograd lets a forward write to it in place: it is no leaf
+        return made.clone()  # no leaf, since autograd forbids writing to a leaf in place
 
     with mode:
         fakes = [fake(tensor) for tensor in state.tensors]
@@ -250,7 +256,7 @@ def _copy_module(module: nn.Module) -> nn.Module:
 
 
 class ForwardJudge(TorchDispatchMode):
-    """What is known of the tensors of one chunk's forward, operator by operator while it runs.
+    """Judge one chunk's forward while it runs, operator by operator.
 
     Args:
         arguments: the arguments that are cut, with their chunk dimension.
@@ -308,9 +314,11 @@ class ForwardJudge(TorchDispatchMode):
         if not any(one.known for one in call.operands):
             self._note_unrelated(call, results, foreign)
             return made
+        # Experts exchange rows by an all-to-all; every other collective is refused.
         if launches(func) and "all_to_all" not in call.name:
             group = call.arguments.get("group_name")
             raise collective_error(str(func), group if isinstance(group, str) else None, self.fqn)
+
         given, named = self._recognise_indexing(call, given, named)
         call = Call(func, given, named, [])
         call.results = list(zip(results, self._dims(call, given, named, results), strict=True))
@@ -350,14 +358,15 @@ class ForwardJudge(TorchDispatchMode):
             is_numbers = index.known is None and self._key(index.value) in self.row_numbers
             if is_numbers and has_an_index_per_row:
                 found[id(index.value)] = Rows((0,), Content.ROW_NUMBERS)
+            # An order of rows that counts of the data have made, as a router's sort does.
             is_routed = (
                 isinstance(into.known, Rows)
                 and into.known.content is Content.ROUTED
                 and dim in into.known.dims
             )
             if is_routed and isinstance(index.known, Statistic) and has_an_index_per_row:
-                # An order of rows that counts of the data have made.
                 found[id(index.value)] = Rows((0,), Content.ROUTING)
+            # A buffer that the forward has made for its rows: it has no rows before they come.
             has_rows = index.known is not None or id(index.value) in found
             is_extent_of_rows = type(extent) is int and extent in self.extents
             if into.known is None and has_rows and is_own and is_extent_of_rows:
@@ -394,6 +403,7 @@ class ForwardJudge(TorchDispatchMode):
                 shape[dim] = 2 * shape[dim] or 2
             return torch.empty(shape, dtype=operand.value.dtype, device="meta")
 
+        # The dimensions that grow when rows are doubled are those that have the rows.
         try:
             with unseen_by_modes():
                 args, kwargs = pytree.tree_map_only(Operand, lengthen, (given, named))

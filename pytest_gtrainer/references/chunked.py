@@ -29,7 +29,7 @@ SHARED = frozenset({"rope", "rope_cache", "freqs_cis", "freqs", "position_embedd
 
 
 class EagerChunking(Attachment):
-    """The chunking that ``eager_chunked`` put on the modules ``fqns``; ``remove()`` takes it off."""
+    """Chunking that ``eager_chunked`` put on the modules ``fqns``; ``remove()`` takes it off."""
 
     def __init__(self, fqns: tuple[str, ...], wrapped: Iterable[nn.Module]) -> None:
         super().__init__([partial(_unwrap, module) for module in wrapped])
@@ -98,6 +98,7 @@ class _ChunkedForward:
         bound = self.signature.bind(*args, **kwargs)
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
+        # One forward is judged: chunks and later steps run the same operators.
         judge = None if self.judged else self._judge(bound.arguments, chunks[0])
         outputs = []
         for index, arguments in enumerate(chunks):
@@ -148,7 +149,8 @@ class _ChunkedForward:
             raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
 
         extent = self.config.chunk_extent(activation.shape[self.config.dim], self.fqn)
-        # Contiguous, as the graph's chunks are: a kernel may add in another order for other strides.
+        # Contiguous, as the graph's chunks are: a kernel may add in another order for other
+        # strides.
         pieces = [piece.contiguous() for piece in activation.split(extent, self.config.dim)]
         columns = [pieces, *(self._split_beside(n, arguments, activation) for n in names[1:])]
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -169,6 +171,8 @@ class _ChunkedForward:
             raise self._refused(
                 arguments, "beside the activation, a block takes masks, positions and rotary caches"
             )
+
+        # A 2-D mask is of [batch, sequence], or of pairs of positions, which all rows share.
         sequence = activation.shape[1] if activation.ndim > 1 else -1
         is_square_mask = name in MASKS and tuple(value.shape) == (sequence, sequence)
         is_row = value.ndim == 1 and value.shape[0] == batch

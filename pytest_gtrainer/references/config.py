@@ -1,5 +1,5 @@
-"""What both sides of a comparison share: one configuration, so that they cannot differ by accident,
-and one loop.
+"""Configure and train both sides of a comparison: one configuration and one loop, so that they
+cannot differ by accident.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from pytest_gtrainer._torch.passes import root_ranks
 from pytest_gtrainer._torch.random_states import random_state
 from pytest_gtrainer._torch.threads import BACKEND
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of, unknown_modules
+from pytest_gtrainer.graph.bucket_plan import (
+    LOSS,
+    Bucket,
+    BucketPlan,
+    Plan,
+    layer_of,
+    unknown_modules,
+)
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
 from pytest_gtrainer.numerics.digest import digest, print_weight_digest
@@ -56,7 +63,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What both sides of a comparison train.
+    """The training run of both sides of a comparison.
 
     Attributes:
         model: a function that builds the model, with equal values on all ranks of the mesh that
@@ -114,37 +121,42 @@ class TrainConfig:
             raise ValueError(f"steps={self.steps}: train for at least one step")
         if self.mesh.ndim > 2:
             raise ValueError(
-                f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D"
+                "a mesh has one dimension, or two (replicate, shard); this one is "
+                f"{self.mesh.ndim}-D"
             )
         if self.hybrid and self.submeshes:
             raise ValueError(
-                "submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model"
+                "submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole "
+                "model"
             )
         if self.replicate and (self.hybrid or self.submeshes):
             raise ValueError(
-                "replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards"
+                "replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and "
+                "shards"
             )
         if self.replicate and self.mp_policy != MixedPrecisionPolicy():
             raise ValueError(
-                f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out"
+                f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave "
+                "mp_policy out"
             )
         _check_mesh(self.mesh, "TrainConfig.mesh")
         for name, mesh in self.submeshes.items():
             _check_mesh(mesh, f"the mesh of {name!r} in submeshes")
             if mesh.ndim != 1:
                 raise ValueError(
-                    f"submeshes has a {mesh.ndim}-D mesh for {name!r}: take the one dimension it is sharded over"
+                    f"submeshes has a {mesh.ndim}-D mesh for {name!r}: take the one dimension it "
+                    "is sharded over"
                 )
         _check_submeshes(self.mesh, self.submeshes)
-        entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
-        unknown = sorted(set(self.submeshes) - entries)
+        # A bucket of several modules has no FQN of its own, and is a list in the plan.
+        unknown = sorted(name for name in self.submeshes if name not in self.bucket_plan)
         if unknown:
             raise PlanError(
                 f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan"
             )
 
     def inputs(self, step: int, coordinate: int | None = None) -> Batch:
-        """The inputs of a step at a data coordinate, by default this rank's.
+        """Return the inputs of a step at a data coordinate, by default this rank's.
 
         Raises:
             TypeError: ``batch`` gives a tensor, whose rows would each be taken for an input.
@@ -152,68 +164,72 @@ class TrainConfig:
         batch = self.batch(step, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
             raise TypeError(
-                "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as (tensor,)"
+                "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as "
+                "(tensor,)"
             )
         return batch
 
     @property
     def coordinate(self) -> int:
         """This rank's index among the data-parallel ranks, from 0."""
-        own = (
-            self.mesh.get_coordinate() or ()
-        )  # no tensor of the mesh: a batch may be asked for while a step is traced
+        # Not from the tensor of the mesh: a batch may be asked for while a step is traced.
+        own = self.mesh.get_coordinate() or ()
         return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
 
     @property
     def hybrid(self) -> bool:
-        """Return whether parameters are replicated over one dimension of the mesh and sharded over
-        the other.
-        """
+        """Return whether the mesh replicates parameters in one dimension and shards in the other."""
         return self.mesh.ndim == 2
 
 
 def _check_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Each rank is in a mesh once, and the calling process is one of them; else torch would fail
-    later, by a shape.
+    """Check that each rank is in a mesh once, and that the calling rank is one of them.
+
+    Torch would fail later, with a message about shapes.
     """
     ranks = mesh.mesh.flatten().tolist()
-    twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
-    if twice is not None:
+    rank, count = Counter(ranks).most_common(1)[0]
+    if count > 1:
         raise ValueError(
-            f"{name} has rank {twice} more than once, {mesh.mesh.tolist()}: its dimensions must not overlap"
+            f"{name} has rank {rank} more than once, {mesh.mesh.tolist()}: its dimensions must not "
+            "overlap"
         )
     if mesh.get_coordinate() is None:
-        wrong = f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks {ranks}"
-        raise ValueError(f"{wrong}: every rank that trains needs a mesh that it is part of")
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks "
+            f"{ranks}: every rank that trains needs a mesh that it is part of"
+        )
 
 
 def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> None:
-    """Submeshes are parts of the mesh, and of root meshes that do not overlap: else ranks would
-    wait for each other.
+    """Check that submeshes are parts of the mesh, and were cut out of root meshes that do not
+    overlap.
+
+    Ranks of root meshes that overlap would wait for each other.
     """
     named = {f"the mesh of {name!r} in submeshes": one for name, one in submeshes.items()}
     for name, one in named.items():
         beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
         if beyond:
-            wrong = f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has {mesh.mesh.tolist()}"
             raise ValueError(
-                f"{wrong}, without {beyond}: a submesh is a part of the ranks that data is parallel over"
+                f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has "
+                f"{mesh.mesh.tolist()}, without {beyond}: a submesh is a part of the ranks that "
+                "data is parallel over"
             )
     for (name, one), (other_name, other) in itertools.combinations(named.items(), 2):
         ours, theirs = (set(root_ranks(each).flatten().tolist()) for each in (one, other))
         if ours & theirs and not (ours <= theirs or theirs <= ours):
             raise ValueError(
-                f"{name} is of a mesh of ranks {sorted(ours)}, and {other_name} of one of ranks {sorted(theirs)}: they "
-                f"share {sorted(ours & theirs)} alone; cut both out of one mesh, init_device_mesh(...)['name']"
+                f"{name} is of a mesh of ranks {sorted(ours)}, and {other_name} of one of ranks "
+                f"{sorted(theirs)}: they share {sorted(ours & theirs)} alone; cut both out of one "
+                "mesh, init_device_mesh(...)['name']"
             )
 
 
 def finished(
     config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None
 ) -> TrainConfig:
-    """The configuration itself, or the one that a function builds from this rank's mesh of
-    ``world``.
-    """
+    """Return a configuration as it is, or the one that a function builds from this rank's mesh."""
     if isinstance(config, TrainConfig):
         return config
     if world is None:
@@ -245,16 +261,15 @@ def new_model(config: TrainConfig) -> nn.Module:
         raise ValueError(
             f"{error}. TrainConfig.model must build a new, unsharded model at every call"
         ) from None
-    return (
-        model
-        if config.activation_checkpoint is None
-        else checkpoint_layers(model, config.activation_checkpoint)
-    )
+    if config.activation_checkpoint is not None:
+        checkpoint_layers(model, config.activation_checkpoint)
+    return model
 
 
 def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> nn.Module:
-    """Let the backward recompute every layer (``layers.0``, ...) in place, inside of what hooks its
-    call.
+    """Let the backward recompute every layer (``layers.0``, ...) of a model, in place.
+
+    The forwards are replaced, so what hooks a layer's call is not recomputed.
     """
     layers = [module for fqn, module in model.named_modules() if fqn and layer_of(fqn) == fqn]
     if not layers:
@@ -264,45 +279,46 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
         )
     for layer in layers:
         recomputed = partial(checkpoint, layer.forward, **config.arguments())
-        layer.forward = update_wrapper(
-            recomputed, layer.forward
-        )  # its signature is read: eager_chunked
+        # eager_chunked reads the signature of the forward that it wraps.
+        layer.forward = update_wrapper(recomputed, layer.forward)
     return model
 
 
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
-    """Return what FSDP2 wraps for each bucket, by label, inner ones first; a PlanError if plan and
-    layers do not fit.
+    """Return the modules that FSDP2 wraps for each bucket, by its label, inner buckets first.
+
+    Raises:
+        PlanError: the plan names a module that does not exist, or leaves out a layer.
     """
     modules = dict(model.named_modules())
     buckets = Plan(plan).buckets
-    missing = [
-        fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS
-    ]
+    planned = [fqn for bucket in buckets for fqn in bucket.fqns]
+    missing = [fqn for fqn in planned if fqn not in modules and fqn != LOSS]
     if missing:
         raise unknown_modules(missing, modules)
-    layers = [
-        fqn
-        for fqn, module in modules.items()
-        if layer_of(fqn) == fqn and any(True for _ in module.parameters())
-    ]
-    covered = {layer_of(fqn) for bucket in buckets for fqn in bucket.fqns}
-    left_out = [fqn for fqn in layers if fqn not in covered]
+    covered = set(map(layer_of, planned))
+    left_out = []
+    for fqn, module in modules.items():
+        if layer_of(fqn) == fqn and fqn not in covered and list(module.parameters()):
+            left_out.append(fqn)
     if left_out:
         raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
-    # by the number of modules around them, of which the root has none
-    inner_first = sorted(
-        buckets, key=lambda bucket: -max(fqn.count(".") + 1 if fqn else 0 for fqn in bucket.roots)
-    )
-    return [
-        (bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules])
-        for bucket in inner_first
-    ]
+
+    def depth(bucket: Bucket) -> int:
+        """Return how many modules are around the innermost one of a bucket; 0 for the root."""
+        return max(len(fqn.split(".")) if fqn else 0 for fqn in bucket.roots)
+
+    # fully_shard has to wrap an inner module before the one around it.
+    found = []
+    for bucket in sorted(buckets, key=depth, reverse=True):
+        found.append((bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]))
+    return found
 
 
 def start_of(rank: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For a record's ``meta``: what a rank's weights are at first; nothing of a stage that has
-    none.
+    """Return an entry for a record's ``meta``: the digest of a rank's weights at the start.
+
+    A pipeline stage without parameters has no entry.
     """
     named = dict(sorted((normalised(name), weight) for name, weight in parameters))
     return {f"{START}{rank}": digest(named)} if named else {}
@@ -317,12 +333,16 @@ def train(
     part: Hashable = None,
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every
-     step.
+    step.
 
-     ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder`` takes the
-     tensors instead of the record that is returned. ``part`` tells apart ranks that have other parts
-     of one model. Refused are fake groups
-    , and batches and whole tensors that differ between ranks of one data coordinate.
+    Args:
+        compute_gradients: ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``.
+        recorder: takes the tensors instead of the record that is returned.
+        part: distinguishes ranks that have other parts of one model, as stages of a pipeline.
+
+    Raises:
+        ValueError: in a fake world, whose collectives move no data.
+        ReplicasDiffer: ranks of one data coordinate have other batches, or other whole tensors.
     """
     if dist.get_backend() == "fake":
         raise ValueError(
@@ -335,22 +355,20 @@ def train(
     record = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
-    # those that share one model
-    peers = (
-        peers_by((config.coordinate, part))
-        if root_ranks(config.mesh).numel() == world > config.mesh.size()
-        else []
-    )
+    # Beside data parallelism, ranks of one data coordinate share a model.
+    peers: list[tuple[int, ...]] = []
+    if root_ranks(config.mesh).numel() == world > config.mesh.size():
+        peers = peers_by((config.coordinate, part))
     for step in range(config.steps):
         optimizer.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
         inputs = config.inputs(step)
         if peers:
-            leaves = (
-                (f"input {place}", leaf) for place, leaf in enumerate(pytree.tree_leaves(inputs))
-            )
-            tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+            tensors = []
+            for place, leaf in enumerate(pytree.tree_leaves(inputs)):
+                if isinstance(leaf, torch.Tensor):
+                    tensors.append((f"input {place}", leaf))
             assert_alike(
                 tensors, peers, f"of one data coordinate, in TrainConfig.batch({step}, coordinate)"
             )
@@ -362,12 +380,8 @@ def train(
             record_gradients(record, step, rank, "clipped", model.named_parameters())
         optimizer.step()
         record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
-        print_weight_digest(
-            step,
-            rank,
-            side,
-            ((name, local(value.detach())) for name, value in model.named_parameters()),
-        )
+        weights = [(name, local(value.detach())) for name, value in model.named_parameters()]
+        print_weight_digest(step, rank, side, weights)
     if peers:
         _, difference = find_difference(
             state_of(model),
@@ -408,7 +422,7 @@ def record_state(
     optimizer: torch.optim.Optimizer,
     buffers: Named,
 ) -> None:
-    """Weights, what the optimiser keeps of each, and buffers."""
+    """Record weights, what the optimiser keeps of each, and buffers."""
     for name, parameter in parameters:
         record.add(step, rank, "weight", name, local(parameter.detach()))
         state: dict[str, Any] = optimizer.state.get(parameter, {})

@@ -1,5 +1,6 @@
-"""The reference: the model trained eagerly with torch's own ``fully_shard``, and the bucket layout
-of that.
+"""Train eagerly with torch's own ``fully_shard``, and read off the bucket layout that it has.
+
+Here is the reference that a rewritten graph is compared with.
 """
 
 from contextlib import nullcontext
@@ -32,8 +33,9 @@ from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
 
 class EagerRun:
-    """A model under ``fully_shard``, wrapped once per bucket of the plan, or under DDP; train it
-    once with ``run``.
+    """A model under ``fully_shard``, wrapped once for each bucket of the plan, or under DDP.
+
+    Train it once with ``run``.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -42,7 +44,7 @@ class EagerRun:
         self._side = "eager DDP" if config.replicate else "eager fully_shard"
         self._trained = self.model
         if config.replicate:
-            # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
+            # A list of one is for all buckets. DDP ignores bucket_cap_mb itself in the first step.
             limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
             self._trained = DistributedDataParallel(
                 self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits
@@ -51,15 +53,13 @@ class EagerRun:
             shard_eagerly(self.model, config)
 
     def run(self, recorder: Record | None = None) -> Record:
-        """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded."""
+        """Train for ``config.steps`` steps; ``references.config.train`` says what is recorded."""
         chunk = self.config.chunk
         with nullcontext() if chunk is None else eager_chunked(self.model, chunk):
             return train(self.config, self.model, self._compute_gradients, self._side, recorder)
 
     def layout(self) -> BucketLayout:
-        """Return where FSDP2 put each parameter; available after ``run``. Empty under DDP, which
-        shards nothing.
-        """
+        """Return where FSDP2 put each parameter; call it after ``run``. Empty under DDP."""
         return BucketLayout(()) if self.config.replicate else eager_bucket_layout(self.model)
 
     def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
@@ -70,13 +70,16 @@ class EagerRun:
 
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
-    """Apply ``fully_shard`` once per bucket, then to the root; the plan must fit, and nothing be
-    sharded twice.
+    """Apply ``fully_shard`` to the modules of each bucket, then to the root.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+        ValueError: a parameter is sharded over the same ranks already.
     """
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
         reduce_dtype=config.mp_policy.reduce_dtype,
-        cast_forward_inputs=False,  # a graph has no module boundary to cast at
+        cast_forward_inputs=False,  # a graph has no module boundary at which to cast
     )
     Plan(config.bucket_plan).check_ties(tied_parameters(model))
     buckets = bucket_modules(model, config.bucket_plan)
@@ -86,7 +89,7 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
         target: Any = modules[0] if len(modules) == 1 else modules
         fully_shard(target, mesh=mesh, mp_policy=policy)
         if label in config.submeshes:
-            # a premultiplied sum, which gloo does not have, would be FSDP2's choice
+            # FSDP2 would choose a premultiplied sum, which gloo does not have.
             modules[0].set_gradient_divide_factor(float(config.mesh.size()))
             modules[0].set_force_sum_reduction_for_comms(True)
     if not any(model in modules for _, modules in buckets):
@@ -94,13 +97,15 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
 
 
 def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    """A parameter that is a DTensor already may be sharded again over other ranks only (experts
-    over ``efsdp``).
+    """Raise if a parameter is sharded already, over ranks that ``mesh`` has, too.
+
+    Over other ranks it may be: experts of expert parallelism are sharded again over ``efsdp``.
     """
-    inner = [
-        own for module in modules for own in module.modules() if isinstance(own, fsdp2.FSDPModule)
-    ]
-    wrapped = {parameter for module in inner for parameter in module.parameters()}
+    wrapped: set[nn.Parameter] = set()
+    for module in modules:
+        for inner in module.modules():
+            if isinstance(inner, fsdp2.FSDPModule):
+                wrapped.update(inner.parameters())
     for module in modules:
         for name, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor) or parameter in wrapped:
@@ -108,17 +113,19 @@ def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> N
             theirs = parameter.device_mesh
             if len(set(mesh.mesh.flatten().tolist()) & set(theirs.mesh.flatten().tolist())) > 1:
                 raise ValueError(
-                    f"{name} of the bucket {label!r} is sharded already, over {theirs}, and {mesh} has the same ranks: "
-                    "give the bucket a mesh of other ranks (TrainConfig.submeshes), or shard the model once"
+                    f"{name} of the bucket {label!r} is sharded already, over {theirs}, and {mesh} "
+                    "has the same ranks: give the bucket a mesh of other ranks "
+                    "(TrainConfig.submeshes), or "
+                    "shard the model once"
                 )
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
-    """Return which parameter sits at which byte of FSDP2's all-gathers, reduce-scatters and, of
-    replicas, all-reduces.
+    """Return which parameter sits at which byte of FSDP2's collectives.
 
-    Call it after a backward, while gradients are there: FSDP2 finishes its set-up in the first
-    forward, and reduces the parameters that got a gradient.
+    They are all-gathers, reduce-scatters and, of replicas, all-reduces. Call it after a backward,
+    while gradients are there: FSDP2 finishes its set-up in the first forward, and reduces the
+    parameters that got a gradient.
 
     Raises:
         ValueError: no module of ``model`` has parameters managed by ``fully_shard``.
@@ -126,34 +133,31 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     groups = fsdp2.parameter_groups(model)
     if not groups:
         raise ValueError(
-            f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step"
+            f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run "
+            "one step"
         )
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no gradients: run a backward first, and keep them"
         )
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    return BucketLayout(tuple(payload for group in groups for payload in _payloads(group, names)))
+    payloads: list[Payload] = []
+    for group in groups:
+        payloads += _payloads(group, names)
+    return BucketLayout(tuple(payloads))
 
 
 def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
-    """Return what one parameter group gathers and reduces, by the names of its parameters' shards."""
+    """Return what one parameter group of FSDP2 gathers and reduces, by the names of its shards."""
     gathers, scatters, replicas = fsdp2.groups_of(group)
 
     def slots(parameters: list[Any], sizes: list[int]) -> tuple[Slot, ...]:
-        offsets = list(accumulate(sizes, initial=0))[:-1]
-        return tuple(
-            map(
-                Slot,
-                (names[id(parameter.sharded_param)] for parameter in parameters),
-                offsets,
-                sizes,
-            )
-        )
+        fqns = [names[id(parameter.sharded_param)] for parameter in parameters]
+        return tuple(map(Slot, fqns, accumulate(sizes, initial=0), sizes))
 
     sizes, dtype = fsdp2.all_gather_inputs(group)
     gather = Payload(ALL_GATHER_NAME, dtype, _ranks(gathers), "", slots(group.fsdp_params, sizes))
-    # parameters without a gradient, frozen or unused, are gathered and not reduced
+    # FSDP2 gathers frozen and unused parameters, and reduces only those that have a gradient.
     trained = [
         parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None
     ]
@@ -169,11 +173,8 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]
-    return [
-        gather,
-        scatter,
-        replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas), op=op_of_replicas),
-    ]
+    reduce = replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas), op=op_of_replicas)
+    return [gather, scatter, reduce]
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

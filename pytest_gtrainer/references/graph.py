@@ -183,5 +183,6 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
         fault = partition_fault(groups)
         if fault:
             raise RanksDisagree(
-                f"the process groups of collective {index}, {texts[0].splitlines()[index]}, differ: {fault}"
+                f"the process groups of collective {index}, {texts[0].splitlines()[index]}, "
+                f"differ: {fault}"
             )

@@ -68,9 +68,12 @@ def trace_once(
         return replace(trace(), handed_over="traced here: a fake world has no other rank")
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
+    # A graph that is written names the device of its rank, which the reader replaces by its own.
     given = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
     devices = (tensor.device for tensor in given if isinstance(tensor, torch.Tensor))
     device = next(devices, torch.device("cpu"))
+
+    # Ranks whose sizes differ have other graphs, so each traces by itself.
     why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
     traced, lines, written, failure = None, "", b"nothing", None
     try:
@@ -93,6 +96,7 @@ def trace_once(
 
     if failure is not None and traced is None:
         raise failure
+    # A graph that cannot be written is no error: then every rank traces.
     unable = [f"rank {end} {states[end]}" for end in ends if states[end].startswith(_UNABLE)]
     why = why or "".join(unable[:1]) or _difference(texts, ends)
     if why:
@@ -101,6 +105,7 @@ def trace_once(
         other = ends[rank == ends[0]]
         words = f"traced here, and on rank {other}, for {len(ranks)} ranks"
         return replace(traced, handed_over=words)
+
     taken = _read_step(sent[ends[0]], model, inputs, partitions, device)
     if check:
         steps = {ends[0]: taken, rank: trace()}
@@ -139,6 +144,7 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
         yield (
             f"{fqn} {tensor_text(own)} {own.stride()} on {own.device.type}, {trained} {placements}"
         )
+
     leaves, spec = pytree.tree_flatten(tuple(inputs))
     yield f"mode {RunMode.of(model, [*map(local, state.tensors), *leaves])}"
     for place, leaf in enumerate(leaves):

@@ -1,12 +1,12 @@
-"""Train by the rewritten graph and eagerly. Do both train alike? Layouts first, then bits, and a
-control.
+"""Train by the rewritten graph and eagerly, and check that both train alike.
 
-The control packs payloads in another order: where that gives the same bits too, the check could not
-have failed, and is an error instead of a pass. In a simulated world a difference is told with its
+Compared are layouts, then bits. Then a control shows that the comparison could have failed.
+
+The control packs payloads in another order. If that gives the same bits too, the check could not
+have failed, so it raises instead of passing. In a simulated world a difference is reported with its
 *path*: where the element sits on either side, and in which order each side adds it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from pytest_gtrainer.graph.layout import (
     REDUCE_SCATTER_NAME,
     BucketLayout,
     LayoutDifference,
+    Payload,
     assert_same_layout,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare_control, judged
@@ -33,7 +34,7 @@ from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.proven import prove_training
-from pytest_gtrainer.references.replicas import texts_of_ranks
+from pytest_gtrainer.references.replicas import on_any_rank, texts_of_ranks
 from pytest_gtrainer.references.simulated import (
     ConfigOfMesh,
     SimulatedGraphRun,
@@ -47,7 +48,7 @@ from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.spec import World
 
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
-_AROUND = 2
+_AROUND = 2  # how many neighbours of a parameter in its bucket a path shows, on either side
 _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 _NOT_FINITE = (
     "gradients or losses hold NaN or inf, which are the same in every order",
@@ -71,7 +72,10 @@ def train_eager(config: TrainConfig | ConfigOfMesh, *, world: World | None = Non
     each step.
 
     The record is of this rank; in a simulated ``world`` it is of all ranks, and ``config`` should
-    be a function that builds the configuration from the mesh of a rank. ValueError in a fake world.
+    be a function that builds the configuration from the mesh of a rank.
+
+    Raises:
+        ValueError: in a fake world, which moves no data.
     """
     if world is not None and world.kind == "simulated":
         return simulated_eager(config, net_of(world), mesh=world.mesh).record
@@ -221,13 +225,14 @@ def assert_simulated_parity(
 def _parity_on_ranks(
     config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any
 ) -> Parity:
-    """Return what ``assert_parity`` says, of this rank's tensors."""
+    """Check parity of this rank's tensors, as ``assert_parity`` describes."""
     __tracebackhide__ = True
     config = finished(config, world)
     with random_states_kept():  # both sides draw from the same random states
         eager = EagerRun(config)
         expected = eager.run()
     graph = GraphRun(config, **options)
+    # The control starts where the graph does.
     start = [local(tensor).detach().clone() for tensor in ModelState.of(graph.model).tensors]
     states = GeneratorStates.now()
     record = graph.run()
@@ -240,26 +245,28 @@ def _parity_on_ranks(
         )
     except AssertionError as error:
         failure = error
-    failed = any(texts_of_ranks("failed" if failure is not None else ""))
+    failed = on_any_rank(failure is not None)
     if failure is not None:
         raise failure
-    if failed:
+    if failed:  # no rank may start a control that another does not join
         return Parity(record, expected, None, layouts["eager"])
+
     with random_states_kept():
         other = _control_on_ranks(graph, start, states)
         control = compare_control(other.select(step=0), record.select(step=0))
-    # Ranks vote, since one that sees the other order is enough.
-    of_ranks = texts_of_ranks(control.label)
-    if not any(label.startswith("different") for label in of_ranks) and must_show:
+    # One rank that sees the other order is enough.
+    shows = on_any_rank(control.outcome == "different")
+    if must_show and not shows:
+        for reasons in texts_of_ranks("\n".join(control.reasons)):
+            if reasons:
+                raise VacuousCheck(f"with payloads packed in another order {reasons}")
         cause, advice = _why_invisible(layouts["eager"], config)
-        if any("not finite" in label for label in of_ranks):
+        if on_any_rank(bool(control.not_finite)):
             cause, advice = _NOT_FINITE
-        unproven = [text for text in texts_of_ranks("\n".join(control.reasons)) if text]
-        if unproven:
-            raise VacuousCheck(f"with payloads packed in another order {unproven[0]}")
         raise VacuousCheck(
-            f"payloads packed in another order give the same bits on these ranks, because {cause}; so this check "
-            f'cannot fail: {advice}, or accept the layouts and the other bits as proof (invisible="report")'
+            "payloads packed in another order give the same bits on these ranks, because "
+            f"{cause}; so this check cannot fail: {advice}, or accept the layouts and the other "
+            'bits as proof (invisible="report")'
         )
     return Parity(record, expected, control, layouts["eager"], unread)
 
@@ -267,8 +274,8 @@ def _parity_on_ranks(
 def _control_on_ranks(
     graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates
 ) -> Record:
-    """The first step from the values of ``start`` and these random states, every payload packed
-    otherwise.
+    """Run the first step again, from the same weights and random states, with every payload packed
+    in another order.
     """
     control: EagerRun | GraphRun
     config = replace(graph.config, steps=1)
@@ -284,50 +291,51 @@ def _control_on_ranks(
 
 
 def _backwards(layout: BucketLayout) -> list[str]:
-    """The parameters of each reduced payload from the last to the first."""
-    return [
-        slot.parameter
-        for payload in layout.of(REDUCE_SCATTER_NAME)
-        for slot in reversed(payload.slots)
-    ]
+    """Return the parameters of each reduced payload from the last to the first."""
+    names = []
+    for payload in layout.of(REDUCE_SCATTER_NAME):
+        names += [slot.parameter for slot in reversed(payload.slots)]
+    return names
 
 
 def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]:
-    """Why no order of payloads shows on these ranks, and what to do about it."""
+    """Return why no order of payloads shows on these ranks, and what to do about it."""
     elsewhere = 'gt_world("simulated", nodes=2)'
     reduced = [payload for each in _REDUCTIONS for payload in layout.of(each)]
-    if not config.replicate and all(len(payload.slots) < 2 for payload in reduced):
+    # The control of DDP packs several gradients together, so a payload of one is reordered, too.
+    ordered = [payload for payload in reduced if config.replicate or len(payload.slots) > 1]
+    if not config.replicate and not ordered:
         return (
             "no bucket holds two parameters with gradients",
             "give a bucket_plan that packs more than one",
         )
-    if (
-        max(
-            [
-                config.mesh.size() if config.replicate else 0,
-                *(len(payload.ranks) for payload in reduced),
-            ]
-        )
-        < 3
-    ):
+    groups = [len(payload.ranks) for payload in reduced]
+    if config.replicate:
+        groups.append(config.mesh.size())
+    if max(groups) < 3:
         return "two ranks add a + b, whichever is first", "take 3 ranks or more"
-    ordered = [payload for payload in reduced if config.replicate or len(payload.slots) > 1]
-    counts: dict[int, list[str]] = {}
-    for each in ordered:
-        counts.setdefault(
-            sum(slot.nbytes for slot in each.slots) // each.dtype.itemsize, []
-        ).append(each.label)
-    if counts and dist.get_backend() == "gloo" and all(count % 2 == 0 for count in counts):
-        buckets = [f"{b[0]} and {len(b) - 1} more" if len(b) > 1 else b[0] for b in counts.values()]
-        told = ", ".join(
-            f"{count} in {bucket}" for count, bucket in zip(counts, buckets, strict=True)
+    labels: dict[int, list[str]] = {}
+    for payload in ordered:
+        labels.setdefault(_numel(payload), []).append(payload.label)
+    if labels and dist.get_backend() == "gloo" and all(numel % 2 == 0 for numel in labels):
+        found = []
+        for numel, buckets in labels.items():
+            more = f" and {len(buckets) - 1} more" if len(buckets) > 1 else ""
+            found.append(f"{numel} in {buckets[0]}{more}")
+        return (
+            "gloo adds whole shards where a rank's payload has an even number of elements "
+            f"({', '.join(found)})",
+            f"take sizes that make it odd, or {elsewhere}",
         )
-        cause = (
-            f"gloo adds whole shards where a rank's payload has an even number of elements ({told})"
-        )
-        return cause, f"take sizes that make it odd, or {elsewhere}"
-    cause = "every element is added in one order, or its sums are exact, as those of a few bf16 numbers in fp32 are"
-    return cause, f"take other sizes or dtypes, or {elsewhere}"
+    return (
+        "every element is added in one order, or its sums are exact, as those of a few bf16 "
+        "numbers in fp32 are",
+        f"take other sizes or dtypes, or {elsewhere}",
+    )
+
+
+def _numel(payload: Payload) -> int:
+    return sum(slot.nbytes for slot in payload.slots) // payload.dtype.itemsize
 
 
 def _simulated_parity(
@@ -337,15 +345,14 @@ def _simulated_parity(
     proof: bool = False,
     **options: Any,
 ) -> Parity:
-    """Return what ``assert_parity`` says, of all ranks under the net of ``world``."""
+    """Check parity of all ranks under the net of ``world``, as ``assert_parity`` describes."""
     __tracebackhide__ = True
     net = net_of(world)
-    row = {**row_of(net), "result": ""}  # told to the summary, whatever comes out
+    row = {**row_of(net), "result": ""}  # a row of the summary's table, whatever comes out
     try:
         subject = SimulatedGraphRun(config, world, **options)
         eager = simulated_eager(config, net, mesh=world.mesh)
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
-        paths = partial(paths_of_first, net, layouts, subject.group_of)
         unread = _check_equal(
             subject.config,
             record,
@@ -353,7 +360,7 @@ def _simulated_parity(
             layouts,
             "under this net",
             row,
-            paths,
+            partial(paths_of_first, net, layouts, subject.group_of),
             resharded=_reshards(options),
         )
         if proof:
@@ -372,36 +379,44 @@ def _simulated_parity(
             other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
             other = simulated_eager(lambda own: other_buckets(build(own)), net, mesh=extents).record
         else:
-            other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(
-                steps=1
-            )
+            control_run = subject.rewritten(passes=None, payload_order=_backwards(subject.layout()))
+            other = control_run.run(steps=1)
         control = compare_control(other.select(step=0), record.select(step=0))
         row["result"] = "equal"
         if control.outcome == "equal":
             row["result"] = "equal, but proves nothing: so is the control"
         elif control.outcome == "unverified":
             row["result"] = "equal, but the control proves nothing"
-        if control.reasons and must_show:
-            raise VacuousCheck(f"with payloads packed in another order {control.reasons[0]}")
-        if control.outcome != "different" and must_show and control.not_finite:
-            cause, advice = _NOT_FINITE
-            raise VacuousCheck(
-                f"the control is equal, because {cause}; so this check could not fail: {advice}"
-            )
-        if control.outcome != "different" and must_show:
-            raise VacuousCheck(
-                "payloads packed in another order give the same bits under this net, so this check could not fail. "
-                "A reduce-scatter shows the order only where channels add in different orders: take two nodes or more "
-                "with two channels or more, or rings of your own that differ. An all-reduce shows it on one node, too, "
-                "but not between two ranks. No net shows it in fp32 accumulation or where sums are exact: take "
-                'accumulate="wire", and values that a sum rounds. Or prove it for any numbers: proof=True'
-            )
+        if must_show:
+            _require_visible(control)
     except Exception as error:
         row["result"] = row["result"] or f"stopped by {type(error).__name__}"
         raise
     finally:
         facts.emit("net", **row)
     return Parity(record, eager.record, control, eager.layout, unread)
+
+
+def _require_visible(control: Verdict) -> None:
+    """Raise if a control under a net has the same bits, or proves nothing."""
+    __tracebackhide__ = True
+    if control.reasons:
+        raise VacuousCheck(f"with payloads packed in another order {control.reasons[0]}")
+    if control.outcome == "different":
+        return
+    if control.not_finite:
+        cause, advice = _NOT_FINITE
+        raise VacuousCheck(
+            f"the control is equal, because {cause}; so this check could not fail: {advice}"
+        )
+    raise VacuousCheck(
+        "payloads packed in another order give the same bits under this net, so this check could "
+        "not fail. A reduce-scatter shows the order only where channels add in different orders: "
+        "take two nodes or more with two channels or more, or rings of your own that differ. An "
+        "all-reduce shows it on one node, too, but not between two ranks. No net shows it in fp32 "
+        'accumulation or where sums are exact: take accumulate="wire", and values that a sum rounds. '
+        "Or prove it for any numbers: proof=True"
+    )
 
 
 def _check_equal(
@@ -414,11 +429,13 @@ def _check_equal(
     paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
     resharded: bool = False,
 ) -> tuple[str, ...]:
-    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets
-    its result.
+    """Check that layouts and bits of graph and eager are equal; return ``Parity.unread``.
 
-    ``resharded``: the graph must gather again whatever its backward reads. Returns
-    ``Parity.unread``.
+    Args:
+        where: the ranks that are compared, for the message.
+        row: the row of a net in the summary's table, which gets its result.
+        paths: explains a difference in lines.
+        resharded: the graph must gather again whatever its backward reads.
     """
     __tracebackhide__ = True
     row = {} if row is None else row
@@ -427,24 +444,26 @@ def _check_equal(
     if not config.replicate:  # DDP has no buckets of parameters
         try:
             unread = assert_same_layout(layouts["graph"], layouts["eager"])
-            if resharded and (kept := layouts["graph"].kept):
+            kept = layouts["graph"].kept
+            if resharded and kept:
                 more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
                 raise LayoutDifference(
-                    f"reshard_after_forward=True, and the backward reads the forward's copy of {kept[0]}{more}: "
-                    "a pass between resharding and bucketing lost its second all-gather"
+                    "reshard_after_forward=True, and the backward reads the forward's copy of "
+                    f"{kept[0]}{more}: a pass between resharding and bucketing lost its second "
+                    "all-gather"
                 )
         except LayoutDifference as difference:
             misplaced = str(difference)
     verdict, explanations = judged(record, expected, "graph against eager")
     if verdict.outcome != "equal":
-        at = verdict.first.key if verdict.first else None
-        row["result"] = (
-            f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"
-        )
-        told = "\n".join([str(verdict), *paths(verdict, record), *explanations])
+        row["result"] = "UNVERIFIED"
+        if verdict.first:
+            at = verdict.first.key
+            row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}"
+        text = "\n".join([str(verdict), *paths(verdict, record), *explanations])
         if misplaced:
-            raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
-        raise BitwiseDifference(told, verdict)
+            raise LayoutDifference(f"{misplaced}\nand therefore bits are {text}")
+        raise BitwiseDifference(text, verdict)
     if misplaced:
         row["result"] = "layouts differ, bits do not"
         raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout shows it")
@@ -463,43 +482,37 @@ def paths_of_first(
     verdict: Verdict,
     record: Record,
 ) -> Iterator[str]:
-    """Lines about the first gradient that differs; ``group_of`` maps rank 0's of ``layouts`` to
-    another rank's.
+    """Yield lines about the first gradient that differs: its place and order of sums on each side.
+
+    ``layouts`` are those of rank 0; ``group_of`` maps its groups to those of another rank.
     """
     gradients = (found for found in verdict.differences if found.key.phase == "gradient")
     found = next((found for found in gradients if found.element is not None), None)
     if found is None or found.element is None:
         return
-    name, gradient = found.key.name, record[found.key]
-    offset = sum(
-        index * math.prod(gradient.shape[dim + 1 :]) for dim, index in enumerate(found.element)
-    )
+    name, rank, gradient = found.key.name, found.key.rank, record[found.key]
+    offset = 0
+    for index, extent in zip(found.element, gradient.shape, strict=True):
+        offset = offset * extent + index
     for side, layout in layouts.items():
-        own = [
-            payload
-            for each in _REDUCTIONS
-            for payload in layout.of(each)
-            if name in payload.parameters
-        ]
+        reductions = [payload for each in _REDUCTIONS for payload in layout.of(each)]
+        own = [payload for payload in reductions if name in payload.parameters]
         if not layout.payloads:  # a replicated parameter's gradient, which no bucket holds
             path = net.explain(ALL_REDUCE_NAME, offset, gradient.numel(), gradient.dtype)
             yield f"  {side}: reduced by itself, element {offset} of {gradient.numel()}, {path}"
         elif not own:
             yield f"  {side}: no reduction of its layout holds {name}"
         for payload in own:
-            place, item = payload.parameters.index(name), payload.dtype.itemsize
-            begin, count = (
-                payload.slots[place].offset // item,
-                sum(slot.nbytes for slot in payload.slots) // item,
-            )
-            ranks = group_of(found.key.rank, payload.ranks)
+            place, count = payload.parameters.index(name), _numel(payload)
+            element = payload.slots[place].offset // payload.dtype.itemsize + offset
+            ranks = group_of(rank, payload.ranks)
             its_net = net if len(ranks) == net.size else net.for_group(ranks)
-            member = ranks.index(found.key.rank)
             path = its_net.explain(
-                payload.collective, begin + offset, count, payload.dtype, member, payload.op
+                payload.collective, element, count, payload.dtype, ranks.index(rank), payload.op
             )
-            where = f"element {begin + offset} of {count}, {path}"
+            where = f"element {element} of {count}, {path}"
             yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {where}"
-            for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):
-                slot, mark = payload.slots[at], ">" if at == place else " "
+            first = max(place - _AROUND, 0)
+            for at, slot in enumerate(payload.slots[first : place + _AROUND + 1], first):
+                mark = ">" if at == place else " "
                 yield f"    {mark} byte {slot.offset}: {slot.parameter}, {slot.nbytes} bytes"

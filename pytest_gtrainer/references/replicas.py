@@ -51,7 +51,7 @@ def texts_of_ranks(text: str) -> list[str]:
 def first_differing_line(
     texts: Mapping[int, str] | Sequence[str], ranks: Iterable[int]
 ) -> Difference | None:
-    """Compare the texts of ``ranks``, line by line, with that of the first; None if all are equal."""
+    """Compare the texts of ``ranks`` with that of the first, line by line; None if equal."""
     return first_difference(
         {rank: [Line(line, "") for line in texts[rank].splitlines()] for rank in ranks}
     )
@@ -59,6 +59,7 @@ def first_differing_line(
 
 def broadcast_bytes(content: bytes, sender: int) -> bytes:
     """Return the bytes of rank ``sender``, at least one, on every rank. Every rank must call it."""
+    # The others have to know how much memory the bytes need.
     length = torch.tensor([len(content)], device=_device())
     dist.broadcast(length, sender)
     buffer = bytearray(content) if dist.get_rank() == sender else bytearray(int(length))
@@ -106,6 +107,7 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
         raise ValueError(
             f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}"
         )
+    # Every rank of the world takes part in the exchange, also those outside of the mesh.
     is_in_mesh = mesh.get_coordinate() is not None
     own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in_mesh else [dist.get_rank()]
     compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
@@ -132,7 +134,8 @@ def _refuse_not_finite(model: nn.Module, compared: int) -> None:
     for rank, name in enumerate(texts_of_ranks(wholly)):
         if name:
             raise VacuousCheck(
-                f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are equal whatever they "
+                f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are "
+                "equal whatever they "
                 "compute: take inputs, or a learning rate, for which the loss is finite"
             )
     if not_finite:

@@ -70,8 +70,8 @@ def config_of_mesh(
     if mesh and math.prod(mesh.values()) != size:
         dimensions = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
         raise ValueError(
-            f"the mesh {dimensions} has {math.prod(mesh.values())} ranks, the simulated world {size}: "
-            "make them equal"
+            f"the mesh {dimensions} has {math.prod(mesh.values())} ranks, the simulated world "
+            f"{size}: make them equal"
         )
     if not isinstance(config, TrainConfig):
         return config, dict(mesh or {"fsdp": size})
@@ -92,7 +92,7 @@ def mesh_of(extents: Mapping[str, int]) -> DeviceMesh:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What eager training on all ranks left: the record of the world, and FSDP2's layout on rank 0."""
+    """The results of eager training: the record of all ranks, and FSDP2's layout on rank 0."""
 
     record: Record
     layout: BucketLayout
@@ -130,7 +130,7 @@ def simulated_eager(
 
 
 def refuse_uneven(model: nn.Module) -> None:
-    """Raise DependsOnRank for a parameter whose shards differ in size: only some ranks would pad."""
+    """Raise DependsOnRank if shards of a parameter differ in size: only some ranks would pad."""
     for fqn, tensor in model.named_parameters():
         for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
             placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -140,8 +140,8 @@ def refuse_uneven(model: nn.Module) -> None:
             if extent % ranks:
                 raise DependsOnRank(
                     f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks "
-                    "share them: a simulated world needs shards of one size, so choose sizes that the "
-                    "ranks divide, or real ranks"
+                    "share them: a simulated world needs shards of one size, so choose sizes that "
+                    "the ranks divide, or real ranks"
                 )
 
 
@@ -157,9 +157,10 @@ class SimulatedGraphRun:
         is_beside = len(self._extents) > self.config.mesh.ndim and not self.config.submeshes
         if is_beside and self.config.max_norm is not None:
             raise ValueError(
-                "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm "
-                "is taken over TrainConfig.mesh alone: take real ranks, or max_norm=None"
+                "max_norm beside tensor parallelism is not replayed in a simulated world, where a "
+                "norm is taken over TrainConfig.mesh alone: take real ranks, or max_norm=None"
             )
+        # Building models draws random numbers; the caller's states stay as they are.
         with state_kept():
             refuse_uneven(shard_traceably(new_model(self.config), self.config))
             self._run = GraphRun(self.config, **options)
@@ -222,7 +223,9 @@ class SimulatedGraphRun:
         return RankGraph.of(gm, self._mesh, self.config.mesh, *self.config.submeshes.values())
 
     def _start(self, rank: int) -> tuple[int, list[torch.Tensor], ProcessState]:
-        """Return a rank's data coordinate, its shards as inputs of the graph, and its random states."""
+        """Return a rank's data coordinate, its shards as inputs of the graph, and its random
+        states.
+        """
         config = self._build(mesh_of(self._extents))
         model = shard_traceably(new_model(config), config)
         shards = [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
@@ -263,11 +266,13 @@ class SimulatedGraphRun:
         """
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record = empty if recorder is None else recorder
+
         ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
         for rank in ranks:
             empty.meta |= start_of(rank.rank, rank.parameters.items())
         state = _per_rank(rank.tensors for rank in ranks)
         literals = _per_rank(self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
+
         steps = steps or self.config.steps
         progress = long_work(f"simulating {len(ranks)} ranks by the graph")
         with state_kept(), one_thread(), progress as show_progress:
@@ -283,6 +288,7 @@ class SimulatedGraphRun:
                     generators = replace(rank.process.generators, cpu=cpu)
                     rank.process = replace(rank.process, generators=generators)
                     rank.take_gradients(step, *of_rank(output, rank.rank))
+                # The norm is a sum over ranks, in the order of the net: the code of real ranks adds it.
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net, under=self._under)
                     for rank in ranks:
@@ -341,7 +347,7 @@ class _Rank:
         self.process = ProcessState.now()
 
     def next_batch(self, config: TrainConfig, step: int) -> Batch:
-        """Return the inputs of a step; first record the random states, if the configuration asks."""
+        """Return the inputs of a step; before that, record random states if this is asked for."""
         with self._own_process_state():
             if config.record_rng:
                 record_random_states(self._record, step, self.rank)

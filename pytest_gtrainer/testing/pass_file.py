@@ -1,9 +1,9 @@
-"""A pass file as read: the passes, the world, and what is expected. No torch here.
+"""Read pass files: the passes, the world, and what is expected. This module does not import torch.
 
-What it says stands in *directives*: comment lines of a graph file like ``# name: value``. Any other
-comment is for the reader. One that looks like a directive and is none is an error: a misspelled
-check would check nothing. Such are a comment of one word and a colon, and one that would be a
-directive with a colon or without a mark.
+A *directive* is a comment line of a graph file like ``# name: value``. Any other comment is for the
+reader. A comment that looks like a directive and is none is an error, since a misspelled check
+would check nothing. These are comments of one word and a colon, and those that would be a directive
+with a colon or without a mark.
 """
 
 import ast
@@ -24,32 +24,27 @@ from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")
-_OF_HEADER = (
-    "test",
-    "torch",
-    "remake",
-    "view",
-    "groups",
-)  # fields of a golden's header, which says what made it
+# Fields of the header of a golden, which may be copied into a pass file.
+_OF_HEADER = ("test", "torch", "remake", "view", "groups")
 _OF_READER = ("note", "todo", "fixme", "example")
 _KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
+# Directives with one word. ``values``: results bit for bit as before, or equal in a kind for any
+# numbers. ``result``: the graph as it was. ``again``: a second run changes nothing.
 _WORDS = {
     "values": ("same", *KINDS),
     "result": ("unchanged",),
     "again": ("unchanged",),
 }
-"""Directives with one word: results bit for bit as before, or equal in a kind for any numbers; the
-graph as it was; a second run changes nothing.
-"""
 _COMMENT = re.compile(
     r"\s*#(?P<marks>\W*)(?P<name>[A-Za-z_-]+)(?P<sign>\s*[:=;]?)\s*(?P<value>.*?)\s*"
 )
+# A comment that goes on with the directive in the line above, wherever it begins.
 _CONTINUES = re.compile(r"\s*#\s*(?:[;,+&|]|->|and\s+\w+_pass\b).*")
-"""A comment that goes on with the directive in the line above, wherever it begins."""
 _LIKE_CHECK = ("checks", "expect", "expects", "assert", "ensure")
 _BEHIND_CODE = re.compile(
     rf"\s*[^#\s].*#\s*(?P<name>{'|'.join((*ONCE, *OFTEN, *_KINDS_OF_CHECK))})\s*:"
 )
+# Values by which a directive is recognised that lacks its colon.
 _VALUES = {
     **{name: re.compile("|".join(map(re.escape, words))) for name, words in _WORDS.items()},
     "golden": re.compile(r"\w+"),
@@ -58,7 +53,6 @@ _VALUES = {
     "passes": re.compile(r"\w+_pass\b.*"),
     "raises": re.compile(r"\w+(Error|Exception)(: .*)?"),
 }
-"""Values by which a directive is recognised that lacks its colon."""
 _WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
 _DIMENSION = re.compile(r"(?P<name>\w+)=(?P<extent>\d+)")
 
@@ -87,10 +81,11 @@ class PassCall:
 
 @dataclass(frozen=True, slots=True)
 class PassFile:
-    """What a pass file says.
+    """The content of a pass file.
 
     Attributes:
-        file: its path as messages show it; text: all of it.
+        file: its path as messages show it.
+        text: all of it.
         passes: to be run in this order.
         world: the fake world they run in, None for none.
         golden: the view of the golden to compare with, None for none.
@@ -113,7 +108,8 @@ class PassFile:
 
 
 def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
-    """The pass files below a folder as parameters of a test, each with its world's marker::
+    """Return the pass files below a folder as parameters of a test, with the markers of their
+    worlds::
 
         @pytest.mark.parametrize("path", pass_files(Path(__file__).parent / "graphs"))
         def test_pass_file(path, gt_golden):
@@ -131,12 +127,11 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
         try:
             world = read_pass_file(path).world
         except PassFileError:
-            world = None  # told by the test
-        marks = (
-            [marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank)]
-            if world
-            else []
-        )
+            world = None  # the test of the file reports the error
+        marks = []
+        if world:
+            mesh = dict(world.mesh)
+            marks.append(marker(world.kind, size=world.size, mesh=mesh, rank=world.rank))
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         found.append(pytest.param(path, id=name, marks=marks))
     if not found:
@@ -150,14 +145,18 @@ def _files_below(root: Path) -> list[Path]:
     for folder, folders, names in os.walk(root, followlinks=True):
         above = {os.path.realpath(path) for path in Path(folder, "_").parents}
         for name in list(folders):
-            if os.path.realpath(os.path.join(folder, name)) in above:  # it would have no end
+            if os.path.realpath(os.path.join(folder, name)) in above:  # a link that leads upwards
                 folders.remove(name)
         found += [Path(folder, name) for name in names if name.lower().endswith(SUFFIX)]
     return sorted(found)
 
 
 def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
-    """Read and check a pass file; a PassFileError names file and line in one sentence."""
+    """Read and check a pass file.
+
+    Raises:
+        PassFileError: it cannot be read, or is wrong; the message names file and line.
+    """
     relative = os.path.relpath(path)
     file = os.fspath(path) if relative.startswith("..") else relative
     try:
@@ -169,7 +168,7 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     for name in ("golden", "raises"):
         if name in once and not once[name].value:
             raise PassFileError(f"{once[name].place}: `# {name}:` says nothing")
-    # Fewer letters are in the message of nearly any error.
+    # Words of less than four letters are in the message of nearly any error.
     if "raises" in once and not re.search(r"[^\W\d_]{4}", once["raises"].value):
         raise PassFileError(
             f"{once['raises'].place}: {once['raises'].value!r} may be in any message: write the "
@@ -181,22 +180,22 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
             raise PassFileError(
                 f"{once[name].place}: expected {expected}, found {once[name].value!r}"
             )
-    passes = tuple(
-        call for directive in directives if directive.name == "passes" for call in _calls(directive)
-    )
+    passes: list[PassCall] = []
+    for directive in directives:
+        if directive.name == "passes":
+            passes += _calls(directive)
     if not passes:
         raise PassFileError(
             f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`"
         )
     checks = tuple(directive for directive in directives if directive.name == "check")
     values = {name: directive.value for name, directive in once.items()}
-    golden = values.get(
-        "golden", None if checks or values.keys() & {"raises", "result"} else "full"
-    )
+    says_enough = checks or "raises" in values or "result" in values
+    golden = values.get("golden", None if says_enough else "full")
     return PassFile(
         file,
         text,
-        passes,
+        tuple(passes),
         world=_world(once.get("world"), once.get("mesh")),
         golden=golden,
         raises=values.get("raises"),
@@ -208,7 +207,7 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
 
 
 def directives_of(text: str, file: str) -> list[Directive]:
-    """The directives of a text, in order; PassFileError for what is almost one, or one too many.
+    """Return the directives of a text, in order; raise for what is almost one, or one too many.
 
     >>> [(d.name, d.value) for d in directives_of("# D4: offsets.\\n# check: then mm\\nif P:\\n", "x")]
     [('check', 'then mm')]
@@ -217,12 +216,10 @@ def directives_of(text: str, file: str) -> list[Directive]:
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         place = f"{file}:{number}"
-        if (behind := _BEHIND_CODE.match(line)) is not None:
-            spelling = (
-                _check_meant(behind["name"], "…")
-                if behind["name"] in _KINDS_OF_CHECK
-                else f"{behind['name']}:"
-            )
+        behind = _BEHIND_CODE.match(line)
+        if behind is not None:
+            is_check = behind["name"] in _KINDS_OF_CHECK
+            spelling = _check_meant(behind["name"], "…") if is_check else f"{behind['name']}:"
             raise PassFileError(
                 f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own"
             )
@@ -240,12 +237,14 @@ def directives_of(text: str, file: str) -> list[Directive]:
             continue
         name, value = match["name"], match["value"]
         if match["marks"].strip() or match["sign"].strip() != ":":
-            if spelling := _meant(match):
+            spelling = _meant(match)
+            if spelling:
                 raise PassFileError(
                     f"{place}: {line.strip()}\nthis is only a comment: write `# {spelling}`"
                 )
         elif name in ONCE or name in OFTEN:
-            if first := [each.place for each in found if each.name == name and name in ONCE]:
+            first = [each.place for each in found if each.name == name and name in ONCE]
+            if first:
                 raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
             found.append(Directive(name, value, place))
         elif spelling := _check_meant(name, value):
@@ -253,10 +252,8 @@ def directives_of(text: str, file: str) -> list[Directive]:
                 f"{place}: {line.strip()}\nthis is no directive: write `# {spelling}`"
             )
         elif name not in _OF_HEADER and name.lower() not in _OF_READER:
-            known = [
-                *OFTEN,
-                *(f"{each}: {_WORDS[each][0]}" if each in _WORDS else each for each in ONCE),
-            ]
+            once = [f"{each}: {_WORDS[each][0]}" if each in _WORDS else each for each in ONCE]
+            known = [*OFTEN, *once]
             hint = nearest(name.lower(), (*ONCE, *OFTEN)) or f"; there are {', '.join(known)}"
             raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
     return found
@@ -278,24 +275,17 @@ def _indentation(line: str) -> int:
 
 
 def _meant(comment: re.Match[str]) -> str | None:
-    """Return the directive that a comment without the form ``# name: value`` looks like, as it is
-    written.
-    """
-    name, value, has_colon = (
-        comment["name"].lower(),
-        comment["value"],
-        comment["sign"].strip() == ":",
-    )
-    words = value.rstrip(".!`")  # of a sentence
+    """Return the directive that a comment without the form ``# name: value`` looks like, if any."""
+    name, value = comment["name"].lower(), comment["value"]
+    has_colon = comment["sign"].strip() == ":"
+    words = value.rstrip(".!`")  # a sentence for the reader may end with a check
     if name in _LIKE_CHECK and _is_check(words):
         return f"check: {words}"
-    if check := _check_meant(name, value):
-        # `# then descend into the layers` is for the reader, `# never relu` can be read as a check
-        return (
-            check
-            if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {words}")
-            else None
-        )
+    check = _check_meant(name, value)
+    if check:
+        # `# then descend into the layers` is for the reader, `# never relu` can be read as a check.
+        is_meant = has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {words}")
+        return check if is_meant else None
     if has_colon and name in (*ONCE, *OFTEN):
         return f"{name}: {value}"
     is_value = name in _VALUES and _VALUES[name].fullmatch(words)
@@ -303,7 +293,8 @@ def _meant(comment: re.Match[str]) -> str | None:
 
 
 def _check_meant(name: str, value: str) -> str | None:
-    """
+    """Return the check that a name and a value look like, if any.
+
     >>> _check_meant("never", "mm"), _check_meant("CHECK-NEXT", "mm"), _check_meant("check", "then mm")
     ('check: never mm', 'check: next mm', 'check: then mm')
     """
@@ -330,9 +321,11 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
         if mesh is not None:
             raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
         return None
-    if (found := _WORLD.fullmatch(world.value)) is None:
+    found = _WORLD.fullmatch(world.value)
+    if found is None:
         raise PassFileError(
-            f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}"
+            f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found "
+            f"{world.value!r}"
         )
     extents = {}
     if mesh is not None:
@@ -349,7 +342,7 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
 
 
 def _calls(directive: Directive) -> Iterator[PassCall]:
-    """``a; b(option=[1, 2])``: names, and options as literals of Python. Nothing is evaluated."""
+    """Yield the passes of ``a; b(option=[1, 2])``; options are literals, and nothing is evaluated."""
     place = directive.place
     if "#" in directive.value:  # the rest would be a comment of Python
         raise PassFileError(f"{place}: a directive has no comment behind it: {directive.value}")

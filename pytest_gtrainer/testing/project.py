@@ -1,9 +1,9 @@
-"""Running a project under pytest, in a process of its own, and reading the results of its tests.
+"""Run a project under pytest, in a process of its own, and read the results of its tests.
 
     run = run_project(tmp_path, files={"test_it.py": TEXT})
     assert run["test_bits"].verdicts == ("graph against eager: equal",)
 
-The results come from the JUnit file that pytest writes. No torch here.
+The results come from the JUnit file that pytest writes. This module does not import torch.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Running a pass file: parse its graph, run the passes, judge what comes out."""
+"""Run a pass file: parse its graph, run the passes, and judge the result."""
 
 import inspect
 import os
@@ -26,7 +26,6 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import BitwiseDifference, assert_bitwise_equal, compare
 from pytest_gtrainer.numerics.graph_inputs import (
     InputsRefused,
-    copies,
     sample_tensor,
     try_extremes,
 )
@@ -102,8 +101,8 @@ def _enter_world(spec: WorldSpec | None) -> Iterator[None]:
             )
         if spec.rank and dist.get_rank() != spec.rank:
             raise PassFileError(
-                f"the file's world is that of rank {spec.rank}, and that of rank {dist.get_rank()} is up: "
-                "give the test the same rank, or no world"
+                f"the file's world is that of rank {spec.rank}, and that of rank {dist.get_rank()} "
+                "is up: give the test the same rank, or no world"
             )
         make_mesh(World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, "cpu", "fake"))
         yield
@@ -194,7 +193,8 @@ class _Run:
         if left:
             raise facts.FailedCheck(
                 f"{self._file.file}: {names[self._running]} raised the expected error, so "
-                f"{', '.join(left)} did not run: end the passes with the one that raises\n  {message}"
+                f"{', '.join(left)} did not run: end the passes with the one that raises\n  "
+                f"{message}"
             )
 
     def _run(self) -> None:
@@ -259,8 +259,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     def run(
         graph: fx.GraphModule, given: Sequence[Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        # Copies, since a graph may write to its inputs.
-        found = run_graph(graph, copies(given), start)
+        found = run_graph(graph, given, start)
         outputs = {}
         for name, value in found.outputs.items():
             # Named as in the file: "output layers.0.w".

@@ -7,7 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pytest_gtrainer import assert_pass_bitwise, facts
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.graph_inputs import Extreme, copies, replace_elements
+from pytest_gtrainer.numerics.graph_inputs import Extreme, replace_elements
+from pytest_gtrainer.numerics.graph_run import copies
 from pytest_gtrainer.testing.running import assert_same_values
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank
 

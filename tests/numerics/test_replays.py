@@ -16,15 +16,15 @@ from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.bisect import (
     PassWitness,
     Stage,
-    _results,
     bisect_stages,
     bisect_towards,
     flat_inputs,
     local_run,
+    results_of_step,
     run_on_all,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.graph_inputs import copies
+from pytest_gtrainer.numerics.graph_run import copies
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph, RankRandomStates
 from tests.numerics.test_bisect import BATCH, HARMLESS, Net, pipeline, traced_net
@@ -208,7 +208,7 @@ def test_what_a_record_expects_of_a_graph_at_a_step(rank, own):
         for step in (0, 1):
             for phase in PHASES:
                 record.add(step, each, phase, phase[:2], torch.tensor([10.0 * step + each]))
-    found = _results(record, 1)
+    found = results_of_step(record, 1)
     names = ["lo", "gr", "bu afterwards"]
     assert sorted(found) == sorted(Key(0, each, "", name) for each in own for name in names)
     last = rank if rank is not None else 1

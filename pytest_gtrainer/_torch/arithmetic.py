@@ -27,8 +27,6 @@ with private_names():
 
 ATTRIBUTES = {
     "torch._C": ("DispatchKeySet", "DispatchKey"),
-    "torch._ops:HigherOrderOperator": ("dispatch",),
-    "torch.utils._python_dispatch:TorchDispatchMode": ("supports_higher_order_operators",),
     "torch._ops:OpOverload": ("_schema", "decompose", "_can_decompose", "redispatch"),
 }
 

@@ -57,16 +57,31 @@ def _autocast() -> tuple[Any, ...]:
         (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
         for each in _AUTOCAST_DEVICES
     ]
-    return (*states, torch.is_autocast_cache_enabled())
+    return (*states, torch.is_autocast_cache_enabled(), autocast_depth())
+
+
+def autocast_depth() -> int:
+    """Count the open blocks of autocast, also inside an operator, where autocast is off.
+
+    Only the end of the outermost block empties the cache of casts, so a block that is left open
+    lets later ones use old casts.
+    """
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
-    *states, is_cached = state
+    *states, is_cached, depth = state
     for device, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, states, strict=True):
         torch.set_autocast_enabled(device, is_enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(is_cached)
     torch.clear_autocast_cache()
+    for _ in range(autocast_depth(), depth):
+        torch.autocast_increment_nesting()
+    for _ in range(depth, autocast_depth()):
+        torch.autocast_decrement_nesting()
 
 
 def _function_modes() -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.modes import autocast_depth
 
 with private_names():
     from torch.compiler import _non_strict_tracing_context, _patch_engine_backward
@@ -121,22 +122,15 @@ class AutocastAround:
     ``make_fx`` turns the cache of casts off, and a block inside the trace turns it on or off again.
     """
 
-    depth: int = field(default_factory=lambda: _autocast_depth())
+    depth: int = field(default_factory=autocast_depth)
     keeps_casts: bool = field(default_factory=torch.is_autocast_cache_enabled)
 
     def eager_keeps_casts(self) -> bool:
         """Return whether eager code would keep a cast at this point of the trace."""
-        depth = _autocast_depth()
+        depth = autocast_depth()
         if depth == self.depth:
             return depth > 0 and self.keeps_casts
         return torch.is_autocast_cache_enabled()
-
-
-def _autocast_depth() -> int:
-    """Count the open blocks, also inside an operator, where autocast is off."""
-    depth: int = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth
 
 
 @contextmanager

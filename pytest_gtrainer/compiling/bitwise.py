@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
@@ -249,11 +250,19 @@ def _find_sizes(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes
     )
 
 
+_RANK_STRIDE = 1_000_003  # between the seeds of two ranks
+
+
+def _rank() -> int:
+    """Return the rank of this process: equal numbers on all ranks would hide a lost average."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def _generate(
     placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int
 ) -> list[Any]:
     """Return a value for each placeholder; random ones for tensors of floating-point numbers."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + _RANK_STRIDE * _rank())
 
     def number(value: Any) -> int:
         known = expression(value)

@@ -116,7 +116,9 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
     found: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, bool | int | float | complex):
-            leaf = torch.tensor(leaf)
+            # A Python number has 64 bits, whatever the default dtype.
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
+            leaf = torch.tensor(leaf, dtype=wide)
         if isinstance(leaf, Tensor):
             found[name] = leaf
     found[f"{_STRUCTURE}{_structure(outputs)}"] = torch.tensor(len(leaves))

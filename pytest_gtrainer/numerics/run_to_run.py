@@ -32,7 +32,7 @@ from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.record import Record, Tensors, entries
 
-Kept = Record | dict[str, torch.Tensor]
+Kept = Record | dict[Any, torch.Tensor]
 Function = Callable[[], Tensors]
 _POOL = 32  # streams of one priority that torch has for a device
 
@@ -55,7 +55,10 @@ def kept(value: Tensors) -> Kept:
     """Return copies of all tensors by name; a record, which holds copies, as it is."""
     if isinstance(value, Record):
         return value
-    return {key.name: copied(tensor) for key, tensor in entries(value).items()}
+    found = entries(value)
+    if any(key.phase for key in found):  # of ``Record.select``: a name occurs at many places
+        return {key: copied(tensor) for key, tensor in found.items()}
+    return {key.name: copied(tensor) for key, tensor in found.items()}
 
 
 def once(function: Function) -> Kept:

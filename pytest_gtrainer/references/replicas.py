@@ -100,8 +100,14 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
             differ.
         VacuousCheck: on every rank, if all of a parameter or gradient is NaN or infinite: so it is
             on any rank.
-        ValueError: the mesh has no such dimension, or nothing in the model is replicated over it.
+        ValueError: a fake process group; the mesh has no such dimension, or nothing in the model is
+            replicated over it.
     """
+    if dist.get_backend() == "fake":
+        raise ValueError(
+            "the groups of this world are fake: there is one rank, and nothing to compare it with. "
+            'Take gt_world("ranks")'
+        )
     names = mesh.mesh_dim_names or ()
     if over not in names:
         raise ValueError(

@@ -206,6 +206,22 @@ def test_on_ranks_all_vote(gt_world):
         assert_pass_bitwise(run_of(Rescale(3.0), function, x))
 
 
+@pytest.mark.gt_world("ranks", size=2)
+def test_generated_inputs_differ_between_ranks(gt_world):
+    """The maximum of equal numbers is the number: a pass that drops it would change no bit."""
+
+    def highest(x):
+        reduced = torch.ops._c10d_functional.all_reduce(x, "max", dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(reduced)
+
+    x = torch.randn(4, 16)
+    before = make_fx(highest)(x)
+    assert_pass_bitwise((before, make_fx(lambda x: highest(x) * 1.0)(x)))
+    dropped = make_fx(lambda x: x.clone())(x)
+    with pytest.raises(BitwiseDifference, match=r"on seed 0\n.*differ"):
+        assert_pass_bitwise((before, dropped))
+
+
 @pytest.mark.second_tier
 def test_compiled_against_eager_says_what_broke_it():
     x = torch.randn(8, 8)

@@ -21,7 +21,7 @@ from pytest_gtrainer import assert_pass_bitwise
 from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
-from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, with_one_nan
+from pytest_gtrainer.numerics.graph_run import all_nan, named_outputs, run_graph, with_one_nan
 from pytest_gtrainer.testing.running import NothingShows, assert_same_values
 
 
@@ -303,3 +303,12 @@ def test_a_pass_that_inserts_a_clamp_is_named_with_its_inputs():
         "introduced by pass 1 of 1, the pass (4 replays), on inputs with large numbers in some inputs"
         in message
     )
+
+
+@pytest.mark.parametrize("number", [1 / 3, 1 / 3 + 1j], ids=["float", "complex"])
+def test_python_numbers_are_compared_in_all_their_bits(number):
+    next_one = number * (1 + 2**-50)
+    assert next_one != number
+    made, other = (named_outputs((each,))["output 0"] for each in (number, next_one))
+    assert made.item() == number
+    assert other.item() == next_one

@@ -527,3 +527,22 @@ def test_a_record_comes_back_from_another_process():
         "run 2",
         "another process",
     ]
+
+
+def test_places_of_a_selection_stay_apart():
+    """A record has one name at many steps and phases; each of them is compared."""
+    record = Record(1)
+    for step in range(2):
+        for phase in ("gradient", "weight"):
+            record.add(step, 0, phase, "w", torch.tensor([step + 0.5]))
+    assert len(kept(record.select())) == 4
+    steps = iter(range(100))
+
+    def only_the_first_step_changes():
+        record = Record(1)
+        record.add(0, 0, "weight", "w", torch.tensor(float(next(steps))))
+        record.add(1, 0, "weight", "w", torch.tensor(1.0))
+        return record.select()
+
+    with pytest.raises(BitwiseDifference):
+        assert_run_to_run(only_the_first_step_changes)

@@ -75,6 +75,13 @@ def test_a_group_of_one_rank_has_no_replicas_to_compare():
     run_threads(3, replicas_of_one, net=NET)
 
 
+@pytest.mark.gt_world("fake", size=4)
+def test_fake_groups_have_no_replicas_to_compare(gt_mesh):
+    """A gather among fake ranks gives what was there: nothing could differ."""
+    with pytest.raises(ValueError, match="the groups of this world are fake"):
+        assert_replicas_equal(torch.nn.Linear(2, 2), gt_mesh, gt_mesh.mesh_dim_names[0])
+
+
 def draw():
     return torch.rand(1).item(), random.random(), numpy.random.randn()
 

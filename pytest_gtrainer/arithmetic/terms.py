@@ -101,7 +101,7 @@ class Terms(Arithmetic):
         seed = hashing.of_name(self.tag(call) if self.strict else "matmul", str(dtype))
         if right.ndim > 1:
             rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
-        return self._at_place(hashing.mix(seed, [rows, columns]))
+        return self._at_place(hashing.mix(seed, [rows, columns], commutes=not self.strict))
 
     def _at_place(self, elements: Elements) -> Elements:
         """Let the place count: a kernel may add another way at the edge of a block."""

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from pytest_gtrainer.worlds.spec import World, WorldSpec
 
     EnterWorld = Callable[[WorldSpec], AbstractContextManager[World]]
+    Worlds = Mapping[str, EnterWorld]
+    Passes = Mapping[str, Callable[..., fx.GraphModule]]
+    Models = Mapping[str, Callable[[], nn.Module]]
+    Scrubbers = Iterable[Callable[[str], str]]
+    Environment = Mapping[str, str | int]
 
 
 @pytest.hookspec
-def pytest_gtrainer_passes(config: pytest.Config) -> Mapping[str, Callable[..., fx.GraphModule]]:  # type: ignore[empty-body]
+def pytest_gtrainer_passes(config: pytest.Config) -> Passes:  # type: ignore[empty-body]
     """Return passes by name, ``(gm, example_inputs, **options) -> gm``, for the ``# passes:`` line
     of pass files.
 
@@ -31,7 +36,7 @@ def pytest_gtrainer_passes(config: pytest.Config) -> Mapping[str, Callable[..., 
 
 
 @pytest.hookspec
-def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], nn.Module]]:  # type: ignore[empty-body]
+def pytest_gtrainer_models(config: pytest.Config) -> Models:  # type: ignore[empty-body]
     """Return functions that build models, by name: a test that takes ``gt_model`` runs once with
     each of them.
 
@@ -40,7 +45,7 @@ def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], n
 
 
 @pytest.hookspec
-def pytest_gtrainer_worlds(config: pytest.Config) -> Mapping[str, EnterWorld]:  # type: ignore[empty-body]
+def pytest_gtrainer_worlds(config: pytest.Config) -> Worlds:  # type: ignore[empty-body]
     """Return kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of
     the test.
 
@@ -61,7 +66,7 @@ def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, Net]:  # type: i
 
 
 @pytest.hookspec
-def pytest_gtrainer_scrubbers(config: pytest.Config) -> Iterable[Callable[[str], str]]:  # type: ignore[empty-body]
+def pytest_gtrainer_scrubbers(config: pytest.Config) -> Scrubbers:  # type: ignore[empty-body]
     """Return functions from text to text, which change every graph text of ``gt_golden`` before it
     is compared.
 
@@ -72,7 +77,7 @@ def pytest_gtrainer_scrubbers(config: pytest.Config) -> Iterable[Callable[[str],
 
 
 @pytest.hookspec
-def pytest_gtrainer_environment(config: pytest.Config) -> Mapping[str, str | int]:  # type: ignore[empty-body]
+def pytest_gtrainer_environment(config: pytest.Config) -> Environment:  # type: ignore[empty-body]
     """Return further properties on which numbers depend: a driver, a library, a compiler flag.
 
     Goldens of numbers are compared only within an equal environment. The head of a report shows it.

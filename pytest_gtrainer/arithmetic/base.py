@@ -1,4 +1,4 @@
-"""What terms and field share: constants, casts, moves, decisions, and functions of nothing known."""
+"""The base of terms and field: constants, casts, moves, decisions and unknown functions."""
 
 import math
 from abc import ABC, abstractmethod

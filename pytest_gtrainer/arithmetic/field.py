@@ -5,7 +5,7 @@ give equal values, and nothing else is known of it. Backward formulas must be li
 gradient, so operators are made of others by torch's decompositions.
 
 ``Field(casts="opaque")`` rounds where a program does: a cast to a narrower dtype, and the result of
-an operator in bfloat16 or float16, is a pseudo-random function of the exact number. With float32 and
+an operator in bfloat16 or float16, is a pseudo-random function of the exact number. In float32 and
 wider, operators count as exact. ``Field(casts="identity")`` never rounds, and takes constants as
 the numbers that were rounded to them, such as 1/6 and 1e-5.
 """

@@ -5,7 +5,7 @@
 | move | they go elsewhere unchanged | views by their schema; ``MOVES`` |
 | factory | they are made from numbers that a program writes | ``FACTORIES``, ``UNINITIALISED`` |
 | cast | they are rounded to another dtype, or not | ``CASTS`` |
-| decision | they are compared or sorted; the result is known | ``COMPARISONS``, ``SORTS``, ``TRUTHS`` |
+| decision | they are compared or sorted; the result is known | ``COMPARISONS``, ``SORTS``, ... |
 | ring | sums and products | the field's own; terms see functions |
 | pointwise | each element is a function of those at its place | torch's tag |
 | made of others | torch's decomposition, or a formula in ``formulas`` | kernels and field |

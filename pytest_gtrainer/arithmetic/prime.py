@@ -61,7 +61,8 @@ class Prime:
         """Return ``numbers(*operands)``.
 
         Args:
-            floats: computes where an operand is infinite or NaN. Without it the result is NaN there.
+            floats: computes where an operand is infinite or NaN. Without it the result is NaN
+                there.
         """
         result = numbers(*operands).remainder(self.modulus)
         if not any(map(self.has_special, operands)):
@@ -240,7 +241,7 @@ class Prime:
 
 
 def _rounds_to(near: float, value: float) -> bool:
-    """Return whether ``near`` is the value, but for a last digit, or rounded to single precision."""
+    """Return whether ``near`` is the value but for a last digit, or in single precision."""
     try:
         single = struct.unpack("f", struct.pack("f", near))[0]
     except OverflowError:

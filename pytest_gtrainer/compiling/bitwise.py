@@ -135,7 +135,8 @@ def assert_pass_bitwise(
 
     if control.outcome != "different":
         raise ControlFailed(
-            f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail\n{control}",
+            f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail\n"
+            f"{control}",
             control,
         )
 

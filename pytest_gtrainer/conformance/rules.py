@@ -210,7 +210,8 @@ def _keep_values_on_all_ranks(run: Run) -> None:
     for node in (*run.before.graph.nodes, *run.after.graph.nodes):
         # The simulated world has no collectives of several tensors.
         if launches(node.target) and isinstance(node.meta.get("val"), list | tuple):
-            what = f"{run.adapter.name}: {node} takes several tensors, so no world of all ranks runs it"
+            name = run.adapter.name
+            what = f"{name}: {node} takes several tensors, so no world of all ranks runs it"
             facts.emit("idle", what=what)
             return
     meshes = [mesh_of(run.recipe)] if run.recipe.mesh else []
@@ -234,7 +235,7 @@ def _keep_values_on_all_ranks(run: Run) -> None:
 
 
 def _operands(launch: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors that a collective takes, in one list or a node that gives one, or alone."""
+    """Return the tensors that a collective takes, alone, in a list, or by a node that gives one."""
     nodes = pytree.tree_leaves(launch.args[0])
     return pytree.tree_leaves([node.meta["val"] for node in nodes])
 

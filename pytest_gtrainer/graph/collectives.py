@@ -60,7 +60,8 @@ class FsdpCollective:
     """One parameter's collective.
 
     Attributes:
-        chain: in graph order, from the parameter to the gather, or from the reduction to the output.
+        chain: in graph order, from the parameter to the gather, or from the reduction to the
+            output.
         parameter: the FQN.
         position: its place among the graph's inputs, of a gradient among the outputs.
     """
@@ -150,7 +151,7 @@ def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
 
 
 def reduction_of(launch: fx.Node) -> str | None:
-    """Return the reduction, as "avg" or "premul_sum(0.25)"; None without one, or if it is hidden."""
+    """Return the reduction, as "avg" or "premul_sum(0.25)"; None if there is none to see."""
     return spell_reduction(argument_of(launch, "reduce_op", "reduceOp", "red_op"))
 
 

@@ -49,7 +49,7 @@ class WithGraph(Protocol):  # a recorded pass, a traced step
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram | WithGraph
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
-"""Names for the inputs of a graph: the model, FQNs by placeholder, or Dynamo's graph of the model."""
+"""Names for a graph's inputs: the model, FQNs by placeholder, or Dynamo's graph of the model."""
 
 
 class GivenName(NamedTuple):
@@ -305,7 +305,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
 
 
 def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
-    """Return the inputs of a graph of Dynamo, in the order that descriptors of AOTAutograd count."""
+    """Return the inputs of a Dynamo graph, in the order that AOTAutograd's descriptors count."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
         source = source_of(node)

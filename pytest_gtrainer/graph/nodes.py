@@ -153,7 +153,7 @@ def is_random(node: fx.Node | Call) -> bool:
 
 
 def draws(target: object) -> bool:
-    """Return whether an operator draws from a random generator, if no argument switches that off."""
+    """Return whether an operator draws random numbers, if no argument switches that off."""
     if isinstance(target, HigherOrderOperator):
         return target.name() in _DRAWING
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -243,7 +243,7 @@ def sent_operands(launch: fx.Node) -> list[fx.Node]:
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the bytes of a tensor or of several; 0 for no tensor, or if only the run knows them."""
+    """Return the bytes of one or several tensors; 0 for no tensor, or if only the run knows."""
     if isinstance(value, list | tuple):
         return sum(map(nbytes_of, value))
     size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
@@ -432,7 +432,7 @@ def _below(
 
 
 def _kept(piece: Piece, user: fx.Node, is_whole: bool) -> list[Piece] | None:
-    """Return the piece in the result of a user that neither splits nor joins; None if it is lost."""
+    """Return the piece in the result of a user that neither splits nor joins; None if lost."""
     name, size = short_name(user), _numel(piece.node)
     if len(_operands(user)) > 1:
         # A number by which others are scaled is no piece of the result.

@@ -415,7 +415,10 @@ def assert_bitwise_different(
     if verdict.outcome == "equal":
         complaint = "the control run is equal: this check cannot fail"
         if verdict.not_finite:
-            complaint += ", because NaN and inf hide what differs: take inputs for which all results are finite"
+            complaint += (
+                ", because NaN and inf hide what differs: take inputs for which all results are "
+                "finite"
+            )
     elif verdict.outcome == "unverified":
         complaint = "the control run is unverified: it says nothing about this check"
     elif nothing := why_control_shows_nothing(verdict, entries(actual), entries(expected)):

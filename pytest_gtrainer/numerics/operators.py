@@ -117,7 +117,8 @@ def capture_operators(
 ) -> Iterator[OperatorCapture]:
     """Capture every operator that an eager run of ``model`` calls in the block.
 
-    Operators outside the model's modules have the FQN "loss". Outputs at the place ``keep`` are kept.
+    Operators outside the model's modules have the FQN "loss". Outputs at the place ``keep`` are
+    kept.
     """
     capture = OperatorCapture(keep)
     mode = _EagerMode(capture)

@@ -42,8 +42,10 @@ _LEADING = "module"
 def normalised(name: str) -> str:
     """Return a name without the prefixes of wrappers; ``module.`` is removed only at the front.
 
-    >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight"), normalised("layers.module.weight")
-    ('layers.0.wq.weight', 'layers.module.weight')
+    >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
+    'layers.0.wq.weight'
+    >>> normalised("layers.module.weight")
+    'layers.module.weight'
     """
     *path, last = name.split(".")
     path = [part for part in path if part not in _ANYWHERE]

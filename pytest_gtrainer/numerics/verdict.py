@@ -175,8 +175,10 @@ _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": 
 def where(key: Key) -> str:
     """Return a key in words.
 
-    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
-    ('step 1, rank 3, gradient of lm_head.weight', 'wq', 'the tensor')
+    >>> where(Key(1, 3, "gradient", "lm_head.weight"))
+    'step 1, rank 3, gradient of lm_head.weight'
+    >>> where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
+    ('wq', 'the tensor')
     """
     name = one_line(key.name) or "the tensor"
     if not key.phase:

@@ -518,7 +518,7 @@ def _check_writes(
 
 
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
-    """Build launches and waits; return the launch that each wait that prefetches must come after."""
+    """Build launches and waits; return, for each wait that prefetches, the launch before it."""
     places = _launch_places(merges, prefetch)
     launches: dict[int, fx.Node] = {}
     for index, place in places.items():

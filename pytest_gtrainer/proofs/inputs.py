@@ -45,7 +45,7 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
 
 
 def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """Say which whole numbers were drawn: a proof holds for these, and not for a pad or a double."""
+    """Describe the whole numbers drawn: a proof holds for these, not for pads or repeats."""
     parts = []
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not isinstance(value, Tensor) or not value.numel() or value.dtype == torch.bool:

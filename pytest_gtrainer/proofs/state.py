@@ -86,8 +86,8 @@ def captured_by(function: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if is_compiled(function):
         raise ValueError(
-            "the function is compiled, and a dispatch mode sees no compiled code: give the function "
-            "as it was, or the graph of a stage that gt_compile records"
+            "the function is compiled, and a dispatch mode sees no compiled code: give the "
+            "function as it was, or the graph of a stage that gt_compile records"
         )
     for name, value in _held_by(function):
         if isinstance(value, nn.Module | torch.optim.Optimizer) or is_compiled(value):

@@ -131,7 +131,7 @@ def waiting_in(text: str) -> str | None:
 
 
 def may_wait(text: str) -> bool:
-    """Return whether the main thread is in a collective, or in an operator, which may wait for one."""
+    """Return whether the main thread is in a collective or an operator, which may wait for one."""
     return waiting_in(text) is not None or any(
         file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1]
     )
@@ -146,8 +146,8 @@ def whereabouts(text: str) -> str:
 
     It is at the innermost frame that is neither torch's nor Python's.
 
-    >>> stack = '  File "/x/torch/nn/functional.py", line 9 in linear\\n  File "/u/model.py", line 3 in forward\\n'
-    >>> whereabouts(stack)
+    >>> torch_frame = '  File "/x/torch/nn/functional.py", line 9 in linear\\n'
+    >>> whereabouts(torch_frame + '  File "/u/model.py", line 3 in forward\\n')
     ', at model.py:3 in forward'
     """
     if text.startswith(STOPPED):
@@ -188,7 +188,8 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
     """The collective that was called, from (file, function) pairs, innermost first; None if there
     is none.
 
-    >>> collective_of([("/x/torch/distributed/fsdp/_state.py", "wait"), ("/u/test_it.py", "test_it")])
+    >>> fsdp_frame = ("/x/torch/distributed/fsdp/_state.py", "wait")
+    >>> collective_of([fsdp_frame, ("/u/test_it.py", "test_it")])
     'wait'
     """
     inside = frames[: depth_of_collective(frames)]
@@ -214,7 +215,7 @@ KEPT = 64  # the most of its last calls on a group that a rank answers with
 
 
 class Call(NamedTuple):
-    """A collective of one rank, called at the user's line ``place``; ``pending`` until it has ended."""
+    """A collective of one rank, called at the user's line ``place``; ``pending`` until it ends."""
 
     op: str
     dtype: str
@@ -284,8 +285,8 @@ def _by_group(
 def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
     """Return why the ``waiting`` ranks wait for ever; None if that is not certain.
 
-    It is certain if each is in a call that another rank lacks or has called otherwise, and that rank
-    has ended or waits for ever, too.
+    It is certain if each is in a call that another rank lacks or has called otherwise, and that
+    rank has ended or waits for ever, too.
     """
     differing = differing_call(calls)
     stuck = [_stuck_calls(calls, rank) for rank in waiting]

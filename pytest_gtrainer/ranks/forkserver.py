@@ -258,7 +258,8 @@ def _open_streams(setup: wire.RankSetup) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a standard stream lives as long as the process
+    # A standard stream lives as long as the process.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = out, err
     stacks = open(file_of(setup.folder, setup.rank, "dump"), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)

@@ -96,9 +96,8 @@ class Slots:
                         f"waited {limit:.3g} s for {self._waiting(own, count, places)}; {advice}"
                     )
                 if now > next_line:
-                    write(
-                        f"{holder} has waited {now - start:.3g} s for {self._waiting(own, count, places)}"
-                    )
+                    wanted = self._waiting(own, count, places)
+                    write(f"{holder} has waited {now - start:.3g} s for {wanted}")
                     next_line = now + LINE_EVERY
                 time.sleep(POLL_SECONDS)
 

@@ -403,9 +403,8 @@ def _explain_examples(
         failed,
         "hypothesis",
         "Ranks run the same examples until one fails. A rank that fails alone then runs smaller "
-        "examples alone, so its collectives no longer match those of other ranks. Let all ranks fail "
-        "together: gather what the test "
-        "asserts from all ranks, then assert it on each.",
+        "examples alone, so its collectives no longer match those of other ranks. Let all ranks "
+        "fail together: gather what the test asserts from all ranks, then assert it on each.",
     )
 
 

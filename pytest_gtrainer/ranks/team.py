@@ -350,7 +350,8 @@ class LocalRanks:
                     heard[rank] = message = pickle.loads(channel.receive())
                     for fd in message.capture_fds if isinstance(message, wire.Started) else ():
                         with contextlib.suppress(OSError):
-                            process.captured.append(open(f"/proc/{process.pid}/fd/{fd}", "rb"))  # noqa: SIM115
+                            captured = open(f"/proc/{process.pid}/fd/{fd}", "rb")  # noqa: SIM115
+                            process.captured.append(captured)
                 elif process.pid in self._server.exit_status and not readable(
                     [channel.fileno()], 0.0
                 ):

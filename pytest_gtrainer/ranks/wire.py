@@ -242,7 +242,7 @@ class ToTeam(NamedTuple):
 
 
 class FromRank(NamedTuple):
-    """What a rank has said, ``Ended`` if it is gone; without a rank the stacks that were asked for."""
+    """A rank's message, ``Ended`` if it is gone; without a rank the stacks that were asked for."""
 
     team: str
     rank: int | None
@@ -277,7 +277,7 @@ class Channel:
             os.set_blocking(outgoing, False)
 
     def fileno(self) -> int:
-        """The file that has something to read when a message has come, or the other end is closed."""
+        """Return the file to read from when a message has come, or the other end is closed."""
         return self._incoming
 
     def has_message(self) -> bool:

@@ -178,7 +178,7 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> bool:
-        """Return whether the mesh replicates parameters in one dimension and shards in the other."""
+        """Return whether the mesh replicates parameters in one dimension, shards in the other."""
         return self.mesh.ndim == 2
 
 

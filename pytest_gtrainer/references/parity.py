@@ -414,8 +414,8 @@ def _require_visible(control: Verdict) -> None:
         "not fail. A reduce-scatter shows the order only where channels add in different orders: "
         "take two nodes or more with two channels or more, or rings of your own that differ. An "
         "all-reduce shows it on one node, too, but not between two ranks. No net shows it in fp32 "
-        'accumulation or where sums are exact: take accumulate="wire", and values that a sum rounds. '
-        "Or prove it for any numbers: proof=True"
+        'accumulation or where sums are exact: take accumulate="wire", and values that a sum '
+        "rounds. Or prove it for any numbers: proof=True"
     )
 
 

@@ -1,4 +1,4 @@
-"""Training, by the graph and eagerly, as programs that are proven on all ranks of a simulated world.
+"""Training, by the graph and eagerly, as programs proven on all ranks of a simulated world.
 
 Parameters are abstract by their FQN and place in the whole model, and floating-point inputs by step
 and data coordinate. So whatever shards, gathers, reduces, clips and steps is part of the proof.

@@ -288,7 +288,7 @@ class SimulatedGraphRun:
                     generators = replace(rank.process.generators, cpu=cpu)
                     rank.process = replace(rank.process, generators=generators)
                     rank.take_gradients(step, *of_rank(output, rank.rank))
-                # The norm is a sum over ranks, in the order of the net: the code of real ranks adds it.
+                # The norm is a sum over ranks, in the order of the net: real ranks' code adds it.
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net, under=self._under)
                     for rank in ranks:

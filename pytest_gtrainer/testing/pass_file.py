@@ -209,8 +209,9 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
 def directives_of(text: str, file: str) -> list[Directive]:
     """Return the directives of a text, in order; raise for what is almost one, or one too many.
 
-    >>> [(d.name, d.value) for d in directives_of("# D4: offsets.\\n# check: then mm\\nif P:\\n", "x")]
-    [('check', 'then mm')]
+    >>> [check] = directives_of("# D4: offsets.\\n# check: then mm\\nif P:\\n", "x")
+    >>> check.name, check.value
+    ('check', 'then mm')
     """
     found: list[Directive] = []
     lines = text.splitlines()
@@ -295,8 +296,10 @@ def _meant(comment: re.Match[str]) -> str | None:
 def _check_meant(name: str, value: str) -> str | None:
     """Return the check that a name and a value look like, if any.
 
-    >>> _check_meant("never", "mm"), _check_meant("CHECK-NEXT", "mm"), _check_meant("check", "then mm")
-    ('check: never mm', 'check: next mm', 'check: then mm')
+    >>> _check_meant("never", "mm"), _check_meant("CHECK-NEXT", "mm")
+    ('check: never mm', 'check: next mm')
+    >>> _check_meant("check", "then mm")
+    'check: then mm'
     """
     first, _, rest = name.lower().partition("-")
     if first == "check":
@@ -342,7 +345,7 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
 
 
 def _calls(directive: Directive) -> Iterator[PassCall]:
-    """Yield the passes of ``a; b(option=[1, 2])``; options are literals, and nothing is evaluated."""
+    """Yield the passes of ``a; b(option=[1, 2])``. Options are literals: nothing is evaluated."""
     place = directive.place
     if "#" in directive.value:  # the rest would be a comment of Python
         raise PassFileError(f"{place}: a directive has no comment behind it: {directive.value}")

@@ -293,7 +293,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
 
 
 class NothingShows(facts.FailedCheck):
-    """Two graphs are equal on ordinary inputs, where a result is nothing but NaN, or all are empty."""
+    """Two graphs are equal on ordinary inputs, but a result is all NaN, or all are empty."""
 
 
 def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:

@@ -225,8 +225,8 @@ def _refuse_changes(
     ):
         if now != before:
             raise ValueError(
-                f"the step gives {fqn} other memory, another shape or other strides (.data =, t_(), "
-                f"resize_()), which a graph cannot: {in_place}"
+                f"the step gives {fqn} other memory, another shape or other strides (.data =, "
+                f"t_(), resize_()), which a graph cannot: {in_place}"
             )
         if tensor.requires_grad != own.requires_grad:
             raise ValueError(

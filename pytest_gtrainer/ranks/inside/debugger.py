@@ -39,7 +39,8 @@ class RankPdb(pdb.Pdb):
             if terminal.path is None:
                 super().set_continue()
                 return
-            RankPdb.held = open(terminal.path), open(terminal.path, "w", buffering=1)  # noqa: SIM115
+            reader = open(terminal.path)  # noqa: SIM115
+            RankPdb.held = reader, open(terminal.path, "w", buffering=1)  # noqa: SIM115
         self.stdin, self.stdout = RankPdb.held
         super().interaction(*args)
 

@@ -493,7 +493,8 @@ def _where_kept(ended: Mapping[str, str]) -> str:
         tables = process_groups.tables_that_name(group)
         if tables:
             sentences.append(
-                f"It is still in {', '.join(tables)}: empty that where the world ends, in a fixture."
+                f"It is still in {', '.join(tables)}: empty that where the world ends, in a "
+                "fixture."
             )
         else:
             sentences.append(

@@ -22,7 +22,7 @@ FOREVER = timedelta(days=7)  # a limit that is reached would make torch write wa
 
 
 def follow_rank_0(launch: Launch, config: pytest.Config) -> int:
-    """Collect and report nothing, and do what rank 0 says until the run is over: the exit status."""
+    """Do what rank 0 says until the run is over, report nothing; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
     try:
         key, store = shared_key(), connect()

@@ -55,7 +55,8 @@ def shared_key() -> bytes:
         ) from error
     if lies.st_uid != os.getuid() or lies.st_mode & 0o022 or len(key) < _SIGNATURE_BYTES:
         raise Refused(
-            f"{file} is another user's, can be written by others, or is too short: remove it, or {_ADVICE}"
+            f"{file} is another user's, can be written by others, or is too short: remove it, or "
+            f"{_ADVICE}"
         )
     return key
 
@@ -98,7 +99,8 @@ class Line:
         sock.sendall(_sign(self._own, b"key"))
         if not hmac.compare_digest(_received(sock), _sign(self._other, b"key")):
             raise Refused(
-                f"{sock.getpeername()[0]} does not have the key of this run, and is not heard; {_ADVICE}"
+                f"{sock.getpeername()[0]} does not have the key of this run, and is not heard; "
+                f"{_ADVICE}"
             )
         sock.settimeout(None)
         self._channel = wire.Channel(os.dup(sock.fileno()), sock.detach())

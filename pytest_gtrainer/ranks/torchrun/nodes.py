@@ -1,4 +1,4 @@
-"""Rank 0's side: the other processes of the run, and the ranks of a team that are on other nodes."""
+"""Rank 0's side: the other processes of the run, and a team's ranks on other nodes."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ def connect() -> dist.Store:
 
 
 class Nodes:
-    """The other processes that torchrun has started; ``tell`` gets a line of each that was refused."""
+    """The other processes that torchrun started; ``tell`` gets a line of each one refused."""
 
     def __init__(self, launch: Launch, tell: Callable[[str], None]) -> None:
         self._launch, self._tell, self._key = launch, tell, shared_key()
@@ -54,7 +54,8 @@ class Nodes:
             if self._is_late or not self._take_in(max(0.0, deadline - time.monotonic())):
                 self._is_late = True
                 raise RanksError(
-                    f"the nodes of ranks {known} to {plan.size - 1} did not come within {NODES_LIMIT:g} s"
+                    f"the nodes of ranks {known} to {plan.size - 1} did not come within "
+                    f"{NODES_LIMIT:g} s"
                 )
         if lost := [node for node in self._nodes_of(plan) if not node.alive]:
             raise RanksError(

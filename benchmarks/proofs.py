@@ -1,30 +1,42 @@
 """A graph in other arithmetics against the same graph in floats, on all simulated ranks.
 
-    python -m benchmarks.proofs [--ranks 8] [--rounds 3]
+    python -m benchmarks.proofs [--ranks 8] [--rounds 3] [--layers 8 32 126] [--deepseek]
 
 CPU seconds on one thread, of the rewritten training step of Llama 3 in the debug flavor, ranks on
 two nodes. Every run copies the graph and its inputs; a run in an arithmetic computes the real
-numbers, too.
+numbers, too. One rank stands for all, beside all ranks.
+
+``--layers`` proves instead that gathering again for the backward changes nothing, at these depths
+and tiny widths: both runs, without the trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.paired import Goal, measure, report
-from fixtures.training import llama3_training
-from pytest_gtrainer import NetModel, simulate_graph
+from fixtures.models import llama3
+from fixtures.training import deepseek_v3_training, llama3_training
+from pytest_gtrainer import NetModel, prove, simulate_graph
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.terms import Terms
+from pytest_gtrainer.proofs.alike import OneRankForAll
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.programs import GraphProgram
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MOST_SECONDS = 20
 GOALS = [Goal("field", "floats", 4), Goal("terms", "floats", 6)]
 
 
@@ -34,21 +46,48 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, nargs="+", default=[])
+    parser.add_argument("--deepseek", action="store_true", help="DeepSeek-V3 instead of Llama 3")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    net = NetModel.of_world(options.ranks, nodes=2)
     with fake_world(make_spec("fake", size=options.ranks)) as world:
-        gm = GraphRun(llama3_training(make_mesh(world), "bf16_fp32")).traced.gm
-        net = NetModel.of_world(options.ranks, nodes=2)
+        if options.layers:
+            return 0 if report_depths(options.layers, make_mesh(world), net) else 1
+        training = deepseek_v3_training if options.deepseek else llama3_training
+        gm = GraphRun(training(make_mesh(world), "bf16_fp32")).traced.gm
         inputs = [draw_inputs(gm, rank) for rank in range(options.ranks)]
         program = GraphProgram(gm, inputs, net, by_place=False)
+        one = OneRankForAll(program)
         contestants = {
             "floats": lambda: simulate_graph(gm, inputs, net),
-            "field": lambda: program.run(Field(casts="opaque")),
-            "terms": lambda: program.run(Terms(strict=True)),
+            "field": lambda: one.run(Field(casts="opaque")),
+            "terms": lambda: one.run(Terms(strict=True)),
+            "field, all ranks": lambda: program.run(Field(casts="opaque")),
+            "terms, all ranks": lambda: program.run(Terms(strict=True)),
         }
         print(f"{len(gm.graph.nodes)} nodes on {options.ranks} ranks")
         times = measure(contestants, options.rounds)
     return 0 if report(times, None, GOALS) else 1
+
+
+def report_depths(depths: list[int], mesh: DeviceMesh, net: NetModel) -> bool:
+    """Print the seconds of a proof at each depth; whether the deepest takes at most 20."""
+    seconds = []
+    for depth in depths:
+        llama3.FLAVORS["tiny"] = replace(
+            llama3.FLAVORS["debug"], dim=16, ffn_dim=32, vocab_size=32, n_layers=depth
+        )
+        config = llama3_training(mesh, "bf16_fp32", "tiny")
+        run = GraphRun(config)
+        actual, expected = run.rewritten(reshard_after_forward=True).traced.gm, run.traced.gm
+        start = time.process_time()
+        proof = prove(actual, expected, world=net)
+        seconds.append(time.process_time() - start)
+        nodes = len(actual.graph.nodes) + len(expected.graph.nodes)
+        print(f"{depth:4} layers, {nodes:6} nodes of both: {seconds[-1]:6.2f} s, {proof.kind}")
+        assert proof.kind == "identical", str(proof)
+    return seconds[-1] <= MOST_SECONDS
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def of_name(*parts: Any) -> int:
 
 def _shifted(elements: Tensor, bits: int) -> Tensor:
     """Return the high bits, with zeros in front: a shift of int64 alone would copy the sign."""
-    return (elements >> bits) & ((1 << (64 - bits)) - 1)
+    return (elements >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def scramble(elements: Tensor) -> Tensor:

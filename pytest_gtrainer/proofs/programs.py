@@ -26,6 +26,7 @@ from pytest_gtrainer.proofs.inputs import input_name
 from pytest_gtrainer.proofs.state import captured_by, check_outputs, copy_of, named_state
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
+from pytest_gtrainer.worlds.simulated.net import Net
 
 Key = tuple[str, int | None]
 """The name of a result, and in a world the rank."""
@@ -141,10 +142,9 @@ class GraphProgram(Program):
     ) -> None:
         """In a world ``inputs`` are those of each rank. ``by_place``: results have no names."""
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
-        gm.recompile()
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
-        gm = copy.deepcopy(self.gm)
+        gm = copy.deepcopy(self.gm) if _has_state(self.gm) else self.gm
         of_ranks = [list(self.inputs)] if self.world is None else list(map(list, self.inputs))
         # All at once, as ranks may share a tensor.
         given = copies(of_ranks)
@@ -162,11 +162,20 @@ class GraphProgram(Program):
                 outputs = NodeByNode(gm, None).run(*given[0])
                 left.outputs = self._named(None, outputs, gm)
             else:
-                net = net_of_any(self.world)
-                adds = AnyOrder.of(net) if isinstance(mode.arithmetic, Field) else net
-                for rank, own in enumerate(run_on_net(gm, given, self.world, adds)):
+                for rank, own in enumerate(self._run_on_ranks(mode, gm, given, self.world)):
                     left.outputs |= self._named(rank, own, None)
         left.after = self._state(gm, given)
+
+    def _run_on_ranks(
+        self, mode: ArithmeticMode, gm: fx.GraphModule, given: Sequence[Any], world: AnyWorld
+    ) -> list[dict[str, Any]]:
+        """Return the results of each rank."""
+        return run_on_net(gm, given, world, self._net_in(mode.arithmetic, world))
+
+    @staticmethod
+    def _net_in(arithmetic: Arithmetic, world: AnyWorld) -> Net:
+        net = net_of_any(world)
+        return AnyOrder.of(net) if isinstance(arithmetic, Field) else net
 
     def _named(
         self, rank: int | None, outputs: Any, gm: fx.GraphModule | None
@@ -189,6 +198,11 @@ class GraphProgram(Program):
         for name, tensor in attributes_of(gm):
             found[f"{name}{AFTERWARDS}", None] = tensor.detach()
         return found
+
+
+def _has_state(gm: fx.GraphModule) -> bool:
+    """Return whether a run may change a graph's module."""
+    return bool(dict(attributes_of(gm))) or bool(gm.graph.find_nodes(op="call_module"))
 
 
 class FunctionProgram(Program):

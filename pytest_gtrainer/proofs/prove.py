@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +23,7 @@ from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
+from pytest_gtrainer.proofs.alike import OneRankForAll, have_equal_numbers
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
@@ -76,15 +78,21 @@ def prove(
             a world, or a world for callables.
     """
     programs, drawn = _programs(actual, expected, inputs, world)
-    return prove_programs(programs, drawn=drawn, at_least=at_least)
+    alike = _one_rank_for_all(programs, is_drawn=inputs is None)
+    return prove_programs(programs, alike=alike, drawn=drawn, at_least=at_least)
 
 
 def prove_programs(
-    programs: Sequence[Program], *, drawn: str = "", at_least: str = "rounds elsewhere"
+    programs: Sequence[Program],
+    *,
+    alike: Sequence[OneRankForAll] = (),
+    drawn: str = "",
+    at_least: str = "rounds elsewhere",
 ) -> Proof:
     """Return which kind of equal two programs are.
 
     Args:
+        alike: the same programs, of which one rank runs. If they differ, all ranks have to run.
         drawn: what was made up about their inputs, in words.
         at_least: as for ``prove``.
     """
@@ -96,28 +104,54 @@ def prove_programs(
         for kind in kinds:
             note(f"is it {kind}?")
             begun = time.perf_counter()
-            of_kind: list[tuple[Run, Run]] = []
-            for arithmetic in _ARITHMETICS[kind]:
-                if of_kind and not any(run.arithmetic.exponentials for run in of_kind[0]):
-                    break  # without exp the other field is the same
-                try:
-                    *runs, differ = _run_both(programs, arithmetic)
-                except NoMeaning as error:
-                    return Proof("unknown", reason=str(error), seconds=seconds)
-                seconds[kind] = time.perf_counter() - begun
-                reason = _says_nothing(*runs)
-                if reason:
-                    return Proof("unknown", reason=reason, seconds=seconds)
-                if not differ:
-                    apart = _apart_in_real_numbers(kind, *runs)
-                    if apart and kind != "identical":
-                        return Proof("unknown", reason=apart, seconds=seconds)
-                    if not apart:
-                        return _equal(kind, programs, runs, failed, seconds, drawn)
-                of_kind.append((runs[0], runs[1]))
-            failed = kind, *of_kind[0]
+            attempt = _attempt(alike, kind) if alike else None
+            if attempt is None or not attempt.is_equal:
+                attempt = _attempt(programs, kind)
+            seconds[kind] = time.perf_counter() - begun
+            if attempt.reason:
+                return Proof("unknown", reason=attempt.reason, seconds=seconds)
+            if attempt.is_equal:
+                return _equal(kind, programs, attempt, failed, seconds, drawn)
+            failed = kind, attempt.runs[0], attempt.runs[1]
     assert failed is not None
     return _different(programs, *failed, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What looking for one kind of equal found.
+
+    Attributes:
+        runs: of both programs, in the arithmetic that says most.
+        reason: why nothing is known.
+    """
+
+    runs: Sequence[Run] = ()
+    is_equal: bool = False
+    reason: str = ""
+
+
+def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
+    """Run two programs in each arithmetic that may find a kind of equal, until one does."""
+    first: Sequence[Run] = ()
+    for arithmetic in _ARITHMETICS[kind]:
+        if first and not any(run.arithmetic.exponentials for run in first):
+            break  # without exp the other field is the same
+        try:
+            *runs, differ = _run_both(programs, arithmetic)
+        except NoMeaning as error:
+            return _Attempt(reason=str(error))
+        reason = _says_nothing(*runs)
+        if not differ and not reason:
+            reason = _apart_in_real_numbers(kind, *runs)
+            if not reason:
+                return _Attempt(runs, is_equal=True)
+            # Other bits are no reason to know nothing: another kind may hold.
+            reason = "" if kind == "identical" else reason
+        if reason:
+            return _Attempt(reason=reason)
+        first = first or runs
+    return _Attempt(first)
 
 
 def check_kind(kind: str) -> None:
@@ -192,6 +226,18 @@ def _programs(
         else:
             made.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
     return (made[0], made[1]), drawn
+
+
+def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[OneRankForAll]:
+    """Return programs in which one rank stands for all; none if the ranks are not alike."""
+    found = []
+    for program in programs:
+        if not isinstance(program, GraphProgram) or program.world is None:
+            return []
+        if not is_drawn and not have_equal_numbers(program.inputs):
+            return []
+        found.append(OneRankForAll(program))
+    return found
 
 
 def _inputs_of_ranks(gm: fx.GraphModule, inputs: Any, size: int) -> tuple[list[Sequence[Any]], str]:
@@ -317,7 +363,7 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
 def _equal(
     kind: Any,
     programs: Sequence[Program],
-    runs: Sequence[Run],
+    attempt: _Attempt,
     failed: tuple[str, Run, Run] | None,
     seconds: dict[str, float],
     drawn: str,
@@ -328,12 +374,20 @@ def _equal(
         origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
     return Proof(
         kind,
-        compared=len(runs[1].results),
+        compared=_count_results(programs[1], attempt.runs[1]),
         first=first,
         origin=origin,
-        assumes=_assumptions(runs, drawn),
+        assumes=_assumptions(attempt.runs, drawn),
         seconds=seconds,
     )
+
+
+def _count_results(program: Program, run: Run) -> int:
+    """Count the results of all ranks; of a run on one rank too."""
+    ranks = {rank for _, rank in run.results if rank is not None}
+    world = program.world if isinstance(program, GraphProgram) else None
+    times = 1 if world is None or len(ranks) > 1 else net_of_any(world).size
+    return sum(1 if rank is None else times for _, rank in run.results)
 
 
 def _different(

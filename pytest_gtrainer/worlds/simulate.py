@@ -88,8 +88,12 @@ def run_on_net(
     *,
     groups: Groups | None = None,
     outputs: Sequence[str] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run a graph on all ranks of a world, with sums by ``net``; see ``simulate_graph``."""
+    """Run a graph on all ranks of a world, with sums by ``net``; see ``simulate_graph``.
+
+    ``options`` are those of ``Interpreter``.
+    """
     collectives = [node for node in nodes_within(gm) if launches(node.target)]
     extents = world.mesh.values() if isinstance(world, World) else (net.size,)
     mesh = torch.arange(net.size).view(*extents)
@@ -104,7 +108,7 @@ def run_on_net(
     for own in zip(*given, strict=True):
         is_uniform = all(value is own[0] for value in own)
         values.append(own[0] if is_uniform else PerRank(own))
-    result = Interpreter(graph, net).run(values)
+    result = Interpreter(graph, net, **options).run(values)
 
     results = []
     for rank in range(net.size):

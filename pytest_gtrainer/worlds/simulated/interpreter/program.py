@@ -9,7 +9,7 @@ Invariant: no node of a block draws random numbers, writes to its operands or co
 order of ranks is free.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -110,21 +110,54 @@ class Segment:
     Attributes:
         inputs: nodes before it that it uses.
         needed: nodes of it that are used behind it.
+        is_compiled: False if it runs too seldom to compile what all ranks share.
         plans: its blocks, by the kinds of its inputs.
     """
 
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     needed: frozenset[fx.Node]
+    is_compiled: bool = True
     plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
         kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
+        if not self.is_compiled and set(kinds) <= {frame.kinds.uniform}:
+            self._run_nodes(frame)
+            return
         if kinds not in self.plans:
             kind_of = dict(zip(self.inputs, kinds, strict=True))
             self.plans[kinds] = self._make_blocks(kind_of, frame.kinds, dying)
         for block in self.plans[kinds]:
             block.run(frame)
+
+    def _run_nodes(self, frame: Frame) -> None:
+        """Run nodes with uniform values one by one; those that nobody needs later are dropped."""
+        values = frame.values
+
+        def value_of(node: fx.Node) -> Any:
+            return values[value_node(node)]
+
+        last_user = {}
+        for node in self.nodes:
+            last_user[node] = node
+            for operand in map(value_node, node.all_input_nodes):
+                last_user[operand] = node
+        last_used: dict[fx.Node, list[fx.Node]] = {}
+        for node, user in last_user.items():
+            if node not in self.needed and node not in self.inputs:
+                last_used.setdefault(user, []).append(node)
+        for node in self.nodes:
+            facts.notify("node", node=node, rank=0)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+            assert callable(node.target)
+            try:
+                values[node] = node.target(*args, **kwargs)
+            except Exception as error:
+                error.add_note(f"in {described(node)}")
+                raise
+            for operand in last_used.get(node, ()):
+                del values[operand]
 
     def _make_blocks(
         self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]
@@ -221,13 +254,26 @@ class Interpreter:
     """
 
     def __init__(
-        self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None
+        self,
+        graph: RankGraph,
+        net: Net,
+        *,
+        random: RankRandomStates | None = None,
+        collective_step: Callable[..., steps.CollectiveStep] = steps.CollectiveStep,
+        is_compiled: bool = True,
     ) -> None:
+        """Prepare a graph.
+
+        Args:
+            collective_step: makes the step of a collective, as the class itself does.
+            is_compiled: False for a graph that runs once, with values that all ranks share.
+        """
         if net.size != graph.size:
             raise ValueError(
                 f"the net connects {net.size} ranks, the graph was traced for {graph.size}"
             )
         self.random = random or RankRandomStates()
+        self._collective_step, self._is_compiled = collective_step, is_compiled
         self._graph, self._net, self._kinds = graph, net, Kinds(graph.size)
         self._nets: dict[Any, list[Net]] = {}
         for partition in graph.partitions.values():
@@ -275,7 +321,8 @@ class Interpreter:
             inputs = inputs_of(piece)
             live = [node for node in [*inputs, *piece] if last_use.get(node, index) > index]
             dying = frozenset([*inputs, *piece]).difference(live)
-            part = special[piece[0]] or Segment(piece, inputs, frozenset(piece).intersection(live))
+            needed = frozenset(piece).intersection(live)
+            part = special[piece[0]] or Segment(piece, inputs, needed, self._is_compiled)
             parts.append((part, dying))
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
@@ -286,7 +333,7 @@ class Interpreter:
             # First, as it refuses operators that it does not know.
             collective = steps.collective_of(node)
             partition = self._graph.partitions[group_name(node)]
-            return steps.CollectiveStep(node, partition, self._nets[partition], collective)
+            return self._collective_step(node, partition, self._nets[partition], collective)
         graphs = graphs_called(gm, node)
         inside = chain.from_iterable(map(nodes_within, graphs))
         if node.op == "call_module" or any(map(is_collective, inside)):

@@ -139,12 +139,7 @@ class CollectiveStep(Step):
                 if type(value) is PerRank:
                     value[:] = [None] * len(value)
 
-        takes_list = parameter(self.node.target, "inputs")
-        results: list[Any] = [None] * frame.kinds.size
-        for ranks, net in zip(self.partition, self.nets, strict=True):
-            given = _contributions([calls[rank] for rank in ranks], ranks)
-            for rank, result in zip(ranks, self.collective(net, given), strict=True):
-                results[rank] = result if takes_list else result[0]
+        results = self._carry_out(calls)
 
         # If nobody sees the memory that is written to, the result may lie elsewhere. Then the ranks
         # of a group go on with one tensor.
@@ -157,6 +152,16 @@ class CollectiveStep(Step):
         for own, new in pairs:
             own.copy_(new)
         return frame.kinds.value(written)
+
+    def _carry_out(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """Return the result of each rank, from the arguments of each."""
+        takes_list = parameter(self.node.target, "inputs")
+        results: list[Any] = [None] * len(calls)
+        for ranks, net in zip(self.partition, self.nets, strict=True):
+            given = _contributions([calls[rank] for rank in ranks], ranks)
+            for rank, result in zip(ranks, self.collective(net, given), strict=True):
+                results[rank] = result if takes_list else result[0]
+        return results
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
         """Return the arguments of each rank, by name."""

@@ -1,0 +1,157 @@
+"""Ranks that are alike: one of them runs, and stands for all.
+
+All ranks run one graph. So what a rank computes is a function of the rank: an element is the
+fingerprint of an expression in which the rank is left open. Only a collective looks at other ranks.
+There every rank's contribution is the one rank's elements with the number of the rank filled in, the
+collective is carried out on all ranks, and what they get becomes one expression again: a choice by
+the rank. If two programs make equal expressions, then they are equal on each rank.
+
+The other way does not hold: other expressions may be equal on every rank. So where two programs
+differ, all ranks have to run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.random_states import without_modes
+from pytest_gtrainer._torch.values import schema
+from pytest_gtrainer.arithmetic import hashing
+from pytest_gtrainer.arithmetic.base import Arithmetic, Elements
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.graph.nodes import written_operands
+from pytest_gtrainer.proofs.programs import GraphProgram
+from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
+from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
+from pytest_gtrainer.worlds.simulated.interpreter.steps import CollectiveStep, Frame
+
+
+class OneRankForAll(GraphProgram):
+    """A graph of which one rank runs; its results are those of rank 0."""
+
+    def __init__(self, program: GraphProgram) -> None:
+        own = program.inputs[:1]
+        super().__init__(program.gm, own, program.world, program.by_place)
+
+    def _run_on_ranks(
+        self, mode: ArithmeticMode, gm: fx.GraphModule, given: Sequence[Any], world: AnyWorld
+    ) -> list[dict[str, Any]]:
+        size = net_of_any(world).size
+        of_ranks = run_on_net(
+            gm,
+            [given[0]] * size,
+            world,
+            self._net_in(mode.arithmetic, world),
+            collective_step=partial(CollectiveOfAlike, mode=mode),
+            is_compiled=False,
+        )
+        return of_ranks[:1]
+
+
+def have_equal_numbers(of_ranks: Sequence[Sequence[Any]]) -> bool:
+    """Return whether ranks have inputs that differ in nothing but floating-point numbers."""
+    first = of_ranks[0]
+    for own in of_ranks[1:]:
+        for ours, theirs in zip(first, own, strict=True):
+            if type(ours) is not type(theirs):
+                return False
+            if not isinstance(ours, Tensor):
+                if ours != theirs:
+                    return False
+                continue
+            if ours.shape != theirs.shape or ours.stride() != theirs.stride():
+                return False
+            if ours.dtype != theirs.dtype:
+                return False
+            if not ours.is_floating_point() and not torch.equal(ours, theirs):
+                return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOfAlike(CollectiveStep):
+    """A collective among ranks of which one has run."""
+
+    mode: ArithmeticMode
+
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+        calls = self._calls(frame)
+        name = "inputs" if "inputs" in calls[0] else "input"
+        given = calls[0][name]
+        if isinstance(given, list | tuple):
+            filled = zip(*(self._on_ranks(tensor, len(calls)) for tensor in given), strict=True)
+            contributions: Sequence[Any] = list(map(list, filled))
+        else:
+            contributions = self._on_ranks(given, len(calls))
+        for call, own in zip(calls, contributions, strict=True):
+            call[name] = own
+        of_ranks = self._carry_out(calls)
+        if isinstance(of_ranks[0], list):
+            result: Any = [self._by_rank(own) for own in zip(*of_ranks, strict=True)]
+        else:
+            result = self._by_rank(of_ranks)
+        if not written_operands(self.node):
+            return result
+        (name,) = (each.name for each in schema(self.node.target).arguments if each.is_write)
+        written = self._calls(frame)[0][name]
+        pairs = zip(on_ranks.tensors_in(written), on_ranks.tensors_in(result), strict=True)
+        for target, new in pairs:
+            target.copy_(new)
+        return written
+
+    def _on_ranks(self, tensor: Tensor, size: int) -> list[Tensor]:
+        """Return a copy for each rank, with its elements: the open rank is filled in."""
+        value = self.mode.shadows.read(tensor)
+        if value is None:
+            if not tensor.numel():
+                return [tensor] * size
+            # Each rank may have other numbers, and here are those of one.
+            raise NoMeaning(f"ranks exchange known numbers in {self.node.name}")
+        copies = []
+        with without_modes():
+            filled = fill_in_ranks(self.mode.arithmetic, value.elements, size)
+            for elements in filled:
+                copies.append(tensor.detach().clone())
+                self.mode.shadows.write(copies[-1], elements, value.fits)
+        return copies
+
+    def _by_rank(self, of_ranks: Sequence[Tensor]) -> Tensor:
+        """Return one tensor for what ranks got: a choice by the rank, unless all got the same."""
+        first = of_ranks[0]
+        places: dict[int, int] = {}
+        class_of = [places.setdefault(id(own), len(places)) for own in of_ranks]
+        if len(places) == 1 or not first.numel():
+            return first
+        different = list({id(own): own for own in of_ranks}.values())
+        values = [self.mode.shadows.read(own) for own in different]
+        own = [value.elements for value in values if value is not None]
+        if len(own) < len(values) or any(each.shape != own[0].shape for each in own):
+            raise NoMeaning(f"ranks get tensors of other shapes from {self.node.name}")
+        with without_modes():
+            result = first.detach().clone()
+            is_same = torch.ones((), dtype=torch.bool)
+            for each in own[1:]:
+                is_same = is_same & (each == own[0])
+            chosen = hashing.mix(hashing.of_name("by rank", class_of), own)
+            elements = torch.where(is_same, own[0], self.mode.arithmetic.narrow(chosen))
+            fits = {value.fits for value in values if value is not None}
+            self.mode.shadows.write(result, elements, fits.pop() if len(fits) == 1 else None)
+        return result
+
+
+def fill_in_ranks(arithmetic: Arithmetic, elements: Elements, size: int) -> Elements:
+    """Return ``[size, *elements.shape]``: by rank the elements that it has.
+
+    Zeros and infinities are the same on every rank.
+    """
+    key = arithmetic.order(elements)
+    limits = torch.iinfo(torch.int64)
+    is_constant = (key == 0) | (key == limits.min) | (key == limits.max)
+    ranks = torch.arange(size).view(-1, *[1] * elements.ndim)
+    filled = arithmetic.narrow(hashing.mix(hashing.of_name("on rank"), [elements, ranks]))
+    return torch.where(is_constant, elements, filled)

@@ -1,5 +1,4 @@
-"""The groups of ``fully_shard`` in a trace: in which order the gradients of an activation are
-added.
+"""Add the gradients of an activation in a trace in the order in which ``fully_shard`` adds them.
 
 FSDP2 hands the inputs of a group's forward on by an autograd function, whose backward starts the
 group's reduction. Gradients of an input therefore meet at that function first. If two layers each
@@ -21,9 +20,7 @@ from pytest_gtrainer.tracing.model import Attachment
 
 
 class _HandOn(torch.autograd.Function):
-    """Return the inputs. In the backward all gradients of one input are added before it returns
-    them.
-    """
+    """Return the inputs; the backward gets the sum of all gradients of an input."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -35,8 +32,9 @@ class _HandOn(torch.autograd.Function):
 
 
 class _Group:
-    """The hooks of one group. Of several modules only the one that runs first hands its inputs on,
-    as in FSDP2.
+    """The hooks of one group.
+
+    If it has several modules, only the one that runs first hands its inputs on, as in FSDP2.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -49,7 +47,9 @@ class _Group:
         if self._to_run:
             return None
         self._to_run.update(self.modules)
-        tensors = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+        if not torch.is_grad_enabled():
+            return None
+        tensors = collect_grad_tensors((args, kwargs))
         if not tensors:
             return None
         with annotate({HANDED_ON: True}):
@@ -70,15 +70,13 @@ def hand_on_inputs(model: nn.Module, groups: Iterable[Sequence[nn.Module]]) -> A
     Give the modules of each group that has parameters of its own; a group without any has no
     function in FSDP2, either.
     """
-    undo = []
+    handles = []
     for modules in groups:
         group = _Group(modules)
         for module in modules:
-            undo.append(
-                module.register_forward_pre_hook(
-                    group.before, prepend=True, with_kwargs=True
-                ).remove
-            )
-            undo.append(module.register_forward_hook(group.after, always_call=True).remove)
-        undo.append(model.register_forward_pre_hook(group.reset, prepend=True).remove)
-    return Attachment(undo)
+            handles += [
+                module.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(group.after, always_call=True),
+            ]
+        handles.append(model.register_forward_pre_hook(group.reset, prepend=True))
+    return Attachment(handle.remove for handle in handles)

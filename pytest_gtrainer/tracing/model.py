@@ -1,4 +1,4 @@
-"""What a trace needs of a model: the names of its modules on nodes, and its state as one list."""
+"""Name a model's modules on traced nodes, and list and exchange its state."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ LOSS_FQN = "loss"
 
 
 class Attachment(ExitStack):
-    """What was put on a model; ``remove()`` takes it off, as leaving a ``with`` block does."""
+    """Hooks on a model; ``remove()`` takes them off, as leaving a ``with`` block does."""
 
     def __init__(self, undo: Iterable[Callable[[], object]]) -> None:
         super().__init__()
@@ -32,19 +32,19 @@ class Attachment(ExitStack):
             self.callback(each)
 
     def remove(self) -> None:
-        """Take it off; a second call does nothing."""
+        """Take the hooks off; a second call does nothing."""
         self.close()
 
 
 class _Scope:
-    """Enters a context when a module's forward starts and leaves it when it ends; re-entrant."""
+    """The annotation of a module's nodes, from the start of its forward to the end; re-entrant."""
 
     def __init__(self, fqn: str) -> None:
         self.fqn = fqn
         self._open: list[AbstractContextManager[None]] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
-        # the root's own operators belong to no module, even where the step around it is the loss
+        # The root's own operators belong to no module, even where the step around it is the loss.
         context = annotate({KEY: self.fqn}) if self.fqn else without_annotation(KEY)
         context.__enter__()
         self._open.append(context)
@@ -54,29 +54,28 @@ class _Scope:
 
 
 def annotate_module_fqns(model: nn.Module) -> Attachment:
-    """Mark every node that is traced inside a submodule of ``model`` with the FQN of the innermost
-    submodule.
+    """Mark each node that is traced inside a submodule with the FQN of the innermost submodule.
 
     A module that is registered under two names has the first. A second call changes nothing; eager
     runs do not change.
     """
-    undo = []
+    handles = []
     for fqn, module in model.named_modules():
         scope = _Scope(fqn)
-        undo.append(module.register_forward_pre_hook(scope.before, prepend=True).remove)
-        undo.append(module.register_forward_hook(scope.after, always_call=True).remove)
-    return Attachment(undo)
+        handles += [
+            module.register_forward_pre_hook(scope.before, prepend=True),
+            module.register_forward_hook(scope.after, always_call=True),
+        ]
+    return Attachment(handle.remove for handle in handles)
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Dtype and shape: ``float32[2, 3]``."""
+    """Return dtype and shape, ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def has_bytes(value: Any) -> bool:
-    """Return whether ``value`` is a tensor with memory of its own that can be compared and put
-    back.
-    """
+    """Return whether ``value`` is a tensor whose memory can be compared and put back."""
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return False
     if is_traceable_wrapper_subclass(value):
@@ -93,7 +92,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what modules hold as attributes, and in lists, sets and dicts that are attributes.
+    """Restore the attributes of modules, and the lists, sets and dicts among them, on exit.
 
     A forward may keep a cache or count its calls; in a trace it would keep tensors without values.
     """
@@ -113,11 +112,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 holder.update(before)
 
 
-Slot = tuple[dict[str, Any], str]
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor of this rank: a DTensor's local shard, else the tensor itself."""
+    """Return the plain tensor of this rank: a DTensor's local shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -127,8 +123,9 @@ def rewrap(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> torch.Tensor:
-    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if
-    ``like`` is plain.
+    """Make ``plain`` the local part of a DTensor like ``like``, on its or another mesh.
+
+    If ``like`` is no DTensor, ``plain`` itself is returned.
     """
     if not isinstance(like, DTensor):
         return plain
@@ -138,10 +135,15 @@ def rewrap(
     )
 
 
+Slot = tuple[dict[str, Any], str]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model's state in registration order, parameters, then buffers; a tied tensor once, by its
-    first name.
+    """The parameters and buffers of a model in registration order, by FQN.
+
+    A tied tensor is there once, by its first name. ``slots`` are all places that hold a tensor,
+    each a table of a module and the name in it.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -150,10 +152,13 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelState":
-        """Return what ``model`` holds now, and every place that holds it."""
+        """Return the state that ``model`` holds now."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        names: dict[int, str] = {id(t): n for n, t in [*buffers.items(), *parameters.items()]}
-        slots: dict[str, list[Slot]] = {n: [] for n in [*parameters, *buffers]}
+        names: dict[int, str] = {}
+        slots: dict[str, list[Slot]] = {}
+        for name, tensor in [*buffers.items(), *parameters.items()]:
+            names[id(tensor)] = name
+            slots[name] = []
         for module in model.modules():
             for table in (parameters_of(module), buffers_of(module)):
                 for key, tensor in table.items():
@@ -174,13 +179,12 @@ class ModelState:
         return tuple(name for name, parameter in self.parameters.items() if parameter.requires_grad)
 
     def reassigned(self, tensors: Sequence[torch.Tensor]) -> list[str]:
-        """FQNs whose slot no longer holds what ``exchanged`` put there: the model replaced it."""
-        pairs = zip(self.fqns, tensors, strict=True)
-        return [
-            fqn
-            for fqn, tensor in pairs
-            if any(table.get(key) is not tensor for table, key in self.slots[fqn])
-        ]
+        """Return the FQNs of tensors that the model has replaced since ``exchanged`` set them."""
+        found = []
+        for fqn, tensor in zip(self.fqns, tensors, strict=True):
+            if any(table.get(key) is not tensor for table, key in self.slots[fqn]):
+                found.append(fqn)
+        return found
 
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

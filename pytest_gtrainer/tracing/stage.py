@@ -1,10 +1,10 @@
-"""Trace one stage of a pipeline: its forward and its backward as one graph, whose tangents are
-inputs.
+"""Trace one stage of a pipeline: its forward and its backward as one graph.
 
-A *tangent* is the gradient of an output, which comes back from the next stage. The graph, of local
-tensors, is ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``.
-Its metadata is that of ``trace_step``, with inputs ``tangent0``, outputs ``output0`` and
-``gradient_of_input0``, and what ``graph.nodes`` says of stages.
+A *tangent* is the gradient of an output, which comes back from the next stage; tangents are inputs
+of the graph. The graph, of local tensors, is ``(*state, *inputs, *tangents) -> (*outputs,
+*gradients of inputs, *of parameters)``. Its metadata is that of ``trace_step``, with inputs
+``tangent0``, outputs ``output0`` and ``gradient_of_input0``, and what ``graph.nodes`` says of
+stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,9 @@ class TracedStage:
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the results.
         input_spec, output_spec: pytrees of the stage's inputs and outputs.
-        differentiated: places, among the leaves of the inputs, of those whose gradients the graph
-            gives.
-        tangents: places, among the leaves of the outputs, of those that take a tangent.
-        gradient_placements, rank: as of ``TracedStep``.
+        differentiated: indices of the input leaves whose gradients the graph gives.
+        tangents: indices of the output leaves that take a tangent.
+        gradient_placements, rank: as for ``TracedStep``.
     """
 
     gm: fx.GraphModule
@@ -55,7 +54,7 @@ class TracedStage:
     twin: None = None
 
     def with_graph(self, gm: fx.GraphModule) -> "TracedStage":
-        """The same stage with a rewritten graph."""
+        """Return the same stage with a rewritten graph."""
         return replace(self, gm=gm)
 
 
@@ -78,16 +77,16 @@ def trace_stage(
             the gradient of each tensor that requires one: that of activations ``[microbatch, ...,
             width]``, and not that of tokens.
         step: ``step(module, *inputs)`` gives the outputs, a tensor or a pytree of tensors; by
-            default the module's own. The last stage's computes its loss there, a scalar, and takes
-            labels as an input.
-        reuse_gathers: as of ``trace_step``.
+            default those of the module itself. For the last stage it computes the loss, a scalar,
+            from labels that are an input.
+        reuse_gathers: as for ``trace_step``.
 
     Raises:
         TypeError: an input leaf is neither a tensor nor a plain scalar, or an output is no plain
             tensor.
-        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what
-            does; or what ``trace_step`` refuses, too: wrapped modules, hooks on parameters and
-            inputs, ``backward`` in the step.
+        ValueError: there are no inputs; nothing requires a gradient, or no output depends on what
+            does; or ``trace_step`` would refuse the stage, too (wrapped modules, hooks on
+            parameters and inputs, ``backward`` in the step).
     """
     if isinstance(inputs, torch.Tensor):
         raise TypeError(
@@ -97,99 +96,118 @@ def trace_stage(
     flat, spec = flatten_inputs(tuple(inputs), may_have_history=True)
     if not any(isinstance(leaf, torch.Tensor) for leaf in flat):
         raise ValueError(
-            f"the stage {type(module).__name__} has no inputs: give example tensors of what a microbatch hands to it, "
-            "torch.empty(2, 16, 64, requires_grad=True) for activations"
+            f"the stage {type(module).__name__} has no inputs: give example tensors of what a "
+            "microbatch hands to it, torch.empty(2, 16, 64, requires_grad=True) for activations"
         )
     state = ModelState.of(module)
-    wanted = tuple(
-        place
-        for place, leaf in enumerate(flat)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    )
-    if not wanted and not state.trainable:
+    differentiated = []
+    for index, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            differentiated.append(index)
+    if not differentiated and not state.trainable:
         raise ValueError(
-            "neither a parameter nor an input of the stage requires a gradient: there is no backward"
+            "neither a parameter nor an input of the stage requires a gradient: there is no "
+            "backward"
         )
     tracing = _StageTracing(
         module,
-        step or (lambda stage, *given: stage(*given)),
+        step or _call_module,
         state,
         mode_of([*state.tensors, *flat]),
         reuse_gathers,
         spec=spec,
-        wanted=wanted,
+        differentiated=tuple(differentiated),
     )
     with accumulating_gradients():
         gm, fakes = tracing.run([*flat, *tracing.tangents_of(flat)], spec)
+    # Both forwards, that on fake tensors and the traced one, have found the same.
     [(output_spec, tangents)] = set(tracing.found)
-    names = tuple(state.parameters), tuple(state.buffers), state.trainable
-    placements = tuple(tracing.gradient_placements)
     return TracedStage(
-        gm, fakes, *names, spec, output_spec, wanted, tangents, placements, rank_of(state)
+        gm,
+        fakes,
+        tuple(state.parameters),
+        tuple(state.buffers),
+        state.trainable,
+        spec,
+        output_spec,
+        tuple(differentiated),
+        tangents,
+        tuple(tracing.gradient_placements),
+        rank_of(state),
     )
+
+
+def _call_module(module: nn.Module, *inputs: Any) -> Any:
+    return module(*inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageTracing(Tracing):
-    """Traces of one stage; ``found`` is what its outputs are: their tree, and which of them take a
-    tangent.
+    """Traces of one stage.
+
+    Attributes:
+        spec: the pytree of its inputs.
+        differentiated: indices of the input leaves whose gradients the graph gives.
+        found: by each forward, the pytree of the outputs and the indices of those that take a
+            tangent.
     """
 
     spec: pytree.TreeSpec
-    wanted: tuple[int, ...]
+    differentiated: tuple[int, ...]
     found: list[tuple[pytree.TreeSpec, tuple[int, ...]]] = field(default_factory=list)
 
     def tangents_of(self, flat: list[Any]) -> list[torch.Tensor]:
-        """Fake tangents of the outputs, by a forward on fake tensors."""
+        """Return fake tangents of the outputs, by a forward on fake tensors."""
         fakes = self.fakes_of(flat)
-        discarded = self.mode.shape_env.ignore_fresh_unbacked_symbols()  # sizes that data decides
+        # Sizes that data decides are symbols of this forward alone.
+        discarded = self.mode.shape_env.ignore_fresh_unbacked_symbols()
         with annotate_module_fqns(self.model), self.mode, discarded, self._entered(fakes):
-            outputs, places, _ = self._outputs(fakes)
-            return [torch.empty_like(outputs[place]) for place in places]
+            outputs, _ = self._run_forward(fakes)
+            return [torch.empty_like(output) for output in outputs if output.requires_grad]
 
-    def _outputs(
-        self, flat: Sequence[Any]
-    ) -> tuple[list[torch.Tensor], tuple[int, ...], list[torch.Tensor]]:
-        """The outputs, the places of those that take a tangent, and the inputs whose gradients are
-        wanted.
-        """
+    def _run_forward(self, flat: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the outputs, and the inputs whose gradients are wanted."""
         first = len(self.state.fqns)
-        given = list(flat[first : first + self.spec.num_leaves])
-        for place in self.wanted:
-            given[place] = given[place].detach().requires_grad_()
+        inputs = list(flat[first : first + self.spec.num_leaves])
+        for index in self.differentiated:
+            inputs[index] = inputs[index].detach().requires_grad_()
         with annotate({KEY: LOSS_FQN}):
-            result = self.step(self.model, *pytree.tree_unflatten(given, self.spec))
+            result = self.step(self.model, *pytree.tree_unflatten(inputs, self.spec))
         outputs, spec = pytree.tree_flatten(result)
-        for place, output in enumerate(outputs):
+        tangents = []
+        for index, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
-                wrong = f"output {place} of the stage is a {type(output).__name__}"
                 raise TypeError(
-                    f"{wrong}: stages hand plain tensors to each other, of a DTensor its to_local()"
+                    f"output {index} of the stage is a {type(output).__name__}: stages hand plain "
+                    "tensors to each other, of a DTensor its to_local()"
                 )
-        places = tuple(place for place, output in enumerate(outputs) if output.requires_grad)
-        if not places:
-            wrong = (
-                "no output of the stage depends on a parameter or an input that requires a gradient"
+            if output.requires_grad:
+                tangents.append(index)
+        if not tangents:
+            raise ValueError(
+                "no output of the stage depends on a parameter or an input that requires a "
+                "gradient: is it under no_grad?"
             )
-            raise ValueError(f"{wrong}: is it under no_grad?")
-        self.found.append((spec, places))
-        return outputs, places, [given[place] for place in self.wanted]
+        self.found.append((spec, tuple(tangents)))
+        return outputs, [inputs[index] for index in self.differentiated]
 
     def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
-        """The function to trace."""
+        """Run the stage forward and backward: the function that is traced."""
         with self._entered(flat) as tensors:
-            outputs, places, inputs = self._outputs(flat)
+            outputs, inputs = self._run_forward(flat)
             wanted = [*inputs, *(tensor for tensor in tensors if tensor.requires_grad)]
+            differentiable = [output for output in outputs if output.requires_grad]
             values = [output.detach() for output in outputs]
-            tangents = flat[len(flat) - len(places) :]
-            return *values, *self._gradients([outputs[place] for place in places], wanted, tangents)
+            tangents = flat[len(flat) - len(differentiable) :]
+            return *values, *self._gradients(differentiable, wanted, tangents)
 
     def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
         spec, tangents = self.found[-1]
-        names = [*map(str, range(self.spec.num_leaves)), *(f"tangent{place}" for place in tangents)]
-        self._name_inputs(gm, [("input", name) for name in names])
-        results = [f"output{place}" for place in range(spec.num_leaves)]
-        results += [f"gradient_of_input{place}" for place in self.wanted]
+        names = [str(index) for index in range(self.spec.num_leaves)]
+        names += [f"tangent{index}" for index in tangents]
+        self._name_inputs(gm, names)
+        results = [f"output{index}" for index in range(spec.num_leaves)]
+        results += [f"gradient_of_input{index}" for index in self.differentiated]
         meta = gm.graph.output_node().meta
         meta["gt_outputs"] = (*results, *self.state.trainable)
-        meta[STAGE_OUTPUTS] = (spec.num_leaves, len(self.wanted))
+        meta[STAGE_OUTPUTS] = (spec.num_leaves, len(self.differentiated))

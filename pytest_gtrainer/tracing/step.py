@@ -1,11 +1,12 @@
 """Trace a training step (forward, loss, backward) into one joint FX graph.
 
-Its inputs are the local tensors of parameters, buffers and user inputs, in this order; its
-outputs the loss and the gradients of the parameters that require one, in ``named_parameters`` order
-(A1). Beside what ``graph.nodes`` names, ``meta["gt_input"]`` on placeholders is ``{"kind":
-"parameter" | "buffer" | "input", "fqn": ...}``. On the output node, ``gt_outputs`` names the
-outputs, ``gt_managed_order`` parameters as FSDP2 manages them, ``gt_tied`` parameters that several
-modules hold, by the first.
+Its inputs are the local tensors of parameters, buffers and user inputs, in this order. Its outputs
+are the loss and the gradients of the parameters that require one, in ``named_parameters`` order.
+Metadata, beside what ``graph.nodes`` names:
+
+- ``gt_input`` of a placeholder is ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``.
+- On the output node, ``gt_outputs`` names the outputs, ``gt_managed_order`` the parameters as FSDP2
+  manages them, and ``gt_tied`` the parameters that several modules hold, by the first.
 """
 
 import copy
@@ -76,7 +77,9 @@ Step = Callable[..., torch.Tensor]
 
 
 class TwinInputs(Protocol):
-    """What makes the inputs of a second trace from those of the first, ``ChunkConfig`` for one."""
+    """An object that makes the inputs of a second trace from those of the first: ``ChunkConfig``,
+    for example.
+    """
 
     def twin_inputs(self, inputs: Sequence[Any], /) -> tuple[Any, ...]: ...
 
@@ -136,7 +139,7 @@ class TracedStep:
         return len(self.state_fqns)
 
     def with_graph(self, gm: fx.GraphModule) -> "TracedStep":
-        """The same step with a rewritten graph, which has no twin."""
+        """Return the same step with a rewritten graph, which has no twin."""
         return replace(self, gm=gm, twin=None)
 
     def replay(self, model: nn.Module, *inputs: Any) -> torch.Tensor:
@@ -161,8 +164,7 @@ class TracedStep:
         return loss
 
     def results(self, model: nn.Module, *inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the step on ``model`` and return all that it computes and leaves behind (this rank's
-        part), by name.
+        """Run the step on ``model``; return all that it computes and changes on this rank, by name.
 
         First ``loss``, then each ``gradient of FQN``, in the order in which the graph makes them,
         so the first that differs is next to a mistake. Then what the step has changed:
@@ -179,32 +181,40 @@ class TracedStep:
         for name, value in zip(self._input_names(), given, strict=False):
             if has_bytes(value):
                 kept.append((name, value.detach(), value.detach().clone()))
-        left = {}
+        changed = {}
+        results: list[torch.Tensor | None] = []
         with random_states_kept(), torch.no_grad():
-            states = random_state()
+            random_before = random_state()
             try:
-                loss, *gradients = self._run(model, state, inputs)
-            except BaseException:  # it may have written to a buffer before
-                for _, value, before in kept:
-                    if not same_bytes(value, before):
-                        value.copy_(before)
-                raise
-            for name, now in random_state().items():
-                if not torch.equal(now, states.get(name, now)):
-                    left[f"random state of {name}{AFTERWARDS}"] = now
-            changed = [each for each in kept if not same_bytes(*each[1:])]
-            if changed:  # a result may be a view of what is put back
-                loss, *gradients = (None if t is None else t.clone() for t in (loss, *gradients))
-            left |= {f"{name}{AFTERWARDS}": value.clone() for name, value, _ in changed}
-            for _, value, before in changed:
-                value.copy_(before)
-        named = list(zip(self.trainable_fqns, gradients, strict=True))
-        if (graph := getattr(self.gm, "graph", None)) is not None:
-            places = {node: place for place, node in enumerate(graph.nodes)}
-            made = [places.get(node, 0) for node in graph.output_node().args[0][1:]]
-            named = [named[nth] for nth in sorted(range(len(named)), key=made.__getitem__)]
-        of_parameters = {f"gradient of {fqn}": given for fqn, given in named if given is not None}
-        return {"loss": loss} | of_parameters | left
+                results += self._run(model, state, inputs)
+                for name, now in random_state().items():
+                    if not torch.equal(now, random_before.get(name, now)):
+                        changed[f"random state of {name}{AFTERWARDS}"] = now
+            finally:  # a step that raises may have written to a buffer before
+                written = [each for each in kept if not same_bytes(*each[1:])]
+                if written:  # a result may be a view of what is put back
+                    results = [None if each is None else each.clone() for each in results]
+                for name, value, _ in written:
+                    changed[f"{name}{AFTERWARDS}"] = value.clone()
+                for _, value, before in written:
+                    value.copy_(before)
+
+        found = {"loss": results[0]}
+        for index in self._order_of_gradients():
+            gradient = results[1 + index]
+            if gradient is not None:
+                found[f"gradient of {self.trainable_fqns[index]}"] = gradient
+        return found | changed
+
+    def _order_of_gradients(self) -> list[int]:
+        """Return the indices of the gradients in the order in which the graph computes them."""
+        indices = list(range(len(self.trainable_fqns)))
+        graph = getattr(self.gm, "graph", None)
+        if graph is None:  # a compiled function does not show its order
+            return indices
+        places = {node: place for place, node in enumerate(graph.nodes)}
+        _, *gradients = graph.output_node().args[0]
+        return sorted(indices, key=lambda index: places.get(gradients[index], 0))
 
     def _input_names(self) -> list[str]:
         inputs = [f"input {index}" for index in range(self.input_spec.num_leaves)]
@@ -213,11 +223,11 @@ class TracedStep:
     def _run(
         self, model: nn.Module, state: ModelState, inputs: tuple[Any, ...]
     ) -> list[torch.Tensor]:
-        """The loss, then gradients in the order of ``trainable_fqns``."""
+        """Run the graph; return the loss, then gradients in the order of ``trainable_fqns``."""
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
             raise ValueError(
-                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
-                "names and pads of its rank, so trace on every rank"
+                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: "
+                "a graph holds the group names and pads of its rank, so trace on every rank"
             )
         refuse_fake(self.gm, "the traced step")
         refuse_model(model)
@@ -229,33 +239,29 @@ class TracedStep:
         facts.notify("replay", gm=self.gm, inputs=flat)
         with torch.no_grad(), mode.without_autocast():
             results = self.gm(*flat)
-        if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
-            returned = (
-                len(results)
-                if isinstance(results, list | tuple)
-                else f"a {type(results).__name__}, not 1"
-            )
-            raise ValueError(
-                f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
-                "gradients: did a pass drop or add outputs?"
-            )
-        return list(results)
+        expected = 1 + len(self.trainable_fqns)
+        if not isinstance(results, list | tuple):
+            returned = f"a {type(results).__name__}, not {expected}"
+        elif len(results) != expected:
+            returned = str(len(results))
+        else:
+            return list(results)
+        raise ValueError(
+            f"the graph returns {returned} results, the step has {expected}, loss and gradients: "
+            "did a pass drop or add outputs?"
+        )
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...], flat: list[Any]) -> None:
-        """What the graph has baked in: the state, the structure, shapes and dtypes, scalars among
-        the inputs.
+        """Check what the graph has baked in: the state, and the structure, shapes, dtypes and
+        scalars of the inputs.
         """
         if state.fqns != self.state_fqns:
             missing = sorted(set(self.state_fqns) - set(state.fqns))
             extra = sorted(set(state.fqns) - set(self.state_fqns))
-            raise ValueError(
-                "the model is not the traced one: "
-                + (
-                    f"missing {missing}, unexpected {extra}"
-                    if missing or extra
-                    else "its state is in another order"
-                )
-            )
+            differs = "its state is in another order"
+            if missing or extra:
+                differs = f"missing {missing}, unexpected {extra}"
+            raise ValueError(f"the model is not the traced one: {differs}")
         if state.trainable != self.trainable_fqns:
             changed = sorted(set(state.trainable) ^ set(self.trainable_fqns))
             raise ValueError(
@@ -268,13 +274,10 @@ class TracedStep:
             raise ValueError(
                 f"inputs are structured as {spec}, the step was traced with {self.input_spec}{hint}"
             )
-        named = zip(self._input_names(), flat, self.example_inputs, strict=True)
-        for name, value, traced in named:
-            ours, theirs = _describe(value), _describe(traced)
-            if ours != theirs:
-                raise ValueError(
-                    f"{name} is {ours}, the step was traced with {theirs}: trace again"
-                )
+        for name, value, traced in zip(self._input_names(), flat, self.example_inputs, strict=True):
+            now, then = _describe(value), _describe(traced)
+            if now != then:
+                raise ValueError(f"{name} is {now}, the step was traced with {then}: trace again")
 
 
 def add_gradients(
@@ -284,22 +287,21 @@ def add_gradients(
     placements: Sequence[tuple[Placement, ...] | None],
 ) -> None:
     """Add local gradients to the ``.grad`` of a model's parameters, as autograd would."""
-    for fqn, gradient, placed in zip(
-        fqns, gradients, placements or (None,) * len(gradients), strict=True
-    ):
+    placements = placements or (None,) * len(gradients)
+    for fqn, gradient, placed in zip(fqns, gradients, placements, strict=True):
         if gradient is None:
             continue
-        parameter = state.parameters[fqn]
-        alike = placed is None or placed == getattr(parameter, "placements", placed)
-        like, existing = (local(parameter) if alike else gradient), parameter.grad
-        kind = tensor_text(like if existing is None else local(existing))
-        dtype = (
-            gradient.dtype if existing is None else existing.dtype
-        )  # torch checks that of a new one
-        if gradient.shape != like.shape or gradient.dtype != dtype:
+        parameter, existing = state.parameters[fqn], state.parameters[fqn].grad
+        like = gradient
+        if placed is None or placed == getattr(parameter, "placements", placed):
+            like = local(parameter)
+        # torch checks the dtype of a new .grad.
+        has_dtype = existing is None or gradient.dtype == existing.dtype
+        if gradient.shape != like.shape or not has_dtype:
+            kind = tensor_text(like if existing is None else local(existing))
             raise ValueError(
-                f"the graph gives {fqn} a gradient of {tensor_text(gradient)}, and its .grad is {kind}: "
-                "did a pass change its shape or dtype?"
+                f"the graph gives {fqn} a gradient of {tensor_text(gradient)}, and its .grad is "
+                f"{kind}: did a pass change its shape or dtype?"
             )
         if existing is not None:
             if placed not in (None, getattr(existing, "placements", None)):
@@ -314,16 +316,20 @@ def add_gradients(
 
 
 def _describe(value: Any) -> str:
-    """Return what a graph may have baked in of an input: of a tensor all but its values."""
+    """Describe an input as far as a graph may have baked it in: a tensor, all but its values."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     text = tensor_text(value)
     if value.layout is not torch.strided:
         text += f" of layout {value.layout}"
-    elif not value.is_contiguous():  # strides of dimensions of one element decide nothing
-        strides = zip(value.shape, value.stride(), strict=True)
-        text += f" with strides {[stride if extent > 1 else 1 for extent, stride in strides]}"
-    return text if value.device.type == "cpu" else f"{text} on {value.device.type}"
+    elif not value.is_contiguous():
+        strides = []
+        for extent, stride in zip(value.shape, value.stride(), strict=True):
+            strides.append(stride if extent > 1 else 1)  # that of one element decides nothing
+        text += f" with strides {strides}"
+    if value.device.type != "cpu":
+        text += f" on {value.device.type}"
+    return text
 
 
 def trace_step(
@@ -339,8 +345,8 @@ def trace_step(
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
     Nothing is computed. State and inputs may be real, fake or meta, on the mesh's device. The model
-    does not change. ``step`` ends with the loss, of all microbatches their sum. What a graph would
-    lose is refused, see ``Raises``.
+    does not change. ``step`` ends with the loss; with microbatches, with the sum of their losses.
+    What a graph would lose is refused, see ``Raises``.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
@@ -368,10 +374,13 @@ def trace_step(
             "inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one"
         )
     refuse_model(model, step)
-    (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
+    flat_inputs, spec = flatten_inputs(tuple(inputs))
+    state = ModelState.of(model)
     if not state.trainable:
-        wrong = "no parameter of the model requires a gradient, so there is no backward to trace"
-        raise ValueError(f"{wrong}: call requires_grad_() on what is to be trained")
+        raise ValueError(
+            "no parameter of the model requires a gradient, so there is no backward to trace: "
+            "call requires_grad_() on what is to be trained"
+        )
     tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
     gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
     mode = RunMode.of(model, fakes)
@@ -384,14 +393,19 @@ def trace_step(
 
 
 def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:
-    """The mode of those of them that are fake, else a new one."""
-    plain = (local_part(t) if isinstance(t, DTensor) else t for t in tensors)
-    return next((t.fake_mode for t in plain if isinstance(t, FakeTensor)), None) or new_fake_mode()
+    """Return the mode of the first fake tensor; without any, a new mode."""
+    for tensor in tensors:
+        plain = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(plain, FakeTensor):
+            return plain.fake_mode
+    return new_fake_mode()
 
 
 def rank_of(state: ModelState) -> int | None:
-    """The rank that a sharded model is traced as; None without sharded parameters."""
-    return dist.get_rank() if any(isinstance(tensor, DTensor) for tensor in state.tensors) else None
+    """Return the rank that a sharded model is traced as; None without sharded parameters."""
+    if any(isinstance(tensor, DTensor) for tensor in state.tensors):
+        return dist.get_rank()
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,59 +426,59 @@ class Tracing:
         spec: pytree.TreeSpec,
         dynamic_dims: DynamicDims = MappingProxyType({}),
     ) -> tuple[fx.GraphModule, list[Any]]:
-        """The joint graph, and fake tensors of its inputs, of the given extents."""
+        """Trace the joint graph; return it, and fake tensors of its inputs, of the given extents."""
         fakes = self.fakes_of(flat_inputs)
-        shown = list(map(_describe, fakes))
+        inputs = fakes[len(self.state.fqns) :]
+        described = [_describe(fake) for fake in inputs]
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
-        work = f"tracing a step of {type(self.model).__name__}"
         with (
             collector_off(),
             annotate_module_fqns(self.model),
             tracing_backward_metadata(),
             self.mode,
-            long_work(work),
+            long_work(f"tracing a step of {type(self.model).__name__}"),
         ):
+            symbolic = self._symbolic(fakes, dynamic_dims, extents)
             try:
-                gm = make_fx(partial(self._joint, spec))(
-                    *self._symbolic(fakes, dynamic_dims, extents)
-                )
+                gm = make_fx(partial(self._joint, spec))(*symbolic)
             except GuardOnDataDependentSymNode as error:
                 if not extents:
                     raise ValueError(
-                        f"the step decides in Python by the value of a tensor{_place(error)}, and a graph "
-                        "holds one course of it: use torch.where, or draw and decide outside of the step "
-                        "(nn.init.trunc_normal_ is such a decision)"
+                        f"the step decides in Python by the value of a tensor{_place(error)}, and "
+                        "a graph holds one course of it: use torch.where, or draw and decide "
+                        "outside of the step (nn.init.trunc_normal_ is such a decision)"
                     ) from error
                 raise FixedExtentError(
                     f"the step asks for the number of a size that is not known{_place(error)}: "
-                    f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
-                    "twin (chunk=) instead"
+                    f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or "
+                    "trace a static twin (chunk=) instead"
                 ) from error
             except RuntimeError as error:
                 refuse_compiled_code(error, _place(error))
                 raise
-        for index, fake in enumerate(fakes[len(self.state.fqns) :], -len(flat_inputs)):
-            if _describe(fake) != shown[index]:
+        for index, (fake, before) in enumerate(zip(inputs, described, strict=True)):
+            if _describe(fake) != before:
                 raise ValueError(
-                    f"the step changes input {index + len(flat_inputs)} in place from {shown[index]} to "
-                    f"{_describe(fake)} (t_(), resize_(), ...), and a replay would do so to the caller's "
-                    "tensor: use the form that returns a tensor, as t()"
+                    f"the step changes input {index} in place from {before} to {_describe(fake)} "
+                    "(t_(), resize_(), ...), and a replay would do so to the caller's tensor: "
+                    "use the form that returns a tensor, as t()"
                 )
         fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
         if fixed:
             raise FixedExtentError(
-                f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from x.shape[i], or write -1 "
-                "in a view, and name every input that has the dimension in dynamic_dims"
+                f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from "
+                "x.shape[i], or write -1 in a view, and name every input that has the dimension in "
+                "dynamic_dims"
             )
         _erase_handed_on(gm)
         _inherit_metadata(gm)
         self._name(gm, len(flat_inputs))
         if dynamic_dims:
-            places = {name: places[0] for name, places in dynamic_dims.items()}
-            gm.graph.output_node().meta[DYNAMIC_DIMS] = {
-                name: (extents[name], flat_inputs[leaf].shape[dim])
-                for name, (leaf, dim) in places.items()
-            }
+            traced_extents = {}
+            for name, places in dynamic_dims.items():
+                leaf, dim = places[0]
+                traced_extents[name] = extents[name], flat_inputs[leaf].shape[dim]
+            gm.graph.output_node().meta[DYNAMIC_DIMS] = traced_extents
         return gm, fakes
 
     def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
@@ -479,71 +493,74 @@ class Tracing:
         except Exception as error:
             described = ", ".join(_describe(value) for value in flat)
             raise TwinTraceError(
-                f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
-                "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
+                f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: "
+                f"{error}\n"
+                "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed "
+                "number"
             ) from error
         return gm
 
     def fakes_of(self, flat_inputs: list[Any]) -> list[Any]:
         """Return the state and the inputs as fake tensors, and scalars as they are."""
+        device = "cpu"
+        for tensor in self.state.tensors:
+            if isinstance(tensor, DTensor):
+                device = tensor.device_mesh.device_type
         values = [*map(local, self.state.tensors), *flat_inputs]
-        mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
-        device = torch.device(mesh.device_type if mesh is not None else "cpu")
-        return [
-            self._fake(value, device) if isinstance(value, torch.Tensor) else value
-            for value in values
-        ]
+        return [self._fake(value, device) for value in values]
 
-    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A fake tensor of this mode; of a meta tensor on the given device."""
-        if isinstance(tensor, FakeTensor):
-            return tensor.detach()  # one that is given twice stands for two inputs
-        if tensor.is_meta:
+    def _fake(self, value: Any, device: str) -> Any:
+        """Return a fake tensor of this mode, that of a meta tensor on ``device``; a scalar as it
+        is.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, FakeTensor):
+            return value.detach()  # one that is given twice stands for two inputs
+        if value.is_meta:
             with self.mode:
                 return torch.empty_strided(
-                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+                    value.size(), value.stride(), dtype=value.dtype, device=device
                 )
-        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        return self.mode.from_tensor(value.detach(), static_shapes=True)
 
     def _symbolic(
         self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
     ) -> list[Any]:
-        """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
-        num_state = len(self.state.fqns)
+        """Return the fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
         shapes: dict[int, list[Any]] = {}
         for name, places in dynamic_dims.items():
             for leaf, dim in places:
-                shapes.setdefault(num_state + leaf, list(fakes[num_state + leaf].shape))[dim] = (
-                    extents[name]
-                )
+                index = len(self.state.fqns) + leaf
+                shape = shapes.setdefault(index, list(fakes[index].shape))
+                shape[dim] = extents[name]
         symbolic = list(fakes)
         for index, shape in shapes.items():
-            if not fakes[index].is_contiguous():
+            fake = fakes[index]
+            if not fake.is_contiguous():
                 raise ValueError(
-                    f"input {index - num_state} has a dynamic dimension and strides {fakes[index].stride()}: "
-                    "give its contiguous()"
+                    f"input {index - len(self.state.fqns)} has a dynamic dimension and strides "
+                    f"{fake.stride()}: give its contiguous()"
                 )
             with self.mode:
-                symbolic[index] = torch.empty(
-                    shape, dtype=fakes[index].dtype, device=fakes[index].device
-                )
+                symbolic[index] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
         return symbolic
 
     @contextmanager
     def _entered(self, flat: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-        """The model on a graph's state, the first of ``flat``, with gradients where its own tensors
-        have them.
+        """Let the model use a graph's state, the first of ``flat``, inside.
+
+        Yields the tensors of the state, which require a gradient if the model's own do.
         """
         state = self.state
-        with torch.no_grad():
-            # a view where nothing wraps the input: the input itself must not become a leaf that
-            # requires grad
-            pairs = zip(flat[: len(state.fqns)], state.tensors, strict=True)
-            tensors = [
-                rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs
-            ]
-        for tensor, own in zip(tensors, state.tensors, strict=True):
-            tensor.requires_grad_(own.requires_grad)
+        tensors = []
+        for tensor, own in zip(flat[: len(state.fqns)], state.tensors, strict=True):
+            with torch.no_grad():
+                if isinstance(own, DTensor):
+                    tensor = rewrap(tensor, own)
+                else:  # the input itself must not become a leaf that requires a gradient
+                    tensor = tensor.view_as(tensor)
+            tensors.append(tensor.requires_grad_(own.requires_grad))
         with (
             attributes_kept(self.model),
             state.exchanged(tensors),
@@ -560,33 +577,33 @@ class Tracing:
         wanted: Sequence[torch.Tensor],
         seeds: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """Local gradients of the state that requires one, the last of ``wanted``, behind those of
-        the rest.
-        """
+        """Return local gradients of ``wanted``, the last of which are the trainable parameters."""
         gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-        of_state = gradients[len(gradients) - len(self.state.trainable) :]
-        self.gradient_placements[:] = [
-            each.placements if isinstance(each, DTensor) else None for each in of_state
-        ]
+        self.gradient_placements.clear()
+        for gradient in gradients[len(gradients) - len(self.state.trainable) :]:
+            placements = gradient.placements if isinstance(gradient, DTensor) else None
+            self.gradient_placements.append(placements)
         with marked_backward(), torch.no_grad():
             return [None if gradient is None else local(gradient) for gradient in gradients]
 
     def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
-        """The function to trace: local tensors in, loss and local gradients out, None without a
-        gradient.
+        """Run the step on local tensors; return loss and local gradients, None without a gradient.
+
+        This is the function that is traced.
         """
         inputs = pytree.tree_unflatten(list(flat[len(self.state.fqns) :]), spec)
         with self._entered(flat) as tensors:
             with annotate({KEY: LOSS_FQN}):
                 loss = self.step(self.model, *inputs)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                    shown = (
-                        tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                    )
-                    raise ValueError(f"the step must return a scalar loss, it returned {shown}")
+                    found = type(loss).__name__
+                    if isinstance(loss, torch.Tensor):
+                        found = str(tuple(loss.shape))
+                    raise ValueError(f"the step must return a scalar loss, it returned {found}")
                 if not loss.requires_grad:
                     raise ValueError(
-                        "the loss does not depend on a parameter that requires a gradient: is the step under no_grad?"
+                        "the loss does not depend on a parameter that requires a gradient: "
+                        "is the step under no_grad?"
                     )
                 value = local(loss.detach())
             with marked_backward(), annotate({KEY: LOSS_FQN}):
@@ -595,21 +612,17 @@ class Tracing:
             return value, *self._gradients([loss], wanted, [seed])
 
     def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
-        """Note what inputs and results are."""
-        self._name_inputs(gm, [("input", str(index)) for index in range(num_inputs)])
-        output = gm.graph.output_node()
-        output.meta["gt_outputs"] = ("loss", *self.state.trainable)
+        """Name inputs and results in their metadata."""
+        self._name_inputs(gm, [str(index) for index in range(num_inputs)])
+        gm.graph.output_node().meta["gt_outputs"] = ("loss", *self.state.trainable)
 
-    def _name_inputs(self, gm: fx.GraphModule, rest: list[tuple[str, str]]) -> None:
-        """Note what inputs are, the state and ``rest``, and what a graph's reader asks of the
-        model.
-        """
-        names = [("parameter", fqn) for fqn in self.state.parameters] + [
-            ("buffer", fqn) for fqn in self.state.buffers
-        ]
-        for node, (kind, fqn) in zip(
-            gm.graph.find_nodes(op="placeholder"), [*names, *rest], strict=True
-        ):
+    def _name_inputs(self, gm: fx.GraphModule, inputs: Sequence[str]) -> None:
+        """Name the state and the inputs, and note what a reader of the graph asks of the model."""
+        names = [("parameter", fqn) for fqn in self.state.parameters]
+        names += [("buffer", fqn) for fqn in self.state.buffers]
+        names += [("input", name) for name in inputs]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node, (kind, fqn) in zip(placeholders, names, strict=True):
             node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
         output = gm.graph.output_node()
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
@@ -619,8 +632,8 @@ class Tracing:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection inside: a trace makes many objects that stay, and each collection
-    visits them all.
+    """Collect no garbage inside: a trace makes many objects that stay, and each collection visits
+    all of them.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -632,28 +645,31 @@ def collector_off() -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Return where the user's code raised: the innermost frame that is neither torch's nor ours."""
-    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
-    frames = (
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(ours)
-    )
-    return next((f" at {frame.filename}:{frame.lineno}" for frame in reversed([*frames])), "")
+    """Return where the user's code raised, " at FILE:LINE"; "" if it did not.
+
+    That is the innermost frame that is neither torch's nor ours.
+    """
+    others = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""
 
 
 def flatten_inputs(
     inputs: tuple[Any, ...], *, may_have_history: bool = False
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take as an
-    input.
+    """Return the leaves and the tree of a step's inputs; refuse what a trace cannot take.
+
+    ``may_have_history`` allows inputs that require a gradient.
     """
     paths, spec = pytree.tree_flatten_with_path(inputs)
     for path, leaf in paths:
         where = "inputs" + pytree.keystr(path)
         if isinstance(leaf, nn.Module):
             raise TypeError(
-                f"{where} is a module ({type(leaf).__name__}): pass the model as the first argument only"
+                f"{where} is a module ({type(leaf).__name__}): "
+                "pass the model as the first argument only"
             )
         if isinstance(leaf, DTensor):
             raise TypeError(
@@ -669,9 +685,7 @@ def flatten_inputs(
 
 
 def _erase_handed_on(gm: fx.GraphModule) -> None:
-    """Erase the views by which ``groups.hand_on_inputs`` hands inputs on: only the order of
-    gradient sums is wanted.
-    """
+    """Erase the views of ``groups.hand_on_inputs``, which has fixed the order of gradient sums."""
     handed_on = [node for node in gm.graph.nodes if HANDED_ON in (node.meta.get("custom") or {})]
     for node in handed_on:
         node.replace_all_uses_with(node.all_input_nodes[0])
@@ -681,25 +695,33 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
-    """Copy ``custom`` to backward nodes: of the first forward node of their ``seq_nr``, or of
-    a nested graph's.
-    """
-    modules = [
-        module for module in gm.modules() if isinstance(module, fx.GraphModule)
-    ]  # outer ones first
-    nodes = [node for module in modules for node in module.graph.nodes if "seq_nr" in node.meta]
-    first: dict[int, dict[str, Any]] = {}
-    for node in nodes:
-        if direction(node) != BACKWARD:
-            first.setdefault(node.meta["seq_nr"], node.meta.get("custom") or {})
-    for node in nodes:
-        inherits = direction(node) == BACKWARD and not node.meta.get("is_gradient_acc")
-        if inherits and (inherited := first.get(node.meta["seq_nr"])):
+    """Give backward nodes the ``custom`` metadata of the first forward node of their ``seq_nr``."""
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    forward: dict[int, dict[str, Any]] = {}
+    backward = []
+    for module in graphs:
+        for node in module.graph.nodes:
+            if "seq_nr" not in node.meta:
+                continue
+            if direction(node) != BACKWARD:
+                forward.setdefault(node.meta["seq_nr"], node.meta.get("custom") or {})
+            elif not node.meta.get("is_gradient_acc"):
+                backward.append(node)
+    for node in backward:
+        inherited = forward.get(node.meta["seq_nr"])
+        if inherited:
             node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
-    for module in modules:
+    _inherit_from_callers(graphs)
+
+
+def _inherit_from_callers(graphs: Sequence[fx.GraphModule]) -> None:
+    """Give nodes of nested graphs without ``custom`` that of the node which names their graph."""
+    for module in graphs:  # outer graphs come first
         for caller in module.graph.find_nodes(op="get_attr"):
             nested = getattr(module, str(caller.target), None)
-            if isinstance(nested, fx.GraphModule) and caller.meta.get("custom"):
-                for node in nested.graph.nodes:
-                    if not node.meta.get("custom"):
-                        node.meta["custom"] = copy.deepcopy(caller.meta["custom"])
+            custom = caller.meta.get("custom")
+            if not custom or not isinstance(nested, fx.GraphModule):
+                continue
+            for node in nested.graph.nodes:
+                if not node.meta.get("custom"):
+                    node.meta["custom"] = copy.deepcopy(custom)

@@ -106,12 +106,15 @@ def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
     assert wrong["loss"] > 10, "its terms have two signs"
 
 
-def gradients_of(tensor, mesh=None, break_it=lambda model: None):
+def gradients_of(
+    tensor, mesh=None, break_it=lambda model: None, prepare=lambda model: None, flavor="debug_small"
+):
     """Return the gradients of the whole DeepSeek-V3 in fp64."""
-    config = deepseek_v3.FLAVORS["debug_small"]
+    config = deepseek_v3.FLAVORS[flavor]
     model = deepseek_v3.DeepSeekV3(config)
     model.init_weights(seed=0)
-    Parallelism(tensor).apply(model.double(), {"tp": mesh})
+    prepare(model.double())
+    Parallelism(tensor).apply(model, {"tp": mesh})
     break_it(model)
     ce_step(model, *token_batches(config.vocab_size, "cpu")(0, 0)).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -203,23 +203,47 @@ def check_mistakes(eager, model, traced, inputs, mesh, mistakes):
         assert ("different" in texts) == (mistake is not None), (mistake, texts)
 
 
-@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
-def test_beside_tensor_parallelism(gt_mesh):
-    """N2: a cast in front of the sum over TP is among the mistakes."""
+def beside_tensor_parallelism(mesh):
+    """Return a training of one layer of Llama 3 over data ranks, each of several ranks that share
+    the model and, between projections, the sequence.
+    """
 
     def model():
         built = llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=1))
         built.init_weights(seed=0)
-        apply_tensor_parallel(built, gt_mesh["tp"], sequence=True)
+        apply_tensor_parallel(built, mesh["tp"], sequence=True)
         return built
 
     config = llama3_training(
-        gt_mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), model=model, steps=1
+        mesh, "bf16_fp32", parallel=Parallelism({"sequence": True}), model=model, steps=1
     )
-    config = replace(config, bucket_plan=["tok_embeddings", "layers.0", ["norm", "lm_head"]])
+    return replace(config, bucket_plan=["tok_embeddings", "layers.0", ["norm", "lm_head"]])
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+def test_beside_tensor_parallelism(gt_mesh):
+    """N2: a cast in front of the sum over TP is among the mistakes."""
+    config = beside_tensor_parallelism(gt_mesh)
     eager, graph, inputs = EagerRun(config).model, GraphRun(config), config.inputs(0)
     config.step(eager, *inputs).backward()
     check_mistakes(eager, graph.model, graph.traced, inputs, gt_mesh, BESIDE_TENSOR)
+
+
+DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def trace_replicas(mesh, x):
+    """Return a model whose shards have replicas, and its step as it is traced."""
+    model = data_parallel(
+        stage(), mesh, mode="hybrid_shard", mp_policy=MixedPrecisionPolicy(**DTYPES)
+    )
+    return model, trace_step(model, lambda net, x: net(x).square().sum(), (x,))
+
+
+def scattered_first(traced):
+    """Return a step in which replicas add what has been scattered, as FSDP2 does."""
+    first = bind_options(reduce_scatter_before_all_reduce_pass)
+    return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, [first]))
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "shard": 2})
@@ -227,18 +251,11 @@ def test_of_replicas(gt_mesh, gt_world):
     """A value that is reduced in bf16 is fp32 behind the reduce-scatter, so replicas have bits to
     lose.
     """
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    eager = fully_shard(stage(), mesh=gt_mesh, mp_policy=FSDP2Policy(**dtypes))
-    model = data_parallel(
-        stage(), gt_mesh, mode="hybrid_shard", mp_policy=MixedPrecisionPolicy(**dtypes)
-    )
+    eager = fully_shard(stage(), mesh=gt_mesh, mp_policy=FSDP2Policy(**DTYPES))
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(gt_world.rank)).bfloat16()
     eager(x).square().sum().backward()
-    traced = trace_step(model, lambda net, x: net(x).square().sum(), (x,))
-    swapped = apply_graph_passes(
-        traced.gm, traced.example_inputs, [bind_options(reduce_scatter_before_all_reduce_pass)]
-    )
-    check_mistakes(eager, model, traced.with_graph(swapped), (x,), gt_mesh, OF_REPLICAS)
+    model, traced = trace_replicas(gt_mesh, x)
+    check_mistakes(eager, model, scattered_first(traced), (x,), gt_mesh, OF_REPLICAS)
 
 
 # --- contexts: against the whole sequence, as parity cannot see what both sides do
@@ -256,6 +273,9 @@ def heads_in_the_wrong_order(mesh, q, k, v):
     return ulysses_attention(mesh, q, k.flip(1), v)
 
 
+OF_CONTEXTS = [slice_off_by_one, parts_in_the_wrong_order, heads_in_the_wrong_order]
+
+
 @pytest.mark.gt_world("ranks", size=2, mesh={"cp": 2})
 def test_of_contexts(gt_mesh):
     """The result is as close to attention on the whole sequence as ten roundings of fp32; a mistake
@@ -267,7 +287,7 @@ def test_of_contexts(gt_mesh):
     own = [x.chunk(2, 2)[gt_mesh.get_local_rank()].contiguous() for x in (q, k, v, whole)]
     for attend in (gathered_attention, ulysses_attention):
         torch.testing.assert_close(attend(gt_mesh, *own[:3]), own[3], rtol=0, atol=10 * 2**-23)
-    for mistake in (slice_off_by_one, parts_in_the_wrong_order, heads_in_the_wrong_order):
+    for mistake in OF_CONTEXTS:
         assert (mistake(gt_mesh, *own[:3]) - own[3]).abs().max() > 0.01, mistake
 
 
@@ -298,10 +318,15 @@ def run_microbatches(
     return [sums[name].detach() for name in graphs.results[2:]]
 
 
+OF_STAGES = {
+    "a microbatch left out": {"order": (0, 1)},
+    "the tangent of another microbatch": {"tangent_of": lambda at: (at + 1) % 3},
+    "only the last microbatch kept": {"once": False},
+    "another order of adding": {"order": (2, 1, 0)},
+}
+
+
 def test_of_stages():
-    """A microbatch left out, the tangent of another one, only the last kept, another order of
-    adding.
-    """
     module = stage()
     given = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]
     for x, tangent in given:
@@ -310,12 +335,7 @@ def test_of_stages():
     gm = trace_stage(module, (torch.zeros(2, 4, requires_grad=True),)).gm
     graphs = split_stage_graph(gm)
     assert_bitwise_equal(run_microbatches(graphs, module, given), expected)
-    for mistake in (
-        {"order": (0, 1)},
-        {"tangent_of": lambda at: (at + 1) % 3},
-        {"once": False},
-        {"order": (2, 1, 0)},
-    ):
+    for mistake in OF_STAGES.values():
         assert_bitwise_different(run_microbatches(graphs, module, given, **mistake), expected)
     needed = gm.graph.find_nodes(op="call_function", target=aten.tanh_backward.default)[0]
     with pytest.raises(

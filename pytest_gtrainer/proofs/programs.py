@@ -13,6 +13,7 @@ from pytest_gtrainer._torch.random_states import random_state, random_states_kep
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.shadows import whole_storage
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 from pytest_gtrainer.numerics.graph_run import (
@@ -130,8 +131,15 @@ def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
 
 def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
     """Make floating-point numbers abstract. A view of abstract memory is abstract already."""
-    if tensor.is_floating_point() and not mode.shadows.has(tensor):
-        mode.make_abstract(tensor.detach(), name)
+    if not tensor.is_floating_point() or mode.shadows.has(tensor):
+        return
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        memory = whole_storage(tensor)
+        if memory.numel() > tensor.numel():
+            # Other inputs may be other parts of the same memory, such as the chunks of a batch.
+            mode.make_abstract(memory, ("memory of", name))
+    mode.make_abstract(tensor, name)
 
 
 class GraphProgram(Program):

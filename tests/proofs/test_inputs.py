@@ -17,6 +17,51 @@ def graph(function, *inputs):
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
+PARTS = {
+    "chunks": lambda: torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).unbind(),
+    "columns": lambda: torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).unbind(1),
+    "overlapping": lambda: tuple(torch.arange(1.0, 7).unfold(0, 4, 1)),
+    "the last ones": lambda: tuple(torch.randn(5, 4)[1:4]),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_of_one_tensor_are_inputs_of_their_own(parts):
+    """Decisions, since then real numbers do not contradict what is equal by mistake."""
+    inputs = PARTS[parts]()
+
+    def runs(x, y, z):
+        return x + torch.relu(y)
+
+    for other in (
+        lambda x, y, z: x + torch.relu(z),
+        lambda x, y, z: x + torch.relu(x),
+        lambda x, y, z: y + torch.relu(y),
+        lambda x, y, z: x + torch.relu(2 * y),
+    ):
+        assert prove(other, runs, inputs=inputs).kind == "another function"
+    assert prove(runs, runs, inputs=inputs).kind == "identical"
+    shift = prove(lambda x, y, z: y[:-1] * 1, lambda x, y, z: x[1:] * 1, inputs=inputs)
+    assert shift.kind == ("identical" if parts == "overlapping" else "another function")
+
+
+@pytest.mark.gt_world("simulated", size=4)
+def test_chunks_of_one_tensor_are_inputs_of_their_ranks(gt_mesh, gt_world):
+    c10d, group = torch.ops._c10d_functional, gt_mesh.get_group().group_name
+
+    def of_rank(rank):
+        def run(x):
+            rows = c10d.wait_tensor(c10d.all_gather_into_tensor(torch.relu(x), 4, group))
+            return rows.view(4, 4)[rank] * 2
+
+        return make_fx(run)(X[0])
+
+    inputs = [(each,) for each in torch.randn(4, 4).unbind()]
+    for rank in (0, 3):
+        proof = prove(of_rank(1), of_rank(rank), inputs=inputs, world=gt_world)
+        assert proof.kind == "another function"
+
+
 def test_places_are_drawn_below_the_extents_that_they_index():
     tokens, rows, targets = (torch.zeros(40, dtype=torch.int64) for _ in range(3))
 

@@ -95,6 +95,7 @@ class Arithmetic(ABC):
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         exponentials: how often ``exp`` was computed as a function of nothing known.
+        coarsest: the largest epsilon of a dtype that elements were rounded to.
     """
 
     kind: str
@@ -109,6 +110,7 @@ class Arithmetic(ABC):
         self.bias = 0
         self.roots = 0
         self.decisions = self.exponentials = 0
+        self.coarsest = 0.0
         self._uninitialised = 0
 
     def set_seed(self, seed: int) -> None:
@@ -172,6 +174,8 @@ class Arithmetic(ABC):
         """Return elements as ``dtype``, and a dtype that holds them."""
         if holds_exactly(dtype, value.fits):
             return value.elements, value.fits
+        if dtype.is_floating_point:
+            self.coarsest = max(self.coarsest, torch.finfo(dtype).eps)
         return self.rounded(value, dtype), dtype
 
     # --- operators

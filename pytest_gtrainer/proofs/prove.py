@@ -315,6 +315,8 @@ def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
         for real in floats.values()
         if len(real.reshape(-1))
     ]
+    # Numbers of eight bits have one digit, and what is computed from several may have none.
+    share = max(0.1, 8 * actual.arithmetic.coarsest, 8 * expected.arithmetic.coarsest)
     for (name, rank), wanted in floats.items():
         found = actual.real.get((name, rank))
         if found is None or found.shape != wanted.shape or not wanted.numel():
@@ -324,7 +326,7 @@ def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
                 return f"the bits of {name} differ"
             continue
         error = (found.double() - wanted.double()).nan_to_num().abs().max()
-        allowed = 0.1 * wanted.double().nan_to_num().abs().max() + 1e-3 * max(largest)
+        allowed = share * wanted.double().nan_to_num().abs().max() + 1e-3 * max(largest)
         if error > allowed or not torch.equal(found.isnan(), wanted.isnan()):
             where = "" if rank is None else f" on rank {rank}"
             return (

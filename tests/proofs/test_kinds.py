@@ -131,6 +131,16 @@ FUNCTIONS = {
         lambda x, w, b: x + 0,
         lambda x, w, b: x.bfloat16().float(),
     ),
+    "rounding to eight bits": (
+        "rounds elsewhere",
+        lambda x, w, b: x.to(torch.float8_e4m3fn).float() @ w.to(torch.float8_e4m3fn).float().t(),
+        lambda x, w, b: x @ w.t(),
+    ),
+    "rounding to eight bits of another kind": (
+        "rounds elsewhere",
+        lambda x, w, b: x.to(torch.float8_e5m2).float() @ w.to(torch.float8_e5m2).float().t(),
+        lambda x, w, b: x @ w.t(),
+    ),
     "float32 in the middle of bfloat16": (
         "rounds elsewhere",
         lambda x, w, b: (x.float() * w[:4].float() + 1).bfloat16(),

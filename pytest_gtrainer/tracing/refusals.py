@@ -4,7 +4,8 @@ A trace calls the step once, on stand-ins for the parameters, and asks autograd 
 A graph has no node for what else a step does to the model: what hooks of a wrapper or of a
 parameter do, what is added to ``.grad`` inside the step, an optimiser's update. Such a step would
 give a wrong graph without an error, so each is refused here, by name and with the way out. Hooks on
-the ``AccumulateGrad`` node of a parameter cannot be seen."""
+the ``AccumulateGrad`` node of a parameter cannot be seen.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,8 +58,7 @@ _WAYS_OUT = {
 
 
 def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> None:
-    """Refuse a model whose wrappers, or hooks on parameters, a graph would lose, and a compiled
-    ``step``.
+    """Refuse wrapped modules and hooks on parameters, which a graph would lose, and compiled steps.
 
     Raises:
         ValueError: names the module or parameter, and what to give instead.
@@ -83,14 +83,15 @@ def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> No
 def refuse_compiled_code(error: RuntimeError, place: str) -> None:
     """Raise torch's ``error`` about compiled code in our words; return if it is another one."""
     if is_about_compiled_code(error):
-        wrong = f"the step calls compiled code{place}, which a trace cannot look into"
         raise ValueError(
-            f"{wrong}: call the module or function as it was before torch.compile"
+            f"the step calls compiled code{place}, which a trace cannot look into: "
+            "call the module or function as it was before torch.compile"
         ) from error
 
 
 def _refuse_wrapped(module: nn.Module, where: str) -> None:
-    if wrapper := wrapped_by(module):
+    wrapper = wrapped_by(module)
+    if wrapper:
         raise ValueError(
             f"{where} ({type(module).__name__}) is wrapped by {wrapper}: {_WAYS_OUT[wrapper]}"
         )
@@ -102,7 +103,8 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
     Raises:
         ValueError: names the tensor and the method that has registered the hook.
     """
-    if method := method_of_hook(tensor):
+    method = method_of_hook(tensor)
+    if method:
         raise ValueError(
             f"{where} has a hook of {method}(), which a graph would not run: remove the hook "
             "before the trace and the replay, and do its work on .grad behind the replay. Hooks on "
@@ -111,8 +113,9 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
 
 
 def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) -> None:
-    """Refuse an input with a hook, a nested one, and, unless it ``may_have_history``, one whose
-    gradient eager code would compute.
+    """Refuse an input with a hook, and a nested tensor.
+
+    Unless it ``may_have_history``, an input whose gradient eager code would compute is refused, too.
 
     Raises:
         ValueError: names the input.
@@ -140,36 +143,36 @@ def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) ->
 def refusing_side_effects(
     model: nn.Module, state: ModelState, tensors: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, run code of the user on ``tensors`` in the place of the model's ``state``.
+    """Refuse what the user's code inside does to the model and a graph would lose.
+
+    The code runs on ``tensors`` in the place of the model's ``state``.
 
     Raises:
-        ValueError: the code did to the model what the graph would lose.
+        ValueError: names the tensor or module, and the way out.
     """
     owners = [*zip(state.fqns, tensors, strict=True), *zip(state.fqns, state.tensors, strict=True)]
     guards = []
     with ExitStack() as stack:
         for fqn, tensor in owners:
-            if tensor.requires_grad and tensor.is_leaf:
-                guard = GuardedGradient(tensor, _of_gradient(fqn))
-                stack.callback(setattr, tensor, "grad", tensor.grad)
-                tensor.grad = guard
-                guards.append((fqn, tensor, guard))
+            if not tensor.requires_grad or not tensor.is_leaf:
+                continue
+            message = (
+                f"the step calls backward(), or reads, adds to or clears the .grad of {fqn} in "
+                "another way, and a graph would lose that: a trace computes gradients of the loss "
+                "that the step returns. To accumulate gradients, return the sum of the losses. "
+                "Call backward(), zero_grad() and clip_grad_norm_() outside of the step"
+            )
+            guard = GuardedGradient(tensor, message)
+            stack.callback(setattr, tensor, "grad", tensor.grad)
+            tensor.grad = guard
+            guards.append((tensor, guard, message))
         stack.enter_context(_refusing_calls())
         memory = _memory_of(tensors)
         yield
-        for fqn, tensor, guard in guards:
+        for tensor, guard, message in guards:
             if tensor.grad is not guard:
-                raise ValueError(_of_gradient(fqn))
+                raise ValueError(message)
         _refuse_changes(model, state, tensors, memory)
-
-
-def _of_gradient(fqn: str) -> str:
-    return (
-        f"the step calls backward(), or reads, adds to or clears the .grad of {fqn} in another "
-        "way, and a graph would lose that: a trace computes gradients of the loss that the step "
-        "returns. To accumulate gradients, return the sum of the losses. "
-        "Call backward(), zero_grad() and clip_grad_norm_() outside of the step"
-    )
 
 
 @contextmanager
@@ -220,8 +223,9 @@ def _refuse_changes(
         raise ValueError(
             f"the forward replaces {fqn} by another tensor, which a graph cannot: {in_place}"
         )
+    memory_now = _memory_of(tensors)
     for fqn, tensor, own, before, now in zip(
-        state.fqns, tensors, state.tensors, memory, _memory_of(tensors), strict=True
+        state.fqns, tensors, state.tensors, memory, memory_now, strict=True
     ):
         if now != before:
             raise ValueError(
@@ -236,7 +240,8 @@ def _refuse_changes(
         if isinstance(own, nn.Parameter):
             refuse_hooks(tensor, f"inside the step the parameter {fqn}")
     added = sorted(set(ModelState.of(model).fqns) - set(state.fqns))
-    for fqn in added:  # it is a tensor of the trace, which no later call could use
+    for fqn in added:
+        # A tensor of the trace has no values, so no later call could use it.
         owner, _, name = fqn.rpartition(".")
         setattr(model.get_submodule(owner), name, None)
     if added:
@@ -339,10 +344,12 @@ class RefusingSecondCasts(_UserMode):
 
 @contextmanager
 def refusing_random_states() -> Iterator[None]:
-    """Inside, run code of the user that may draw random numbers; put all random states back.
+    """Refuse code inside that draws other random numbers than its graph would.
+
+    All random states are put back on exit.
 
     Raises:
-        ValueError: a graph would draw other numbers than the code does.
+        ValueError: names the operator or the generator.
     """
     with without_modes():
         before, kept = random_state(), GeneratorStates.now()
@@ -381,20 +388,19 @@ class RunMode:
     @classmethod
     def of(cls, model: nn.Module, tensors: Sequence[Any]) -> "RunMode":
         """Return the mode of now, of a model with ``tensors`` as its state and inputs."""
-        evaluating = tuple(fqn for fqn, module in model.named_modules() if not module.training)
-        devices = sorted(
-            {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
-        )
-        autocast = [
-            (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-            for device in devices
-            if _autocasts(device)
-        ]
-        modules = []
+        devices = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        autocast = []
+        for device in sorted(devices - {"meta"}):  # which has no autocast
+            if torch.is_autocast_enabled(device):
+                keeps_casts = torch.is_autocast_cache_enabled()
+                autocast.append((device, torch.get_autocast_dtype(device), keeps_casts))
+        evaluating, modules = [], []
         for fqn, module in model.named_modules():
+            if not module.training:
+                evaluating.append(fqn)
             count = sum(map(len, hooks_of(module).values()))
             modules.append((fqn, f"a {type(module).__qualname__} with {count} hooks"))
-        return cls(evaluating, tuple(autocast), tuple(modules))
+        return cls(tuple(evaluating), tuple(autocast), tuple(modules))
 
     def refuse_other(self, other: "RunMode") -> None:
         """Refuse a replay in the mode ``other`` of a step that was traced in this one.
@@ -412,8 +418,8 @@ class RunMode:
                 )
         changed = sorted(set(self.evaluating) ^ set(other.evaluating))
         if changed:
-            fqn, modes = changed[0], ("train", "eval")
-            was, now = modes[fqn in self.evaluating], modes[fqn in other.evaluating]
+            fqn = changed[0]
+            was, now = ("eval", "train") if fqn in self.evaluating else ("train", "eval")
             more = f", and so are {len(changed) - 1} more modules" if len(changed) > 1 else ""
             raise ValueError(
                 f"{fqn or 'the model'} was in {was} mode at the trace and is in {now} mode{more}: "
@@ -434,13 +440,11 @@ class RunMode:
             yield
 
 
-def _autocasts(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
 def _spell(autocast: tuple[tuple[str, torch.dtype, bool], ...]) -> str:
     entered = []
     for device, dtype, keeps_casts in autocast:
         option = "" if keeps_casts else ", cache_enabled=False"
         entered.append(f"autocast({device!r}, {dtype}{option})")
-    return f"under {' and '.join(entered)}" if entered else "without autocast"
+    if not entered:
+        return "without autocast"
+    return f"under {' and '.join(entered)}"

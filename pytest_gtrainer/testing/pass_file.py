@@ -7,6 +7,7 @@ with a colon or without a mark.
 """
 
 import ast
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -121,13 +122,13 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
     Raises:
         PassFileError: there is none.
     """
-    root, marker = Path(folder), getattr(pytest.mark, MARKER)
+    root = Path(folder)
+    marker = getattr(pytest.mark, MARKER)
     found = []
     for path in _files_below(root):
-        try:
+        world = None
+        with contextlib.suppress(PassFileError):  # the test of the file reports the error
             world = read_pass_file(path).world
-        except PassFileError:
-            world = None  # the test of the file reports the error
         marks = []
         if world:
             mesh = dict(world.mesh)
@@ -145,9 +146,12 @@ def _files_below(root: Path) -> list[Path]:
     for folder, folders, names in os.walk(root, followlinks=True):
         above = {os.path.realpath(path) for path in Path(folder, "_").parents}
         for name in list(folders):
-            if os.path.realpath(os.path.join(folder, name)) in above:  # a link that leads upwards
+            # A link that leads upwards would be followed for ever.
+            if os.path.realpath(os.path.join(folder, name)) in above:
                 folders.remove(name)
-        found += [Path(folder, name) for name in names if name.lower().endswith(SUFFIX)]
+        for name in names:
+            if name.lower().endswith(SUFFIX):
+                found.append(Path(folder, name))
     return sorted(found)
 
 
@@ -189,19 +193,20 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
             f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`"
         )
     checks = tuple(directive for directive in directives if directive.name == "check")
-    values = {name: directive.value for name, directive in once.items()}
-    says_enough = checks or "raises" in values or "result" in values
-    golden = values.get("golden", None if says_enough else "full")
+    texts = {name: directive.value for name, directive in once.items()}
+    golden = texts.get("golden")
+    if golden is None and not (checks or "raises" in texts or "result" in texts):
+        golden = "full"  # a file that expects nothing else has a golden
     return PassFile(
         file,
         text,
         tuple(passes),
         world=_world(once.get("world"), once.get("mesh")),
         golden=golden,
-        raises=values.get("raises"),
-        values=values.get("values", ""),
-        result="result" in once,
-        again="again" in once,
+        raises=texts.get("raises"),
+        values=texts.get("values", ""),
+        result="result" in texts,
+        again="again" in texts,
         checks=checks,
     )
 
@@ -214,55 +219,65 @@ def directives_of(text: str, file: str) -> list[Directive]:
     ('check', 'then mm')
     """
     found: list[Directive] = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    above = ""
+    for number, line in enumerate(text.splitlines(), start=1):
         place = f"{file}:{number}"
         behind = _BEHIND_CODE.match(line)
         if behind is not None:
-            is_check = behind["name"] in _KINDS_OF_CHECK
-            spelling = _check_meant(behind["name"], "…") if is_check else f"{behind['name']}:"
+            spelling = f"{behind['name']}:"
+            if behind["name"] in _KINDS_OF_CHECK:
+                spelling = f"check: {behind['name']} …"
             raise PassFileError(
                 f"{place}: {line.strip()}\n`# {spelling}` stands on a line of its own"
             )
-        match = _COMMENT.fullmatch(line)
-        is_directive = match is not None and _is_directive(match)
-        if not is_directive and found and found[-1].place == f"{file}:{number - 1}":
-            above = lines[number - 2]
-            is_indented = _indentation(line) > _indentation(above)
-            if _CONTINUES.fullmatch(line) or (line.strip(" \t#") and is_indented):
-                raise PassFileError(
-                    f"{place}: {line.strip()}\na directive is one line: write this behind "
-                    f"`# {found[-1].name}:` in the line above, or an empty line before a comment"
-                )
-        if match is None:
-            continue
-        name, value = match["name"], match["value"]
-        if match["marks"].strip() or match["sign"].strip() != ":":
-            spelling = _meant(match)
-            if spelling:
-                raise PassFileError(
-                    f"{place}: {line.strip()}\nthis is only a comment: write `# {spelling}`"
-                )
-        elif name in ONCE or name in OFTEN:
-            first = [each.place for each in found if each.name == name and name in ONCE]
-            if first:
-                raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
-            found.append(Directive(name, value, place))
-        elif spelling := _check_meant(name, value):
-            raise PassFileError(
-                f"{place}: {line.strip()}\nthis is no directive: write `# {spelling}`"
-            )
-        elif name not in _OF_HEADER and name.lower() not in _OF_READER:
-            once = [f"{each}: {_WORDS[each][0]}" if each in _WORDS else each for each in ONCE]
-            known = [*OFTEN, *once]
-            hint = nearest(name.lower(), (*ONCE, *OFTEN)) or f"; there are {', '.join(known)}"
-            raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
+        comment = _COMMENT.fullmatch(line)
+        if comment is not None and _has_form(comment) and comment["name"] in (*ONCE, *OFTEN):
+            name = comment["name"]
+            for earlier in found:
+                if earlier.name == name and name in ONCE:
+                    raise PassFileError(
+                        f"{place}: there is a `# {name}:` at {earlier.place} already"
+                    )
+            found.append(Directive(name, comment["value"], place))
+        else:
+            if found and found[-1].place == f"{file}:{number - 1}":
+                is_indented = _indentation(line) > _indentation(above)
+                if _CONTINUES.fullmatch(line) or (line.strip(" \t#") and is_indented):
+                    raise PassFileError(
+                        f"{place}: {line.strip()}\na directive is one line: write this behind `# "
+                        f"{found[-1].name}:` in the line above, or an empty line before a comment"
+                    )
+            if comment is not None:
+                _refuse_mistaken(comment, place)
+        above = line
     return found
 
 
-def _is_directive(comment: re.Match[str]) -> bool:
-    is_marked = bool(comment["marks"].strip()) or comment["sign"].strip() != ":"
-    return not is_marked and comment["name"] in (*ONCE, *OFTEN)
+def _has_form(comment: re.Match[str]) -> bool:
+    """Return whether a comment has the form ``# name: value``."""
+    return not comment["marks"].strip() and comment["sign"].strip() == ":"
+
+
+def _refuse_mistaken(comment: re.Match[str], place: str) -> None:
+    """Raise ``PassFileError`` for a comment that looks like a directive and is none."""
+    name, line = comment["name"], comment[0].strip()
+    if not _has_form(comment):
+        spelling = _meant(comment)
+        if spelling:
+            raise PassFileError(f"{place}: {line}\nthis is only a comment: write `# {spelling}`")
+        return
+    spelling = _check_meant(name, comment["value"])
+    if spelling:
+        raise PassFileError(f"{place}: {line}\nthis is no directive: write `# {spelling}`")
+    if name in _OF_HEADER or name.lower() in _OF_READER:
+        return
+    hint = nearest(name.lower(), (*ONCE, *OFTEN))
+    if not hint:
+        known: list[str] = [*OFTEN]
+        for each in ONCE:
+            known.append(f"{each}: {_WORDS[each][0]}" if each in _WORDS else each)
+        hint = f"; there are {', '.join(known)}"
+    raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
 
 
 def _indentation(line: str) -> int:
@@ -285,12 +300,14 @@ def _meant(comment: re.Match[str]) -> str | None:
     check = _check_meant(name, value)
     if check:
         # `# then descend into the layers` is for the reader, `# never relu` can be read as a check.
-        is_meant = has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {words}")
-        return check if is_meant else None
+        if has_colon or name not in _KINDS_OF_CHECK or _is_check(f"{name} {words}"):
+            return check
+        return None
     if has_colon and name in (*ONCE, *OFTEN):
         return f"{name}: {value}"
-    is_value = name in _VALUES and _VALUES[name].fullmatch(words)
-    return f"{name}: {value}" if is_value else None
+    if name in _VALUES and _VALUES[name].fullmatch(words):
+        return f"{name}: {value}"
+    return None
 
 
 def _check_meant(name: str, value: str) -> str | None:
@@ -303,13 +320,17 @@ def _check_meant(name: str, value: str) -> str | None:
     """
     first, _, rest = name.lower().partition("-")
     if first == "check":
+        if value.partition(" ")[0] in _KINDS_OF_CHECK:
+            return f"check: {value}"
         kind = rest if rest in _KINDS_OF_CHECK else "then"
-        is_whole = value.partition(" ")[0] in _KINDS_OF_CHECK
-        return f"check: {value}" if is_whole else f"check: {kind} {value or 'aten.mm'}"
-    return f"check: {first} {value}".rstrip() if first in _KINDS_OF_CHECK else None
+        return f"check: {kind} {value or 'aten.mm'}"
+    if first in _KINDS_OF_CHECK:
+        return f"check: {first} {value}".rstrip()
+    return None
 
 
 def _is_check(text: str) -> bool:
+    """Return whether a text can be read as a check."""
     from pytest_gtrainer.checks.syntax import CheckError, parse_check  # imports torch
 
     try:
@@ -320,6 +341,7 @@ def _is_check(text: str) -> bool:
 
 
 def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
+    """Return the world that the directives describe; None without any."""
     if world is None:
         if mesh is not None:
             raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
@@ -330,16 +352,18 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
             f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found "
             f"{world.value!r}"
         )
-    extents = {}
+    given: dict[str, Any] = {"size": int(found["size"]), "rank": int(found["rank"] or 0)}
     if mesh is not None:
-        parts = [_DIMENSION.fullmatch(part.strip()) for part in mesh.value.split(",")]
-        if not all(parts):
-            raise PassFileError(
-                f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}"
-            )
-        extents["mesh"] = {part["name"]: int(part["extent"]) for part in parts if part}
+        given["mesh"] = {}
+        for text in mesh.value.split(","):
+            part = _DIMENSION.fullmatch(text.strip())
+            if part is None:
+                raise PassFileError(
+                    f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}"
+                )
+            given["mesh"][part["name"]] = int(part["extent"])
     try:
-        return make_spec("fake", size=int(found["size"]), rank=int(found["rank"] or 0), **extents)
+        return make_spec("fake", **given)
     except SpecError as error:
         raise PassFileError(f"{world.place}: {error}") from None
 
@@ -361,9 +385,9 @@ def _calls(directive: Directive) -> Iterator[PassCall]:
         if isinstance(called, ast.Call) and not called.args:
             keywords, called = called.keywords, called.func
         if not isinstance(called, ast.Name):
-            written = ast.unparse(statement)
             raise PassFileError(
-                f"{place}: expected passes like `a_pass; b_pass(option=2)`, found {written}"
+                f"{place}: expected passes like `a_pass; b_pass(option=2)`, found "
+                f"{ast.unparse(statement)}"
             )
         options = {}
         for keyword in keywords:

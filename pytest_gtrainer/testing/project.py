@@ -63,15 +63,14 @@ class ProjectRun:
             KeyError: no test has that name, or several have. The message names the tests of the
                 run; if it has none, it shows what pytest printed.
         """
-        found = [
-            test for known, test in self.tests.items() if name in (known, known.rpartition("::")[2])
-        ]
+        found = []
+        for known, test in self.tests.items():
+            if name in (known, known.rpartition("::")[2]):
+                found.append(test)
         if len(found) == 1:
             return found[0]
-        hint = f"the run has {', '.join(self.tests)}"
-        if not self.tests:
-            hint = f"the run has none:\n{self.output}"
-        raise KeyError(f"{len(found)} tests are called {name!r}; {hint}")
+        shown = ", ".join(self.tests) or f"none:\n{self.output}"
+        raise KeyError(f"{len(found)} tests are called {name!r}; the run has {shown}")
 
 
 def run_project(
@@ -107,7 +106,7 @@ def run_project(
     tests: dict[str, ToldByTest] = {}
     if junit.exists():  # a usage error ends pytest before it writes one
         for case in ElementTree.parse(junit).getroot().iter("testcase"):
-            name = "::".join(filter(None, [case.get("classname"), case.get("name")]))
+            name = f"{case.get('classname', '')}::{case.get('name', '')}".strip(":")
             test = _read_test(case)
             # A test that fails and whose tear-down fails, too, has two entries, the call's first.
             if name in tests and tests[name].outcome == "failed" and test.outcome == "error":
@@ -121,16 +120,17 @@ def _read_test(case: ElementTree.Element) -> ToldByTest:
     values: dict[str | None, list[str]] = defaultdict(list)
     for each in case.iter("property"):
         values[each.get("name")].append(each.get("value") or "")
-    outcome, message = "passed", ""
+    outcome, messages = "passed", []
+    # The last that is there counts: a failed test may have an error in its tear-down.
     for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
         found = case.findall(tag)
         if found:  # two errors are those of set-up and tear-down
             outcome = word
-            message = _IN_TEAR_DOWN.join(each.text or each.get("message") or "" for each in found)
+            messages = [each.text or each.get("message") or "" for each in found]
 
     return ToldByTest(
         outcome,
-        message,
+        _IN_TEAR_DOWN.join(messages),
         world="".join(values["gt_world"][:1]),
         verdicts=tuple(values["gt_verdict"]),
         goldens=tuple(values["gt_golden"]),

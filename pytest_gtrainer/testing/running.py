@@ -71,7 +71,8 @@ def run_pass_file(
     for name in pytest_gtrainer.__all__:
         if name.endswith("_pass"):
             known[name] = getattr(pytest_gtrainer, name)
-    known |= {**extensions.passes(), **(passes or {})}
+    known.update(extensions.passes())
+    known.update(passes or {})
     for name, each in known.items():
         if isinstance(each, BoundPass):  # options of a call in the file replace the bound ones
             known[name] = partial(each.function, **each.options)
@@ -95,14 +96,13 @@ def _enter_world(spec: WorldSpec | None) -> Iterator[None]:
     if spec is None:
         yield
     elif dist.is_initialized():
-        if dist.get_world_size() != spec.size:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        if size != spec.size:
+            raise PassFileError(f"the file's world has {spec.size} ranks, and one of {size} is up")
+        if spec.rank and rank != spec.rank:
             raise PassFileError(
-                f"the file's world has {spec.size} ranks, and one of {dist.get_world_size()} is up"
-            )
-        if spec.rank and dist.get_rank() != spec.rank:
-            raise PassFileError(
-                f"the file's world is that of rank {spec.rank}, and that of rank {dist.get_rank()} "
-                "is up: give the test the same rank, or no world"
+                f"the file's world is that of rank {spec.rank}, and that of rank {rank} is up: "
+                "give the test the same rank, or no world"
             )
         make_mesh(World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, "cpu", "fake"))
         yield
@@ -138,6 +138,7 @@ class _Run:
         __tracebackhide__ = True
         file = self._file
         self._run_to_error()
+        # A pass that raises must leave the graph as it was, too.
         if file.result or file.raises is not None:
             names = ", ".join(dict.fromkeys(call.name for call in file.passes))
             expected = graphtext.render(self._before, mesh=self._mesh)
@@ -256,32 +257,23 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     # A pass may leave the code of the graph stale: only the end of a pipeline recompiles.
     gm.recompile()
 
-    def run(
-        graph: fx.GraphModule, given: Sequence[Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        found = run_graph(graph, given, start)
-        outputs = {}
-        for name, value in found.outputs.items():
-            # Named as in the file: "output layers.0.w".
-            outputs[name if name.startswith("output ") else f"output {name}"] = value
-        return outputs | found.state, outputs
-
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
         try:
-            expected, outputs = run(before, changed)
+            outputs, state = _run_named(before, changed, start)
         except Exception as error:
             raise InputsRefused(f"{what}: it does not run on {description}: {error}") from error
-        mine, _ = run(gm, changed)
+        outputs_after, state_after = _run_named(gm, changed, start)
         # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are
         # meant.
-        verdict = compare(with_one_nan(mine), with_one_nan(expected))
+        verdict = compare(with_one_nan(outputs_after | state_after), with_one_nan(outputs | state))
         if verdict.outcome != "equal":
             raise BitwiseDifference(f"{what}, on {description}\n{verdict}", verdict)
         return not all_nan(outputs)
 
-    (mine, _), (expected, outputs) = run(gm, inputs), run(before, inputs)
-    assert_bitwise_equal(mine, expected, what=what)
+    outputs_after, state_after = _run_named(gm, inputs, start)
+    outputs, state = _run_named(before, inputs, start)
+    assert_bitwise_equal(outputs_after | state_after, outputs | state, what=what)
     silent = try_extremes(inputs, check)
     nothing = why_nothing_shows(outputs)
     if nothing:
@@ -292,13 +284,24 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     return silent
 
 
+def _run_named(
+    gm: fx.GraphModule, inputs: Sequence[Any], start: GeneratorStates
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Run a graph; return its outputs, named as in a file, and the state that it leaves."""
+    found = run_graph(gm, inputs, start)
+    outputs = {}
+    for name, value in found.outputs.items():
+        outputs[f"output {name.removeprefix('output ')}"] = value
+    return outputs, found.state
+
+
 class NothingShows(facts.FailedCheck):
     """Two graphs are equal on ordinary inputs, but a result is all NaN, or all are empty."""
 
 
 def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
     """Return a random tensor like a graph input; integers are 0 or 1, as they may be indices."""
-    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
-    if not all(type(size) is int for size in sizes):
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or any(type(size) is not int for size in (*value.shape, *value.stride())):
         raise PassFileError(f"{what}: `# values:` needs inputs that are tensors of known sizes")
     return sample_tensor(value, value.shape, value.stride(), generator)

@@ -36,8 +36,8 @@ from pytest_gtrainer._torch.values import (
     schema,
     takes_numbers,
 )
-from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unknown
-from pytest_gtrainer.graph.nodes import leaves_of
+from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unknown, worst_of
+from pytest_gtrainer.graph.nodes import leaves_of, value_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import FUNCTIONS, Group, function_of, operator_of, word
@@ -92,10 +92,11 @@ class OperatorPattern(Predicate):
         words = f"its operator is {found}, expected {self.text}"
         if isinstance(node.target, HigherOrderOperator):
             for given in leaves_of([node.args, node.kwargs]):
-                if isinstance(given, OpOverload):
-                    called = function_of(given)
-                    if _fits(self.text, called.text.split("."), called.short):
-                        return Unknown(f"{words}, and it is given {called.text} to call")
+                if not isinstance(given, OpOverload):
+                    continue
+                called = function_of(given)
+                if _fits(self.text, called.text.split("."), called.short):
+                    return Unknown(f"{words}, and it is given {called.text} to call")
         if self._may_become(node):
             bare = operator_of(node).short
             return Unknown(f"{words}, which it may call: write `{bare}` to ask for both")
@@ -112,10 +113,9 @@ class OperatorPattern(Predicate):
             return False
         if isinstance(node.target, OpOverload | HigherOrderOperator):
             return False
-        value = node.meta.get("val", node.meta.get("example_value"))
-        if value is not None and not any(
-            isinstance(each, torch.Tensor) for each in leaves_of(value)
-        ):
+        value = value_of(node)
+        has_tensor = any(isinstance(each, torch.Tensor) for each in leaves_of(value))
+        if value is not None and not has_tensor:
             return False  # arithmetic of sizes
         return fnmatchcase(operator_of(node).short, name)
 
@@ -219,8 +219,7 @@ class CallPattern(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if not self.operator.matches(node):
             return None  # the pattern of the operator reports it
-        found = call_mismatch(self, node, subject)
-        return _at("its arguments", found) if found else None
+        return _at("its arguments", call_mismatch(self, node, subject))
 
     def names(self) -> Iterable[str]:
         return [pattern.text for pattern in _nested(self) if isinstance(pattern, Name)]
@@ -249,7 +248,7 @@ def _check_item(name: Name, subject: Subject) -> None:
     node = subject.captures.get(name.text)
     if node is None:
         raise CheckError(f"{name}: {name.text} is a graph input, and these have no outputs")
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = value_of(node)
     if isinstance(value, tuple | list):
         count = len(value)
     elif isinstance(node.target, OpOverload):
@@ -266,10 +265,10 @@ def _check_item(name: Name, subject: Subject) -> None:
 
 def _check_device(literal: str) -> None:
     """Raise ``CheckError`` for a device that torch does not know, or one with a number."""
-    name = literal.removeprefix('device("').removesuffix('")')
     try:
-        device = torch.device(name)
+        device = _constant_of(literal)
     except RuntimeError:
+        name = literal.removeprefix('device("').removesuffix('")')
         raise CheckError(f"torch has no device {name!r}") from None
     if device.index is not None:
         raise CheckError(f'{literal}: a device is compared by its type: device("{device.type}")')
@@ -278,24 +277,23 @@ def _check_device(literal: str) -> None:
 def _allows(overload: OpOverload, pattern: CallPattern, subject: Subject) -> bool:
     """Return whether an operator can have as many arguments of such types, and these keywords."""
     arguments = {argument.name: argument for argument in schema(overload).arguments}
-    keywords = dict(pattern.keywords)
-    in_order = []
-    required = set()
+    asked = dict(pattern.keywords)
+    in_order, required = [], set()
     for name, argument in arguments.items():
-        if not argument.kwarg_only and name not in keywords:
+        if not argument.kwarg_only and name not in asked:
             in_order.append(name)
         if not argument.has_default_value():
             required.add(name)
     given = [argument for argument in pattern.arguments if argument != REST]
-    if not keywords.keys() <= arguments.keys() or len(given) > len(in_order):
+    if not asked.keys() <= arguments.keys() or len(given) > len(in_order):
         return False
     if REST in pattern.arguments:
         # An argument after the ``...`` has no known place, so its type is not known.
         given = given[: pattern.arguments.index(REST)]
-    elif not required <= {*in_order[: len(given)], *keywords}:
+    asked.update(zip(in_order, given, strict=False))
+    if REST not in pattern.arguments and not required <= asked.keys():
         return False
-    asked = [*zip(in_order, given, strict=False), *keywords.items()]
-    return all(_may_be(overload, arguments[name], value, subject) for name, value in asked)
+    return all(_may_be(overload, arguments[name], value, subject) for name, value in asked.items())
 
 
 def _may_be(overload: OpOverload, argument: Any, pattern: Argument, subject: Subject) -> bool:
@@ -323,7 +321,7 @@ def _may_be(overload: OpOverload, argument: Any, pattern: Argument, subject: Sub
             return is_group or pattern.item is not None
     if is_group:  # it is written by its symbol or its ranks
         return False
-    value = _value_of(str(pattern))
+    value = _constant_of(str(pattern))
     if value is None:
         return kind not in _TYPES or any(each.kind() == "OptionalType" for each in kinds)
     if kind == "TensorType" and takes_numbers(overload):
@@ -352,7 +350,7 @@ _CONSTANT_KINDS = frozenset(
 """Types of which no node has a value."""
 
 
-def _value_of(literal: str) -> Any:
+def _constant_of(literal: str) -> Any:
     """Return the constant that graph text spells so."""
     if literal in CONSTANTS:
         return CONSTANTS[literal]
@@ -450,11 +448,11 @@ def _slots_of(node: fx.Node) -> tuple[list[Slot], dict[str, Slot]]:
     """
     rank = None
     if node.all_input_nodes:
-        meta = node.all_input_nodes[0].meta
-        value = meta.get("val", meta.get("example_value"))
+        value = value_of(node.all_input_nodes[0])
         if isinstance(value, torch.Tensor):
-            # A scalar takes the dimensions 0 and -1, as a vector does.
-            rank = max(value.ndim, 1) + operator_of(node).short.startswith(_ADDS_DIMENSION)
+            rank = max(value.ndim, 1)  # a scalar takes the dimensions 0 and -1, as a vector does
+            if operator_of(node).short.startswith(_ADDS_DIMENSION):
+                rank += 1
     if not isinstance(node.target, OpOverload):
         by_name = {name: Slot(value, name, rank) for name, value in node.kwargs.items()}
         return [Slot(value) for value in node.args], by_name
@@ -479,27 +477,27 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
     """Return where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         return _results_mismatch(pattern.arguments, node.args[0], subject)
+    return worst_of(_call_mismatches(pattern, node, subject))
+
+
+def _call_mismatches(pattern: CallPattern, node: fx.Node, subject: Subject) -> Iterator[str | None]:
+    """Yield where arguments of a node differ: those in order, then keywords, then too many."""
     wanted = dict(pattern.keywords)
     in_order, by_name = _slots_of(node)
     asked_in_order = [slot for slot in in_order if slot.name not in wanted]
     slots = _slots_for(pattern.arguments, asked_in_order, subject)
-    found = _items_mismatch(pattern.arguments, slots, subject)
-    if found is not None and not isinstance(found, Unknown):
-        return found
+    yield _items_mismatch(pattern.arguments, slots, subject)
     for name, value in wanted.items():
         # ``_`` asks for an argument that the graph gives.
         if name not in by_name or (value == ANY and not by_name[name].is_given):
-            return f"it has no argument {name}=, expected {name}={value}"
-        differs = _mismatch(value, by_name[name], subject)
-        if differs and not isinstance(differs, Unknown):
-            return _at(name, differs)
-        found = found or (_at(name, differs) if differs else None)
+            yield f"it has no argument {name}=, expected {name}={value}"
+        else:
+            yield _at(name, _mismatch(value, by_name[name], subject))
     if pattern.arguments[-1:] != (REST,):
-        in_place = {slot.name for slot in in_order}
+        known = {*wanted, *(slot.name for slot in in_order)}
         for name in node.kwargs:
-            if name not in {*wanted, *in_place} and not _is_default(by_name[name], subject):
-                return f"it has {name}= too (`...` at the end would leave it open)"
-    return found
+            if name not in known and not _is_default(by_name[name], subject):
+                yield f"it has {name}= too (`...` at the end would leave it open)"
 
 
 def _slots_for(
@@ -509,7 +507,10 @@ def _slots_for(
 
     ``sum(_, [0], False)`` is ``sum(x, [0])``, and the other way round.
     """
-    end = max((place + 1 for place, slot in enumerate(slots) if slot.is_given), default=0)
+    end = 0
+    for place, slot in enumerate(slots):
+        if slot.is_given:
+            end = place + 1
     if REST not in patterns:
         while end > len(patterns) and _is_default(slots[end - 1], subject):
             end -= 1
@@ -547,27 +548,29 @@ def _results_mismatch(patterns: Sequence[Argument], results: Any, subject: Subje
 def _items_mismatch(
     patterns: Sequence[Argument], slots: Sequence[Slot], subject: Subject
 ) -> str | None:
-    """Return where the items of a list differ; of what nobody can decide, only if all else fits."""
-    expected = len(patterns) - (REST in patterns)
-    if len(slots) < expected or (len(slots) > expected and REST not in patterns):
-        more = " or more" if REST in patterns else ""
-        shown = ", ".join(map(str, patterns))
-        return f"there are {len(slots)}, expected {expected}{more}: ({shown})"
-    gap = patterns.index(REST) if REST in patterns else len(patterns)
-    spread = [*patterns[:gap], *[ANY] * (len(slots) - expected), *patterns[gap + 1 :]]
-    unknown: str | None = None
-    for place, (pattern, slot) in enumerate(zip(spread, slots, strict=True)):
-        found = _mismatch(pattern, slot, subject)
-        if found and not isinstance(found, Unknown):
-            return _at(f"number {place + 1}", found)
-        unknown = unknown or (_at(f"number {place + 1}", found) if found else None)
-    return unknown
+    """Return where the items of a list differ, in words; None if they do not."""
+    shown = ", ".join(map(str, patterns))
+    if REST in patterns:
+        expected = len(patterns) - 1
+        if len(slots) < expected:
+            return f"there are {len(slots)}, expected {expected} or more: ({shown})"
+        gap = patterns.index(REST)
+        skipped = [ANY] * (len(slots) - expected)
+        patterns = [*patterns[:gap], *skipped, *patterns[gap + 1 :]]
+    elif len(slots) != len(patterns):
+        return f"there are {len(slots)}, expected {len(patterns)}: ({shown})"
+    return worst_of(
+        _at(f"number {number}", _mismatch(pattern, slot, subject))
+        for number, (pattern, slot) in enumerate(zip(patterns, slots, strict=True), start=1)
+    )
 
 
-def _at(where: str, found: str) -> str:
-    """Say where a difference is; one that nobody can decide stays such a one."""
-    words = f"{where}: {found}"
-    return Unknown(words) if isinstance(found, Unknown) else words
+def _at(where: str, difference: str | None) -> str | None:
+    """Return a difference with its place before it; one that nobody can decide stays such a one."""
+    if not difference:
+        return None
+    words = f"{where}: {difference}"
+    return Unknown(words) if isinstance(difference, Unknown) else words
 
 
 def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
@@ -590,19 +593,20 @@ def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
         items = [slot._replace(value=item) for item in value]
         return _items_mismatch(pattern.items, items, subject)
     words = f"it is {_shown(value, subject)}, expected {pattern}"
-    if isinstance(pattern, CallPattern) and isinstance(value, fx.Node):
-        return _operand_mismatch(pattern, _whole(value), words, subject)
-    fits: bool | None
     if isinstance(value, fx.Node):
-        fits = isinstance(pattern, Name) and _is_named(pattern, value, subject)
-        number = value.meta.get("val")
+        if isinstance(pattern, CallPattern):
+            return _operand_mismatch(pattern, _whole(value), words, subject)
+        if isinstance(pattern, Name) and _is_named(pattern, value, subject):
+            return None
+        value = value.meta.get("val")
     else:
-        fits, number = _is_constant(pattern, slot), value
-    if fits:
-        return None
-    if fits is None:
-        return Unknown(f"{words}, and nobody knows how many dimensions it counts")
-    return Unknown(words) if is_number and isinstance(number, SYMBOLIC) else words
+        fits = _is_constant(pattern, slot)
+        if fits:
+            return None
+        if fits is None:
+            return Unknown(f"{words}, and nobody knows how many dimensions it counts")
+    # Whether a symbol is this number is decided at run time.
+    return Unknown(words) if is_number and isinstance(value, SYMBOLIC) else words
 
 
 def _operand_mismatch(
@@ -613,14 +617,15 @@ def _operand_mismatch(
         return words
     if not pattern.operator.matches(node):
         return Unknown(words) if pattern.operator.may_run_in(node, subject) else words
-    found = call_mismatch(pattern, node, subject)
-    return _at(f"in {pattern.operator.text}", found) if found else None
+    return _at(f"in {pattern.operator.text}", call_mismatch(pattern, node, subject))
 
 
 def _group_mismatch(pattern: Argument, group: Group) -> str | None:
+    """Return how a process group differs from a symbol or a list of ranks, in words."""
     if not isinstance(pattern, List):
-        fits = str(pattern) == group.symbol
-        return None if fits else f"it is the group {group}, expected {pattern}"
+        if str(pattern) == group.symbol:
+            return None
+        return f"it is the group {group}, expected {pattern}"
     if str(pattern) == str(list(group.ranks or ())):
         return None
     words = f"it is {group}, expected the ranks {pattern}"
@@ -633,10 +638,10 @@ def _is_constant(pattern: Argument, slot: Slot) -> bool | None:
         return True
     if not isinstance(pattern, str):
         return False
-    wanted, found = _value_of(pattern), slot.value
-    if "dim" not in slot.name or type(wanted) is not int or type(found) is not int:
-        return _is_same_number(wanted, found)
-    if (wanted < 0) != (found < 0):
+    wanted, found = _constant_of(pattern), slot.value
+    is_dimension = "dim" in slot.name and type(wanted) is int and type(found) is int
+    # ``-1`` is the dimension 2 of three.
+    if is_dimension and (wanted < 0) != (found < 0):
         return None if slot.rank is None else abs(wanted - found) == slot.rank
     return _is_same_number(wanted, found)
 
@@ -659,6 +664,7 @@ def _whole(value: fx.Node) -> fx.Node:
 
 
 def _is_named(pattern: Name, value: fx.Node, subject: Subject) -> bool:
+    """Return whether a name, or an output of what it names, stands for this node."""
     by_index = _input_by_index(pattern, subject)
     if by_index is not None:
         return subject.is_named(value, by_index)
@@ -680,6 +686,7 @@ def _input_by_index(pattern: Name, subject: Subject) -> str | None:
 
 
 def _shown(value: Any, subject: Subject) -> str:
+    """Return an argument as a message shows it."""
     if isinstance(value, fx.Node):
         return subject.name_of(value)
     if isinstance(value, list | tuple):

@@ -19,8 +19,9 @@ from pytest_gtrainer.checks.subject import (
     Unknown,
     is_called,
     is_within,
+    worst_of,
 )
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, spell_dtype
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, spell_dtype, value_of
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 
@@ -78,7 +79,9 @@ class InBucket(Predicate):
         return f"its bucket is {_modules_text(owners)}, expected {_modules_text(self.fqns)}"
 
     def __str__(self) -> str:
-        return f"the bucket {_modules_text(self.fqns)}" if self.fqns else "one"
+        if not self.fqns:
+            return "one"
+        return f"the bucket {_modules_text(self.fqns)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,7 @@ class HasType(Predicate):
             )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        # Graphs of Dynamo have no "val" before AOTAutograd.
-        value = node.meta.get("val", node.meta.get("example_value"))
+        value = value_of(node)
         if isinstance(value, torch.Tensor):
             return self._difference(value)
         if value is None:
@@ -143,20 +145,9 @@ class HasType(Predicate):
     def _difference(self, value: torch.Tensor) -> str | None:
         if self.dtype is not None and value.dtype is not self.dtype:
             return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
-        unknown: str | None = None
-        for what, found, wanted in (
-            ("shape is", tuple(value.shape), self.shape),
-            ("strides are", value.stride(), self.strides),
-        ):
-            if wanted is None:
-                continue
-            fits = _extents_fit(found, wanted)
-            words = f"its {what} {_extents_text(found)}, expected {_extents_text(wanted)}"
-            if fits is False:
-                return words
-            if fits is None:
-                unknown = unknown or Unknown(words)
-        return unknown
+        of_shape = _extents_difference("shape is", value.shape, self.shape)
+        of_strides = _extents_difference("strides are", value.stride(), self.strides)
+        return worst_of([of_shape, of_strides])
 
 
 def _gives_no_tensor(node: fx.Node) -> bool:
@@ -211,7 +202,8 @@ class UsedBy(Predicate):
         if fitting and (len(fitting) == len(users) or not self.only):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
-        words = f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
+        wanted = f"only {self.user.text}" if self.only else self.user.text
+        words = f"it is used by {found}, expected {wanted}"
         if captured is not None or self.only:
             return words
         # What a user calls reads the value where no check looks.
@@ -225,6 +217,19 @@ class UsedBy(Predicate):
 def _modules_text(fqns: Sequence[str]) -> str:
     """Return modules as a message shows them: the root has no name of its own."""
     return ", ".join(fqn or "the root" for fqn in fqns) or "none"
+
+
+def _extents_difference(
+    what: str, found: Sequence[object], wanted: Sequence[Extent] | None
+) -> str | None:
+    """Return how extents differ, in words; ``Unknown`` if that depends on a symbol."""
+    if wanted is None:
+        return None
+    fits = _extents_fit(found, wanted)
+    if fits:
+        return None
+    words = f"its {what} {_extents_text(found)}, expected {_extents_text(wanted)}"
+    return Unknown(words) if fits is None else words
 
 
 def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | None:
@@ -243,15 +248,15 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool | No
         wanted = [*wanted[:gap], *any_extents, *wanted[gap + 1 :]]
     if len(found) != len(wanted):
         return False
-    is_known = True
+    fits: bool | None = True
     for extent, want in zip(found, wanted, strict=True):
         if want is None:
             continue
         if type(extent) is not int:
-            is_known = False
+            fits = None
         elif extent != want:
             return False
-    return True if is_known else None
+    return fits
 
 
 def _extents_text(extents: Sequence[object]) -> str:
@@ -259,8 +264,10 @@ def _extents_text(extents: Sequence[object]) -> str:
     for extent in extents:
         if extent is None:
             words.append("_")
+        elif extent is ...:
+            words.append("...")
         else:
-            words.append("..." if extent is ... else str(extent))
+            words.append(str(extent))
     return f"[{', '.join(words) or '()'}]"
 
 
@@ -272,9 +279,9 @@ _ONCE: dict[tuple[type[Predicate], ...], str] = {
 """Predicates that a pattern has at most once: twice is a contradiction, or says nothing more."""
 
 _NOT_OF_OUTPUT = (InDirection, InModule, InBucket, HasType, UsedBy)
-"""Predicates that the output node has nothing of."""
+"""Predicates that never hold for the output node."""
 _OF_INNER_NODE = (OperatorPattern, HasType)
-"""Predicates of a node in a graph that another one calls: names mean values of the outer graph."""
+"""Predicates that hold inside a graph which a node calls; names mean values of the outer graph."""
 
 KINDS = ("then", "next", "same", "never", "count", "start")
 
@@ -313,13 +320,7 @@ class Pattern:
 
     def mismatch(self, node: fx.Node, subject: Subject) -> str | None:
         """Return how a node differs, in words; `Unknown` if it may fit, None if it fits."""
-        unknown: str | None = None
-        for predicate in self.predicates:
-            found = predicate.difference(node, subject)
-            if found is not None and not isinstance(found, Unknown):
-                return found
-            unknown = unknown or found
-        return unknown
+        return worst_of(predicate.difference(node, subject) for predicate in self.predicates)
 
     def may_fit_inside(self, node: fx.Node, subject: Subject) -> Unknown | None:
         """Return why a graph or leaf that ``node`` calls may have a node that fits.
@@ -334,9 +335,9 @@ class Pattern:
                 difference = predicate.difference(node, subject)
                 if difference is not None and not isinstance(difference, Unknown):
                     return None
-        of_inner = [one for one in self.predicates if isinstance(one, _OF_INNER_NODE)]
+        of_inner = Pattern(tuple(p for p in self.predicates if isinstance(p, _OF_INNER_NODE)))
         for inner in subject.inside(node):
-            found = Pattern(tuple(of_inner)).mismatch(inner, subject)
+            found = of_inner.mismatch(inner, subject)
             if found is None or isinstance(found, Unknown):
                 what = operator_of(inner).text
                 return Unknown(f"it calls a graph that has {what}: check that graph by itself")

@@ -55,6 +55,20 @@ class Unknown(str):
     __slots__ = ()
 
 
+def worst_of(differences: Iterable[str | None]) -> str | None:
+    """Return the first difference that is certain, else the first that nobody can decide.
+
+    >>> worst_of([None, Unknown("its shape depends on a symbol"), "its dtype is f32"])
+    'its dtype is f32'
+    """
+    unknown: str | None = None
+    for difference in differences:
+        if difference is not None and not isinstance(difference, Unknown):
+            return difference
+        unknown = unknown or difference
+    return unknown
+
+
 def is_within(fqn: str, pattern: str) -> bool:
     """Return whether a module is the one that a component-wise pattern names, or lies in it.
 
@@ -107,8 +121,9 @@ class Subject:
         self._modules = {fqn for scope in scopes for fqn in scope.owners}
         # Not a set: a message lists them in the order of the graph.
         self.buckets = {scope.owners: None for scope in scopes if scope.is_bucket}
-        spaces = {scope.space for scope in scopes} | set(map(direction, self.schedule))
-        self.directions = spaces & {FORWARD, BACKWARD}
+        directions = {scope.space for scope in scopes}
+        directions.update(direction(node) for node in self.schedule)
+        self.directions = directions & {FORWARD, BACKWARD}
 
         self.leaves: dict[fx.Node, str] = {}
         """Nodes that call a module or function which the tracer did not look into, with its name.
@@ -130,11 +145,10 @@ class Subject:
 
         They are not in the schedule: no check is about them.
         """
-        found = self._inside.get(node)
-        if found is None:
-            found = self._inside[node] = []
-            self._add_nodes_inside(self._gm, node, found)
-        return found
+        if node not in self._inside:
+            self._inside[node] = []
+            self._add_nodes_inside(self._gm, node, self._inside[node])
+        return self._inside[node]
 
     def _add_nodes_inside(self, gm: fx.GraphModule, node: fx.Node, found: list[fx.Node]) -> None:
         for body in graphs_called(gm, node):
@@ -221,10 +235,11 @@ class Subject:
         """Raise ``CheckError`` if a name stands for no value."""
         if name in self.captures or self.inputs_called(name):
             return
-        words = [*self.captures, *(group.symbol for group in self.groups.values())]
-        known = [*words, *(source.fqn for source in self._scopes.inputs.values())]
+        words = [*self.captures]
+        words += [group.symbol for group in self.groups.values()]
+        inputs = [source.fqn for source in self._scopes.inputs.values()]
         others = f" (captures and groups are {', '.join(words)})" if words else ""
-        hint = nearest(name, known)
+        hint = nearest(name, words + inputs)
         if not hint:
             hint = f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
         raise CheckError(f"{name!r} is neither a captured node nor a graph input{others}{hint}")
@@ -265,8 +280,10 @@ def _is_of_torch_or_python(function: object) -> bool:
         return True
     # ``apply`` of an autograd function is a method of torch, bound to the class of a user.
     owner = getattr(function, "__self__", None)
-    home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or ""
-    return home.partition(".")[0] in ("torch", "builtins", "math", "operator", "_operator")
+    if isinstance(owner, type):
+        function = owner
+    module = getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "builtins", "math", "operator", "_operator")
 
 
 def _writes_without_schema(node: fx.Node) -> bool:

@@ -38,6 +38,7 @@ from pytest_gtrainer.graph.nodes import (
     node_fqn,
     short_name,
     stack_path,
+    value_of,
     walked,
 )
 
@@ -165,7 +166,7 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
             continue
         if not isinstance(result, fx.Node) or direction(result) != BACKWARD:
             return
-        if getattr(_value_of(result), "shape", None) not in _shapes_of(parameter):
+        if getattr(value_of(result), "shape", None) not in _shapes_of(parameter):
             return
         count += 1
     if count:
@@ -291,7 +292,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
         )
     given = {}
     for (name, tensor), node in zip(state, placeholders, strict=False):
-        shape = getattr(_value_of(node), "shape", None)
+        shape = getattr(value_of(node), "shape", None)
         if shape not in (None, *_shapes_of(tensor)):
             raise ValueError(
                 f"input {node.target} has shape {list(shape)}, {name.fqn} of the model "
@@ -312,14 +313,10 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
         if "gt_input" in node.meta:
             found.append(GivenName(**node.meta["gt_input"]))
         elif source:
-            found.append(named_source(source, _value_of(node), keeps_roots))
+            found.append(named_source(source, value_of(node), keeps_roots))
         else:
             found.append(GivenName("input", str(node.target)))
     return found
-
-
-def _value_of(node: fx.Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 class _Adoption:
@@ -455,7 +452,7 @@ class _Adoption:
         if name is None and described is not None:
             name = self._name_of(described)
         elif name is None and source is not None:
-            name = named_source(source, _value_of(node), self.keeps_roots)
+            name = named_source(source, value_of(node), self.keeps_roots)
         elif name is None and node.meta.get("original_aten") is not None:
             name = GivenName("input", _saved_name(copied))
         if name is not None:

@@ -192,6 +192,14 @@ def leaves_of(argument: Any) -> list[Any]:
     return found
 
 
+def value_of(node: fx.Node) -> Any:
+    """Return the fake value of a node; None if it has none.
+
+    Graphs of Dynamo have it as ``example_value`` until AOTAutograd makes a ``val``.
+    """
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 def short_name(node: fx.Node) -> str:
     """Return the operator's name without namespace and overload, or the function's name."""
     if isinstance(node.target, OpOverload):
@@ -247,7 +255,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     elif node.op == "call_function" and node.target in _WRITING:
         first = node.args[0]
         if isinstance(first, fx.Node):
-            value = first.meta.get("val", first.meta.get("example_value"))
+            value = value_of(first)
             # ``x += 1`` of a number makes another number.
             if value is None or isinstance(value, torch.Tensor):
                 written.append(first)

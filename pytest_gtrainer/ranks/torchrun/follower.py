@@ -1,5 +1,6 @@
-"""Every other process that torchrun has started: the first of a node forks its ranks, the others
-wait for the end.
+"""The processes of torchrun other than rank 0.
+
+The first one of a node forks the node's ranks. The others only wait for the end of the run.
 """
 
 import os
@@ -30,56 +31,50 @@ def follow_rank_0(launch: Launch, config: pytest.Config) -> int:
         port = store.get(PORT)
         if not port.isdigit() or int(port) > 65535:
             raise Refused(f"torchrun's store holds as {PORT!r} what is no port: {port[:40]!r}")
-        host = (
-            "localhost" if launch.local_size == launch.size else os.environ["MASTER_ADDR"]
-        )  # as rank 0 listens
+        # Rank 0 listens on all interfaces only if there is another node.
+        host = "localhost"
+        if launch.local_size != launch.size:
+            host = os.environ["MASTER_ADDR"]
         line = Line(socket.create_connection((host, int(port))), key, rank_0=False)
         return _Follower(launch, config, line).serve()
-    except (
-        RuntimeError,
-        OSError,
-        EOFError,
-        Refused,
-    ) as error:  # torch's errors of a lost store are RuntimeErrors
-        told = (
-            str(error)
-            if isinstance(error, Refused)
-            else "rank 0, which reports for all ranks, has ended"
-        )
-        print(f"gtrainer: {told}: rank {launch.rank} ends too", file=sys.stderr, flush=True)
-        return 1
+    except Refused as error:
+        cause = str(error)
+    except (RuntimeError, OSError, EOFError):
+        # torch's errors of a lost store are RuntimeErrors.
+        cause = "rank 0, which reports for all ranks, has ended"
+    print(f"gtrainer: {cause}: rank {launch.rank} ends too", file=sys.stderr, flush=True)
+    return 1
 
 
 class _Follower:
-    """Forks the ranks of this node as rank 0 says, and passes on what it and they say, while they
-    are ``running``.
+    """Runs the teams of this node for rank 0, and sends on what their ranks say.
+
+    ``running`` has the ranks of each team that have not ended.
     """
 
     def __init__(self, launch: Launch, config: pytest.Config, line: Line) -> None:
-        first, last = (
-            launch.rank,
-            launch.rank + (launch.local_size if launch.local_rank == 0 else 0),
-        )
-        self.ranks, self.config, self.line, self.pool = (
-            range(first, last),
-            config,
-            line,
-            Pool(config),
-        )
+        # Only the first process of a node has ranks.
+        count = launch.local_size if launch.local_rank == 0 else 0
+        self.ranks = range(launch.rank, launch.rank + count)
+        self.config = config
+        self.line = line
+        self.pool = Pool(config)
         self.teams: dict[str, LocalRanks] = {}
         self.running: dict[str, list[int]] = {}
 
     def serve(self) -> int:
-        """The exit status, once rank 0 has told it; EOFError or OSError if it is gone."""
+        """Obey rank 0, and return the exit status that it sends at the end.
+
+        Raises:
+            EOFError, OSError: rank 0 is gone.
+        """
         try:
             self.line.send((self.ranks.start, self.ranks.stop))
             while True:
-                files = [
-                    file
-                    for team, ranks in self.running.items()
-                    for file in self.teams[team].files(ranks)
-                ]
-                if self.line.fileno() in readable([self.line.fileno(), *files], 3600.0):
+                files = [self.line.fileno()]
+                for team, ranks in self.running.items():
+                    files += self.teams[team].files(ranks)
+                if self.line.fileno() in readable(files, 3600.0):
                     for command in self.line.take():
                         if isinstance(command, wire.Over):
                             return command.status
@@ -92,6 +87,7 @@ class _Follower:
             self.pool.close()
 
     def _pass_on(self, team: str, ranks: list[int]) -> None:
+        """Send rank 0 what ``ranks`` have said; take those that have ended out of the list."""
         part = self.teams[team]
         while heard := part.take(tuple(ranks), readable(part.files(ranks), 0.0)):
             for rank, message in heard.items():
@@ -102,22 +98,26 @@ class _Follower:
 
     def _obey(self, command: object) -> None:
         match command:
-            case wire.StartTeam(team):
-                ranks = range(self.ranks.start, min(self.ranks.stop, command.size))
-                plan = self.pool.plan(command.size, rank_environment(self.config), command.worker)
-                try:
-                    part = LocalRanks(
-                        self.pool.forkserver(), replace(plan, ranks=ranks, store=team)
-                    )
-                except RanksError as error:
-                    self.line.send(wire.FromRank(team, ranks[0], wire.Started(str(error))))
-                else:
-                    self.teams[team], self.running[team] = part, list(ranks)
-            case wire.ToTeam(team, "send" | "stacks" | "kill" as method, arguments) if (
-                team in self.teams
-            ):
-                answer = getattr(self.teams[team], method)(*arguments)
-                if method == "stacks":
-                    self.line.send(wire.FromRank(team, None, answer))
-                elif method == "kill":
-                    del self.running[team], self.teams[team]
+            case wire.StartTeam():
+                self._start(command)
+            # A team whose start failed is not in the table: rank 0 learns of it by ``Started``.
+            case wire.ToTeam(team, "send", arguments) if team in self.teams:
+                self.teams[team].send(*arguments)
+            case wire.ToTeam(team, "stacks", arguments) if team in self.teams:
+                stacks = self.teams[team].stacks(*arguments)
+                self.line.send(wire.FromRank(team, None, stacks))
+            case wire.ToTeam(team, "kill") if team in self.teams:
+                self.teams[team].kill()
+                del self.running[team], self.teams[team]
+
+    def _start(self, command: wire.StartTeam) -> None:
+        team = command.team
+        ranks = range(self.ranks.start, min(self.ranks.stop, command.size))
+        plan = self.pool.plan(command.size, rank_environment(self.config), command.worker)
+        plan = replace(plan, ranks=ranks, store=team)
+        try:
+            self.teams[team] = LocalRanks(self.pool.forkserver(), plan)
+        except RanksError as error:
+            self.line.send(wire.FromRank(team, ranks[0], wire.Started(str(error))))
+        else:
+            self.running[team] = list(ranks)

@@ -17,118 +17,141 @@ from pytest_gtrainer.ranks.team import RanksError, readable
 from pytest_gtrainer.ranks.torchrun.line import Line, Refused, shared_key
 
 PORT = "port"
-NODES_LIMIT = 300.0
+NODES_LIMIT = 300.0  # seconds until all nodes of a world have connected
 STACKS_SECONDS = 5.0
 FAREWELL_SECONDS = 10.0
 
 
 def connect() -> dist.Store:
-    """The store of torchrun's rendezvous."""
+    """Return the store of torchrun's rendezvous, with a prefix of our own."""
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore("gtrainer", store)
 
 
 class Nodes:
-    """The other processes that torchrun started; ``tell`` gets a line of each one refused."""
+    """The other processes that torchrun started.
 
-    def __init__(self, launch: Launch, tell: Callable[[str], None]) -> None:
-        self._launch, self._tell, self._key = launch, tell, shared_key()
+    ``write_line`` prints a sentence for each connection that is refused.
+    """
+
+    def __init__(self, launch: Launch, write_line: Callable[[str], None]) -> None:
+        self._launch = launch
+        self._write_line = write_line
+        self._key = shared_key()
         self._numbers = itertools.count()
         self._nodes: list[Node] = []
         self._is_late = False  # a node that has not come once is not waited for again
-        self._server = socket.create_server(
-            ("localhost" if launch.local_size == launch.size else "", 0)
-        )
-        self._store = connect()  # which may live in this process
+        # With one node nobody needs to reach the port from outside.
+        host = "localhost" if launch.local_size == launch.size else ""
+        self._server = socket.create_server((host, 0))
+        # Kept, since the store may live in this process.
+        self._store = connect()
         self._store.set(PORT, str(self._server.getsockname()[1]))
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # with a summary, as at Ctrl-C
+        # torchrun ends its processes by SIGTERM: end with a summary then, as at Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def place(self, plan: wire.RankSetup) -> tuple[wire.RankSetup, Iterator[str]]:
-        """Yield what a team's ranks on this node start from, once all its nodes are here, and where
-        it meets later.
+        """Wait until all nodes of a team have connected, and give the team its meeting places.
+
+        Returns:
+            The plan for the ranks on this node, and the stores of later groups of the team.
+
+        Raises:
+            RanksError: a node did not come in time, or is lost.
         """
-        deadline = time.monotonic() + NODES_LIMIT  # for all, be they refused
-        while (
-            known := self._launch.local_size + sum(len(node.ranks) for node in self._nodes)
-        ) < plan.size:
-            if self._is_late or not self._take_in(max(0.0, deadline - time.monotonic())):
+        # One limit for all: a connection that is refused does not prolong it.
+        deadline = time.monotonic() + NODES_LIMIT
+        while (known := self._ranks_known()) < plan.size:
+            left = max(0.0, deadline - time.monotonic())
+            if self._is_late or not self._accept(left):
                 self._is_late = True
                 raise RanksError(
                     f"the nodes of ranks {known} to {plan.size - 1} did not come within "
                     f"{NODES_LIMIT:g} s"
                 )
-        if lost := [node for node in self._nodes_of(plan) if not node.alive]:
-            raise RanksError(
-                f"the node of rank {lost[0].ranks.start} is lost, and torchrun replaces none"
-            )
-        team, here = next(self._numbers), range(min(plan.size, self._launch.local_size))
+        for node in self._nodes_of(plan):
+            if not node.alive:
+                raise RanksError(
+                    f"the node of rank {node.ranks.start} is lost, and torchrun replaces none"
+                )
+        team = next(self._numbers)
         stores = (f"gtrainer-team{team}-{number}" for number in itertools.count())
+        here = range(min(plan.size, self._launch.local_size))
         return replace(plan, ranks=here, store=next(stores)), stores
 
     def start(self, plan: wire.RankSetup) -> "list[RemoteRanks]":
         """Have the other nodes start their ranks of a team that ``place`` has placed."""
         return [RemoteRanks(node, plan) for node in self._nodes_of(plan)]
 
+    def _ranks_known(self) -> int:
+        return self._launch.local_size + sum(len(node.ranks) for node in self._nodes)
+
     def _nodes_of(self, plan: wire.RankSetup) -> "list[Node]":
         return [node for node in self._nodes if node.ranks and node.ranks.start < plan.size]
 
-    def _take_in(self, seconds: float) -> bool:
-        """Return whether another process has come in time, be it one that is refused."""
+    def _accept(self, seconds: float) -> bool:
+        """Return whether another process has connected in time, even if it is refused."""
         if not readable([self._server.fileno()], seconds):
             return False
         sock, (host, *_) = self._server.accept()
         try:
-            self._nodes.append(Node(Line(sock, self._key, rank_0=True), self._tell))
+            self._nodes.append(Node(Line(sock, self._key, rank_0=True), self._write_line))
         except (OSError, EOFError, Refused) as error:
             sock.close()
-            self._tell(f"refused a connection from {host}: {error or 'it has closed it'}")
+            self._write_line(f"refused a connection from {host}: {error or 'it has closed it'}")
         return True
 
     def end(self, status: int) -> None:
-        """Tell everybody what to exit with, and wait until they have left."""
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # torchrun's, once the first of the others has exited
+        """Send every process its exit status, and wait until they have left."""
+        # torchrun sends SIGTERM to the rest as soon as one process exits with an error.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end = time.monotonic() + FAREWELL_SECONDS
+        # A run without tests on ranks has waited for nobody so far.
         while (left := end - time.monotonic()) > 0:
             is_complete = len(self._nodes) == self._launch.size - 1
-            if not self._take_in(0.0 if is_complete else left):
+            if not self._accept(0.0 if is_complete else left):
                 break
         for node in self._nodes:
-            node.tell(wire.Over(status))
+            node.send(wire.Over(status))
         for node in self._nodes:
             while node.alive and time.monotonic() < end:
                 node.pump(0.1)
 
 
 class Node:
-    """Another process, at the other end of ``line``; the first one of a node forks its ``ranks``,
-    others have none.
+    """Another process, at the other end of ``line``.
+
+    ``ranks`` are those that it forks: all of its node for the first process there, none for others.
     """
 
-    def __init__(self, line: Line, tell: Callable[[str], None]) -> None:
-        self.line, self.alive, self._tell = line, True, tell
+    def __init__(self, line: Line, write_line: Callable[[str], None]) -> None:
+        self.line = line
+        self.alive = True
         self.teams: dict[str, RemoteRanks] = {}
-        while not (first := line.take()):
-            pass
-        self.ranks = range(*first[0])
+        self._write_line = write_line
+        messages = line.take()
+        while not messages:
+            messages = line.take()
+        self.ranks = range(*messages[0])
 
-    def tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed by who reads
+    def send(self, message: object) -> None:
+        # A closed connection is noticed by ``pump``.
+        with contextlib.suppress(OSError):
             self.line.send(message)
 
     def pump(self, seconds: float = 0.0) -> None:
-        """Take in what it says; wait up to ``seconds`` for the first word."""
+        """Read its messages; wait up to ``seconds`` for the first one."""
         try:
             while self.alive and readable([self.line.fileno()], seconds):
                 for message in self.line.take():
                     if message.team in self.teams:
-                        self.teams[message.team].hear(message)
+                        self.teams[message.team].receive(message)
                 seconds = 0.0
-        except (EOFError, OSError, Refused) as error:
+        except (EOFError, OSError):
             self.alive = False
-            if isinstance(error, Refused):
-                self._tell(str(error))
+        except Refused as error:
+            self.alive = False
+            self._write_line(str(error))
 
 
 class RemoteRanks:
@@ -136,24 +159,25 @@ class RemoteRanks:
 
     def __init__(self, node: Node, plan: wire.RankSetup) -> None:
         self.ranks = range(node.ranks.start, min(node.ranks.stop, plan.size))
-        self._node, self._team = node, plan.store
-        self._heard: dict[int, deque[object]] = {rank: deque() for rank in self.ranks}
+        self._node = node
+        self._team = plan.store
+        self._messages: dict[int, deque[object]] = {rank: deque() for rank in self.ranks}
         self._ended: dict[int, wire.Ended] = {}
         self._stacks: dict[int, str] | None = None
         node.teams[self._team] = self
-        node.tell(wire.StartTeam(self._team, plan.size, dict(plan.worker)))
+        node.send(wire.StartTeam(self._team, plan.size, dict(plan.worker)))
 
-    def hear(self, message: wire.FromRank) -> None:
-        """Keep what the node has said of this team until somebody asks."""
+    def receive(self, message: wire.FromRank) -> None:
+        """Keep what the node has sent for this team until somebody asks."""
         if message.rank is None:
             self._stacks = message.message
         elif isinstance(message.message, wire.Ended):
             self._ended[message.rank] = message.message
         else:
-            self._heard[message.rank].append(message.message)
+            self._messages[message.rank].append(message.message)
 
     def send(self, command: object, ranks: Iterable[int]) -> None:
-        self._node.tell(wire.ToTeam(self._team, "send", (command, tuple(ranks))))
+        self._node.send(wire.ToTeam(self._team, "send", (command, tuple(ranks))))
 
     def files(self, ranks: Iterable[int]) -> list[int]:
         return [self._node.line.fileno()] if self._node.alive else []
@@ -161,27 +185,27 @@ class RemoteRanks:
     def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
         if ready.intersection(self.files(ranks)):
             self._node.pump()
-        heard: dict[int, object] = {}
+        taken: dict[int, object] = {}
         for rank in ranks:
-            if self._heard[rank]:
-                heard[rank] = self._heard[rank].popleft()
+            if self._messages[rank]:
+                taken[rank] = self._messages[rank].popleft()
             elif rank in self._ended or not self._node.alive:
-                heard[rank] = None
-        return heard
+                taken[rank] = None
+        return taken
 
     def ended(self, rank: int) -> wire.Ended:
         return self._ended.get(rank, wire.Ended("was lost with its node", ""))
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         self._stacks = None
-        self._node.tell(wire.ToTeam(self._team, "stacks", (tuple(ranks), kind)))
+        self._node.send(wire.ToTeam(self._team, "stacks", (tuple(ranks), kind)))
         end = time.monotonic() + STACKS_SECONDS
         while self._stacks is None and self._node.alive and time.monotonic() < end:
             self._node.pump(0.1)
         return {**dict.fromkeys(ranks, ""), **(self._stacks or {})}
 
     def interrupt(self, rank: int) -> None:
-        """Its terminal, if it has one, is on another machine."""
+        """Do nothing: the terminal of the rank, if it has one, is on another machine."""
 
     def has_lost_ranks(self) -> bool:
         self._node.pump()
@@ -189,4 +213,4 @@ class RemoteRanks:
 
     def kill(self) -> None:
         del self._node.teams[self._team]
-        self._node.tell(wire.ToTeam(self._team, "kill"))
+        self._node.send(wire.ToTeam(self._team, "kill"))

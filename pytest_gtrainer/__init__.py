@@ -75,6 +75,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "graph.memory": ("peak_memory", "assert_peak_memory"),
     "report.timeline": ("timeline", "CostModel"),
     "arithmetic.formulas": ("meaning",),
+    "proofs.contexts": ("field_arithmetic", "term_arithmetic"),
     "proofs.prove": ("assert_same_function", "prove"),
     "proofs.proof": ("AnotherFunction", "Proof"),
     "graphtext": ("graphtext",),

@@ -12,12 +12,13 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
@@ -33,6 +34,7 @@ ATTRIBUTES = {
         "_abort_process_group",
     ),
     "torch.distributed.c10d_logger": ("_c10d_logger",),
+    "torch._C._distributed_c10d": ("_create_work_from_future",),
     "torch.distributed.tensor:DTensor": ("_op_dispatcher",),
     "torch._C": ("_clear_DTensor_sharding_propagator_cache",),
     "torch.distributed.tensor._redistribute": (
@@ -102,6 +104,54 @@ def spell_reduction(given: Any) -> str | None:
     # ``__getstate__`` is the only reader of the factor, which is a number or a tensor.
     factor = given.__getstate__()[1] if isinstance(given, dist.ReduceOp) else None
     return f"premul_sum({factor if isinstance(factor, float) else 'a tensor'})"
+
+
+def group_of_call(named: Mapping[str, Any]) -> dist.ProcessGroup:
+    """Return the group among the arguments of a collective operator, functional or of ``c10d``."""
+    given = named.get("process_group", named.get("group_name"))
+    if isinstance(given, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(given)
+    return group_named(given) if isinstance(given, str) else given
+
+
+def finished(result: Any, outputs: Sequence[torch.Tensor] = ()) -> Any:
+    """Wait for what an operator of ``c10d`` has begun, and return the same with a finished work.
+
+    gloo copies results when somebody waits, and again when somebody waits again.
+    """
+    work = result[-1] if isinstance(result, tuple) else result
+    dist.Work.unbox(work).wait()
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(list(outputs))
+    done = _distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    return (*result[:-1], done) if isinstance(result, tuple) else done
+
+
+def reduction_by_trial(
+    named: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, float | None]:
+    """Return the name of a reduction, and the factor of a premultiplied sum.
+
+    An operator of ``c10d`` has it as an object that nobody can read, so the group is asked to
+    reduce the numbers 2, 3, 4, ... with it. Every rank of the group has to call this.
+    """
+    numbers = [float(rank + 2) for rank in range(dist.get_world_size(group))]
+    own = numbers[dist.get_rank(group)]
+    trial = torch.tensor([own], dtype=torch.float64, device=device)
+    finished(torch.ops.c10d.allreduce_([trial], named["process_group"], named["reduce_op"], None))
+    found = trial.item()
+    total = sum(numbers)
+    reductions = {
+        "sum": total,
+        "avg": total / len(numbers),
+        "max": max(numbers),
+        "min": min(numbers),
+        "product": math.prod(numbers),
+    }
+    for name, result in reductions.items():
+        if math.isclose(found, result):  # a backend may average by a factor, which is rounded
+            return name, None
+    return "premul_sum", found / total
 
 
 def plain_reduction(spelled: str, ranks: int) -> str:

@@ -59,6 +59,8 @@ class ArithmeticMode(TorchDispatchMode):
         reads: operators by which the program asked for a real number of an abstract tensor.
         on_result: called after each operator with an abstract operand, with the operator, its
             operands, its results, and ``shadows.read``.
+        exchange: carries out a collective of this rank, given this mode, the operator, and its
+            arguments; None where no ranks communicate.
     """
 
     supports_higher_order_operators = True
@@ -69,6 +71,7 @@ class ArithmeticMode(TorchDispatchMode):
         self.shadows = shadows or Shadows()
         self.reads: Counter[str] = Counter()
         self.on_result: Callable[..., None] | None = None
+        self.exchange: Callable[[ArithmeticMode, Any, Any, Any], Any] | None = None
         self._inside = 0  # how many operators are being taken apart
         self._owner = owner
         self._communicates = False
@@ -87,6 +90,12 @@ class ArithmeticMode(TorchDispatchMode):
         """Give a tensor the elements of the input ``name``."""
         self.shadows.write(tensor, self.arithmetic.leaf(name, tensor.shape))
 
+    def write(self, target: Tensor, elements: Tensor, fits: torch.dtype) -> None:
+        """Write elements to a tensor, which may be part of known memory."""
+        if not _covers_storage(target):
+            self._lift_storage(target)
+        self.shadows.write(target, elements, fits)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -102,6 +111,8 @@ class ArithmeticMode(TorchDispatchMode):
             return func(*args, **kwargs)  # a fake tensor asks for shapes
         if foreign:
             return NotImplemented  # DTensor first: its local operators come back here
+        if self.exchange is not None and func.namespace in COMMUNICATING:
+            return self.exchange(self, func, args, kwargs)
         base = base_name(func)
         tensors = tensors_in(args, kwargs)
         if not any(map(self.shadows.has, tensors)):

@@ -22,7 +22,7 @@ from pytest_gtrainer.worlds.simulated.net import Net
 COND = torch.ops.higher_order.cond
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-_COLLECTIVES: dict[str, Collective] = {
+COLLECTIVES: dict[str, Collective] = {
     "all_gather_into_tensor": collectives.all_gather,
     "all_gather_into_tensor_coalesced": collectives.all_gather,
     "all_gather_into_tensor_out": collectives.all_gather,
@@ -158,7 +158,7 @@ class CollectiveStep(Step):
         takes_list = parameter(self.node.target, "inputs")
         results: list[Any] = [None] * len(calls)
         for ranks, net in zip(self.partition, self.nets, strict=True):
-            given = _contributions([calls[rank] for rank in ranks], ranks)
+            given = contributions([calls[rank] for rank in ranks], ranks)
             for rank, result in zip(ranks, self.collective(net, given), strict=True):
                 results[rank] = result if takes_list else result[0]
         return results
@@ -184,15 +184,15 @@ def collective_of(node: fx.Node) -> Collective:
         NoModel: there is none; the message names the operator.
     """
     is_functional = str(node.target).startswith(("_c10d_functional", "_dtensor"))
-    if not is_functional or short_name(node) not in _COLLECTIVES:
+    if not is_functional or short_name(node) not in COLLECTIVES:
         raise NoModel(
             f"{node.target} ({node.name}) has no model in a simulated world, which has "
-            f"{', '.join(sorted(_COLLECTIVES))}"
+            f"{', '.join(sorted(COLLECTIVES))}"
         )
-    return _COLLECTIVES[short_name(node)]
+    return COLLECTIVES[short_name(node)]
 
 
-def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
+def contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
     """Take the tensors of the ranks of a group out of their arguments.
 
     Raises:

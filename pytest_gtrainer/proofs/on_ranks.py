@@ -1,0 +1,214 @@
+"""Collectives of real ranks in an arithmetic: the elements travel beside the real numbers.
+
+A collective runs as it is, for the real numbers. Then the ranks of its group exchange the elements
+that they gave, and each computes what it gets by the rules of a simulated world, where reductions
+add in no order. So this is for the field, where every order gives the same.
+
+Every rank of a group has to be in the arithmetic, as all of them take part in the exchange.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pytest_gtrainer._torch.process_groups import (
+    finished,
+    group_of_call,
+    reduction_by_trial,
+)
+from pytest_gtrainer._torch.random_states import without_modes
+from pytest_gtrainer._torch.values import pytree, schema
+from pytest_gtrainer.arithmetic.base import named_arguments, tensors_in
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.operators import base_name
+from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.worlds.simulated import collectives
+from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
+from pytest_gtrainer.worlds.simulated.interpreter.steps import COLLECTIVES, contributions
+from pytest_gtrainer.worlds.simulated.net import NetModel
+
+_MOVE_NOTHING = (
+    *("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"),
+)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of an operator of ``c10d``: what this rank gives, and where it gets something."""
+
+    collective: Collective
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Carry out a collective of this rank under a mode."""
+    base = base_name(func)
+    tensors = tensors_in(args, kwargs)
+    moves_floats = any(tensor.is_floating_point() for tensor in tensors)
+    if base in _MOVE_NOTHING or not moves_floats:
+        return func(*args, **kwargs)
+    named = named_arguments(func, args, kwargs)
+    group = group_of_call(named)
+    if func.namespace == "c10d":
+        call = _parsed(mode, base, named, group)
+        # Before the operator, which may write to its operands.
+        given = [_written_down(mode, tensor) for tensor in call.inputs]
+        with without_modes():
+            result = finished(func(*args, **kwargs), call.outputs)
+            of_ranks = _gathered((given, call.details), group)
+        members = []
+        for rank, (own, details) in enumerate(of_ranks):
+            inputs = [_made_again(mode, each) for each in own]
+            if not details.get("sends"):
+                inputs = [tensor.reshape(-1) for tensor in inputs]
+            members.append(Contribution(rank=rank, inputs=inputs, **details))
+        found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
+        _write(mode, call.outputs, found)
+        return result
+
+    if base not in COLLECTIVES:
+        raise NoMeaning(f"{func} between real ranks")
+    own = {}
+    for name, value in named.items():
+        if name != "group_name":
+            own[name] = pytree.tree_map_only(Tensor, lambda each: _written_down(mode, each), value)
+    with without_modes():
+        result = func(*args, **kwargs)
+        calls = _gathered(own, group)
+    again = [
+        pytree.tree_map_only(_Numbers, lambda each: _made_again(mode, each), call) for call in calls
+    ]
+    members = contributions(again, range(len(again)))
+    found = _carry_out(mode, COLLECTIVES[base], members)[dist.get_rank(group)]
+    targets = tensors_in(result)
+    for argument in schema(func).arguments:
+        if argument.is_write:
+            targets = tensors_in(named[argument.name])
+    _write(mode, targets, found)
+    return result
+
+
+def _carry_out(
+    mode: ArithmeticMode, collective: Collective, members: list[Contribution]
+) -> list[list[Tensor]]:
+    net = AnyOrder.of(NetModel.of_world(len(members)))
+    with mode, torch.no_grad():
+        return collective(net, members)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What travels for a tensor.
+
+    Attributes:
+        elements: int64; of known whole numbers these numbers.
+        fits: None for whole numbers.
+    """
+
+    elements: Tensor
+    dtype: torch.dtype
+    fits: torch.dtype | None
+
+
+def _written_down(mode: ArithmeticMode, tensor: Tensor) -> _Numbers:
+    value = mode.shadows.read(tensor)
+    with without_modes():
+        if value is not None:
+            return _Numbers(value.elements.clone().contiguous(), tensor.dtype, value.fits)
+        own = tensor.detach()
+        if not own.is_floating_point():
+            return _Numbers(own.clone().contiguous(), own.dtype, None)
+        return _Numbers(mode.arithmetic.lift(own).clone().contiguous(), own.dtype, own.dtype)
+
+
+def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
+    """Return a tensor on this rank for one of another; its real numbers mean nothing."""
+    with without_modes():
+        if numbers.fits is None:
+            return numbers.elements
+        made = torch.zeros(numbers.elements.shape, dtype=numbers.dtype)
+        if made.numel():
+            mode.shadows.write(made, numbers.elements, numbers.fits)
+        return made
+
+
+def _gathered(own: Any, group: Any) -> list[Any]:
+    """Return what each rank of a group gives."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def _write(mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Give tensors on this rank the elements that a collective has made for them."""
+    for target, made in zip(targets, found, strict=True):
+        value = mode.shadows.read(made)
+        if value is not None:
+            with without_modes():
+                mode.write(target.detach(), value.elements.reshape(target.shape), value.fits)
+
+
+_PLAIN: dict[str, tuple[Collective, str, str]] = {
+    "allreduce_": (collectives.all_reduce, "tensors", "tensors"),
+    "allreduce_coalesced_": (collectives.all_reduce, "tensors", "tensors"),
+    "broadcast_": (collectives.broadcast, "tensors", "tensors"),
+    "_allgather_base_": (collectives.all_gather, "input_tensor", "output_tensor"),
+    "allgather_into_tensor_coalesced_": (collectives.all_gather, "inputs", "outputs"),
+    "_reduce_scatter_base_": (collectives.reduce_scatter, "input_tensor", "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": (collectives.reduce_scatter, "inputs", "outputs"),
+    "scatter_": (collectives.scatter, "input_tensors", "output_tensors"),
+    "gather_": (collectives.gather, "input_tensors", "output_tensors"),
+}
+"""By operator: the collective, and the arguments that it reads and writes."""
+
+
+def _parsed(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) -> _Call:
+    """Read the arguments of an operator of ``c10d``."""
+    size = dist.get_world_size(group)
+    details: dict[str, Any] = {}
+    if "reduce_op" in named:
+        with without_modes():
+            device = tensors_in(named)[0].device
+            details["op"], details["factor"] = reduction_by_trial(named, group, device)
+    if "root_rank" in named:
+        details["root"] = named["root_rank"]
+    if base in _PLAIN:
+        collective, reads, writes = _PLAIN[base]
+        return _Call(collective, tensors_in(named[reads]), tensors_in(named[writes]), details)
+    if base == "allgather_":
+        # As an exchange of lists: here the members may have tensors of other sizes.
+        given = tensors_in(named["input_tensors"]) * size
+        return _exchanged(given, tensors_in(named["output_tensors"]))
+    if base == "alltoall_":
+        return _exchanged(tensors_in(named["input_tensors"]), tensors_in(named["output_tensors"]))
+    if base == "reduce_scatter_":
+        parts = tensors_in(named["input_tensors"])
+        with mode, torch.no_grad():
+            whole = torch.cat([part.reshape(-1) for part in parts])
+        outputs = tensors_in(named["output_tensors"])
+        return _Call(collectives.reduce_scatter, [whole], outputs, details)
+    if base == "alltoall_base_":
+        given, output = named["input"], named["output"]
+        details["sends"] = _splits(named["input_split_sizes"], given, size)
+        details["receives"] = _splits(named["output_split_sizes"], output, size)
+        return _Call(collectives.all_to_all, [given], [output], details)
+    raise NoMeaning(f"c10d.{base} between real ranks")
+
+
+def _exchanged(inputs: list[Tensor], outputs: list[Tensor]) -> _Call:
+    sizes = {
+        "sends": [tensor.numel() for tensor in inputs],
+        "receives": [tensor.numel() for tensor in outputs],
+    }
+    return _Call(collectives.exchange_lists, inputs, outputs, sizes)
+
+
+def _splits(given: Sequence[int], tensor: Tensor, size: int) -> list[int]:
+    return list(given) or [len(tensor) // size] * size

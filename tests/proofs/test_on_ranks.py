@@ -1,0 +1,255 @@
+"""Real ranks in the field: parallel training computes the function of the unsharded model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gtrainer import field_arithmetic, term_arithmetic
+from pytest_gtrainer.arithmetic.values import NoMeaning
+
+DIM, ROWS = 4, 6
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM, bias=False)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def batch(elements, coordinate):
+    x = torch.randn(ROWS, DIM)
+    elements.make_abstract(x, ("batch", coordinate))
+    return x
+
+
+def loss_of(model, x):
+    return (model(x) ** 2).sum()
+
+
+def unsharded(coordinates, factor=1.0, casts="opaque"):
+    """Return the elements of each gradient of the mean over data coordinates."""
+    with field_arithmetic(casts=casts) as elements:
+        model = Model()
+        elements.make_abstract(model)
+        losses = [loss_of(model, batch(elements, coordinate)) for coordinate in range(coordinates)]
+        loss = factor * sum(losses) / coordinates
+        loss.backward()
+        return {name: elements.of(own.grad) for name, own in model.named_parameters()}
+
+
+def gradients(elements, model):
+    found = {}
+    for name, own in model.named_parameters():
+        gradient = own.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+            gradient = gradient.to_local()
+        found[name.removeprefix("module.")] = elements.of(gradient)
+    return found
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    assert not any(each is None for each in (*found.values(), *expected.values()))
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def sharded(elements, mesh):
+    model = Model()
+    elements.make_abstract(model)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(elements, mesh):
+    model = Model()
+    elements.make_abstract(model)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def ddp(elements, mesh):
+    model = Model()
+    elements.make_abstract(model)
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+@pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
+@pytest.mark.parametrize("parallel", [sharded, ddp])
+def test_data_parallel_gradients_are_the_mean(parallel, gt_world, gt_mesh):
+    """Of three ranks: gradients are multiplied by 1/3, which is rounded."""
+    with field_arithmetic(casts="identity") as elements:
+        model = parallel(elements, gt_mesh)
+        loss_of(model, batch(elements, gt_world.rank)).backward()
+        found = gradients(elements, model)
+    assert same(found, unsharded(3, casts="identity"))
+    assert not same(found, unsharded(3, factor=3.0, casts="identity"))
+    assert not same(found, unsharded(2, casts="identity"))
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_a_forgotten_division_is_another_function(gt_world, gt_mesh):
+    with field_arithmetic() as elements:
+        model = sharded(elements, gt_mesh)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+        loss_of(model, batch(elements, gt_world.rank)).backward()
+        found = gradients(elements, model)
+    assert not same(found, unsharded(2))
+    assert same(found, unsharded(2, factor=2.0))
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tensor_parallel_is_the_unsharded_model(wrong, gt_mesh):
+    with field_arithmetic() as elements:
+        model = tensor_parallel(elements, gt_mesh)
+        if wrong:  # each rank adds what the other ranks would have to add
+            model.down.register_forward_hook(lambda module, given, out: 2 * out)
+        loss_of(model, batch(elements, 0)).backward()
+        found = gradients(elements, model)
+    assert same(found, unsharded(1)) != wrong
+
+
+def all_to_all(x):
+    rank = dist.get_rank()
+    receives = [1, 1, 1] if rank else [2, 2, 2]  # rank 0 gets two rows of each, others get one
+    sends = [2, 1, 1]
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(out, x[:4].contiguous(), receives, sends)
+    return out
+
+
+def gathered_list(x):
+    out = [torch.empty_like(x) for _ in range(3)]
+    dist.all_gather(out, x)
+    return torch.cat(out)
+
+
+def functional_scatter(x):
+    return functional.reduce_scatter_tensor(x, "avg", 0, dist.group.WORLD) + 0
+
+
+def scattered_list(x):
+    out = torch.empty_like(x)
+    dist.scatter(out, [x, 2 * x, 3 * x] if dist.get_rank() == 1 else None, src=1)
+    return out
+
+
+def broadcast_in_part(x):
+    """Of the last rank, into a part of memory that holds known numbers."""
+    whole = torch.ones(ROWS + 2, DIM)
+    whole[:ROWS] = x
+    dist.broadcast(whole[1:3], src=2)
+    return whole
+
+
+def of(elements, rank):
+    x = torch.zeros(ROWS, DIM)
+    elements.make_abstract(x, ("x", rank))
+    return x
+
+
+EXPECTED = {
+    all_to_all: lambda xs, rank: torch.cat(
+        [x[:2] if rank == 0 else x[rank + 1 : rank + 2] for x in xs]
+    ),
+    gathered_list: lambda xs, rank: torch.cat(xs),
+    functional_scatter: lambda xs, rank: (sum(xs) / 3).chunk(3)[rank],
+    scattered_list: lambda xs, rank: (rank + 1) * xs[1],
+    broadcast_in_part: lambda xs, rank: torch.cat(
+        [xs[rank][:1], xs[2][1:3], xs[rank][3:], torch.ones(2, DIM)]
+    ),
+}
+
+
+@pytest.mark.gt_world("ranks", size=3)
+@pytest.mark.parametrize("function", EXPECTED, ids=lambda function: function.__name__)
+def test_a_collective_moves_elements_as_numbers(function, gt_world):
+    with field_arithmetic() as elements:
+        found = elements.of(function(of(elements, gt_world.rank)))
+    with field_arithmetic() as elements:
+        xs = [of(elements, rank) for rank in range(3)]
+        expected = elements.of(EXPECTED[function](xs, gt_world.rank))
+        other = elements.of(EXPECTED[function](xs, (gt_world.rank + 1) % 3))
+    assert torch.equal(found, expected)
+    if function is not gathered_list:
+        assert found.shape != other.shape or not torch.equal(found, other)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "MIN", "PRODUCT"])
+def test_each_reduction_is_itself(op, gt_world):
+    results = {
+        "SUM": lambda a, b: a + b,
+        "AVG": lambda a, b: (a + b) / 2,
+        "MAX": torch.maximum,
+        "MIN": torch.minimum,
+        "PRODUCT": lambda a, b: a * b,
+    }
+    with field_arithmetic() as elements:
+        x = of(elements, gt_world.rank)
+        dist.all_reduce(x, op=getattr(dist.ReduceOp, op))
+        found = elements.of(x)
+        pair = of(elements, 0), of(elements, 1)
+        expected = {name: elements.of(function(*pair)) for name, function in results.items()}
+    for name, wanted in expected.items():
+        assert torch.equal(found, wanted) == (name == op)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_known_and_abstract_numbers_meet(gt_world):
+    """One rank has known zeros, the other abstract numbers: both take part in the exchange."""
+    with field_arithmetic() as elements:
+        x = of(elements, 1) if gt_world.rank else torch.zeros(ROWS, DIM)
+        dist.all_reduce(x)
+        found = elements.of(x)
+        expected = elements.of(of(elements, 1))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_messages_and_terms_are_refused(gt_world):
+    pass_on = dist.send if gt_world.rank else dist.recv
+    with field_arithmetic() as elements:
+        x = of(elements, 0)
+        with pytest.raises(NoMeaning, match=r"c10d\.(send|recv_) between real ranks"):
+            pass_on(x, 1 - gt_world.rank)
+    with term_arithmetic() as elements:
+        x = of(elements, 0)
+        with pytest.raises(NoMeaning, match="communicates"):
+            dist.all_reduce(x)
+
+
+def test_what_is_no_number_is_refused():
+    with field_arithmetic() as elements:
+        with pytest.raises(ValueError, match="give name="):
+            elements.make_abstract(torch.zeros(2))
+        with pytest.raises(ValueError, match=r"tokens is torch\.int64"):
+            elements.make_abstract(torch.tensor([1]), "tokens")
+        assert elements.of(torch.ones(2)) is None
+    with pytest.raises(ValueError, match="casts='none'"), field_arithmetic(casts="none"):
+        pass
+
+
+def test_terms_keep_the_order_of_additions():
+    with term_arithmetic() as elements:
+        x, y, z = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+        for name, tensor in zip("xyz", (x, y, z), strict=True):
+            elements.make_abstract(tensor, name)
+        left, right = elements.of((x + y) + z), elements.of(x + (y + z))
+        assert torch.equal(left, elements.of((y + x) + z))
+        assert not torch.equal(left, right)

@@ -243,7 +243,10 @@ class ArithmeticMode(TorchDispatchMode):
         """Leave what is drawn as it is: known numbers."""
         if call.base == "native_dropout":
             self._drop_out(call, args)
-        elif not call.base.endswith("_like"):  # that draws for a shape
+            return
+        probability = call.named.get("p") if call.base == "bernoulli" else None
+        # These read nothing of their operand but its shape.
+        if not call.base.endswith("_like") and not isinstance(probability, int | float):
             raise NoMeaning(f"{call.operator} draws random numbers that depend on abstract ones")
 
     def _call(

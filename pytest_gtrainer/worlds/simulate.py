@@ -111,9 +111,13 @@ def run_on_net(
     result = Interpreter(graph, net, **options).run(values)
 
     results = []
+    named = gm.graph.output_node().meta.get("gt_outputs") or ()
     for rank in range(net.size):
         own = pytree.tree_map(functools.partial(of_rank, rank=rank), result)
-        results.append(_named(own, outputs or gm.graph.output_node().meta.get("gt_outputs")))
+        if outputs is None and len(named) == len(pytree.tree_leaves(own)):
+            results.append(_named(own, named))
+        else:
+            results.append(_named(own, outputs))  # a graph may name only some of its results
     return results
 
 

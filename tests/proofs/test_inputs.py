@@ -232,3 +232,29 @@ def test_accumulated_gradients_are_reordered_and_a_missing_division_is_a_factor(
     wrong = prove(lambda m, x: train(m, x, parts=2, divided=False), train, inputs=inputs)
     assert wrong.kind == "another function"
     assert wrong.factor == 2
+
+
+def test_what_is_drawn_for_a_shape_does_not_depend_on_numbers():
+    def drops(x):
+        return torch.bernoulli(x, 0.5) * x
+
+    def drops_again(x):
+        torch.bernoulli(x, 0.5)
+        return drops(x)
+
+    x = torch.randn(64)
+    assert prove(drops, drops, inputs=(x,)).kind == "identical"
+    assert prove(drops_again, drops, inputs=(x,)).kind == "another function"
+    unknown = prove(torch.bernoulli, torch.bernoulli, inputs=(torch.rand(64),))
+    assert "draws random numbers that depend on abstract ones" in unknown.reason
+
+
+@pytest.mark.gt_world("simulated", size=2)
+def test_a_graph_that_names_only_some_of_its_results(gt_mesh, gt_world):
+    def sums(x):
+        c10d, group = torch.ops._c10d_functional, gt_mesh.get_group().group_name
+        return x * 2, c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+
+    gm = make_fx(sums)(X[0])
+    gm.graph.output_node().meta["gt_outputs"] = ["total"]
+    assert prove(gm, gm, inputs=[(X[0],), (X[1],)], world=gt_world).kind == "identical"

@@ -7,13 +7,14 @@ add in no order. So this is for the field, where every order gives the same.
 Every rank of a group has to be in the arithmetic, as all of them take part in the exchange.
 """
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from pytest_gtrainer._torch.process_groups import (
     finished,
@@ -22,11 +23,14 @@ from pytest_gtrainer._torch.process_groups import (
 )
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.values import pytree, schema
-from pytest_gtrainer.arithmetic.base import named_arguments, tensors_in
+from pytest_gtrainer.arithmetic.base import Arithmetic, named_arguments, tensors_in
+from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.operators import base_name
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.proofs.programs import GraphProgram, Left, Run
+from pytest_gtrainer.worlds.gathering import bytes_of_ranks
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter.steps import COLLECTIVES, contributions
@@ -45,6 +49,29 @@ class _Call:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     details: dict[str, Any] = field(default_factory=dict)
+
+
+class GraphOnRanks(GraphProgram):
+    """A graph on this rank, with the collectives of real ranks.
+
+    Every rank of the world runs it at the same time.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        super().__init__(gm, inputs, None, by_place=False)
+        self.rank = dist.get_rank()
+
+    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
+        if not isinstance(arithmetic, Field):
+            raise NoMeaning("the order in which real ranks add is not known")
+        return super().run(arithmetic, on_result)
+
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        mode.exchange = exchange_on_ranks
+        super()._run(mode, left)
+
+    def told_by_all(self, own: Any) -> list[Any]:
+        return _gathered(own, None)
 
 
 def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -141,9 +168,7 @@ def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
 
 def _gathered(own: Any, group: Any) -> list[Any]:
     """Return what each rank of a group gives."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    return found
+    return [pickle.loads(content) for content in bytes_of_ranks(pickle.dumps(own), group)]
 
 
 def _write(mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]) -> None:

@@ -89,6 +89,10 @@ class Program(ABC):
 
     last: dict[Key, Tensor]
 
+    def told_by_all(self, own: Any) -> list[Any]:
+        """Return what each rank of real ranks says; of other programs there is one."""
+        return [own]
+
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
         """Run in an arithmetic, from a random state that is always the same."""
         mode = ArithmeticMode(arithmetic, owner=id(self))
@@ -149,6 +153,7 @@ class GraphProgram(Program):
         self, gm: fx.GraphModule, inputs: Sequence[Any], world: AnyWorld | None, by_place: bool
     ) -> None:
         """In a world ``inputs`` are those of each rank. ``by_place``: results have no names."""
+        self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
@@ -156,10 +161,11 @@ class GraphProgram(Program):
         of_ranks = [list(self.inputs)] if self.world is None else list(map(list, self.inputs))
         # All at once, as ranks may share a tensor.
         given = copies(of_ranks)
-        for rank, own in enumerate(given):
+        for number, own in enumerate(given):
+            rank = self.rank if self.world is None else number
             for place, value in enumerate(own):
                 if isinstance(value, Tensor):
-                    make_abstract(mode, value, place if self.world is None else (place, rank))
+                    make_abstract(mode, value, place if rank is None else (place, rank))
         parameters = dict(gm.named_parameters())
         for name, tensor in parameters.items():
             make_abstract(mode, tensor, name)
@@ -167,8 +173,8 @@ class GraphProgram(Program):
             left.before[key] = _made(mode, tensor)
         with torch.no_grad(), mode:
             if self.world is None:
-                outputs = NodeByNode(gm, None).run(*given[0])
-                left.outputs = self._named(None, outputs, gm)
+                outputs = NodeByNode(gm, self.rank).run(*given[0])
+                left.outputs = self._named(self.rank, outputs, gm)
             else:
                 for rank, own in enumerate(self._run_on_ranks(mode, gm, given, self.world)):
                     left.outputs |= self._named(rank, own, None)
@@ -198,7 +204,7 @@ class GraphProgram(Program):
         found: dict[Key, Tensor] = {}
         placeholders = gm.graph.find_nodes(op="placeholder")
         for number, own in enumerate(given):
-            rank = None if self.world is None else number
+            rank = self.rank if self.world is None else number
             for place, (node, value) in enumerate(zip(placeholders, own, strict=True)):
                 name = f"input {place}" if self.by_place else input_name(node)
                 if isinstance(value, Tensor):

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import facts
@@ -25,6 +26,7 @@ from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, have_equal_numbers
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
+from pytest_gtrainer.proofs.on_ranks import GraphOnRanks
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
     FunctionProgram,
@@ -36,6 +38,7 @@ from pytest_gtrainer.proofs.programs import (
 )
 from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, Place, Proof
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
+from pytest_gtrainer.worlds.spec import World
 
 _ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
     "identical": [lambda: Terms(strict=True)],
@@ -47,6 +50,9 @@ _ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
     ],
 }
 """By kind of equal, arithmetics of which one has to find it. The first says where it is not."""
+
+_IN_ORDER = ("identical", "other kernels")
+"""Kinds that depend on the order in which ranks add."""
 
 
 def prove(
@@ -70,7 +76,8 @@ def prove(
             integers and bools stay what they are. In a world a function of the rank, or one entry
             a rank. By default drawn for a graph: integers below the extents that they index.
         world: a simulated ``World``, a ``Net``, or a number of ranks, for graphs with collectives.
-            They add in its order.
+            They add in its order. In a ranks ``World`` every rank calls this, with its own inputs;
+            only "reordered" and weaker kinds can be found.
         at_least: do not look for weaker kinds of equal than this one.
 
     Raises:
@@ -100,6 +107,13 @@ def prove_programs(
     seconds: dict[str, float] = {}
     failed: tuple[str, Run, Run] | None = None
     kinds = KINDS[: KINDS.index(at_least) + 1]
+    if isinstance(programs[0], GraphOnRanks):
+        kinds = tuple(kind for kind in kinds if kind not in _IN_ORDER)
+        if not kinds:
+            raise ValueError(
+                f"at_least={at_least!r} on real ranks: nobody knows in which order they add. "
+                'Take "reordered", or a simulated world'
+            )
     with long_work("proof") as note:
         for kind in kinds:
             note(f"is it {kind}?")
@@ -141,9 +155,9 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
             *runs, differ = _run_both(programs, arithmetic)
         except NoMeaning as error:
             return _Attempt(reason=str(error))
-        reason = _says_nothing(*runs)
+        reason = _told_by_any(programs, _says_nothing(*runs))
         if not differ and not reason:
-            reason = _apart_in_real_numbers(kind, *runs)
+            reason = _told_by_any(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
                 return _Attempt(runs, is_equal=True)
             # Other bits are no reason to know nothing: another kind may hold.
@@ -152,6 +166,11 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
             return _Attempt(reason=reason)
         first = first or runs
     return _Attempt(first)
+
+
+def _told_by_any(programs: Sequence[Program], own: str) -> str:
+    """Return what the first rank says that says anything."""
+    return next((told for told in programs[0].told_by_all(own) if told), "")
 
 
 def check_kind(kind: str) -> None:
@@ -172,7 +191,7 @@ def _run_both(
     if differ:
         return *first, True
     counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
-    if any(counts):
+    if any(programs[0].told_by_all(any(counts))):
         for seed, bias in _AGAIN:
             again = arithmetic()
             again.set_seed(seed)
@@ -185,7 +204,13 @@ def _run_both(
 
 def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tuple[Run, Run], bool]:
     runs = programs[0].run(copy.deepcopy(arithmetic)), programs[1].run(arithmetic)
-    return runs, first_difference(runs[0].results, runs[1].results) is not None
+    return runs, _first_difference(programs, *runs) is not None
+
+
+def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -> Place | None:
+    """Return the first result that differs, on the first rank where one does."""
+    own = first_difference(actual.results, expected.results)
+    return next((place for place in programs[0].told_by_all(own) if place is not None), None)
 
 
 _AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
@@ -197,6 +222,7 @@ def _programs(
 ) -> tuple[tuple[Program, Program], str]:
     """Return both programs with their inputs, and what was drawn of these."""
     graphs = [_graph_of(each) for each in (actual, expected)]
+    on_ranks = isinstance(world, World) and world.kind == "ranks"
     for given, gm in zip((actual, expected), graphs, strict=True):
         if gm is None and not callable(given):
             raise ValueError(f"{given!r} is no graph and cannot be called")
@@ -205,10 +231,14 @@ def _programs(
             raise ValueError(f"{found[0].name} communicates: give world=, a simulated world or net")
     first = graphs[1] or graphs[0]
     drawn = ""
+    if world is not None and (first is None or None in graphs):
+        raise ValueError("in a world, both programs are graphs: trace the callable first")
+    if on_ranks:
+        given = _inputs_of_this_rank(first, inputs)
+        drawn = "" if inputs is not None else describe_integers(first, given)
+        return (GraphOnRanks(graphs[0], given), GraphOnRanks(graphs[1], given)), drawn
     if world is not None:
         net = net_of_any(world)
-        if first is None or None in graphs:
-            raise ValueError("in a world, both programs are graphs: trace the callable first")
         inputs, drawn = _inputs_of_ranks(first, inputs, net.size)
     elif inputs is None:
         if first is None:
@@ -226,6 +256,16 @@ def _programs(
         else:
             made.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
     return (made[0], made[1]), drawn
+
+
+def _inputs_of_this_rank(gm: fx.GraphModule, inputs: Any) -> Sequence[Any]:
+    rank = dist.get_rank()
+    if inputs is None:
+        return draw_inputs(gm, seed=rank)
+    found = inputs(rank) if callable(inputs) else inputs
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"inputs= is a {type(found).__name__}: give a tuple, (x,) for one input")
+    return found
 
 
 def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[OneRankForAll]:
@@ -372,7 +412,7 @@ def _equal(
 ) -> Proof:
     first, origin = None, ""
     if failed is not None:
-        first = first_difference(failed[1].results, failed[2].results)
+        first = _first_difference(programs, failed[1], failed[2])
         origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
     return Proof(
         kind,
@@ -395,7 +435,7 @@ def _count_results(program: Program, run: Run) -> int:
 def _different(
     programs: Sequence[Program], kind: str, actual: Run, expected: Run, seconds: dict[str, float]
 ) -> Proof:
-    first = first_difference(actual.results, expected.results)
+    first = _first_difference(programs, actual, expected)
     if first is None:
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
         return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
@@ -405,7 +445,10 @@ def _different(
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
         key = first.result, first.rank
-        factor = common_factor(actual.results[key], expected.results[key])
+        own = None
+        if key in actual.results:  # of other real ranks there is nothing here
+            own = common_factor(actual.results[key], expected.results[key])
+        factor = next((told for told in programs[0].told_by_all(own) if told is not None), None)
     if unlike and factor is None and first.element is not None:
         reason = (
             f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
@@ -456,7 +499,7 @@ def find_origin(
     except NoMeaning:
         return ""  # who looks reads more tensors than the programs do
     tensor = programs[0].last.get((first.result, first.rank))
-    return "" if tensor is None else trail.origin_of(tensor)
+    return _told_by_any(programs, "" if tensor is None else trail.origin_of(tensor))
 
 
 @facts.check

@@ -22,6 +22,7 @@ from pytest_gtrainer.numerics.bits import count_not_finite
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.worlds import ranks_by
+from pytest_gtrainer.worlds.gathering import bytes_of_ranks
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 
 
@@ -39,13 +40,7 @@ class ReplicaWarning(UserWarning):
 
 def texts_of_ranks(text: str) -> list[str]:
     """Gather the text of every rank, in rank order. Every rank must call it."""
-    # dist.all_gather_object does the same, but needs NumPy, which is no dependency of ours.
-    content = text.encode()
-    lengths = _all_gather(torch.tensor([len(content)], device=_device()))
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(_device())
-    rows = zip(_all_gather(padded), lengths, strict=True)
-    return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+    return [content.decode() for content in bytes_of_ranks(text.encode())]
 
 
 def first_differing_line(
@@ -79,12 +74,6 @@ def on_any_rank(answer: bool) -> bool:
 
 def _device() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return rows
 
 
 @facts.check

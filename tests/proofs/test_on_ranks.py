@@ -1,5 +1,7 @@
 """Real ranks in the field: parallel training computes the function of the unsharded model."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_gtrainer import field_arithmetic, term_arithmetic
+from pytest_gtrainer import (
+    data_parallel,
+    field_arithmetic,
+    joint_transformer_block_bucketing_reordering_pass,
+    prove,
+    term_arithmetic,
+    trace_step,
+)
 from pytest_gtrainer.arithmetic.values import NoMeaning
 
 DIM, ROWS = 4, 6
@@ -253,3 +262,56 @@ def test_terms_keep_the_order_of_additions():
         left, right = elements.of((x + y) + z), elements.of(x + (y + z))
         assert torch.equal(left, elements.of((y + x) + z))
         assert not torch.equal(left, right)
+
+
+def step(model, x):
+    return loss_of(model, x)
+
+
+def traced(mesh):
+    torch.manual_seed(0)
+    return trace_step(data_parallel(Model(), mesh), step, (torch.randn(ROWS, DIM),)).gm
+
+
+@pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
+def test_a_pass_is_proven_on_real_ranks(gt_mesh, gt_world):
+    """Buckets change the order of additions; every rank gets the same answer."""
+    gm = traced(gt_mesh)
+    bucketed = joint_transformer_block_bucketing_reordering_pass(
+        copy.deepcopy(gm), bucket_plan=[["up"], ["down"], ["norm"]]
+    )
+    proof = prove(bucketed, gm, world=gt_world)
+    assert proof.kind == "reordered", str(proof)
+    with pytest.raises(ValueError, match=r"at_least='identical' on real ranks"):
+        prove(bucketed, gm, world=gt_world, at_least="identical")
+
+    # The last rank alone adds twice what it has.
+    wrong = copy.deepcopy(gm)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    launch = wrong.graph.find_nodes(op="call_function", target=scatter)[0]
+    with wrong.graph.inserting_before(launch):
+        factor = 2.0 if gt_world.rank == 2 else 1.0
+        scaled = wrong.graph.call_function(torch.ops.aten.mul.Tensor, (launch.args[0], factor))
+    launch.replace_input_with(launch.args[0], scaled)
+    wrong.recompile()
+    proof = prove(wrong, gm, world=gt_world)
+    assert proof.kind == "another function", str(proof)
+    assert proof.first.rank == 0
+    assert proof.origin
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_a_difference_on_the_last_rank_alone_is_told_on_all(gt_mesh, gt_world):
+    gm = traced(gt_mesh)
+    wrong = copy.deepcopy(gm)
+    output = wrong.graph.output_node()
+    first, *rest = output.args[0]
+    if gt_world.rank == 1:
+        with wrong.graph.inserting_before(output):
+            first = wrong.graph.call_function(torch.ops.aten.mul.Tensor, (first, 3))
+    output.args = ((first, *rest),)
+    wrong.recompile()
+    proof = prove(wrong, gm, world=gt_world)
+    assert proof.kind == "another function", str(proof)
+    assert (proof.first.rank, proof.factor) == (1, 3)
+    assert "begins at node mul" in str(proof)

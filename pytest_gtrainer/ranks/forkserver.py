@@ -1,11 +1,14 @@
-"""The forkserver: a single-threaded process that imports torch once and forks ranks; and how a fork
-becomes a rank.
+"""The forkserver: a single-threaded process that imports torch once and forks ranks.
 
-It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs, each
-of which would hang a forked child) reaches the ranks. The end of the connection, or another parent
-process than at the start, ends it and its ranks. What a rank starts ends with it, also in a session
-of its own: a process whose parent ends becomes its rank's child, and this process's when the rank
-ends (``PR_SET_CHILD_SUBREAPER``).
+It is started by exec. So nothing of the parent's state reaches the ranks: threads, OpenMP pools and
+autograd runs would each hang a forked child. The forkserver and its ranks end when the connection
+to the parent is closed, and when the parent dies.
+
+Processes that a rank starts end with the rank, even in a session of their own. A process whose
+parent has ended becomes a child of its rank, and when the rank ends, a child of the forkserver
+(``PR_SET_CHILD_SUBREAPER``), which kills it.
+
+``become_rank`` is the way from a fork to a rank.
 """
 
 import contextlib
@@ -39,14 +42,12 @@ from pytest_gtrainer.ranks.answers import (
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_PIECE = 4000  # bytes of a line
+_PIECE = 4000  # bytes of a line that are written at once: less than PIPE_BUF, with the prefix
+# In the environment of every process that a rank starts: the folder of its forkserver. If the
+# forkserver is lost, the parent finds these processes by it.
 FOLDER_VARIABLE = "GT_RANKS_FOLDER"
-"""In the environment of all that ranks start: the folder of their forkserver, for the case that it
-is lost.
-"""
-
+# The file in that folder which names the module of ``gt_preload`` that is being imported.
 PRELOADING = "preloading"
-"""The file in that folder which names the module of ``gt_preload`` that is being imported."""
 
 
 def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoReturn:
@@ -62,21 +63,20 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
     server = _Server(Connection(fd), folder)
     for place, name in enumerate(modules):
-        with contextlib.suppress(
-            Exception
-        ):  # what fails here fails where it is needed, with its own error
+        # An import that fails here fails again where it is needed, with its own error.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
         if _has_threads():
-            # no process with threads can be forked, and a driver that has started here will not
-            # start in the ranks
+            # A process with threads cannot be forked, so start over without this module and those
+            # behind it. A driver that has started a thread here will not start in the ranks.
             argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     preloading = Path(folder) / PRELOADING
     for name in preload:
-        preloading.write_text(
-            name
-        )  # the parent reads it if the import ends this process, or does not end
-        if (wrong := _import_for_user(name)) is not None:
+        # For the parent, if the import ends this process, or does not return.
+        preloading.write_text(name)
+        wrong = _import_for_user(name)
+        if wrong is not None:
             server.conn.send(wire.Started(refuse_preload(name, wrong)))
             server.serve()  # until the parent has read that
     preloading.unlink(missing_ok=True)
@@ -87,18 +87,17 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
 
 
 def refuse_preload(name: str, wrong: str) -> str:
-    """Return the sentence about a module of ``gt_preload`` that cannot be imported once for all
-    ranks.
-    """
+    """Return the message about a module of ``gt_preload`` that cannot be shared by all ranks."""
     return f"gt_preload names {name}, {wrong}: correct it, or take it out of gt_preload"
 
 
 def _has_threads() -> bool:
-    return os.stat("/proc/self/task").st_nlink > 3  # two, and one for each thread
+    # A directory has two links of its own, and one for each directory in it: here, each thread.
+    return os.stat("/proc/self/task").st_nlink > 3
 
 
 def _import_for_user(name: str) -> str | None:
-    """Import a module that the user wants in every rank; return what makes that impossible."""
+    """Import a module for all ranks; return why that is impossible, None if it worked."""
     try:
         importlib.import_module(name)
     except BaseException as error:  # an import may call sys.exit
@@ -116,35 +115,41 @@ def _import_for_user(name: str) -> str | None:
 
 
 class _Server:
+    """Forks and signals ranks for the parent, and reports their ends."""
+
     def __init__(self, conn: Connection, folder: str) -> None:
         self.conn, self.folder = conn, folder
         self.pids: dict[int, int] = {}  # pidfd -> pid
         self.pid, self.parent = os.getpid(), os.getppid()
 
     def serve(self) -> NoReturn:
+        # The parent of an orphan is another process.
         while os.getppid() == self.parent:
-            if not (some := wait([self.conn, *self.pids], PARENT_CHECK_SECONDS)):
-                self._end_orphans()
-            for ready in some:
-                if ready is not self.conn:
-                    self._reap(ready)  # type: ignore[arg-type]
-                    continue
-                try:
-                    command = self.conn.recv()
-                except (EOFError, OSError):
-                    self._end()
-                if isinstance(command, wire.RankSetup):
-                    self._fork(command)
-                elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
-                    os.kill(command.pid, command.signum)
+            ready = wait([self.conn, *self.pids], PARENT_CHECK_SECONDS)
+            if not ready:
+                self._kill_orphans()
+            for each in ready:
+                if each is self.conn:
+                    self._obey()
+                else:
+                    self._reap(each)  # type: ignore[arg-type]
         self._end()
 
+    def _obey(self) -> None:
+        try:
+            command = self.conn.recv()
+        except (EOFError, OSError):
+            self._end()
+        if isinstance(command, wire.RankSetup):
+            self._fork(command)
+        elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
+            os.kill(command.pid, command.signum)
+
     def _fork(self, setup: wire.RankSetup) -> None:
-        """Fork a rank, whose end of its channel comes now; programs that the rank starts do not
-        inherit that.
-        """
+        """Fork a rank, and give it its end of the channel, which comes with the setup."""
         with socket.socket(fileno=os.dup(self.conn.fileno())) as sock:
             _, rank_fds, _, _ = socket.recv_fds(sock, 1, 2)
+        # A program that the rank starts must not hold the channel open after the rank has ended.
         for fd in rank_fds:
             os.set_inheritable(fd, False)
         pid = os.fork()
@@ -162,7 +167,7 @@ class _Server:
         pid = self.pids.pop(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        self._end_orphans()
+        self._kill_orphans()
         with contextlib.suppress(OSError):
             self.conn.send(wire.Exited(pid, os.waitstatus_to_exitcode(status)))
 
@@ -170,30 +175,56 @@ class _Server:
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
         self.pids.clear()
-        self._end_orphans()
+        self._kill_orphans()
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
-    def _end_orphans(self) -> None:
-        """Kill what ended ranks had started, but for trackers; more comes in the next round."""
-        ranks, found = set(self.pids.values()), True
+    def _kill_orphans(self) -> None:
+        """Kill the processes that ended ranks have left, but for trackers, which end themselves.
+
+        The children of a killed process become children of this one, so look until there is none.
+        """
+        ranks = set(self.pids.values())
+        found = True
         while found:
             found = False
-            for stat in Path("/proc").glob("[0-9]*/stat"):
+            for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
-                    child, parent = (
-                        int(stat.parent.name),
-                        int(stat.read_text().rpartition(")")[2].split()[1]),
-                    )
-                    if parent == self.pid and child not in ranks:
-                        if not (removes := is_tracker(child)):
-                            os.kill(child, signal.SIGKILL)
-                        found |= os.waitpid(child, os.WNOHANG if removes else 0)[0] != 0
+                    child = int(folder.name)
+                    if child in ranks or parent_of(child) != self.pid:
+                        continue
+                    flags = os.WNOHANG
+                    if not is_tracker(child):
+                        os.kill(child, signal.SIGKILL)
+                        flags = 0
+                    reaped, _ = os.waitpid(child, flags)
+                    if reaped != 0:
+                        found = True
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; raise OSError if the process has gone."""
+    return int(_stat_fields(pid)[1])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process and none has continued it."""
+    try:
+        return _stat_fields(pid)[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` behind the name: state, parent, and so on."""
+    # The name stands in parentheses, and may itself hold spaces and parentheses.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether a process removes what others have shared, once they have ended:
-    multiprocessing's, torch's.
+    """Return whether a process is a tracker of multiprocessing or torch.
+
+    Trackers remove shared memory and files after the processes that shared them have ended.
     """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -202,8 +233,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> NoReturn:
-    """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's
-    code.
+    """Serve the parent as a rank on the channel of ``fds``.
+
+    It never returns into the code of the forkserver.
     """
     code = 1
     try:
@@ -215,18 +247,7 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
         os.setpgid(0, 0)  # a test that signals its own group means its rank
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _open_streams(setup)
-        own = {**setup.environ, FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]}
-        os.environ.clear()
-        os.environ.update(
-            own, RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1"
-        )
-        os.environ.update(
-            LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks))
-        )
-        # Connecting all pairs while a group is made fails now and then on a loaded machine when
-        # groups come and go ("connectFullMesh failed"); connecting at first use did not, and is
-        # faster.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        _set_environment(setup)
         sys.path[:] = setup.sys_path
         os.chdir(setup.cwd)
         from pytest_gtrainer.ranks.inside.rank import serve
@@ -243,13 +264,36 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
         os._exit(code)
 
 
+def _set_environment(setup: wire.RankSetup) -> None:
+    """Give the rank the parent's environment, and the variables that torchrun would set."""
+    folder = os.environ[FOLDER_VARIABLE]
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    os.environ.update(
+        {
+            FOLDER_VARIABLE: folder,
+            "RANK": str(setup.rank),
+            "WORLD_SIZE": str(setup.size),
+            "LOCAL_RANK": str(setup.rank - setup.ranks.start),
+            "LOCAL_WORLD_SIZE": str(len(setup.ranks)),
+            "OMP_NUM_THREADS": "1",
+        }
+    )
+    # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
+    # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def _open_streams(setup: wire.RankSetup) -> None:
-    """Standard streams of the rank's own; stacks go to a file on a fatal error, the main thread's
-    on DUMP_SIGNAL.
+    """Give the rank standard streams of its own, and a file for its stacks.
+
+    faulthandler writes stacks there on a fatal error, and the main thread's on DUMP_SIGNAL.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    out: io.TextIOWrapper
+    err: io.TextIOWrapper
     if setup.live_output:
-        raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
+        raw: list[Any] = [_WithRank(1, setup.rank), _WithRank(2, setup.rank)]
         out, err = (io.TextIOWrapper(each, write_through=True) for each in raw)
     else:
         log = os.open(
@@ -258,26 +302,26 @@ def _open_streams(setup: wire.RankSetup) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    # A standard stream lives as long as the process.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout, sys.stderr = out, err
     stacks = open(file_of(setup.folder, setup.rank, "dump"), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/answers.py
-    # Before there are threads; one of the rank's waits for them.
+    # Before there are threads, which inherit the mask; one of the rank's waits for these signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL, OUTPUT_SIGNAL, STACK_SIGNAL})
 
 
 class _WithRank(io.RawIOBase):
-    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not
-    tear.
+    """A stream that writes whole lines with the rank before them, for ``-s``.
 
-    A pipe takes 4 KiB at once (``PIPE_BUF``): of a longer line each part stands on a line of its
-    own.
+    A pipe takes 4 KiB (``PIPE_BUF``) at once without mixing them with the output of other ranks. So
+    a longer line is written as several lines.
     """
 
     def __init__(self, fd: int, rank: int) -> None:
-        self._fd, self._before, self._rest = fd, b"[rank %d] " % rank, b""
+        self._fd = fd
+        self._prefix = b"[rank %d] " % rank
+        self._rest = b""
 
     def fileno(self) -> int:
         return self._fd
@@ -288,8 +332,9 @@ class _WithRank(io.RawIOBase):
     def write(self, data: Any) -> int:
         *lines, self._rest = (self._rest + bytes(data)).split(b"\n")
         for line in lines:
+            # An empty line is written, too.
             for at in range(0, max(len(line), 1), _PIECE):
-                os.write(self._fd, self._before + line[at : at + _PIECE] + b"\n")
+                os.write(self._fd, self._prefix + line[at : at + _PIECE] + b"\n")
         return len(data)
 
     def end_line(self) -> None:

@@ -1,5 +1,7 @@
-"""Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world,
-warm between tests.
+"""Forked ranks, as the parent sees them: the forkserver, and teams of ranks.
+
+A *team* has the ranks of one world, and stays warm between tests. Its ranks on one machine are a
+*part*; only under torchrun there are several.
 """
 
 import contextlib
@@ -24,7 +26,13 @@ from typing import BinaryIO, Protocol
 
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import answers, wire
-from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, PRELOADING, is_tracker, refuse_preload
+from pytest_gtrainer.ranks.forkserver import (
+    FOLDER_VARIABLE,
+    PRELOADING,
+    is_stopped,
+    is_tracker,
+    refuse_preload,
+)
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
@@ -33,7 +41,7 @@ SERVER_END_LIMIT = 10.0
 LEAST_START_LIMIT, START_LIMIT = 20.0, 120.0
 SETTLE_LIMIT = 10.0
 STOP_LIMIT = 30.0
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 10.0  # for the exit status of a rank whose channel is closed
 OUTPUT_LIMIT = 64 * 1024
 
 _BOOT = """\
@@ -62,27 +70,21 @@ class RanksError(Exception):
 
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Those of the files that can be read, or have come to their end; waits for the first, an hour
-    at most.
-    """
-    poll = (
-        select.poll()
-    )  # multiprocessing's wait makes a selector each time, which costs more than all else in a test
+    """Return the files that can be read or have ended; wait for the first, an hour at most."""
+    # multiprocessing's ``wait`` makes a selector each time, which costs more than all else in a
+    # test.
+    poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(min(max(0.0, seconds), 3600.0) * 1000)}
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process and none has continued it."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
-
-
 class ForkServer:
-    """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all
-    that they write.
+    """A running forkserver.
+
+    Attributes:
+        exit_status: of the ranks that have ended, by pid.
+        folder: holds the files of all its ranks, and lives as long as the forkserver.
     """
 
     def __init__(
@@ -122,8 +124,9 @@ class ForkServer:
         self.fd = self.conn.fileno()
 
     def _log(self) -> str:
-        """Return why the forkserver is of no use: the module of the user that it was importing, and
-        what it wrote.
+        """Return why the forkserver has ended or hangs.
+
+        These are the module of the user that it was importing, and the output that it wrote.
         """
         text = module = ""
         with contextlib.suppress(OSError):
@@ -133,29 +136,21 @@ class ForkServer:
         if module:
             wrong = f"did not end within {SERVER_START_LIMIT:g} s"
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(
-                    1.0
-                )  # its end of the connection is closed a little earlier
+                # Its end of the connection is closed a little earlier.
+                status = self._process.wait(1.0)
                 wrong = f"ends the process that forks ranks: it {_how_ended(status)}"
-            text = "\n".join(
-                part for part in (refuse_preload(module, f"whose import {wrong}"), text) if part
-            )
+            refusal = refuse_preload(module, f"whose import {wrong}")
+            text = f"{refusal}\n{text}" if text else refusal
         return text or "it ended without a word"
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
-        """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the
-        forkserver wrote.
+        """Fork a rank for each setup; return its pid and channel.
+
+        Raises:
+            RanksError: it cannot, with what the forkserver wrote.
         """
         if not self._ready:
-            message: object = None  # it says nothing if it ends as it starts
-            with contextlib.suppress(EOFError, OSError):
-                message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
-            if (
-                error := message.error if isinstance(message, wire.Started) else self._log()
-            ) is not None:
-                self.close()
-                raise RanksError(f"the process that forks ranks did not start: {error}")
-            self._ready = True
+            self._wait_until_ready()
         channels: list[wire.Channel] = []
         try:
             for setup in setups:
@@ -174,9 +169,8 @@ class ForkServer:
                 if not self.alive or time.monotonic() > end:
                     raise RanksError(f"the process that forks ranks is gone: {self._log()}")
                 self.pump(0.5)
-        except (
-            BaseException
-        ):  # broken off in the middle: whose the ranks are that come now is not known any more
+        except BaseException:
+            # Broken off in the middle: nobody knows whose the ranks are that it forks now.
             for channel in channels:
                 channel.close()
             self.close()
@@ -184,15 +178,28 @@ class ForkServer:
         pids, self._forked = self._forked, []
         return list(zip(pids, channels, strict=True))
 
+    def _wait_until_ready(self) -> None:
+        message: object = None
+        # A forkserver that ends as it starts sends nothing.
+        with contextlib.suppress(EOFError, OSError):
+            if self.conn.poll(SERVER_START_LIMIT):
+                message = self.conn.recv()
+        error = message.error if isinstance(message, wire.Started) else self._log()
+        if error is not None:
+            self.close()
+            raise RanksError(f"the process that forks ranks did not start: {error}")
+        self._ready = True
+
     def pump(self, seconds: float = 0.0) -> None:
-        """Take in what the forkserver says; wait up to ``seconds`` for the first word."""
+        """Read the forkserver's messages; wait up to ``seconds`` for the first one."""
         try:
             while self.alive and readable([self.fd], seconds):
                 message = self.conn.recv()
                 if isinstance(message, wire.Exited):
                     self.exit_status[message.pid] = message.status
                 elif isinstance(message, wire.Forked):
-                    self.exit_status.pop(message.pid, None)  # of one that had the number before
+                    # An earlier rank may have had this pid.
+                    self.exit_status.pop(message.pid, None)
                     self._forked.append(message.pid)
                 seconds = 0.0
         except (EOFError, OSError):
@@ -200,19 +207,22 @@ class ForkServer:
             self._kill_left_behind()
 
     def _kill_left_behind(self) -> None:
-        """End what ranks had started, as the forkserver would: it is gone, and they know its folder
-        by a variable.
+        """Kill what ranks had started, in place of a forkserver that is gone.
+
+        These processes have the forkserver's folder in their environment.
         """
+        mark = f"{FOLDER_VARIABLE}={self.folder}".encode()
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(
-                    b"\0"
-                )
-                if is_ours and not is_tracker(int(file.parent.name)):
-                    os.kill(int(file.parent.name), signal.SIGKILL)
+                pid = int(file.parent.name)
+                if mark in file.read_bytes().split(b"\0") and not is_tracker(pid):
+                    os.kill(pid, signal.SIGKILL)
 
     def signal(self, pid: int, signum: int) -> None:
-        """Signal a rank, through the one process that knows whether the number is still its own."""
+        """Signal a rank, through the forkserver.
+
+        Only its parent knows that a pid is still the rank's.
+        """
         with contextlib.suppress(OSError):
             self.conn.send(wire.SendSignal(pid, signum))
 
@@ -222,12 +232,9 @@ class ForkServer:
             if pid not in self.exit_status:
                 self.signal(pid, signal.SIGKILL)
         end = time.monotonic() + SERVER_END_LIMIT
-        while (
-            self.alive
-            and time.monotonic() < end
-            and not all(pid in self.exit_status for pid in pids)
-        ):
-            self.pump(0.05)
+        for pid in pids:
+            while self.alive and pid not in self.exit_status and time.monotonic() < end:
+                self.pump(0.05)
 
     def close(self) -> None:
         """End the forkserver and all its ranks; may be called twice."""
@@ -267,10 +274,8 @@ def sweep_folders_of_killed_runs(temporary: Path) -> None:
     not touched.
     """
     for lock in temporary.glob(f"{FOLDER_PREFIX}*/{OWNER_LOCK}"):
-        with (
-            contextlib.suppress(OSError),
-            lock.open("r+") as file,
-        ):  # of another user, held, or gone meanwhile
+        # It may be another user's, be held, or have gone meanwhile.
+        with contextlib.suppress(OSError), lock.open("r+") as file:
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
@@ -282,10 +287,18 @@ class _RankProcess:
     channel: wire.Channel
     captured: list[BinaryIO] = field(default_factory=list)
 
+    def open_captured(self, fds: Iterable[int]) -> None:
+        """Open the files in which pytest captures the rank's output: they have no name."""
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                self.captured.append(open(f"/proc/{self.pid}/fd/{fd}", "rb"))  # noqa: SIM115
+
 
 class Part(Protocol):
-    """A team's ranks on one machine. ``files`` are readable when ranks have news; ``take`` gives
-    None of dead ones.
+    """The ranks of a team on one machine.
+
+    ``files`` are readable when ranks have sent something. ``take`` returns one message of each rank
+    that has any, and None for a rank that has ended.
     """
 
     ranks: range
@@ -301,9 +314,7 @@ class Part(Protocol):
 
 
 class LocalRanks:
-    """The ranks of a team that run on this machine: forked as ``plan`` says, they differ only in
-    their rank.
-    """
+    """The ranks of a team on this machine, forked from one ``plan``."""
 
     def __init__(self, server: ForkServer, plan: wire.RankSetup) -> None:
         self.ranks = plan.ranks
@@ -311,18 +322,26 @@ class LocalRanks:
         self._folder = server.folder / f"team{next(_numbers)}"
         self._folder.mkdir()
         self.stores = (str(self._folder / f"store{number}") for number in itertools.count())
-        shared = replace(plan, folder=str(self._folder), store=plan.store or next(self.stores))
-
-        def setup(rank: int) -> wire.RankSetup:
-            temporary = plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}"
-            return replace(
-                shared, rank=rank, basetemp=temporary, worker={**plan.worker, "gt_rank": rank}
+        store = plan.store or next(self.stores)
+        setups = []
+        for rank in plan.ranks:
+            basetemp = plan.basetemp
+            if basetemp is not None:
+                basetemp = f"{basetemp}/{self._folder.name}-rank{rank}"
+            worker = {**plan.worker, "gt_rank": rank}
+            setups.append(
+                replace(
+                    plan,
+                    rank=rank,
+                    folder=str(self._folder),
+                    store=store,
+                    basetemp=basetemp,
+                    worker=worker,
+                )
             )
-
-        forked = server.fork(list(map(setup, plan.ranks)))
-        self._processes = {
-            rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)
-        }
+        self._processes: dict[int, _RankProcess] = {}
+        for rank, (pid, channel) in zip(plan.ranks, server.fork(setups), strict=True):
+            self._processes[rank] = _RankProcess(pid, channel)
 
     def send(self, command: object, ranks: Iterable[int]) -> None:
         message = pickle.dumps(command)
@@ -334,66 +353,62 @@ class LocalRanks:
         return [self._server.fd, *(self._processes[rank].channel.fileno() for rank in ranks)]
 
     def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
-        """Waits for no rest of a message: its rank may have been stopped, or have died and left the
-        pipe to a child.
+        """Do not wait for the rest of a message.
+
+        Its rank may have been stopped, or have died and left the pipe to a child.
         """
         if self._server.fd in ready:
             self._server.pump()
-        heard: dict[int, object] = {}
+        taken: dict[int, object] = {}
         for rank in ranks:
             process = self._processes[rank]
             channel = process.channel
             try:
                 if channel.fileno() in ready and not channel.has_message():
                     channel.read()
-                if channel.has_message():  # else there is more of it to come
-                    heard[rank] = message = pickle.loads(channel.receive())
-                    for fd in message.capture_fds if isinstance(message, wire.Started) else ():
-                        with contextlib.suppress(OSError):
-                            captured = open(f"/proc/{process.pid}/fd/{fd}", "rb")  # noqa: SIM115
-                            process.captured.append(captured)
-                elif process.pid in self._server.exit_status and not readable(
-                    [channel.fileno()], 0.0
-                ):
-                    heard[rank] = None  # all that it said is read
+                if channel.has_message():
+                    message = pickle.loads(channel.receive())
+                    taken[rank] = message
+                    if isinstance(message, wire.Started):
+                        process.open_captured(message.capture_fds)
+                    continue
+                # What an ended rank has sent is still read.
+                has_ended = process.pid in self._server.exit_status
+                if has_ended and not readable([channel.fileno()], 0.0):
+                    taken[rank] = None
             except (EOFError, OSError):
-                heard[rank] = None
-        return heard
+                taken[rank] = None
+        return taken
 
     def ended(self, rank: int) -> wire.Ended:
-        process, end = self._processes[rank], time.monotonic() + STATUS_SECONDS
-        while (
-            process.pid not in self._server.exit_status
-            and self._server.alive
-            and time.monotonic() < end
-        ):
+        process = self._processes[rank]
+        exit_status = self._server.exit_status
+        # The channel of a rank is closed a little before the forkserver reports its end.
+        end = time.monotonic() + STATUS_SECONDS
+        while process.pid not in exit_status and self._server.alive and time.monotonic() < end:
             self._server.pump(0.05)
-        if (status := self._server.exit_status.get(process.pid)) is None:
-            how = "was lost with the process that had forked it"
-        else:
-            how = _how_ended(status)
+        how = "was lost with the process that had forked it"
+        if process.pid in exit_status:
+            how = _how_ended(exit_status[process.pid])
         fatal = answers.fatal_error(answers.file_of(self._folder, rank, "dump"))
-        return wire.Ended(
-            how, "\n".join(text for text in (self._output(rank), fatal.rstrip()) if text)
-        )
+        texts = [self._output(rank), fatal.rstrip()]
+        return wire.Ended(how, "\n".join(filter(None, texts)))
 
     def _output(self, rank: int) -> str:
         """Return what a rank has written to files in the present phase, captured or not."""
         process = self._processes[rank]
-        texts = [_read(file) for file in process.captured]
-        # Before its first word, it has not said which files pytest captures its output in: its
-        # streams lead there.
-        for fd in (1, 2) if not process.captured else ():
-            with contextlib.suppress(OSError), open(f"/proc/{process.pid}/fd/{fd}", "rb") as file:
-                if (
-                    os.fstat(file.fileno()).st_nlink == 0
-                ):  # theirs have no name; the log and a user's file have one
-                    texts.append(_read(file))
-        with (
-            contextlib.suppress(OSError),
-            answers.file_of(self._folder, rank, "log").open("rb") as file,
-        ):
-            texts.append(_read(file))
+        texts = [_tail(file) for file in process.captured]
+        if not process.captured:
+            # The rank has not yet sent its capture files, but its streams may lead there already.
+            for fd in (1, 2):
+                path = f"/proc/{process.pid}/fd/{fd}"
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    # pytest's have no name; the log and a user's file have one.
+                    if os.fstat(file.fileno()).st_nlink == 0:
+                        texts.append(_tail(file))
+        log = answers.file_of(self._folder, rank, "log")
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            texts.append(_tail(file))
         return "\n".join(text.rstrip() for text in texts if text.strip())
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
@@ -412,7 +427,7 @@ class LocalRanks:
             for rank in pids:
                 parts = [texts.get(rank, ""), self._output(rank)]
                 texts[rank] = "\n".join(filter(None, parts))
-        elif kind != "calls":
+        elif kind != "calls":  # these are JSON
             texts |= stopped
         return texts
 
@@ -421,9 +436,9 @@ class LocalRanks:
 
     def has_lost_ranks(self) -> bool:
         self._server.pump()
-        return not self._server.alive or any(
-            each.pid in self._server.exit_status for each in self._processes.values()
-        )
+        if not self._server.alive:
+            return True
+        return any(each.pid in self._server.exit_status for each in self._processes.values())
 
     def kill(self) -> None:
         self._server.kill([process.pid for process in self._processes.values()])
@@ -435,41 +450,47 @@ class LocalRanks:
 
 
 class Team:
-    """The ranks of one world, a part on each machine; they meet at one of the ``stores`` for each
-    group they make.
+    """The ranks of one world, a part on each machine.
+
+    For each group that they make they meet at the next one of ``stores``.
     """
 
     def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
-        self.size, self.alive, self.busy, self.used = size, True, False, False
-        self.last_test = ""  # that it ran, or that called functions on it
+        self.size = size
+        self.alive = True
+        self.busy = False
+        self.used = False
+        self.last_test = ""  # the test that ran on it, or called functions on it
         self._parts, self._stores = parts, stores
 
     def wait_until_up(self, limit: float = START_LIMIT) -> None:
-        """Wait for the first word of every rank; RanksError if they could not be started within
-        ``limit`` seconds.
+        """Wait for the first message of every rank.
+
+        Raises:
+            RanksError: a rank could not start, or not within ``limit`` seconds.
         """
         end, missing = time.monotonic() + limit, set(range(self.size))
         try:
             while missing:
-                heard = self.receive(missing, end - time.monotonic())
+                received = self.receive(missing, end - time.monotonic())
                 if time.monotonic() > end:
                     raise RanksError(self._not_ready(missing, limit))
-                for rank, message in heard.items():
+                for rank, message in received.items():
                     if message is None:
                         how, words = self.part_of(rank).ended(rank)
                         raise RanksError(f"rank {rank} {how} while it started\n{words}")
                     if isinstance(message, wire.Started) and message.error is not None:
                         raise RanksError(f"rank {rank} could not start:\n{message.error}")
-                missing -= heard.keys()
-        except (
-            BaseException
-        ):  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
+                missing -= received.keys()
+        except BaseException:
+            # Also at Ctrl-C and the time limit of a plugin: nobody else knows these ranks yet.
             self.kill()
             raise
 
     def _not_ready(self, missing: set[int], limit: float) -> str:
-        """Say where each rank is that does not start: plugins and conftest files run there before
-        the first test.
+        """Return where each rank is that does not start.
+
+        Plugins and conftest files run there before the first test.
         """
         stacks, outputs = self.stacks(missing, kind="dump"), self.stacks(missing, kind="output")
         lines = []
@@ -489,59 +510,69 @@ class Team:
             part.send(command, members)
 
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
-        """The next message of those ``ranks`` that have one; None stands for a dead rank."""
-        split = self._split(ranks)
-        if heard := self._taken(split, set()):
-            return heard
-        files = [file for part, members in split for file in part.files(members)]
-        return self._taken(split, readable(files, seconds))
+        """Return the next message of those ``ranks`` that have one; None for a dead rank.
 
-    def _taken(self, split: list[tuple[Part, list[int]]], ready: set[int]) -> dict[int, object]:
-        return {
-            rank: heard
-            for part, members in split
-            for rank, heard in part.take(members, ready).items()
-        }
+        Wait up to ``seconds`` for the first message.
+        """
+        split = self._split(ranks)
+        # A message that came with the one before does not make its file readable.
+        taken = _take_from(split, set())
+        if taken:
+            return taken
+        files: list[int] = []
+        for part, members in split:
+            files += part.files(members)
+        return _take_from(split, readable(files, seconds))
 
     def _split(self, ranks: Iterable[int]) -> list[tuple[Part, list[int]]]:
+        """Return the parts that have some of ``ranks``, each with those."""
         wanted = list(ranks)
-        split = [(part, [rank for rank in wanted if rank in part.ranks]) for part in self._parts]
-        return [(part, members) for part, members in split if members]
+        split = []
+        for part in self._parts:
+            members = [rank for rank in wanted if rank in part.ranks]
+            if members:
+                split.append((part, members))
+        return split
 
     def part_of(self, rank: int) -> Part:
-        """Return what to ask how a rank has ended, or to pass Ctrl-C on to it."""
+        """Return the part that has a rank."""
         return next(part for part in self._parts if rank in part.ranks)
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
-        """Return what running ranks answer: "stack", "calls", or "dump" before the end; "" for one
-        that does not.
+        """Return an answer of each rank, without waiting for its test; "" if it does not answer.
 
-        "output" is what they have written; of a rank that does not answer, in the present phase.
+        Args:
+            ranks: those to ask.
+            kind: "stack"; "calls" of collectives; "dump", the stack that faulthandler writes,
+                before the ranks are ended; or "output", what they have written, in the present
+                phase only if a rank does not answer.
         """
-        split = self._split(ranks)
-        return {
-            rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()
-        }
+        texts: dict[int, str] = {}
+        for part, members in self._split(ranks):
+            texts |= part.stacks(members, kind=kind)
+        return texts
 
     def heal(self, condition: wire.GroupCondition) -> None:
         """Make the group fit for the next test, or end the team."""
-        if condition in ("dead", "killed", "disagreeing"):
-            self.kill()  # to destroy a group waits for the collective that only some have issued
-        elif condition != "fit":
-            is_left = condition == "left"
-            command = (
-                wire.JoinGroup(next(self._stores), self.size)
-                if is_left
-                else wire.Do("drop subgroups")
-            )
-            if self.has_lost_ranks() or not self._obeyed(command, SETTLE_LIMIT):
-                self.kill()
+        if condition == "fit":
+            return
+        command: wire.JoinGroup | wire.Do
+        if condition == "left":
+            command = wire.JoinGroup(next(self._stores), self.size)
+        elif condition == "with subgroups":
+            command = wire.Do("drop subgroups")
+        else:
+            # To destroy a group would wait for a collective that only some have issued.
+            self.kill()
+            return
+        if self.has_lost_ranks() or not self._is_obeyed(command, SETTLE_LIMIT):
+            self.kill()
 
     def has_lost_ranks(self) -> bool:
         """Return whether a rank is known to have ended."""
         return any(part.has_lost_ranks() for part in self._parts)
 
-    def _obeyed(self, command: object, limit: float) -> bool:
+    def _is_obeyed(self, command: object, limit: float) -> bool:
         """Send a command; return whether every rank sends it back in time.
 
         Other messages are passed over.
@@ -557,46 +588,51 @@ class Team:
         return not missing
 
     def stop(self) -> list[str]:
-        """End the ranks: politely if they are idle. Returns what went wrong as their sessions
-        ended.
+        """End the ranks, and return what went wrong as their sessions ended.
+
+        Idle ranks end their sessions themselves; a busy team is killed.
         """
         if not self.alive or self.busy:
             self.kill()
             return []
         try:
-            if not self.has_lost_ranks():
-                self.send(wire.Do("stop"))
-                said = self._last_words(STOP_LIMIT)
+            if self.has_lost_ranks():
+                problems = self._last_problems(0.0)
             else:
-                said = self._last_words(0.0)
+                self.send(wire.Do("stop"))
+                problems = self._last_problems(STOP_LIMIT)
         finally:
             self.kill()
-        return [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(said).items()]
+        lines = []
+        for text, ranks in ranks_by(problems).items():
+            lines.append(f"{ranks_text(ranks)}: {text}")
+        return lines
 
-    def _last_words(self, limit: float) -> list[tuple[int, str]]:
-        """Return what each rank says that was asked to stop, or how it ended instead; with no
-        ``limit`` only the latter.
+    def _last_problems(self, limit: float) -> list[tuple[int, str]]:
+        """Return what went wrong on each rank that was asked to stop.
+
+        With a ``limit`` of 0 only the ranks that have ended are asked how they did.
         """
-        said = []
+        problems = []
         end, missing = time.monotonic() + limit, set(range(self.size))
         while missing:
-            heard = self.receive(missing, end - time.monotonic())
-            for rank, message in heard.items():
+            received = self.receive(missing, end - time.monotonic())
+            for rank, message in received.items():
                 if isinstance(message, wire.Stopped):
-                    said += [(rank, problem) for problem in message.problems]
+                    problems += [(rank, problem) for problem in message.problems]
                 elif message is None:
                     how, words = self.part_of(rank).ended(rank)
-                    said.append((rank, f"{how} after its last test\n{words}".rstrip()))
+                    problems.append((rank, f"{how} after its last test\n{words}".rstrip()))
                 else:
                     continue
                 missing.discard(rank)
-            if not heard and time.monotonic() >= end:
+            if not received and time.monotonic() >= end:
                 break
         if limit and missing:
             for rank, stack in self.stacks(missing).items():
                 text = f"its session did not end within {limit:g} s{answers.whereabouts(stack)}"
-                said.append((rank, f"{text}\n{answers.readable(stack)}"))
-        return said
+                problems.append((rank, f"{text}\n{answers.readable(stack)}"))
+        return problems
 
     def kill(self) -> None:
         """End the ranks at once, with their children."""
@@ -606,15 +642,21 @@ class Team:
                 part.kill()
 
 
+def _take_from(split: list[tuple[Part, list[int]]], ready: set[int]) -> dict[int, object]:
+    taken: dict[int, object] = {}
+    for part, members in split:
+        taken |= part.take(members, ready)
+    return taken
+
+
 def _how_ended(status: int) -> str:
-    return (
-        f"was killed by {signal.Signals(-status).name}"
-        if status < 0
-        else f"exited with status {status}"
-    )
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
 
 
-def _read(file: BinaryIO) -> str:
+def _tail(file: BinaryIO) -> str:
+    """Return the last ``OUTPUT_LIMIT`` bytes of a file as text."""
     with contextlib.suppress(OSError):
         file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_LIMIT))
         return file.read(OUTPUT_LIMIT).decode(errors="replace")

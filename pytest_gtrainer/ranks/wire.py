@@ -1,11 +1,12 @@
-"""Messages between the processes of a world, and the pipes that carry them; each message is
-pickled by itself.
+"""Messages between the processes of a world, and the pipes that carry them.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that
-forks ranks for it; a *rank* is one process of a world. A rank answers a command that has no result
-by sending the command back. In order: parent and forkserver, parent to rank, rank to parent, rank 0
-to another process under torchrun, the channel of a rank. Between machines nothing is pickled but
-what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
+forks ranks for it; a *rank* is one process of a world.
+
+The classes stand in this order: parent and forkserver, parent to rank, rank to parent, rank 0 to
+another process under torchrun, the channel of a rank. A rank answers a command that has no result
+by sending the command back. Each message is pickled by itself. Between machines the messages are
+JSON (``torchrun.line``); only the function and the arguments of a ``CallFunction`` are pickled.
 """
 
 import os
@@ -18,8 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end
-    of its channel.
+    """Everything that a forked process needs to become a rank.
+
+    The forkserver gets it together with the rank's end of its channel.
     """
 
     size: int
@@ -43,7 +45,7 @@ class Forked(NamedTuple):
 
 
 class SendSignal(NamedTuple):
-    """Signal a rank; a rank that has been reaped already is left alone."""
+    """Signal a rank, unless the forkserver has reaped it already."""
 
     pid: int
     signum: int
@@ -57,7 +59,7 @@ class Exited(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The forkserver may fork, or a rank is ready; ``error`` says why not."""
+    """The forkserver or a rank is ready, or has failed to start: ``error`` says why."""
 
     error: str | None = None
     capture_fds: tuple[int, ...] = ()  # pytest's files of a rank's captured stdout and stderr
@@ -71,8 +73,9 @@ class ItemRef(NamedTuple):
 
 
 class RunItem(NamedTuple):
-    """Run one test, which the parent has found at ``location``; what it shares with ``next_item``
-    stays set up.
+    """Run one test, whose location in the parent is ``location``.
+
+    Fixtures that it shares with ``next_item`` stay set up.
     """
 
     item: ItemRef
@@ -88,17 +91,22 @@ class CallFunction(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Destroy the process groups, so that ranks blocked in a collective with this one raise;
-    destroy what the test has made beside the default one; or tear down what is still set up, and
-    end.
+    """A command without arguments.
+
+    - "leave group": destroy the process groups, so that ranks blocked in a collective with this one
+      raise;
+    - "drop subgroups": destroy the groups that the test has made beside the default one;
+    - "stop": tear down the fixtures that are still set up, and end.
     """
 
     what: Literal["leave group", "drop subgroups", "stop"]
 
 
 class JoinGroup(NamedTuple):
-    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``: a
-    file, or, without a leading slash, a place in torchrun's store.
+    """Replace the process groups by a new default group of ``size`` ranks.
+
+    They meet at ``store``: the path of a file, or, without a leading slash, a prefix in torchrun's
+    store.
     """
 
     store: str
@@ -106,8 +114,10 @@ class JoinGroup(NamedTuple):
 
 
 class Terminal(NamedTuple):
-    """The terminal that a rank may use, until it says ``PromptOver``; without one it goes on, or
-    says the refusal.
+    """The parent's answer to ``AtPrompt``.
+
+    With a ``path`` the rank uses that terminal until it sends ``PromptOver``. With a ``refusal`` it
+    raises that text. With neither it goes on.
     """
 
     path: str | None = None
@@ -120,48 +130,45 @@ class GroupState(NamedTuple):
     intact: bool  # the default group is the one that the rank was given
     groups_made: int  # torch's counter, from which it names groups
     subgroups: int = 0  # how many groups there are beside the default one
-    issued: Mapping[
-        str, int
-    ] = {}  # collectives on each group that still exists, by the group's description
-    shared: bool = (
-        False  # a module or class shares a world, and with it the groups beside the default one
-    )
+    # Collectives on each group that still exists, by the group's description.
+    issued: Mapping[str, int] = {}
+    # A module or class shares a world, and with it the groups beside the default one.
+    shared: bool = False
     broken: bool = False  # an error on the GPU, which lasts as long as the process
     messages: Mapping[str, int] = {}  # sends less receives on each group, with gloo
 
 
 GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]
-"""What a command has left of the ranks' process group, the worse the later.
+"""The state of the ranks' process group after a command, from the best to the worst.
 
-Ranks made groups beside it, issued different collectives on it, or left it; all ranks were ended,
-or one has died.
+In words: fit for the next test; ranks made groups beside it; ranks issued different collectives on
+it; ranks left it; all ranks were ended; a rank has died.
 """
 
 
 class Raised(NamedTuple):
-    """Sent at once when a phase raises, since formatting the traceback can take seconds."""
+    """A phase has raised. Sent at once, since formatting the traceback can take seconds."""
 
     time: float  # on the host's monotonic clock, which all ranks share
     summary: str
     is_skip: bool
-    waiting_in: (
-        str | None
-    )  # the torch.distributed function that raised, None if the test's own code did
-    origin: (
-        tuple[Any, ...] | None
-    )  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
+    # The torch.distributed function that raised, None if the test's own code did.
+    waiting_in: str | None
+    # The exception's gt_origin, a sortable place of the fault such as (step, rank).
+    origin: tuple[Any, ...] | None
     place: tuple[tuple[str, int], ...] = ()  # file and line of each frame that it went through
     in_subtest: bool = False  # the test goes on
 
     def is_like(self, other: "Raised") -> bool:
-        """Return whether both failed at one place by one type; values may differ from rank to rank,
-        words of gloo may not.
+        """Return whether both failed at one place with one type of exception.
+
+        Values in a message may differ from rank to rank. The words of a collective may not.
         """
-        said = [
-            each.summary if self.waiting_in else each.summary.partition(":")[0]
-            for each in (self, other)
-        ]
-        return (said[0], self.place, self.waiting_in) == (said[1], other.place, other.waiting_in)
+        own, others = self.summary, other.summary
+        if not self.waiting_in:
+            own, others = own.partition(":")[0], others.partition(":")[0]
+        same_place = (self.place, self.waiting_in) == (other.place, other.waiting_in)
+        return same_place and own == others
 
 
 class WarningRecord(NamedTuple):
@@ -177,29 +184,30 @@ class WarningRecord(NamedTuple):
 
 
 class AtPrompt(NamedTuple):
-    """A rank has come to a breakpoint, or has failed: ``failure`` is its traceback. ``Terminal``
-    answers.
+    """A rank is at a breakpoint, or has failed with the traceback ``failure``.
+
+    The parent answers with a ``Terminal``.
     """
 
     failure: str | None = None
 
 
 class PromptOver(NamedTuple):
-    """The rank goes on, and leaves the terminal to others."""
+    """The rank goes on, and does not use the terminal any more."""
 
 
 class ItemDone(NamedTuple):
-    """The rank is through with a test."""
+    """The rank has run a test."""
 
     reports: tuple[dict[str, Any], ...]  # a serialised one per phase, of plain types only
     warnings: tuple[WarningRecord, ...]
-    trouble: str | None  # what kept the rank from running the test at all, or stopped the session
+    trouble: str | None  # why the rank did not run the test at all, or why the session stops
     state: GroupState
-    left: tuple[str, ...] = ()  # what the test has left behind, in words
+    left: tuple[str, ...] = ()  # groups and memory that the test has left behind, in words
 
 
 class CallDone(NamedTuple):
-    """The rank is through with a function: ``result`` is pickled, ``error`` a traceback."""
+    """The rank has called a function: ``result`` is pickled, ``error`` a traceback."""
 
     result: bytes | None
     error: str | None
@@ -209,23 +217,22 @@ class CallDone(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The rank has ended its session, and what failed in that: hooks, fixtures that were still set
-    up.
-    """
+    """The rank has ended its session; ``problems`` are hooks and fixtures that failed in that."""
 
     problems: tuple[str, ...] = ()
 
 
 class Ended(NamedTuple):
-    """How a rank has ended, in words, and what it wrote last."""
+    """The end of a rank: how it ended, in words, and the last output that it wrote."""
 
     how: str
     last_words: str
 
 
 class StartTeam(NamedTuple):
-    """Fork this node's ranks of a team of ``size``, called by the place where they meet; each
-    answers ``Started``.
+    """Fork this node's ranks of a team of ``size``; each rank answers ``Started``.
+
+    The name of the ``team`` is the place where its ranks meet.
     """
 
     team: str
@@ -242,7 +249,7 @@ class ToTeam(NamedTuple):
 
 
 class FromRank(NamedTuple):
-    """A rank's message, ``Ended`` if it is gone; without a rank the stacks that were asked for."""
+    """A message of a rank, ``Ended`` if it is gone; without a rank, the stacks that were asked for."""
 
     team: str
     rank: int | None
@@ -256,35 +263,37 @@ class Over(NamedTuple):
 
 
 _LENGTH = struct.Struct("=Q")
-_AT_ONCE = 2**16
+_READ_AT_ONCE = 2**16  # bytes that a pipe of Linux holds
 
 
 class Channel:
-    """One end of two pipes between the parent and a rank: messages of any length in both
-    directions, as bytes.
+    """One end of two pipes between the parent and a rank, which carry messages of any length.
 
-    A process that waits to read from a socket is woken, for nothing, each time that the other side
-    has read from it: every rank once more in every test. A
-    ``multiprocessing.connection.Connection`` costs a second read, for the length.
+    Not a socket: a process that waits to read from one is woken, for nothing, each time that the
+    other side has read from it, so every rank would wake once more in every test. Not a
+    ``multiprocessing.connection.Connection`` either, which needs a second read for the length.
     """
 
     def __init__(self, incoming: int, outgoing: int, send_limit: float | None = None) -> None:
         """``send_limit`` is how many seconds a message may wait for the other end to read on."""
         self._incoming, self._outgoing = incoming, outgoing
-        self._read = bytearray()
+        self._buffer = bytearray()
         self._send_limit = send_limit
         if send_limit is not None:
             os.set_blocking(outgoing, False)
 
     def fileno(self) -> int:
-        """Return the file to read from when a message has come, or the other end is closed."""
+        """Return the file to poll: readable when a message comes or the other end is closed."""
         return self._incoming
 
     def has_message(self) -> bool:
-        """Return whether a message has been read already, with the one before: the file says
-        nothing of it any more.
+        """Return whether a whole message has been read already.
+
+        Such a message came together with the one before, so the file does not become readable.
         """
-        return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
+        if len(self._buffer) < _LENGTH.size:
+            return False
+        return len(self._buffer) >= self._end_of_message()
 
     def send(self, message: bytes) -> None:
         """Send a message; waits while the pipe is full.
@@ -304,27 +313,32 @@ class Channel:
                     raise TimeoutError("the other end of the channel does not read") from None
 
     def receive(self) -> bytes:
-        """The next message; waits for it. EOFError if the other end is closed, and there is no
-        whole one any more.
+        """Return the next message; waits for it.
+
+        Raises:
+            EOFError: the other end is closed, and no whole message is left.
         """
         while not self.has_message():
             self.read()
-        end = self._end()
-        message = bytes(memoryview(self._read)[_LENGTH.size : end])
-        del self._read[:end]
+        end = self._end_of_message()
+        message = bytes(memoryview(self._buffer)[_LENGTH.size : end])
+        del self._buffer[:end]
         return message
 
     def read(self) -> None:
-        """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if
-        the end is closed.
-        """
-        if not (some := os.read(self._incoming, _AT_ONCE)):
-            raise EOFError
-        self._read += some
+        """Read what has come, at most as much as fits into a pipe; waits if nothing has.
 
-    def _end(self) -> int:
-        """Return where the message ends that ``_read`` begins with."""
-        return _LENGTH.size + int(_LENGTH.unpack_from(self._read)[0])
+        Raises:
+            EOFError: the other end is closed.
+        """
+        some = os.read(self._incoming, _READ_AT_ONCE)
+        if not some:
+            raise EOFError
+        self._buffer += some
+
+    def _end_of_message(self) -> int:
+        """Return where the first message in the buffer ends."""
+        return _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0])
 
     def close(self) -> None:
         for fd in {self._incoming, self._outgoing} - {-1}:
@@ -333,7 +347,7 @@ class Channel:
 
 
 def fd_pairs() -> tuple[tuple[int, int], tuple[int, int]]:
-    """The file descriptors of both ends of a new channel."""
+    """Return the file descriptors of both ends of a new channel, each (incoming, outgoing)."""
     one_in, other_out = os.pipe()
     other_in, one_out = os.pipe()
     return (one_in, one_out), (other_in, other_out)

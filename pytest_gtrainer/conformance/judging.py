@@ -172,7 +172,10 @@ def adapter_at(path: str, kind: str | None) -> Adapter:
 
 def reason_for(rule: str, reasons: Mapping[str, str]) -> str | None:
     """Return the reason whose pattern fits a rule; None if none does."""
-    return next((why for pattern, why in reasons.items() if fnmatch.fnmatch(rule, pattern)), None)
+    for pattern, reason in reasons.items():
+        if fnmatch.fnmatch(rule, pattern):
+            return reason
+    return None
 
 
 class Nothing(Exception):
@@ -197,17 +200,17 @@ class Hung(BaseException):
     """The pass did not end. It is no ``Exception``, which the pass might catch."""
 
 
-# A pass may take so many times its limit by the clock: on a loaded machine one got a twentieth of
-# a CPU.
+# A pass may take this many times its limit by the clock: on a loaded machine a pass has had a
+# twentieth of a CPU.
 WAITING = 60
 
 
 @contextmanager
 def ended_within(seconds: float, what: str) -> Iterator[None]:
-    """Raise ``Hung`` in the main thread after ``seconds`` of CPU time, or ``WAITING`` times as long
-    by the clock.
+    """Raise ``Hung`` in the main thread after ``seconds`` of CPU time.
 
-    A timer that somebody else has set stays in force, unless it is the longer one by the clock.
+    By the clock it may take ``WAITING`` times as long. A timer that somebody else has set stays in
+    force, unless it is the longer one by the clock.
     """
     # Python calls signal handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
@@ -311,9 +314,8 @@ class Run:
     @property
     def merged(self) -> list[Payload]:
         """The payloads with several parameters; raises ``Nothing`` if there are none."""
-        found = [
-            payload for payload in bucket_layout(self.after).payloads if len(payload.slots) > 1
-        ]
+        payloads = bucket_layout(self.after).payloads
+        found = [payload for payload in payloads if len(payload.slots) > 1]
         if not found:
             raise Nothing("it merges no collectives of parameters")
         return found
@@ -409,10 +411,10 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
         except Nothing as error:
             proving_nothing.append(str(error))
         except Exception as error:
-            why, cause = str(error), error.__cause__
-            if not isinstance(error, AssertionError | Raised):
-                why, cause = f"the graph cannot be judged: {type(error).__name__}: {error}", error
             result = "broken" if isinstance(error, AssertionError) else "error"
+            why, cause = str(error), error.__cause__
+            if not isinstance(error, AssertionError | Raised):  # a mistake of the rule itself
+                why, cause = f"the graph cannot be judged: {type(error).__name__}: {error}", error
             report(result, why, recipe)
             kept = run.keep(rule) if rule.graphs else ""
             raise AssertionError(f"{rule.id} ({rule.says}), on {recipe}:\n{why}\n{kept}") from cause
@@ -432,7 +434,7 @@ def _judge_run(rule: Rule, run: Run) -> None:
             _ = run.after
         except Refused:
             return
-    # D1 proves something of a graph that the pass leaves alone: the buckets are not merged.
+    # D1 judges also a graph that the pass leaves alone: its buckets are not merged.
     if rule.graphs and rule.id != "D1" and render(run.before) == render(run.after):
         raise Nothing("it changes nothing")
     if rule.merging and run.adapter.kind in MERGING:
@@ -464,8 +466,11 @@ def cases_of(adapter: Adapter) -> list[Any]:
         if not fnmatch.filter(RULES, pattern):
             raise ValueError(f"there is no rule {pattern!r}; there are {', '.join(RULES)}")
     cases = []
-    for rule in [each for each in RULES.values() if adapter.kind in each.kinds]:
-        marks = [getattr(pytest.mark, MARKER)(rule.world[0], **rule.world[1])]
+    for rule in RULES.values():
+        if adapter.kind not in rule.kinds:
+            continue
+        world, options = rule.world
+        marks = [getattr(pytest.mark, MARKER)(world, **options)]
         why = reason_for(rule.id, adapter.broken)
         if why is not None:
             marks.append(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))

@@ -183,7 +183,9 @@ class Recipe:
             return traced.gm, None
         if self.given == "ddp" and meshes is not None:
             _average_gradients(traced.gm, meshes["replicate"])
-        return self._prepare(traced.gm), traced.twin and canonicalize_graph_pass(traced.twin)
+        if traced.twin is None:
+            return self._prepare(traced.gm), None
+        return self._prepare(traced.gm), canonicalize_graph_pass(traced.twin)
 
     def _shard(self, model: nn.Module, meshes: DeviceMesh) -> nn.Module:
         names = tuple(name for name, _ in self.mesh if name != "tp")
@@ -242,18 +244,17 @@ def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
 
     Results of the whole graph keep their names; those that the other direction reads have none.
     """
-    whole, results = gm.graph.output_node(), results_of(gm)
-    part_of = {
-        node: int(direction(node) == BACKWARD)
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-    }
-    cut = cut_part(gm, part_of, int(part == "backward"), results)
-    names = {node.name: name for node, name in zip(results, whole.meta["gt_outputs"], strict=True)}
-    cut.gm.graph.output_node().meta = {
-        **whole.meta,
-        "gt_outputs": tuple(names.get(name, "") for name in cut.gives),
-    }
+    results, meta = results_of(gm), gm.graph.output_node().meta
+    part_of = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            part_of[node] = 1 if direction(node) == BACKWARD else 0
+    cut = cut_part(gm, part_of, 1 if part == "backward" else 0, results)
+    names = {}
+    for node, name in zip(results, meta["gt_outputs"], strict=True):
+        names[node.name] = name
+    outputs = tuple(names.get(name, "") for name in cut.gives)
+    cut.gm.graph.output_node().meta = {**meta, "gt_outputs": outputs}
     return cut.gm
 
 
@@ -301,15 +302,13 @@ def _change_waits(gm: fx.GraphModule, how: str) -> None:
 
 def _double_a_shard(gm: fx.GraphModule) -> None:
     """Write to a shard before its second gather; before the backward if there is none."""
-    first, *again = [
-        each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"
-    ]
-    if again:
-        reader = [*again[0].chain, again[0].launch][0]
+    gathers = [each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"]
+    if len(gathers) > 1:
+        reader = [*gathers[1].chain, gathers[1].launch][0]
     else:
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         reader = next(node for node in calls if direction(node) == BACKWARD)
-    shard = gm.graph.find_nodes(op="placeholder")[first.position]
+    shard = gm.graph.find_nodes(op="placeholder")[gathers[0].position]
     with gm.graph.inserting_before(reader):
         doubled = gm.graph.call_function(torch.ops.aten.mul_.Scalar, (shard, 2))
     doubled.meta = {**reader.meta, "val": shard.meta["val"]}
@@ -321,9 +320,8 @@ class Experts(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         for name in recipe.registered:
-            self.register_parameter(
-                name, nn.Parameter(torch.randn(recipe.batch, recipe.dim, recipe.dim) / recipe.dim)
-            )
+            weight = torch.randn(recipe.batch, recipe.dim, recipe.dim) / recipe.dim
+            self.register_parameter(name, nn.Parameter(weight))
         self._executed = recipe.executed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -356,6 +354,7 @@ class MoeBlock(nn.Module):
 
 
 def _add_inside(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return ``h`` with the addition that ``Recipe.inside`` names: what a rule is about."""
     match recipe.inside:
         case "drops":
             return nn.functional.dropout(h, 0.5)
@@ -377,8 +376,9 @@ def _add_inside(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | Non
 
 
 def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
-    """Add terms that are wrong if two equal expressions become one: fresh buffers, draws, products
-    around a write.
+    """Add terms that are wrong if a pass makes one of two equal expressions.
+
+    These are fresh buffers, draws, and products before and behind a write.
     """
     constant = h.detach()
     makers: list[Callable[[], torch.Tensor]] = [
@@ -414,10 +414,8 @@ class Block(nn.Module):
 
     def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.scale, self.shift = (
-            nn.Parameter(torch.ones(recipe.dim)),
-            nn.Parameter(torch.zeros(recipe.dim)),
-        )
+        self.scale = nn.Parameter(torch.ones(recipe.dim))
+        self.shift = nn.Parameter(torch.zeros(recipe.dim))
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
@@ -479,11 +477,10 @@ _traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
 
 def mesh_of(recipe: Recipe) -> DeviceMesh:
     """Return the mesh of a recipe over all ranks of the default group: the same at each call."""
-    made, extents = _meshes.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
+    made = _meshes.setdefault(dist.group.WORLD, {})
     if recipe.mesh not in made:
-        made[recipe.mesh] = init_device_mesh(
-            "cpu", tuple(extents.values()), mesh_dim_names=tuple(extents)
-        )
+        names, extents = zip(*recipe.mesh, strict=True)
+        made[recipe.mesh] = init_device_mesh("cpu", extents, mesh_dim_names=names)
     return made[recipe.mesh]
 
 
@@ -493,13 +490,19 @@ def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
     A process traces a recipe once. In another world the groups of the same mesh have other names;
     they replace those of the trace.
     """
-    mesh = mesh_of(recipe) if recipe.mesh else None
-    names = [mesh.get_group(name).group_name for name, _ in recipe.mesh] if mesh is not None else []
+    mesh, names = None, []
+    if recipe.mesh:
+        mesh = mesh_of(recipe)
+        names = [mesh.get_group(name).group_name for name, _ in recipe.mesh]
     key = recipe, dist.get_rank(), dist.get_backend()
     if key not in _traced:
         _traced[key] = *recipe.trace(mesh), names
-    *graphs, traced_names = _traced[key]
-    gm, renamed = copy.deepcopy(graphs[twin]), dict(zip(traced_names, names, strict=True))
+    traced, traced_twin, traced_names = _traced[key]
+    if twin:
+        assert traced_twin is not None, f"{recipe} has no twin"
+        traced = traced_twin
+    gm = copy.deepcopy(traced)
+    renamed = dict(zip(traced_names, names, strict=True))
     for node in gm.graph.nodes:
         # A deep copy of a graph copies the metadata of its nodes shallowly.
         for name, value in node.meta.items():

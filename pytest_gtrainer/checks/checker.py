@@ -134,8 +134,8 @@ class Matcher:
                 if found:
                     since = f"the match at {self._at}" if self._at >= 0 else "the start"
                     until = "the end" if end == len(self._schedule) else f"the match at {end}"
-                    where = f"it matches between {since} and {until}"
-                    raise self._failure(check, f"{where}\n{self._subject.line(place)}")
+                    line = self._subject.line(place)
+                    raise self._failure(check, f"it matches between {since} and {until}\n{line}")
         self._waiting.clear()
 
     def _matches(self, check: Check, place: int) -> bool:
@@ -222,14 +222,13 @@ class Matcher:
     def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
         """Return the error of a check: what is wrong, then the captures that it names."""
         lines = [str(check), *paragraphs]
-        captures = self._subject.captures
-        shown = set()
+        names: list[str] = []
         for predicate in check.pattern.predicates:
-            for name in predicate.names():
-                if name in captures and name not in shown:
-                    shown.add(name)
-                    line = self._subject.line(self._subject.place[captures[name]])
-                    lines.append(f"{name} is\n{line}")
+            names += predicate.names()
+        for name in dict.fromkeys(names):
+            if name in self._subject.captures:
+                place = self._subject.place[self._subject.captures[name]]
+                lines.append(f"{name} is\n{self._subject.line(place)}")
         return CheckFailure("\n".join(lines))
 
     def _differing(self, check: Check, place: int) -> str:
@@ -260,9 +259,9 @@ class Matcher:
             return []
         for node in self._schedule:
             why = pattern.may_fit_inside(node, subject)
-            if why is not None and node in subject.leaves:
+            if why is None:
+                continue
+            if node in subject.leaves:
                 return [f"no node of the graph has that operator; {why}"]
-            if why is not None:
-                where = "graph, but one in a graph that it calls,"
-                return [f"no node of the {where} has that operator"]
+            return ["no node of the graph, but one in a graph that it calls, has that operator"]
         return ["no node of the graph has that operator"]

@@ -137,9 +137,11 @@ class _Grammar:
         return token
 
     def _accept(self, text: str) -> bool:
-        found = self._next.text == text and self._next.kind in ("mark", "word")
-        self._at += found
-        return found
+        """Take the next token if it is this mark or word; return whether it is."""
+        if self._next.text != text or self._next.kind not in ("mark", "word"):
+            return False
+        self._at += 1
+        return True
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):
@@ -149,6 +151,7 @@ class _Grammar:
         return "the end" if self._next is END else repr(self._next.text)
 
     def word(self, what: str) -> str:
+        """Take a word or string; ``what`` says in an error what was expected."""
         if self._next.kind not in ("word", "string"):
             raise CheckError(f"expected {what}, found {self._shown()}")
         return self._take().text
@@ -197,14 +200,12 @@ class _Grammar:
         if self._next.text in ("fwd", "bwd"):
             found.append(must.InDirection(self._take().text))
         # After a direction a word may begin the next clause; else it is a module, ``in used``.
-        is_module = self._next.kind in ("word", "string")
-        if found and self._next.text in CLAUSES:
-            is_module = False
+        begins_clause = bool(found) and self._next.text in CLAUSES
         if self._accept("bucket"):
             self._expect("(")
             fqns = self._until(")", lambda: self.word("a module"))
             found.append(must.InBucket(tuple(fqns)))
-        elif is_module:
+        elif self._next.kind in ("word", "string") and not begins_clause:
             found.append(must.InModule(self._take().text))
         if not found:
             raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
@@ -240,7 +241,9 @@ class _Grammar:
     def _extent(self) -> Extent:
         if self._accept("_"):
             return None
-        return ... if self._accept("...") else self.whole_number("an extent, `_` or `...`")
+        if self._accept("..."):
+            return ...
+        return self.whole_number("an extent, `_` or `...`")
 
     def _until(self, closing: str, item: Callable[[], _T]) -> list[_T]:
         """Read items with commas between them, up to a closing mark."""
@@ -272,7 +275,9 @@ class _Grammar:
             return repr(self._take().text)
         if token.kind == "number":  # as graph text spells it: ``1e-5`` is ``1e-05``
             text = self._take().text
-            return repr(int(text) if text.removeprefix("-").isdecimal() else float(text))
+            if text.removeprefix("-").isdecimal():
+                return repr(int(text))
+            return repr(float(text))
         if self._accept("...") or self._accept("_"):
             return token.text
         if self._accept("[") or self._accept("("):

@@ -2,9 +2,9 @@
 
 All ranks run one graph. So what a rank computes is a function of the rank: an element is the
 fingerprint of an expression in which the rank is left open. Only a collective looks at other ranks.
-There every rank's contribution is the one rank's elements with the number of the rank filled in, the
-collective is carried out on all ranks, and what they get becomes one expression again: a choice by
-the rank. If two programs make equal expressions, then they are equal on each rank.
+There every rank contributes the one rank's elements with its number filled in, the collective is
+carried out on all ranks, and what they get becomes one expression again: a choice by the rank. If
+two programs make equal expressions, then they are equal on each rank.
 
 The other way does not hold: other expressions may be equal on every rank. So where two programs
 differ, all ranks have to run.

@@ -214,7 +214,7 @@ def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -
 
 
 _AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
-"""Seeds and biases of further runs: so one element decides alike in all with a chance of 1 in 64."""
+"""Seeds and biases of further runs: one element decides alike in all with a chance of 1 in 64."""
 
 
 def _programs(

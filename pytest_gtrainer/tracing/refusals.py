@@ -115,7 +115,8 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
 def refuse_input(tensor: torch.Tensor, where: str, *, may_have_history: bool) -> None:
     """Refuse an input with a hook, and a nested tensor.
 
-    Unless it ``may_have_history``, an input whose gradient eager code would compute is refused, too.
+    Unless it ``may_have_history``, an input whose gradient eager code would compute is refused,
+    too.
 
     Raises:
         ValueError: names the input.

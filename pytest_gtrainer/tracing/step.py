@@ -426,7 +426,7 @@ class Tracing:
         spec: pytree.TreeSpec,
         dynamic_dims: DynamicDims = MappingProxyType({}),
     ) -> tuple[fx.GraphModule, list[Any]]:
-        """Trace the joint graph; return it, and fake tensors of its inputs, of the given extents."""
+        """Trace the joint graph; return it and fake tensors of its inputs, of the given extents."""
         fakes = self.fakes_of(flat_inputs)
         inputs = fakes[len(self.state.fqns) :]
         described = [_describe(fake) for fake in inputs]

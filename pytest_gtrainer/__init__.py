@@ -42,6 +42,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.hand_over": ("trace_once",),
     "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
     "references.replicas": ("RanksDisagree", "assert_replicas_equal"),
+    "references.same_model": ("assert_same_model",),
     "worlds.simulated": ("VacuousCheck",),
     "numerics.record": ("Record",),
     "numerics.digest": ("digest",),

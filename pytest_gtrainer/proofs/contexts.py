@@ -96,11 +96,15 @@ def term_arithmetic(*, strict: bool = True, seed: int = 0) -> Iterator[Elements]
         yield elements
 
 
+def has_real_ranks() -> bool:
+    """Return whether this process is a rank whose collectives reach other processes."""
+    return dist.is_initialized() and dist.get_backend() not in (BACKEND, "fake")
+
+
 @contextmanager
 def _in_arithmetic(arithmetic: Arithmetic) -> Iterator[Elements]:
     mode = ArithmeticMode(arithmetic)
-    has_ranks = dist.is_initialized() and dist.get_backend() not in (BACKEND, "fake")
-    if isinstance(arithmetic, Field) and has_ranks:
+    if isinstance(arithmetic, Field) and has_real_ranks():
         mode.exchange = exchange_on_ranks
     with mode:
         yield Elements(mode)

@@ -65,6 +65,7 @@ class Proof:
             small numerator and denominator.
         assumes: what the proof takes for granted.
         reason: why nothing is known.
+        repairs: what makes the results of parallel ranks equal, such as "a sum over 'tp'".
     """
 
     kind: Kind
@@ -74,6 +75,7 @@ class Proof:
     factor: Fraction | None = None
     assumes: tuple[str, ...] = ()
     reason: str = ""
+    repairs: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
@@ -85,6 +87,8 @@ class Proof:
             lines.append(f"  {stronger}first {self.first}")
         if self.factor is not None:
             lines.append(f"  {self.factor} times what is expected")
+        if self.repairs:
+            lines.append(f"  equal after {' or after '.join(self.repairs)}")
         if self.origin:
             lines.append(f"  begins at {self.origin}")
         lines += [f"  assumed: {each}" for each in self.assumes]

@@ -454,7 +454,9 @@ def _different(
             f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
             "say it with meaning(operator, reference)"
         )
-        return Proof("unknown", len(expected.results), first, origin, None, (), reason, seconds)
+        return Proof(
+            "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
+        )
     weakest = kind == "rounds elsewhere"
     return Proof(
         "another function" if weakest else "unknown",

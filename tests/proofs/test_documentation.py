@@ -18,6 +18,16 @@ def test_the_examples_run():
         exec(compile(block, "proofs.md", "exec"), {"__name__": "proofs.md"})
 
 
+def test_the_example_of_a_parallel_model_holds(tmp_path):
+    (block,) = [block for block in BLOCKS if "assert_same_model(" in block]
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
+    assert run["test_parallel_is_unsharded"].outcome == "passed", run.output
+    wrong = block.replace('ColwiseParallel(), "2": RowwiseParallel()', "ColwiseParallel()")
+    assert wrong != block
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": wrong})
+    assert run["test_parallel_is_unsharded"].outcome == "failed", run.output
+
+
 @pytest.mark.second_tier
 def test_the_example_on_ranks_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def loss_in_field" in block]

@@ -1,0 +1,304 @@
+"""Does a parallel model compute the unsharded one?
+
+Both run in the field, where every order of additions gives the same: so there is no tolerance and
+no control. Both get the same numbers: torch's own code loads the unsharded state into the parallel
+model, by FQN and placement.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic.field import Field
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.prime import P, Prime
+from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.numerics.record import normalised
+from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.proofs.contexts import Elements, has_real_ranks
+from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, exchange_on_threads, told_by_ranks
+from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
+from pytest_gtrainer.references.simulated import mesh_of
+from pytest_gtrainer.worlds.simulated.net import NetModel
+from pytest_gtrainer.worlds.simulated.threads.run import run_threads
+
+Step = Callable[..., Tensor]
+Batch = Callable[[int], Sequence[Any]]
+
+
+@dataclass(slots=True)
+class _Made:
+    """What one side has made, as elements; None of what depends on no abstract number.
+
+    Attributes:
+        losses: by data coordinate.
+        gradients: whole ones, by FQN; without those of parameters that have none.
+    """
+
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def results(self) -> dict[str, Tensor | None]:
+        losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
+        return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """The arguments of ``assert_same_model``."""
+
+    parallel: Callable[..., nn.Module]
+    reference: Callable[[], nn.Module]
+    step: Step
+    batch: Batch
+    data_dims: Sequence[str]
+
+    def run_reference(self, mode: ArithmeticMode, coordinates: int) -> _Made:
+        """Run the unsharded model: the mean of the steps of all data coordinates."""
+        made, elements = _Made(), Elements(mode)
+        with mode:
+            model = self._new_reference(elements)
+            losses = []
+            for coordinate in range(coordinates):
+                losses.append(self.step(model, *self._inputs(elements, coordinate)))
+                made.losses[coordinate] = elements.of(losses[-1])
+            (sum(losses) / coordinates).backward()
+            for fqn, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    made.gradients[normalised(fqn)] = elements.of(parameter.grad)
+        return made
+
+    def run_parallel(self, mode: ArithmeticMode, mesh: DeviceMesh | None) -> _Made:
+        """Run this rank's model on this rank's batch, inside of the mode."""
+        made, elements = _Made(), Elements(mode)
+        takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
+        model = self.parallel(mesh) if takes_mesh else self.parallel()
+        whole = self._new_reference(elements)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, whole.state_dict(), options=options)
+        coordinate, _ = data_coordinate(mesh, self.data_dims)
+        loss = self.step(model, *self._inputs(elements, coordinate))
+        loss.backward()
+        made.losses[coordinate] = elements.of(_whole(loss.detach()))
+        for fqn, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                name = normalised(fqn.removeprefix("module."))
+                made.gradients[name] = elements.of(_whole(parameter.grad))
+        return made
+
+    def _new_reference(self, elements: Elements) -> nn.Module:
+        with random_states_kept():
+            torch.manual_seed(0)
+            model = self.reference()
+        elements.make_abstract(model)
+        return model
+
+    def _inputs(self, elements: Elements, coordinate: int) -> Any:
+        leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                # A copy, as a batch may be given again.
+                leaves[place] = leaf.detach().clone()
+                elements.make_abstract(leaves[place], ("batch", coordinate, place))
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[int, int]:
+    """Return this rank's place along the data dimensions of a mesh, and how many there are."""
+    place, count = 0, 1
+    if mesh is None:
+        return place, count
+    names = mesh.mesh_dim_names or ()
+    for name in data_dims:
+        if name in names:
+            size = mesh.size(names.index(name))
+            place = place * size + mesh.get_local_rank(name)
+            count *= size
+    return place, count
+
+
+@facts.check
+def assert_same_model(
+    parallel: Callable[..., nn.Module],
+    reference: Callable[[], nn.Module],
+    step: Step,
+    batch: Batch,
+    *,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] = ("dp",),
+) -> Proof:
+    """Fail unless a parallel model computes the same loss and gradients as the unsharded one.
+
+    Both run in exact arithmetic, with the same abstract parameters and inputs: so there is no
+    tolerance, and a difference is no rounding. The reference takes the mean of the steps of all
+    data coordinates, as data parallelism does. Casts, and so mixed precision, are set aside if the
+    two are not equal with them.
+
+    Args:
+        parallel: builds this rank's model, of the mesh if it takes an argument; by torch's own
+            code, such as ``fully_shard`` and ``parallelize_module``.
+        reference: builds the unsharded model, with the same FQNs.
+        step: ``step(model, *batch(coordinate))`` is the loss, a mean over this rank's batch.
+        batch: the inputs by data coordinate. Ranks that share one give the same.
+        mesh: of a ranks or simulated world; in a ranks world every rank calls this. None for a
+            model without process groups, in one process.
+        data_dims: dimensions of the mesh along which ranks have other batches; those that the mesh
+            does not have are left out.
+
+    Returns:
+        A proof of kind "reordered" (the same function, rounded at the same places), or "rounds
+        elsewhere".
+
+    Raises:
+        AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
+            small fraction, and what would repair it.
+        ValueError: a mesh without names, a reference without abstract results, other FQNs.
+    """
+    __tracebackhide__ = True
+    models = _Models(parallel, reference, step, batch, data_dims)
+    if mesh is not None and mesh.mesh_dim_names is None:
+        raise ValueError("the mesh has no names: give its dimensions names, mesh_dim_names=")
+    proof = None
+    kinds: list[tuple[Kind, str]] = [("reordered", "opaque"), ("rounds elsewhere", "identity")]
+    for kind, casts in kinds:
+        try:
+            found, expected = _run_sides(models, mesh, casts)
+        except NoMeaning as error:
+            proof = Proof("unknown", reason=str(error))
+            break
+        proof = _compare(kind, found, expected, mesh)
+        if proof.kind == kind:
+            break
+    assert proof is not None
+    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="model")
+    if not proof.is_at_least("rounds elsewhere"):
+        raise AnotherFunction(f"the parallel model is not the unsharded one\n{proof}", proof)
+    return proof
+
+
+def _run_sides(models: _Models, mesh: DeviceMesh | None, casts: str) -> tuple[list[_Made], _Made]:
+    """Return what each rank has made, and the reference."""
+    _, coordinates = data_coordinate(mesh, models.data_dims)
+    expected = models.run_reference(ArithmeticMode(Field(casts=casts)), coordinates)
+    mode = ArithmeticMode(Field(casts=casts))
+    if mesh is None:
+        with mode:
+            return [models.run_parallel(mode, None)], expected
+    if has_real_ranks():
+        mode.exchange = exchange_on_ranks
+        with mode:
+            made = models.run_parallel(mode, mesh)
+        return told_by_ranks(made), expected
+    mode.exchange = exchange_on_threads
+    extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    net = AnyOrder.of(NetModel.of_world(mesh.size()))
+
+    def run_rank(rank: int) -> _Made:
+        return models.run_parallel(mode, mesh_of(extents))
+
+    found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
+    return found, expected
+
+
+def _compare(kind: Kind, found: Sequence[_Made], expected: _Made, mesh: DeviceMesh | None) -> Proof:
+    wanted = expected.results()
+    if all(own is None for own in wanted.values()):
+        raise ValueError(
+            "nothing of the reference depends on a parameter or a floating-point input"
+        )
+    for rank, made in enumerate(found):
+        results = made.results()
+        missing = [fqn for fqn in expected.gradients if fqn not in made.gradients]
+        more = [fqn for fqn in made.gradients if fqn not in expected.gradients]
+        if missing or more:
+            says = f"has no gradient on rank {rank}, and the reference has one"
+            if not missing:
+                says = f"has a gradient on rank {rank}, and the reference has none"
+            place = Place(f"gradient of {(missing or more)[0]}", rank, says=says)
+            return Proof("another function", len(wanted), place)
+        for name, own in results.items():
+            different = _difference(name, rank, own, wanted[name])
+            if different is not None:
+                return _told(different, found, wanted, mesh)
+    return Proof(kind, compared=sum(len(made.results()) for made in found))
+
+
+def _difference(name: str, rank: int, found: Tensor | None, wanted: Tensor | None) -> Place | None:
+    if found is None or wanted is None:
+        if found is wanted:
+            return None
+        side = "parallel" if found is None else "unsharded"
+        return Place(name, rank, says=f"that of the {side} model depends on no abstract number")
+    if found.shape != wanted.shape:
+        return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
+    places = (found != wanted).nonzero()
+    if not len(places):
+        return None
+    return Place(name, rank, tuple(places[0].tolist()), len(places), found.numel())
+
+
+def _told(
+    place: Place,
+    found: Sequence[_Made],
+    wanted: Mapping[str, Tensor | None],
+    mesh: DeviceMesh | None,
+) -> Proof:
+    """Return the proof that says where the models differ, by which factor, and what repairs it."""
+    expected = wanted[place.result]
+    of_ranks = [made.results().get(place.result) for made in found]
+    if place.element is None or expected is None or any(own is None for own in of_ranks):
+        return Proof("another function", len(wanted), place)
+    known = [own for own in of_ranks if own is not None]
+    factor = factor_of(known[place.rank or 0], expected)
+    repairs = tuple(repairs_of(known, expected, mesh)) if mesh is not None else ()
+    return Proof("another function", len(wanted), place, factor=factor, repairs=repairs)
+
+
+def factor_of(found: Tensor, expected: Tensor) -> Fraction | None:
+    """Return the small fraction that all elements are multiplied by; None if there is none."""
+    field_of = Prime(P)
+    is_number = (expected > 0) & (expected < P) & (found < P)
+    if not bool(is_number.any()) or bool(((found != expected) & ~is_number).any()):
+        return None
+    factors = field_of.divide(found[is_number], expected[is_number]).unique()
+    return field_of.small_fraction(int(factors[0])) if len(factors) == 1 else None
+
+
+def repairs_of(of_ranks: Sequence[Tensor], expected: Tensor, mesh: DeviceMesh) -> Iterator[str]:
+    """Yield what makes the results of all ranks the expected one, along one dimension each."""
+    field_of = Prime(P)
+    names = mesh.mesh_dim_names or ()
+    for dim, name in enumerate(names):
+        size = mesh.size(dim)
+        if size == 1:
+            continue
+        groups = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
+        sums = []
+        for group in groups:
+            total = of_ranks[group[0]]
+            for rank in group[1:]:
+                total = field_of.add(total, of_ranks[rank])
+            sums.append(total)
+        count = torch.tensor(size)
+        tries = {
+            f"a sum over {name!r}": sums,
+            f"a mean over {name!r}": [field_of.divide(total, count) for total in sums],
+        }
+        for words, results in tries.items():
+            if all(torch.equal(result, expected) for result in results):
+                yield words

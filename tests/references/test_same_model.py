@@ -1,0 +1,245 @@
+"""Parallel models, by torch's own code, compute the unsharded one; planted mistakes do not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gtrainer import AnotherFunction, assert_same_model
+
+DIM, SEQ, VOCABULARY = 8, 4, 12
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.up, self.gate = nn.Linear(DIM, 16, bias=False), nn.Linear(DIM, 16, bias=False)
+        self.down = nn.Linear(16, DIM)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def step(model, tokens):
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def batch(coordinate):
+    generator = torch.Generator().manual_seed(coordinate)
+    return (torch.randint(VOCABULARY, (2, SEQ), generator=generator),)
+
+
+TENSOR = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCE = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "blocks.*.norm": SequenceParallel(),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.gate": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def sharded(model, mesh, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def data_parallel(mesh):
+    return sharded(Model(), mesh["dp"])
+
+
+def mixed_precision(mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded(Model(), mesh["dp"], mp_policy=policy)
+
+
+def ddp(mesh):
+    return DistributedDataParallel(Model(), process_group=mesh["dp"].get_group())
+
+
+def tensor_parallel(mesh):
+    model = Model()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], TENSOR)
+    return model
+
+
+def sequence_parallel(mesh):
+    return parallelize_module(Model(), mesh["tp"], SEQUENCE)
+
+
+def all_three(mesh):
+    return sharded(sequence_parallel(mesh), mesh["dp"])
+
+
+def two_dimensional(mesh):
+    return sharded(tensor_parallel(mesh), mesh["dp"])
+
+
+def norms_of_its_own(mesh):
+    """Each rank has a plain norm, whose gradient is that of its part of the sequence."""
+    model = Model()
+    plan = {name: style for name, style in SEQUENCE.items() if name != "blocks.*.norm"}
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def adds_gradients(mesh):
+    """Nobody divides."""
+    model = data_parallel(mesh)
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+def loses_half_a_gradient(mesh):
+    """Of the last block: the tokens of it weigh half as much."""
+    model = tensor_parallel(mesh)
+    model.blocks[1].norm.register_forward_pre_hook(lambda module, given: Halved.apply(given[0]))
+    return model
+
+
+def forgets_to_reduce(mesh):
+    """The gradient of the embedding is this rank's own."""
+    model = Model()
+    group = mesh["dp"].get_group()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, keeps_its_own)
+    return wrapped
+
+
+def keeps_its_own(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+RIGHT = [data_parallel, ddp, tensor_parallel, sequence_parallel, two_dimensional, all_three]
+SIMULATED = [parallel for parallel in RIGHT if parallel is not ddp]
+ALONG_TENSORS = (tensor_parallel, sequence_parallel)
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+@pytest.mark.parametrize("parallel", RIGHT, ids=lambda function: function.__name__)
+def test_torchs_parallel_models_are_the_unsharded_one_on_ranks(parallel, gt_mesh):
+    dims = () if parallel in ALONG_TENSORS else ("dp",)
+    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=dims)
+    assert proof.kind == "reordered", str(proof)
+    assert proof.compared == 4 * (1 + 12)
+
+
+@pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
+@pytest.mark.parametrize(
+    "parallel", [each for each in RIGHT if each is not ddp], ids=lambda function: function.__name__
+)
+def test_they_are_in_a_simulated_world(parallel, gt_mesh):
+    dims = () if parallel in ALONG_TENSORS else ("dp",)
+    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=dims)
+    assert proof.kind == "reordered", str(proof)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_mixed_precision_is_set_aside(gt_mesh):
+    proof = assert_same_model(mixed_precision, Model, step, batch, mesh=gt_mesh)
+    assert proof.kind == "rounds elsewhere", str(proof)
+
+
+MISTAKES = {
+    adds_gradients: "2 times what is expected",
+    forgets_to_reduce: "equal after a mean over 'dp'",
+}
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2, "tp": 1})
+@pytest.mark.parametrize("parallel", MISTAKES, ids=lambda function: function.__name__)
+def test_a_mistake_along_data_is_told_with_its_factor(parallel, gt_mesh):
+    words = MISTAKES[parallel]
+    with pytest.raises(AnotherFunction, match=words) as failure:
+        assert_same_model(parallel, Model, step, batch, mesh=gt_mesh)
+    assert failure.value.proof.kind == "another function"
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
+def test_a_reduction_that_nobody_makes_is_named(gt_mesh):
+    with pytest.raises(AnotherFunction, match="equal after a sum over 'tp'") as failure:
+        assert_same_model(norms_of_its_own, Model, step, batch, mesh=gt_mesh)
+    assert failure.value.proof.first.result == "gradient of blocks.0.norm.weight"
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
+def test_a_mistake_along_tensors_is_told_with_its_parameter(gt_mesh):
+    with pytest.raises(AnotherFunction, match=r"gradient of embed\.weight, rank 0"):
+        assert_same_model(loses_half_a_gradient, Model, step, batch, mesh=gt_mesh)
+
+
+def test_one_process():
+    def checkpointed():
+        model = Model()
+        forward = model.blocks[0].forward
+        model.blocks[0].forward = lambda x: torch.utils.checkpoint.checkpoint(
+            forward, x, use_reentrant=False
+        )
+        return model
+
+    def doubles_a_block():
+        model = Model()
+        forward = model.blocks[0].forward
+        model.blocks[0].forward = lambda x: 2 * forward(x)
+        return model
+
+    assert assert_same_model(checkpointed, Model, step, batch).kind == "reordered"
+    with pytest.raises(AnotherFunction, match="loss of data coordinate 0"):
+        assert_same_model(doubles_a_block, Model, step, batch)
+
+
+def test_a_parameter_without_a_gradient_is_told():
+    def frozen():
+        model = Model()
+        model.head.requires_grad_(False)
+        return model
+
+    with pytest.raises(AnotherFunction, match=r"head\.weight.*has no gradient on rank 0"):
+        assert_same_model(frozen, Model, step, batch)
+    with pytest.raises(AnotherFunction, match=r"head\.weight.*has a gradient on rank 0"):
+        assert_same_model(Model, frozen, step, batch)
+
+
+def test_a_reference_that_depends_on_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing of the reference depends"):
+        assert_same_model(Model, Model, lambda model, x: torch.ones((), requires_grad=True), batch)

@@ -192,7 +192,7 @@ def _run_both(
         return *first, True
     counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
     if any(programs[0].told_by_all(any(counts))):
-        for seed, bias in _AGAIN:
+        for seed, bias in AGAIN:
             again = arithmetic()
             again.set_seed(seed)
             again.bias = bias
@@ -213,7 +213,7 @@ def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -
     return next((place for place in programs[0].told_by_all(own) if place is not None), None)
 
 
-_AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
+AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
 """Seeds and biases of further runs: one element decides alike in all with a chance of 1 in 64."""
 
 
@@ -394,7 +394,7 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
     chosen = sorted({name for run in runs for name in run.arithmetic.chosen})
     if chosen:
         found.append(
-            f"what {', '.join(chosen)} chose in {len(_AGAIN) + 1} orders shows every choice"
+            f"what {', '.join(chosen)} chose in {len(AGAIN) + 1} orders shows every choice"
         )
     asked = sorted({name for run in runs for name in run.arithmetic.never_equal})
     if asked:

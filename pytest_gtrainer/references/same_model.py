@@ -5,6 +5,7 @@ no control. Both get the same numbers: torch's own code loads the unsharded stat
 model, by FQN and placement.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.arithmetic.field import Field
+from pytest_gtrainer.arithmetic.base import Arithmetic
+from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.values import NoMeaning
@@ -29,6 +31,7 @@ from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import Elements, has_real_ranks
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, exchange_on_threads, told_by_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
+from pytest_gtrainer.proofs.prove import AGAIN
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
@@ -44,10 +47,19 @@ class _Made:
     Attributes:
         losses: by data coordinate.
         gradients: whole ones, by FQN; without those of parameters that have none.
+        decides: elements were compared or sorted, or had few square roots.
+        has_exponentials: exp was a function of which nothing is known.
     """
 
     losses: dict[int, Tensor | None] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    decides: bool = False
+    has_exponentials: bool = False
+
+    def note(self, arithmetic: Arithmetic) -> None:
+        """Note what may make two functions equal, or unequal, by chance."""
+        self.decides = bool(arithmetic.decisions + arithmetic.roots)
+        self.has_exponentials = bool(arithmetic.exponentials)
 
     def results(self) -> dict[str, Tensor | None]:
         losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
@@ -125,10 +137,9 @@ def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[
         return place, count
     names = mesh.mesh_dim_names or ()
     for name in data_dims:
-        if name in names:
-            size = mesh.size(names.index(name))
-            place = place * size + mesh.get_local_rank(name)
-            count *= size
+        size = mesh.size(names.index(name))
+        place = place * size + mesh.get_local_rank(name)
+        count *= size
     return place, count
 
 
@@ -157,8 +168,8 @@ def assert_same_model(
         batch: the inputs by data coordinate. Ranks that share one give the same.
         mesh: of a ranks or simulated world; in a ranks world every rank calls this. None for a
             model without process groups, in one process.
-        data_dims: dimensions of the mesh along which ranks have other batches; those that the mesh
-            does not have are left out.
+        data_dims: dimensions of the mesh along which ranks have other batches; () if all ranks have
+            one.
 
     Returns:
         A proof of kind "reordered" (the same function, rounded at the same places), or "rounds
@@ -167,22 +178,21 @@ def assert_same_model(
     Raises:
         AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
             small fraction, and what would repair it.
-        ValueError: a mesh without names, a reference without abstract results, other FQNs.
+        ValueError: a mesh without names, or without one of ``data_dims``; equal batches; a
+            reference without gradients.
+        RuntimeError: other FQNs, or shapes; torch names them.
     """
     __tracebackhide__ = True
     models = _Models(parallel, reference, step, batch, data_dims)
-    if mesh is not None and mesh.mesh_dim_names is None:
-        raise ValueError("the mesh has no names: give its dimensions names, mesh_dim_names=")
+    _check_dims(mesh, data_dims)
+    _check_batches(models, data_coordinate(mesh, data_dims)[1])
     proof = None
-    kinds: list[tuple[Kind, str]] = [("reordered", "opaque"), ("rounds elsewhere", "identity")]
-    for kind, casts in kinds:
+    for kind in _CASTS:
         try:
-            found, expected = _run_sides(models, mesh, casts)
+            proof = _proof_of(kind, models, mesh)
         except NoMeaning as error:
             proof = Proof("unknown", reason=str(error))
-            break
-        proof = _compare(kind, found, expected, mesh)
-        if proof.kind == kind:
+        if proof.kind in (kind, "unknown"):
             break
     assert proof is not None
     facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="model")
@@ -191,19 +201,87 @@ def assert_same_model(
     return proof
 
 
-def _run_sides(models: _Models, mesh: DeviceMesh | None, casts: str) -> tuple[list[_Made], _Made]:
+_CASTS: Mapping[Kind, str] = {"reordered": "opaque", "rounds elsewhere": "identity"}
+
+
+def _check_dims(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> None:
+    """Refuse data dimensions that the mesh does not have: all ranks would get one batch."""
+    if mesh is None:
+        return
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("the mesh has no names: give its dimensions names, mesh_dim_names=")
+    unknown = [name for name in data_dims if name not in names]
+    if unknown:
+        raise ValueError(
+            f"data_dims={tuple(data_dims)}: the mesh has {', '.join(map(repr, names))}. Name those "
+            "along which ranks have other batches, or () if all ranks have one"
+        )
+
+
+def _check_batches(models: _Models, coordinates: int) -> None:
+    """Refuse batches of whole numbers that are equal: then no reduction over data would show."""
+    batches = [pytree.tree_leaves(tuple(models.batch(place))) for place in range(coordinates)]
+    for later in range(1, coordinates):
+        for earlier in range(later):
+            if _are_equal(batches[earlier], batches[later]):
+                raise ValueError(
+                    f"batch({earlier}) and batch({later}) are equal whole numbers, so a gradient "
+                    "that nobody reduces would not show: give each data coordinate its own"
+                )
+
+
+def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    if len(first) != len(second):
+        return False
+    for own, other in zip(first, second, strict=True):
+        if not isinstance(own, Tensor) or not isinstance(other, Tensor):
+            if own is not other and own != other:
+                return False
+        elif own.is_floating_point() or not torch.equal(own, other):
+            return False  # floating-point numbers are abstract, and so never equal
+    return True
+
+
+def _proof_of(kind: Kind, models: _Models, mesh: DeviceMesh | None) -> Proof:
+    """Return whether the two are equal in a kind, in each arithmetic that may find it.
+
+    Where elements decide something, or have few square roots, they run again with others.
+    """
+    proof = None
+    for exact in (Field, FieldWithExponents):
+        arithmetic = exact(casts=_CASTS[kind])
+        found, expected = _run_sides(models, mesh, arithmetic)
+        proof = _compare(kind, found, expected, mesh)
+        if proof.kind == kind:
+            for seed, bias in AGAIN if any(made.decides for made in (*found, expected)) else ():
+                arithmetic = exact(casts=_CASTS[kind], seed=seed)
+                arithmetic.bias = bias
+                proof = _compare(kind, *_run_sides(models, mesh, arithmetic), mesh)
+                if proof.kind != kind:
+                    break
+        if proof.kind == kind or not expected.has_exponentials:
+            break
+    assert proof is not None
+    return proof
+
+
+def _run_sides(
+    models: _Models, mesh: DeviceMesh | None, arithmetic: Field
+) -> tuple[list[_Made], _Made]:
     """Return what each rank has made, and the reference."""
     _, coordinates = data_coordinate(mesh, models.data_dims)
-    expected = models.run_reference(ArithmeticMode(Field(casts=casts)), coordinates)
-    mode = ArithmeticMode(Field(casts=casts))
-    if mesh is None:
-        with mode:
-            return [models.run_parallel(mode, None)], expected
-    if has_real_ranks():
-        mode.exchange = exchange_on_ranks
+    mode = ArithmeticMode(copy.deepcopy(arithmetic))
+    expected = models.run_reference(mode, coordinates)
+    expected.note(mode.arithmetic)
+    mode = ArithmeticMode(arithmetic)
+    if mesh is None or has_real_ranks():
+        if mesh is not None:
+            mode.exchange = exchange_on_ranks
         with mode:
             made = models.run_parallel(mode, mesh)
-        return told_by_ranks(made), expected
+        made.note(arithmetic)
+        return ([made] if mesh is None else told_by_ranks(made)), expected
     mode.exchange = exchange_on_threads
     extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     net = AnyOrder.of(NetModel.of_world(mesh.size()))
@@ -212,14 +290,16 @@ def _run_sides(models: _Models, mesh: DeviceMesh | None, casts: str) -> tuple[li
         return models.run_parallel(mode, mesh_of(extents))
 
     found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
+    found[0].note(arithmetic)
     return found, expected
 
 
 def _compare(kind: Kind, found: Sequence[_Made], expected: _Made, mesh: DeviceMesh | None) -> Proof:
     wanted = expected.results()
-    if all(own is None for own in wanted.values()):
+    if all(own is None for own in expected.gradients.values()):
         raise ValueError(
-            "nothing of the reference depends on a parameter or a floating-point input"
+            "no parameter of the reference has a gradient that depends on a parameter or a "
+            "floating-point input: is the loss that of the model?"
         )
     for rank, made in enumerate(found):
         results = made.results()

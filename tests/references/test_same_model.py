@@ -50,7 +50,7 @@ def step(model, tokens):
 
 def batch(coordinate):
     generator = torch.Generator().manual_seed(coordinate)
-    return (torch.randint(VOCABULARY, (2, SEQ), generator=generator),)
+    return (torch.randint(VOCABULARY, (8, SEQ), generator=generator),)
 
 
 TENSOR = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
@@ -240,6 +240,90 @@ def test_a_parameter_without_a_gradient_is_told():
         assert_same_model(Model, frozen, step, batch)
 
 
-def test_a_reference_that_depends_on_nothing_is_refused():
-    with pytest.raises(ValueError, match="nothing of the reference depends"):
-        assert_same_model(Model, Model, lambda model, x: torch.ones((), requires_grad=True), batch)
+def test_a_reference_without_gradients_is_refused():
+    def ignores(model, tokens):
+        return torch.ones((), requires_grad=True) * 2
+
+    with pytest.raises(ValueError, match="no parameter of the reference has a gradient"):
+        assert_same_model(Model, Model, ignores, batch)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"fsdp": 2})
+def test_what_would_hide_a_reduction_is_refused(gt_mesh):
+    def parallel(mesh):
+        return sharded(Model(), mesh)
+
+    with pytest.raises(ValueError, match=r"data_dims=\('dp',\): the mesh has 'fsdp'"):
+        assert_same_model(parallel, Model, step, batch, mesh=gt_mesh)
+    with pytest.raises(ValueError, match=r"batch\(0\) and batch\(1\) are equal"):
+        assert_same_model(
+            parallel, Model, step, lambda place: batch(0), mesh=gt_mesh, data_dims=("fsdp",)
+        )
+    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=("fsdp",))
+    assert proof.kind == "reordered"
+
+
+class Routed(nn.Module):
+    """A token goes to one of two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(DIM, 2, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
+        self.swaps = False
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        best = scores.argmax(-1, keepdim=True)
+        if self.swaps:
+            best = 1 - best
+        weight = scores.gather(-1, best)
+        chosen = torch.where(best == 0, self.experts[0](x), self.experts[1](x))
+        return weight * chosen
+
+
+def test_a_router_that_chooses_otherwise_is_seen():
+    def swapped():
+        model = Routed()
+        model.swaps = True
+        return model
+
+    def inputs(coordinate):
+        return (torch.randn(1, DIM),)
+
+    def squares(model, x):
+        return (model(x) ** 2).sum()
+
+    assert assert_same_model(Routed, Routed, squares, inputs).kind == "reordered"
+    with pytest.raises(AnotherFunction):
+        assert_same_model(swapped, Routed, squares, inputs)
+
+
+class Attention(nn.Module):
+    """Over all keys at once, or over the halves of them with their maxima."""
+
+    def __init__(self, in_halves=False):
+        super().__init__()
+        self.qkv, self.in_halves = nn.Linear(DIM, 3 * DIM, bias=False), in_halves
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2)
+        if not self.in_halves:
+            return scores.softmax(-1) @ v
+        top = totals = 0
+        for own, values in zip(scores.chunk(2, -1), v.chunk(2, -2), strict=True):
+            weights = own.exp()
+            top, totals = top + weights @ values, totals + weights.sum(-1, keepdim=True)
+        return top / totals
+
+
+def test_softmax_in_parts_is_the_same_function():
+    def inputs(coordinate):
+        return (torch.randn(SEQ, DIM),)
+
+    def squares(model, x):
+        return (model(x) ** 2).sum()
+
+    proof = assert_same_model(lambda: Attention(in_halves=True), Attention, squares, inputs)
+    assert proof.kind == "reordered", str(proof)

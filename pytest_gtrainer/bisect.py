@@ -144,7 +144,7 @@ Origin = tuple[Difference | None, str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """What a bisection found; ``str(bisection)`` is written for a terminal.
+    """The result of a bisection; ``str(bisection)`` is written for a terminal.
 
     Attributes:
         outcome: "equal" if no pass changes a bit, else "different".

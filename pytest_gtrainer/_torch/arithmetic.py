@@ -1,4 +1,4 @@
-"""What other arithmetics need: operators in simpler ones, and storages as keys.
+"""Operators in simpler ones, and storages as keys, for other arithmetics.
 
 - ``torch._decomp.decomposition_table`` has by operator the function that Inductor and AOTAutograd
   take it apart with. Functions call operators, so a dispatch mode sees their parts.

@@ -81,7 +81,7 @@ def dims_of(call: Call, ndim: int) -> list[int]:
 
 
 class Arithmetic(ABC):
-    """What numbers are, and what operators make of them.
+    """The elements that stand for numbers, and the results that operators have for them.
 
     Attributes:
         kind: what equal results in it prove, see ``Proof``.

@@ -1,4 +1,4 @@
-"""What an arithmetic is given for a tensor: its elements, and the dtype that they stand for."""
+"""The value that an arithmetic has for a tensor: elements, and the dtype that they stand for."""
 
 from dataclasses import dataclass
 from typing import Any

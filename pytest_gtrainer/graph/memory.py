@@ -99,7 +99,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """How much memory a graph holds at once; its text is a table.
+    """The most memory that a graph holds at once; its text is a table.
 
     Attributes:
         peak: the bytes alive at the node where most are.

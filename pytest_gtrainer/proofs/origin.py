@@ -1,4 +1,4 @@
-"""Where a difference begins: the first value of one program that the other never makes.
+"""Find where a difference begins: the first value of one program that the other never makes.
 
 Values are compared element by element and wherever they are, so buckets, splits, pads and other
 layouts do not hide them. A value that the other program never makes, computed from values that it

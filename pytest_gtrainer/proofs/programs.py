@@ -56,7 +56,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a program made in an arithmetic.
+    """The results of a program in an arithmetic.
 
     Attributes:
         results: by name and rank.
@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(slots=True)
 class Left:
-    """What a program returns, and its state before and after."""
+    """The outputs of a program, and its state before and after."""
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     before: dict[Key, Made] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class GraphProgram(Program):
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], world: AnyWorld | None, by_place: bool
     ) -> None:
-        """In a world ``inputs`` are those of each rank. ``by_place``: results have no names."""
+        """Take ``inputs``, in a world those of each rank. ``by_place``: results have no names."""
         self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 

@@ -55,7 +55,7 @@ def follow(config: pytest.Config) -> int | None:
 
 @contextmanager
 def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
-    """In a rank, the world on its warm default group; in the parent, the world without a rank."""
+    """Enter the world: on a rank's warm default group, or in the parent, without a rank."""
     worker = getattr(config, "workerinput", {})
     if "gt_rank" in worker:
         device, backend, rank = worker["gt_device"], worker["gt_backend"], worker["gt_rank"]

@@ -133,7 +133,7 @@ class Incident:
 
 @dataclass(slots=True)
 class RanksOutcome:
-    """What the ranks answered to one command, and what befell them.
+    """The answers of the ranks to one command, and their deaths.
 
     Attributes:
         raised: the first exception of each rank, a skip included.

@@ -249,7 +249,7 @@ class ToTeam(NamedTuple):
 
 
 class FromRank(NamedTuple):
-    """A message of a rank, ``Ended`` if it is gone; without a rank, the stacks that were asked for."""
+    """A rank's message, ``Ended`` if it is gone; without a rank, the stacks that were asked for."""
 
     team: str
     rank: int | None

@@ -35,7 +35,7 @@ class RanksDisagree(facts.FailedCheck):
 
 
 class ReplicaWarning(UserWarning):
-    """In a simulated world, what ranks hold alike has drifted apart."""
+    """Tensors that ranks of a simulated world hold alike have drifted apart."""
 
 
 def texts_of_ranks(text: str) -> list[str]:

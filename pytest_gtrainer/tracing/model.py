@@ -54,7 +54,7 @@ class _Scope:
 
 
 def annotate_module_fqns(model: nn.Module) -> Attachment:
-    """Mark each node that is traced inside a submodule of ``model`` with its FQN, the innermost one's.
+    """Mark each node that is traced inside a submodule with the innermost submodule's FQN.
 
     A module that is registered under two names has the first. A second call changes nothing; eager
     runs do not change.

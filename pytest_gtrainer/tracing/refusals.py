@@ -373,7 +373,7 @@ def refusing_random_states() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunMode:
-    """How a model was called: a graph holds the computation of one mode.
+    """The mode that a model was called in: a graph holds the computation of one mode.
 
     Attributes:
         evaluating: FQNs of the modules in eval mode, "" for the model itself.

@@ -142,7 +142,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """How a parameter is gathered and its gradient reduced.
+    """The way in which a parameter is gathered and its gradient reduced.
 
     Attributes:
         op: the reduction, "avg" or "sum".

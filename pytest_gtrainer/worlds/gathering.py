@@ -1,4 +1,4 @@
-"""What ranks of a process group tell each other, beside their tensors."""
+"""Gather the bytes of all ranks of a process group."""
 
 import torch
 import torch.distributed as dist

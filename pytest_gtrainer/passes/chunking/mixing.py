@@ -93,7 +93,7 @@ RowInfo = Rows | Statistic | None
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How an operator mixes rows.
+    """A way in which an operator mixes rows.
 
     Attributes:
         predicate: in words, "sums over dimension 0".

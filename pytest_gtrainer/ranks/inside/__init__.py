@@ -1,1 +1,1 @@
-"""What runs inside a rank: a small pytest session on a warm process group."""
+"""The code inside a rank: a small pytest session on a warm process group."""

@@ -54,7 +54,7 @@ class _Scope:
 
 
 def annotate_module_fqns(model: nn.Module) -> Attachment:
-    """Mark each node that is traced inside a submodule with the innermost submodule's FQN.
+    """Mark each node traced in a submodule of ``model`` with the FQN of the innermost one.
 
     A module that is registered under two names has the first. A second call changes nothing; eager
     runs do not change.

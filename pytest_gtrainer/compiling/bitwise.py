@@ -22,7 +22,8 @@ from pytest_gtrainer.bisect import (
 )
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
-from pytest_gtrainer.graph.nodes import refuse_fake
+from pytest_gtrainer.graph.nodes import is_collective, refuse_fake
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.compare import (
     BitwiseDifference,
     ControlFailed,
@@ -41,6 +42,8 @@ from pytest_gtrainer.numerics.graph_run import (
     why_nothing_shows,
 )
 from pytest_gtrainer.numerics.verdict import Verdict
+from pytest_gtrainer.proofs.prove import prove
+from pytest_gtrainer.proofs.telling import kind_in_words
 
 Sizes = Mapping[Any, int]
 """Values of the symbols of a graph's dynamic sizes."""
@@ -115,10 +118,10 @@ def assert_pass_bitwise(
         nan.append(set(only_nan(outputs)))
         if description.startswith("seed"):
             of_seeds.append(outputs)
-        _require_equal(bisect_stages(stages, local_run(flat)), description, what, before)
+        _require_equal(bisect_stages(stages, local_run(flat)), description, what, stages, flat)
 
     found = bisect_extremes(stages, local_run, first)
-    _require_equal(found, found.inputs or "inputs with extreme values", what, before)
+    _require_equal(found, found.inputs or "inputs with extreme values", what, stages, first)
     for extreme in found.silent:
         idle = f"{what}: every output is NaN on {extreme}, so these inputs prove nothing"
         facts.emit("idle", what=idle)
@@ -157,8 +160,16 @@ def _are_copies(before: fx.GraphModule, after: fx.GraphModule) -> bool:
     return described[0] == described[1] and compare(*held).outcome != "different"
 
 
-def _require_equal(found: Bisection, description: str, what: str, before: fx.GraphModule) -> None:
+def _require_equal(
+    found: Bisection,
+    description: str,
+    what: str,
+    stages: Sequence[Stage],
+    flat: Sequence[Any],
+) -> None:
+    """Raise if a pass has changed bits, with the kind of equal that the graphs are."""
     __tracebackhide__ = True
+    before, after = stages[0].gm, stages[1].gm
     outcome = "equal" if found.verdict is None else found.verdict.outcome
     facts.emit(
         "verdict",
@@ -167,8 +178,12 @@ def _require_equal(found: Bisection, description: str, what: str, before: fx.Gra
         what=what,
     )
     if found.verdict is not None:
-        changed = f"{what} changed the numbers, on {description}"
-        raise BitwiseDifference(f"{changed}\n{found.verdict}\n{found}", found.verdict)
+        lines = [f"{what} changed the numbers, on {description}"]
+        if not any(map(is_collective, nodes_within(before))):  # other ranks may have other answers
+            inputs = copies([list(flat)])[0]
+            lines.append(kind_in_words(lambda: prove(after, before, inputs=inputs)))
+        message = "\n".join([*lines, str(found.verdict), str(found)])
+        raise BitwiseDifference(message, found.verdict)
 
 
 def _find_outputs(gm: fx.GraphModule, flat: Sequence[Any]) -> dict[str, Tensor]:

@@ -374,3 +374,17 @@ def test_a_pass_that_does_not_recompile_is_judged_by_its_graph(recompiles):
         after.recompile()
     with pytest.raises(BitwiseDifference):
         assert_pass_bitwise((before, after))
+
+
+@pytest.mark.parametrize(
+    ("rewritten", "words"),
+    [
+        (lambda x, y, z: x + (y + z), "reordered: the same function"),
+        (lambda x, y, z: (x + y) + 1.001 * z, "another function: .*; begins at node mul"),
+    ],
+)
+def test_a_failure_says_which_kind(rewritten, words):
+    inputs = [torch.randn(64) for _ in range(3)]
+    before = make_fx(lambda x, y, z: (x + y) + z)(*inputs)
+    with pytest.raises(BitwiseDifference, match=f"in exact arithmetic: {words}"):
+        assert_pass_bitwise((before, make_fx(rewritten)(*inputs)))

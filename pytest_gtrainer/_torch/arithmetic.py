@@ -10,8 +10,10 @@
   calls operators, such as the attention of ``flex_attention`` with its whole score matrix.
 - ``StorageWeakRef`` refers to the storage object of a tensor and keeps its address, ``cdata``,
   from being used again. ``resize_`` of a storage keeps the object.
+- ``OPDEFS`` has by name the operators that are written in Python, ``_init_fn`` is their function.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from pytest_gtrainer._torch import private_names
 with private_names():
     from torch._decomp import decomposition_table
     from torch._dynamo.eval_frame import OptimizedModule
+    from torch._library.custom_ops import OPDEFS
     from torch._ops import HigherOrderOperator
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +31,7 @@ with private_names():
 ATTRIBUTES = {
     "torch._C": ("DispatchKeySet", "DispatchKey"),
     "torch._ops:OpOverload": ("_schema", "decompose", "_can_decompose", "redispatch"),
+    "torch._library.custom_ops:CustomOpDef": ("_init_fn",),
 }
 
 __all__ = ["HigherOrderOperator", "StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
@@ -36,6 +40,14 @@ __all__ = ["HigherOrderOperator", "StorageWeakRef", "TorchDispatchMode", "decomp
 def is_taken_apart(operator: Any) -> bool:
     """Return whether the dispatcher takes an operator apart by itself."""
     return bool(operator._can_decompose())
+
+
+def body_of_packing(operator: Any) -> Callable[..., Any] | None:
+    """Return the Python function of an operator by which Inductor packs buckets, else None."""
+    if operator.namespace != "bucketing":
+        return None
+    name = operator.name().partition(".")[0]
+    return OPDEFS[name]._init_fn if name in OPDEFS else None
 
 
 def is_compiled(value: Any) -> bool:

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gtrainer._torch.arithmetic import decomposition_table, is_taken_apart
+from pytest_gtrainer._torch.arithmetic import (
+    body_of_packing,
+    decomposition_table,
+    is_taken_apart,
+)
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
@@ -70,7 +74,7 @@ def parts_of(operator: Any) -> Callable[..., Any] | None:
         return decomposition_table[operator]
     if is_taken_apart(operator):
         return operator.decompose
-    return None
+    return body_of_packing(operator)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Any, is_causal: bool, scale: Any) -> Tensor:

@@ -47,6 +47,7 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import COMMUNICATING, is_random, is_view
 from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
+_OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
 _READS = names("_local_scalar_dense equal is_nonzero item")
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
@@ -156,9 +157,7 @@ class ArithmeticMode(TorchDispatchMode):
             self._forget_numbers(result)
             return result
         if func.namespace in COMMUNICATING:
-            if self._communicates:
-                return func(*args, **kwargs)
-            raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
+            return self._communicate(func, base, args, kwargs)
         if base.startswith("_foreach_") or func.namespace == "fsdp":
             with self:
                 result = run_kernel(func, args, kwargs)  # it calls an operator for each tensor
@@ -223,6 +222,18 @@ class ArithmeticMode(TorchDispatchMode):
             return self._set(call, [arithmetic.pointwise(call)])
         is_torchs = not arithmetic.takes_apart and func.namespace == "aten"
         return self._set(call, arithmetic.whole(call, is_known=parts is not None or is_torchs))
+
+    def _communicate(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Issue a collective of ranks on threads, which compute it under a mode."""
+        if not self._communicates:
+            raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
+        if base not in _OUT_OF_PLACE:
+            return func(*args, **kwargs)
+        # Its kernel copies the operand, which no dispatch mode sees, and reduces the copy.
+        with self:
+            copies = mapped(torch.clone, args[0])
+        in_place = getattr(getattr(torch.ops, func.namespace), f"{base}_")
+        return in_place(copies, *args[1:], **kwargs)
 
     def _decide(self, call: Call) -> bool:
         """Compare elements; return whether the operator does nothing else."""

@@ -5,6 +5,7 @@ Loading this module imports neither torch nor anything that does.
 
 import re
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,8 @@ from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 from pytest_gtrainer.worlds.spec import SpecError
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
+_SIMULATED = pytest.StashKey[set[Path]]()
+"""The test files in which a simulation ran."""
 _FAKE_VALUES = (
     "the process groups of a {} world move no data, so values behind a collective mean nothing "
     'here: use gt_world("ranks"), or simulate_eager in a simulated world'
@@ -105,6 +108,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(marker.SIZE_PARAM, sizes, ids=[f"size{size}" for size in sizes])
 
 
+def _note_values_without_data(item: pytest.Item, sink: list[facts.Fact]) -> None:
+    """Say in the summary that a test compared values in a world whose groups move no data.
+
+    A test that forgets a sum over ranks is equal there to one that does not. In a simulated world
+    the results of a simulation have true values, also if a fixture of the module made them.
+    """
+    simulated = item.session.stash.setdefault(_SIMULATED, set())
+    if facts.of_kind(sink, "simulated"):
+        simulated.add(item.path)
+    if not any(fact["outcome"].startswith("equal") for fact in facts.of_kind(sink, "verdict")):
+        return
+    spec = marker.valid_spec_of(item)
+    if spec is None or spec.kind not in ("fake", "simulated"):
+        return
+    if spec.kind == "fake" or item.path not in simulated:
+        where = "" if spec.kind == "fake" else " outside of a simulation"
+        what = f"values compared in a {spec.kind} world{where}, where collectives move no data"
+        sink.append({"kind": "idle", "what": what})
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     try:
@@ -141,6 +164,7 @@ def pytest_runtest_makereport(
             error.add_note(_FAKE_VALUES.format(spec.kind))
     report = yield
     sink = item.stash.get(FACTS, [])
+    _note_values_without_data(item, sink)
     report.gt_facts = sink[:]  # type: ignore[attr-defined]
     sink.clear()
     return report

@@ -89,3 +89,65 @@ def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester
         == result.count("process groups of a simulated world")
         == 1
     )
+
+
+def test_values_compared_where_no_data_moves_are_counted(pytester):
+    """A test without its sum over ranks was equal there, and nothing said that it could not fail."""
+    pytester.makepyfile(
+        test_fake="""
+        import pytest, torch
+        import torch.distributed as dist
+        from pytest_gtrainer import assert_bitwise_equal, assert_run_to_run
+
+        def summed():
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            return x
+
+        @pytest.mark.gt_world("fake", size=2)
+        def test_values():
+            assert_bitwise_equal(summed(), torch.ones(2))
+
+        @pytest.mark.gt_world("fake", size=2)
+        def test_run_to_run():
+            assert_run_to_run(summed, pressures=[])
+
+        @pytest.mark.gt_world("simulated", size=2)
+        def test_body():
+            assert_bitwise_equal(summed(), torch.ones(2))
+
+        @pytest.mark.gt_world("fake", size=2)
+        def test_structure():
+            assert summed().shape == (2,)
+
+        def test_plain():
+            assert_bitwise_equal(torch.ones(2), torch.ones(2))
+        """,
+        test_simulated="""
+        import pytest, torch
+        import torch.distributed as dist
+        from pytest_gtrainer import assert_bitwise_equal, simulate_eager
+
+        pytestmark = pytest.mark.gt_world("simulated", size=2)
+
+        def summed(x):
+            dist.all_reduce(x)
+            return {"x": x}
+
+        @pytest.fixture(scope="module")
+        def result(gt_module_world):
+            return simulate_eager(summed, [(torch.ones(2),), (torch.ones(2),)], gt_module_world)
+
+        @pytest.mark.parametrize("again", [0, 1])
+        def test_simulation(result, again):
+            assert_bitwise_equal(result[0]["x"], torch.full((2,), 2.0))
+        """,
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=7)
+    (idle,) = [line for line in result.stdout.lines if "values compared" in line]
+    assert idle == (
+        "idle      2 values compared in a fake world, where collectives move no data, "
+        "1 values compared in a simulated world outside of a simulation, where collectives move "
+        "no data"
+    )

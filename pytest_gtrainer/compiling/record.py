@@ -233,11 +233,22 @@ class CompileRecord:
 
         Args:
             name: the name of the pass, or the setting that holds it; None for all passes.
-            changed: only runs that changed the graph, or only those that did not.
+            changed: only runs that changed the graph, or only those that did not. If no run is
+                left, the list is empty, and the summary of the test run says so.
 
         Raises:
             NotRecorded: no pass of that name ran.
         """
+        found = self._runs_of(name, changed)
+        if not found:
+            # A loop over no run checks nothing.
+            which = "changed" if changed else "did not change"
+            facts.emit(
+                "idle", what=f"record.passes: no run of {name or 'a pass'} {which} its graph"
+            )
+        return found
+
+    def _runs_of(self, name: str | None, changed: bool | None) -> list[RecordedPass]:
         self._check_not_empty()
         runs: list[RecordedPass] = []
         for graph in self.graphs:
@@ -261,7 +272,7 @@ class CompileRecord:
         Raises:
             NotRecorded: it did not run, or several times. The message lists the place of each run.
         """
-        found = self.passes(name, changed=changed)
+        found = self._runs_of(name, changed)
         if len(found) == 1:
             return found[0]
         which = ""
@@ -271,7 +282,7 @@ class CompileRecord:
         if found:
             way_out = "choose one of record.passes(...), or say changed=True"
         lines = [f"{len(found)} runs of {name!r}{which}, not 1: {way_out}"]
-        for run in found or self.passes(name):
+        for run in found or self._runs_of(name, None):
             result = "changed" if run.changed else "nothing changed"
             place = f"{run.stage} of graph {run.compiled.id}"
             lines.append(f"  {run.name} ({run.slot}) in {place}, {result}")

@@ -387,3 +387,6 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
 
     if recorder.fault is not None:
         raise recorder.fault
+    if not record.graphs and not record.breaks:
+        # A loop over the graphs, or a test that no graph broke, would check nothing.
+        facts.emit("idle", what="gt_compile: nothing was compiled inside the block")

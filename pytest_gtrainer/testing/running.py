@@ -125,6 +125,7 @@ class _Run:
     def __init__(self, file: PassFile, known: Mapping[str, Pass]) -> None:
         self._file, self._known = file, known
         self._running = 0  # place of the pass that runs, or ran last
+        self._idle: list[str] = []  # names of the passes that changed nothing
         self._mesh = file.world.mesh if file.world else None
         try:
             self._before, self._gm = graphtext.parse(file.text), graphtext.parse(file.text)
@@ -138,6 +139,10 @@ class _Run:
         __tracebackhide__ = True
         file = self._file
         self._run_to_error()
+        # With ``# result:`` or ``# raises:`` the file asks for an unchanged graph.
+        if not file.result and file.raises is None:
+            for name in self._idle:
+                facts.emit("idle", what=f"{file.file}: {name} changed nothing")
         # A pass that raises must leave the graph as it was, too.
         if file.result or file.raises is not None:
             names = ", ".join(dict.fromkeys(call.name for call in file.passes))
@@ -199,8 +204,11 @@ class _Run:
             )
 
     def _run(self) -> None:
+        text = graphtext.render(self._gm, mesh=self._mesh)
+        self._idle.clear()
         for place, call in enumerate(self._file.passes):
             self._running = place
+            before = text
             try:
                 a_pass = as_pass(self._known[call.name])
                 self._gm = returned(a_pass(self._gm, self._inputs, **call.options))
@@ -208,6 +216,9 @@ class _Run:
             except Exception as error:
                 error.add_note(f"in {call.name}, of {call.place}")
                 raise
+            text = graphtext.render(self._gm, mesh=self._mesh)
+            if text == before:
+                self._idle.append(call.name)
 
     def _assert_proof(self, at_least: str, what: str) -> None:
         """Fail unless the graphs before and after are equal in a kind, for any numbers."""

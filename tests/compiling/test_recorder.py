@@ -19,6 +19,7 @@ from pytest_gtrainer import (
     assert_graph,
     assert_same_layout,
     bucket_layout,
+    facts,
     graphtext,
     gt_compile,
     peak_memory,
@@ -508,6 +509,39 @@ def test_nothing_compiled_inside_the_block():
             NotRecorded, match="nothing was compiled inside the block: call the compiled"
         ):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("compiles", "looks", "idle"),
+    [
+        (False, lambda record: list(record), "gt_compile: nothing was compiled inside the block"),
+        (False, lambda record: record.breaks, "gt_compile: nothing was compiled inside the block"),
+        (True, lambda record: list(record), None),
+        (
+            True,
+            lambda record: record.passes("remove_noop_ops", changed=True),
+            "record.passes: no run of remove_noop_ops changed its graph",
+        ),
+        (
+            True,
+            lambda record: record.passes(changed=True),
+            "record.passes: no run of a pass changed its graph",
+        ),
+        (True, lambda record: record.passes("remove_noop_ops"), None),
+        (True, lambda record: record.passes("remove_noop_ops", changed=False), None),
+    ],
+    ids=["graphs", "breaks", "a graph", "a changed run", "any changed run", "a run", "an idle run"],
+)
+def test_a_loop_that_finds_nothing_to_check_is_counted(compiles, looks, idle):
+    """A loop over no graph, or over no run that changed one, was green without a word."""
+    with facts.collecting() as collected:
+        with gt_compile() as record, torch.no_grad():
+            compiled = torch.compile(torch.relu)
+            if compiles:
+                compiled(torch.ones(2))
+        looks(record)
+    found = [fact["what"] for fact in facts.of_kind(collected, "idle")]
+    assert found == ([] if idle is None else [idle])
 
 
 def test_a_backend_that_is_not_inductor():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gtrainer import AnotherFunction, bind_options
+from pytest_gtrainer import AnotherFunction, bind_options, facts
 from pytest_gtrainer.checks import CheckError, CheckFailure
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.testing import PassFileError, run_pass_file
@@ -36,6 +36,10 @@ def half_done_pass(gm, example_inputs):
     raise ValueError("no such bucket")
 
 
+def refuses_pass(gm, example_inputs):
+    raise ValueError("no such bucket")
+
+
 def unordered_pass(gm, example_inputs):
     (neg,) = negs(gm)
     next(iter(gm.graph.nodes)).append(neg)
@@ -47,6 +51,30 @@ OWN = {function.__name__: function for function in (twice_pass, half_done_pass, 
 
 def run(path):
     return run_pass_file(path, passes=OWN)
+
+
+@pytest.mark.parametrize(
+    ("directives", "idle"),
+    [
+        (("idle_pass", "# values: same", "# check: then neg", *FAKE), ["idle_pass"]),
+        (("idle_pass", "# check: then neg"), ["idle_pass"]),
+        (("idle_pass", "# check: then neg", "# again: unchanged"), ["idle_pass"]),
+        (("twice_pass; idle_pass", "# check: then neg"), ["idle_pass"]),
+        (("idle_pass; twice_pass", "# check: then neg"), ["idle_pass"]),
+        (("twice_pass", "# check: then neg"), []),
+        (("idle_pass", "# result: unchanged"), []),
+        (("half_done_pass", "# raises: ValueError: no such bucket"), []),
+    ],
+)
+def test_a_pass_that_changed_nothing_is_counted(write, directives, idle):
+    """A pass that no longer matches kept `values: same` and checks of the input green."""
+    own = OWN | {"idle_pass": lambda gm: gm, "half_done_pass": refuses_pass}
+    passes, *expectations = directives
+    path = write(*expectations, passes=passes)
+    with facts.collecting() as collected:
+        run_pass_file(path, golden=None, passes=own)
+    found = [fact["what"] for fact in facts.of_kind(collected, "idle")]
+    assert found == [f"a.fxgraph: {name} changed nothing" for name in idle]
 
 
 def test_checks_say_file_and_line(write):

@@ -292,6 +292,7 @@ class Interpreter:
         facts.notify(
             "replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random
         )
+        facts.emit("simulated", ranks=self._graph.size)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
             return self._program.run(inputs, self.random)
 

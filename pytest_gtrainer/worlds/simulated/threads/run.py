@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer._torch import threads as torch_threads
 from pytest_gtrainer._torch.process_groups import forget_meshes
-from pytest_gtrainer.facts import long_work
+from pytest_gtrainer.facts import emit, long_work
 from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
@@ -97,6 +97,7 @@ def run_threads(
         stack.callback(forget_meshes)
         # A thread that enters a parallel region starts a pool of its own.
         torch.set_num_threads(1)
+        emit("simulated", ranks=size)
         with long_work(f"simulating {size} ranks"):
             return crew.run(timeout)
 

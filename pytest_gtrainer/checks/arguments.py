@@ -125,7 +125,8 @@ def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
     parts = pattern.split(".")
     if len(parts) == 1:
         return fnmatchcase(name, pattern)
-    if len(parts) > len(path) and parts[-1] == "default":
+    # Graph text leaves out the overload "default". A wildcard names it as well: ``aten.mm.*``.
+    if len(parts) > len(path) and path[0] != "module" and fnmatchcase("default", parts[-1]):
         parts.pop()
     return len(parts) <= len(path) and all(map(fnmatchcase, path, parts))
 

@@ -18,6 +18,11 @@ def failure_of(gm, checks):
     [
         ("count 3 mm", "count 2 mm"),
         ("count 3 aten.mm.default", "count 2 aten.mm"),
+        ("count 3 aten.mm.*", "count 0 aten.mm.*"),
+        ("count 3 *.mm.*", "count 0 *.mm.*"),
+        ("count 3 aten.mm.def*", "count 0 aten.mm.def*"),
+        ("count 1 aten.split.*", "count 0 aten.split.*"),
+        ("count 2 _c10d_functional.wait_tensor.*", "count 0 *.wait_tensor.*"),
         ("count 4 _c10d_functional.*", "count 2 *_tensor"),
         ("count 12 *", "count 13 *"),
         ("count 1 output", "count 0 output"),

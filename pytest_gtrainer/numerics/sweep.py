@@ -96,7 +96,7 @@ class Sweep:
 
     Raises:
         ValueError: a rule names an axis or a setting that the sweep does not have, and so could
-            never fit.
+            never fit; or an axis has no setting, so there is no cell.
     """
 
     name: str
@@ -104,6 +104,11 @@ class Sweep:
     rules: Sequence[Rule]
 
     def __post_init__(self) -> None:
+        for axis, settings in self.axes.items():
+            if not len(settings):
+                raise ValueError(
+                    f"sweep {self.name!r}: the axis {axis!r} has no setting, so there is no cell"
+                )
         for rule in self.rules:
             for axis, want in rule.where.items():
                 wanted = want if isinstance(want, tuple) else (want,)

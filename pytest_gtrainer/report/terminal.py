@@ -257,6 +257,10 @@ class ConformanceTable:
             was = before[rule]["result"] if rule in before else None
             if was != row["result"]:
                 changed.append(f"{rule}: was {was or 'not judged'}, is {row['result']}")
+        # A rule that nobody judges any more has not kept its result.
+        gone = [f"{rule} ({row['result']})" for rule, row in before.items() if rule not in rows]
+        if gone:
+            changed.append(f"in the table before and not in this run: {', '.join(gone)}")
         return changed or ["no rule has another result than before"]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

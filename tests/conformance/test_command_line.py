@@ -98,6 +98,12 @@ def test_the_table_and_its_change(tmp_path):
     assert "D1: was" not in fsdp.output
     again = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance-against=table.json")
     assert "no rule has another result than before" in again.output
+    part = run(
+        tmp_path, "--gt-pass=passes:fsdp", "--gt-conformance-against=table.json", "-k", "D8]"
+    )
+    assert part.status == 0
+    assert "in the table before and not in this run: D1 (held), D2 (broken)" in part.output
+    assert "no rule has another result" not in part.output
 
 
 def test_what_is_known_to_be_broken_is_an_xfail(tmp_path):

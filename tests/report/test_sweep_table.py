@@ -196,6 +196,8 @@ def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytes
             lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"a": (1, 2)}, to="x")]),
             r"speaks of a=\(1, 2\), which no",
         ),
+        (lambda: Sweep("s", {"a": ()}, [Rule("equal", to="x")]), "axis 'a' has no setting"),
+        (lambda: Sweep("s", {"a": (1,), "b": []}, [Rule("equal", to="x")]), "axis 'b' has no"),
     ],
 )
 def test_rules_that_could_never_fit_are_refused(make, message):

@@ -528,8 +528,18 @@ def sweep_nets(
             equal in all nets.
 
     Raises:
-        ValueError: as ``NetModel.of_world``.
+        ValueError: as ``NetModel.of_world``; or there is no value of one kind, so there is no net.
     """
+    values = {
+        "nodes": nodes,
+        "channels": channels,
+        "algorithm": algorithm,
+        "partition": partition,
+        "accumulate": accumulate,
+    }
+    for name, combined in values.items():
+        if not len(combined):
+            raise ValueError(f"sweep_nets: {name} is empty, so there is no net")
     found = []
     for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate):
         fields |= {"channels": each, "algorithm": by, "partition": parts, "accumulate": sums}

@@ -60,3 +60,10 @@ def test_every_combination_is_a_parameter():
     assert nets[-1] == NetModel(2, 8, channels=2, accumulate="fp32", average="divide")
     with pytest.raises(ValueError, match="16 ranks do not divide over 3 nodes: change one of them"):
         sweep_nets(16, nodes=[3])
+
+
+@pytest.mark.parametrize("name", ["nodes", "channels", "algorithm", "partition", "accumulate"])
+def test_no_net_at_all_is_refused(name):
+    """A loop over the nets checked nothing, and the test was green."""
+    with pytest.raises(ValueError, match=f"sweep_nets: {name} is empty, so there is no net"):
+        sweep_nets(16, **{name: []})

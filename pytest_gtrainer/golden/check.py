@@ -123,7 +123,7 @@ class Golden:
             )
         path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
-        if kind == "numbers" and (odd := values.not_finite(values.plain(value))):
+        if kind == "numbers" and (odd := values.not_a_proof(values.plain(value))):
             what = odd[0] if len(odd) == 1 else f"{odd[0]}, and {len(odd) - 1} more"
             facts.emit(
                 "idle",

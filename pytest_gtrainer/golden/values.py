@@ -189,14 +189,19 @@ def _refuse_unknown_keys(content: Mapping[str, Any], known: Collection[str]) -> 
             )
 
 
-def not_finite(value: Any) -> list[str]:
-    """Return the places of values that are NaN or infinite: many computations give the same ones.
+def not_a_proof(value: Any) -> list[str]:
+    """Return what many computations give: values that are NaN or infinite, or no value at all.
 
-    >>> not_finite({"losses": [1.0, float("nan")], "norm": float("-inf")})
+    >>> not_a_proof({"losses": [1.0, float("nan")], "norm": float("-inf")})
     ['losses[1] is NaN', 'norm is -Infinity']
+    >>> not_a_proof({"losses": [], "weights": {}}), not_a_proof({"losses": [], "steps": 0})
+    (['no value is in it'], [])
     """
     found = []
-    for place, spelled in _leaves(value):
+    leaves = list(_leaves(value))
+    if all(spelled in ("[]", "{}") for _, spelled in leaves):
+        return ["no value is in it"]
+    for place, spelled in leaves:
         if spelled in ("Infinity", "-Infinity") or spelled.startswith("NaN"):
             found.append(f"{place or 'the value'} is {spelled}")
     return found

@@ -279,12 +279,15 @@ def test_two_entries_that_say_the_same_are_no_damage(text):
         ),
         ([1e308], None),
         (["NaN"], None),
+        ({"losses": []}, "no value is in it: other *, so it proves nothing"),
+        ([], "no value is in it: *"),
+        ({"losses": [], "steps": 0}, None),
     ],
 )
 @pytest.mark.parametrize(
     "flag", ["--gt-create-goldens", "--gt-unused-goldens=warn"], ids=["created", "equal"]
 )
-def test_numbers_that_are_not_finite_are_named_in_the_summary(run_here, value, said, flag):
+def test_numbers_that_prove_nothing_are_named_in_the_summary(run_here, value, said, flag):
     """V6"""
     run_here("from math import inf, nan\n" + SOURCE.format(value), "--gt-create-goldens")
     result = run_here(None, flag)
@@ -367,7 +370,7 @@ def test_keys_and_nans_that_look_alike_differ(one):
 
 
 def test_a_nan_of_other_bits_is_named_as_one():
-    assert values.not_finite(values.plain({"loss": [nan_of(0xFFF8000000000000)]})) == [
+    assert values.not_a_proof(values.plain({"loss": [nan_of(0xFFF8000000000000)]})) == [
         "loss[0] is NaN 0xfff8000000000000"
     ]
 

@@ -111,7 +111,10 @@ COUNTS = re.compile(
 
 
 def test_one_is_no_plural():
-    """Messages of the package are checked; the page of the report has a function of its own for it."""
+    """Messages of the package are checked.
+
+    The page of the report has a function of its own for it.
+    """
     source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
     assert [match[0] for match in COUNTS.finditer(source)] == []
     assert COUNTS.search("f'{len(self)} tensors'")

@@ -370,7 +370,10 @@ def test_tags(old, new, said):
     ids=["tag", "dtype", "literal", "operator", "output"],
 )
 def test_the_lines_of_what_has_changed_are_shown(old, new):
-    """A line that is left out says the same on both sides, under another name; none of these does."""
+    """A line that is left out says the same on both sides, under another name.
+
+    None of these does.
+    """
     beside = "  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n"
     text = diff(TEXT, TEXT.replace(old, new).replace(*beside)).partition("\n\n")[2]
     assert "+I[2]: f32[2, 4]" in text

@@ -77,10 +77,13 @@ NOT_CHECKED = {
     "skipped": "import pytest\ndef test_a(gt_golden): pytest.skip()",
     "skipped by a mark": "import pytest\n@pytest.mark.skip\ndef test_a(gt_golden): pass",
     "xfailed": "import pytest\n@pytest.mark.xfail\ndef test_a(gt_golden): assert False",
-    "skipped file": "import pytest\npytest.skip(allow_module_level=True)\ndef test_a(gt_golden): pass",
-    "missing import": "import pytest\npytest.importorskip('no_such_module')\ndef test_a(gt_golden): pass",
+    "skipped file": "import pytest\npytest.skip(allow_module_level=True)\ndef test_a(gt_golden): "
+    "pass",
+    "missing import": "import pytest\npytest.importorskip('no_such_module')\ndef "
+    "test_a(gt_golden): pass",
     "deselected": "import pytest\n@pytest.mark.slow\ndef test_a(gt_golden): pass",
-    "no parameters here": "import pytest\n@pytest.mark.parametrize('x', [])\ndef test_a(gt_golden, x): pass",
+    "no parameters here": "import pytest\n@pytest.mark.parametrize('x', [])\ndef test_a(gt_golden, "
+    "x): pass",
 }
 
 

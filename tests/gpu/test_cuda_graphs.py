@@ -14,7 +14,10 @@ pytestmark = pytest.mark.gt_world("ranks", size=1, device="cuda")
 
 
 class Captured:
-    """A rewritten training step in a CUDA graph; the memory that goes in and out stays where it is."""
+    """A rewritten training step in a CUDA graph.
+
+    The memory that goes in and out stays where it is.
+    """
 
     def __init__(self, mesh, precision: str) -> None:
         self.config = llama3_training(mesh, precision)

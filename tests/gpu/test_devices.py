@@ -17,7 +17,10 @@ def test_the_owner():
 
 
 def test_one_gpu_is_one_rank(cuda, pytester):
-    """A test that needs more is skipped and says so; the pytest process itself never starts CUDA."""
+    """A test that needs more is skipped and says so.
+
+    The pytest process itself never starts CUDA.
+    """
     pytester.makepyfile(SUITE)
     run = pytester.runpytest_subprocess("-rs", "--gt-gpus=1")
     run.assert_outcomes(passed=2, skipped=2)

@@ -500,7 +500,8 @@ if out:
   b = {b}
 """
 REDUCTIONS = {
-    "reduce_scatter": 'reduced: f32[8] = _c10d_functional.reduce_scatter_tensor(I.mask, "sum", 2, fsdp)',
+    "reduce_scatter": 'reduced: f32[8] = _c10d_functional.reduce_scatter_tensor(I.mask, "sum", 2, '
+    "fsdp)",
     "all_reduce": 'reduced: f32[8] = _c10d_functional.all_reduce(I.mask, "sum", fsdp)',
 }
 SPLIT = "split: [f32[4], f32[4]] = aten.split.Tensor(x, 4)"
@@ -837,7 +838,10 @@ COPY_IN = (
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_of_a_buffer_for_all_ranks_the_part_of_this_one_is_read(part):
-    """FSDP2's own operator gives this rank's part first; what the whole buffer holds nobody knows."""
+    """FSDP2's own operator gives this rank's part first.
+
+    What the whole buffer holds nobody knows.
+    """
     gather = f"g: f32[32] = _c10d_functional.all_gather_into_tensor(copy_in[{part}], 2, fsdp)"
     lines = (*COPY_IN, gather, "w: f32[32] = _c10d_functional.wait_tensor(g)")
     if part == 0:

@@ -74,7 +74,10 @@ for i in fwd.layers[4:7]:
 
 
 def test_prefetching_at_a_glance():
-    """E1: the next all-gather is launched before the wait of this one; equal layers are told once."""
+    """E1: the next all-gather is launched before the wait of this one.
+
+    Equal layers are told once.
+    """
     assert (
         schedule(PREFETCHED)
         == """\
@@ -180,7 +183,10 @@ PACKED = """\
 
 
 def test_what_only_packs_and_unpacks_a_payload_is_not_compute():
-    """Casts of parameters and copies into the payload, and copies out of it; they count as tensors."""
+    """Casts of parameters and copies into the payload, and copies out of it.
+
+    They count as tensors.
+    """
     graph = TWO_PARAMETERS.replace(
         "LAUNCHES", PACKED.format(first="layers[0]", bucket="bucket(layers[0])")
     )

@@ -12,7 +12,10 @@ from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 
 
 class Block(nn.Module):
-    """Runs w1, w3, w2; registers a scale of its own, then w1, w2, w3, then the norm it runs first."""
+    """Runs w1, w3, w2.
+
+    Registers a scale of its own, then w1, w2, w3, then the norm it runs first.
+    """
 
     def __init__(self, dim) -> None:
         super().__init__()

@@ -15,7 +15,8 @@ GRAPHS = Path(__file__).parents[2] / "fixtures" / "graphs"
 WITHOUT_A_FILE = {
     "transformer_block_bucketing_reordering_pass": "it takes two graphs: tests/passes/test_separate_graphs.py",
     "chunk_pass": "it takes a twin: tests/passes/chunking",
-    "concretize_chunk_symbolic_shapes_pass": "it takes a symbolic trace: tests/passes/chunking/test_symbolic.py",
+    "concretize_chunk_symbolic_shapes_pass": "it takes a symbolic trace: "
+    "tests/passes/chunking/test_symbolic.py",
 }
 
 

@@ -203,7 +203,10 @@ def test_options_are_bound_when_the_list_is_built(neg_of_detach):
 
 
 def test_a_pass_is_given_the_example_inputs(neg_of_detach):
-    """M3: one of ours and a trainer's own, and every one of a list; none where the caller has none."""
+    """M3: one of ours and a trainer's own, and every one of a list.
+
+    None where the caller has none.
+    """
     seen = []
 
     def noting_pass(gm, example_inputs=None):

@@ -98,7 +98,10 @@ def test_the_overview_tells_every_pass(log):
 
 @pytest.mark.second_tier
 def test_tlparse_reads_it(log, tmp_path):
-    """The tool itself, where ``make`` has installed it; elsewhere the checks above pin its format."""
+    """The tool itself, where ``make`` has installed it.
+
+    Elsewhere the checks above pin its format.
+    """
     tlparse = shutil.which("tlparse", path=f"{BESIDE.parent}{os.pathsep}{os.environ['PATH']}")
     if tlparse is None:
         pytest.skip("tlparse is not installed: make env")
@@ -124,7 +127,10 @@ def adding_pass(gm, example_inputs=None, *, often=1):
 
 
 def test_the_same_process_sees_what_is_logged(monkeypatch):
-    """Two pipelines have numbers of their own; the graph after a pass is the one before the next."""
+    """Two pipelines have numbers of their own.
+
+    The graph after a pass is the one before the next.
+    """
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(

@@ -1,4 +1,6 @@
-"""Activation checkpointing by its own configuration: eager and graph recompute, and every field arrives."""
+"""Activation checkpointing by its own configuration: eager and graph recompute, and every field
+arrives.
+"""
 
 import logging
 from dataclasses import replace
@@ -97,7 +99,10 @@ def _attentions(config: TrainConfig) -> int:
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_random_numbers_that_are_not_restored(gt_world):
-    """K1: then eager draws another mask in the backward, and the graph does too; with the restore eager differs."""
+    """K1: then eager draws another mask in the backward, and the graph does too.
+
+    With the restore eager differs.
+    """
     told = {}
     for preserve in (False, True):
         config = ActivationCheckpointConfig(preserve_rng_state=preserve)
@@ -177,7 +182,10 @@ def gradient_behind_dropout(**fields) -> torch.Tensor:
 
 
 def test_every_layer_alone_is_recomputed_with_its_own_random_numbers_or_others():
-    """K1: the mask of the forward if its state is put back, else another one. Layers are, and not what is in them."""
+    """K1: the mask of the forward if its state is put back, else another one.
+
+    Layers are, and not what is in them.
+    """
     plain = gradient_behind_dropout()
     assert_bitwise_equal(
         gradient_behind_dropout(preserve_rng_state=True), plain, what="with the forward's mask"

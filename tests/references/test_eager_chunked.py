@@ -72,7 +72,10 @@ def test_chunks_are_contiguous():
 
 
 def test_gradients_of_chunks_are_contiguous_where_they_are_cut_from_the_middle():
-    """G5: a chunk of the sequence has a strided part of the gradient; the graph copies it, so eager chunks have to."""
+    """G5: a chunk of the sequence has a strided part of the gradient.
+
+    The graph copies it, so eager chunks have to.
+    """
     contiguous = []
 
     class Doubled(torch.autograd.Function):
@@ -208,7 +211,9 @@ def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
     ids=["elsewhere", "nowhere", "the third"],
 )
 def test_rows_that_a_followed_forward_returns_elsewhere_are_refused(turned, words):
-    """G6: joined along dimension 0 they would be something else, of a shape that another operator may take."""
+    """G6: joined along dimension 0 they would be something else, of a shape that another operator
+    may take.
+    """
     net = Net(Block())
 
     class Other:
@@ -280,7 +285,10 @@ def test_no_match_is_an_error():
 
 
 def test_what_beside_the_activation_is_cut():
-    """I2: masks and positions with a batch; a rotary cache never, though its first extent is the batch's."""
+    """I2: masks and positions with a batch.
+
+    A rotary cache never, though its first extent is the batch's.
+    """
     block = chunked()
     rows = 6  # three rows a chunk, so that they are not as many as chunks
     block(
@@ -349,7 +357,8 @@ def test_positions_of_one_or_two_dimensions(x, positions, seen):
         ),
         (
             (X[:3],),
-            r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* divisors of 3",
+            r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* "
+            r"divisors of 3",
         ),
     ],
     ids=[
@@ -400,7 +409,10 @@ def test_a_moe_layer_takes_one_activation():
 
 
 def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
-    """I3: chunk by chunk in the forward, the last chunk first in the backward; what is outside says nothing."""
+    """I3: chunk by chunk in the forward, the last chunk first in the backward.
+
+    What is outside says nothing.
+    """
 
     class Around(Net):
         def forward(self, x):

@@ -11,7 +11,10 @@ from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
 
 
 class Inner(nn.Module):
-    """A module with children and parameters of its own; the bias is registered before the weight."""
+    """A module with children and parameters of its own.
+
+    The bias is registered before the weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,9 @@ class Reader(nn.Module):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The payloads that FSDP2 hands to its collectives: ("all_gather" | "reduce_scatter", flat tensor)."""
+    """The payloads that FSDP2 hands to its collectives: ("all_gather" | "reduce_scatter", flat
+    tensor).
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
     seen = []
@@ -98,7 +103,9 @@ def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
 
 
 def holds(rows, payload, values, shards):
-    """Whether each parameter's columns hold its value (its gradient) and nothing but padding besides."""
+    """Whether each parameter's columns hold its value (its gradient) and nothing but padding
+    besides.
+    """
     for slot in payload.slots:
         start, width = slot.offset // payload.dtype.itemsize, slot.nbytes // payload.dtype.itemsize
         columns = rows[:, start : start + width]
@@ -149,7 +156,9 @@ def test_a_frozen_parameter_of_another_dtype_decides_nothing(gt_mesh, sent):
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
 def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
-    """6 rows of 8: two columns a rank, and no row of padding, as two of 8 rows would be if rows were shared out."""
+    """6 rows of 8: two columns a rank, and no row of padding, as two of 8 rows would be if rows
+    were shared out.
+    """
     model = nn.Linear(8, 6, bias=False)
     fully_shard(model, mesh=gt_mesh, shard_placement_fn=lambda parameter: Shard(1))
     model(torch.ones(1, 8)).sum().backward()

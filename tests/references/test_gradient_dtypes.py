@@ -1,4 +1,6 @@
-"""Gradients of bf16 parameters, in the dtype that FSDP2 of the installed torch adds and reduces them in."""
+"""Gradients of bf16 parameters, in the dtype that FSDP2 of the installed torch adds and reduces
+them in.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Block(nn.Module):
-    """Norms, of which CPU makes RMSNorm's gradient in fp32, and a weight with two gradients, which are added.
+    """Norms, of which CPU makes RMSNorm's gradient in fp32, and a weight with two gradients, which
+    are added.
 
     Each of 3 ranks has 3 * 9 + 3 * 5 elements of a bucket, beside 3 of each weight of a norm: 51.
     """
@@ -72,7 +75,9 @@ def training(gt_mesh):
 @pytest.mark.parametrize("reduced", [FP32, BF16, None], ids=["fp32", "bf16", "default"])
 @pytest.mark.parametrize("gathered", [BF16, None], ids=["bf16", "fp32"])
 def test_norms_and_a_weight_read_often_equal_fully_shard(training, gt_world, gathered, reduced):
-    """A12: under torch 2.15 the gradient of RMSNorm's bf16 weight is reduced in fp32 without a rounding to bf16."""
+    """A12: under torch 2.15 the gradient of RMSNorm's bf16 weight is reduced in fp32 without a
+    rounding to bf16.
+    """
     policy = MixedPrecisionPolicy(gathered, reduced)
     parity = assert_parity(training(policy), gt_world, invisible="report")
     other = MixedPrecisionPolicy(BF16 if gathered is None else None, reduced)

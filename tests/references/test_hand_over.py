@@ -1,4 +1,6 @@
-"""``trace_once``: two ranks trace, the others take the graph over, and it is the one that they would have traced."""
+"""``trace_once``: two ranks trace, the others take the graph over, and it is the one that they
+would have traced.
+"""
 
 import re
 from dataclasses import replace
@@ -60,7 +62,10 @@ def batch():
 
 @FOUR
 def test_two_ranks_trace_and_the_others_get_the_graph_they_would_have_traced(gt_mesh):
-    """R4: as text, with its metadata, with the groups of this rank, and in bits; other inputs give other bits."""
+    """R4: as text, with its metadata, with the groups of this rank, and in bits.
+
+    Other inputs give other bits.
+    """
     traces = Traces(data_parallel(net(), gt_mesh), batch())
     taken = traces.once(gt_mesh)
     ends = dist.get_rank() in (0, 3)
@@ -132,7 +137,9 @@ def test_a_twin_is_handed_over_too(gt_mesh):
 
 @pytest.mark.gt_world("ranks", size=8, mesh={"dp": 4, "tp": 2})
 def test_beside_tensor_parallelism_ranks_of_one_part_of_the_model_share_a_trace(gt_mesh):
-    """The rows of a vocabulary begin at another number on the other part: over all ranks nothing is handed over."""
+    """The rows of a vocabulary begin at another number on the other part: over all ranks nothing is
+    handed over.
+    """
     plan = {"0": RowwiseParallel(input_layouts=Replicate())}
     net = parallelize_module(
         nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4)), gt_mesh["tp"], plan
@@ -273,7 +280,10 @@ def test_a_rank_names_its_own_gpu(gt_mesh, apart):
 
 @FOUR
 def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt_mesh):
-    """Each rank has its own pairs, under names that torch hashes. One of ranks 1 to 3 has no counterpart on rank 0."""
+    """Each rank has its own pairs, under names that torch hashes.
+
+    One of ranks 1 to 3 has no counterpart on rank 0.
+    """
     row, column = divmod(dist.get_rank(), 2)
     own_pairs = ([2 * row, 2 * row + 1], [column, column + 2]) * 2
     pairs = [dist.new_group(ranks, use_local_synchronization=True) for ranks in own_pairs]
@@ -347,7 +357,9 @@ class SizesOfData(Constants):
 
 @pytest.mark.parametrize("model", [Constants, Recomputed, Drawn, SizesOfData])
 def test_what_graphs_hold_comes_through_bytes(model):
-    """Constants, graphs in a graph, random numbers, symbols of sizes, each in the bits that the graph gives here."""
+    """Constants, graphs in a graph, random numbers, symbols of sizes, each in the bits that the
+    graph gives here.
+    """
     net, x = model(), torch.tensor([[0.0, 1.0, 2.0, 3.0], [-1.0, 2.0, -3.0, 4.0]])
     with flex_attention_backward_on_cpu():
         traced = trace_step(net, lambda net, x: net(x).sum(), (x,))

@@ -1,4 +1,6 @@
-"""An activation that several groups read: its gradients are added group by group, as eager FSDP2 adds them."""
+"""An activation that several groups read: its gradients are added group by group, as eager FSDP2
+adds them.
+"""
 
 import dataclasses
 
@@ -23,7 +25,10 @@ class Memory:
 
 
 class Attend(nn.Module):
-    """Cross-attention reads ``memory`` twice; with ``scale`` a rank has 73 elements of this bucket."""
+    """Cross-attention reads ``memory`` twice.
+
+    With ``scale`` a rank has 73 elements of this bucket.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +42,9 @@ class Attend(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder, and five layers that attend to its output; ``call(layer, x, memory)`` is how they are called."""
+    """An encoder, and five layers that attend to its output; ``call(layer, x, memory)`` is how they
+    are called.
+    """
 
     def __init__(self, call):
         super().__init__()
@@ -87,7 +94,9 @@ def training(gt_mesh):
 @THREE
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_cross_attention_equals_fully_shard(training, gt_world, call):
-    """A13: every gradient of the encoder's output is added as FSDP2 adds it, however a layer gets it."""
+    """A13: every gradient of the encoder's output is added as FSDP2 adds it, however a layer gets
+    it.
+    """
     assert_parity(training(call), gt_world)
 
 
@@ -122,7 +131,8 @@ class Scaled(nn.Module):
 
 
 class Readers(nn.Module):
-    """Three modules read what ``source`` gives; half an ULP of 1 is lost if it is added to 1 by itself.
+    """Three modules read what ``source`` gives; half an ULP of 1 is lost if it is added to 1 by
+    itself.
 
     Gradients arrive from the last reader on: twice 0.5, then twice the half ULP, then zeros.
     """
@@ -181,7 +191,10 @@ def under_no_grad(model):
     "run", [lambda model: model(), under_no_grad], ids=["once", "after a run under no_grad"]
 )
 def test_gradients_meet_where_a_group_begins(modules, expected, run):
-    """A13: without groups ``((0.5 + 0.5) + tiny) + tiny`` is 1; in the graph, and by autograd, which has the views."""
+    """A13: without groups ``((0.5 + 0.5) + tiny) + tiny`` is 1.
+
+    In the graph, and by autograd, which has the views.
+    """
     assert gradient_of_source(modules, run) == expected
 
 
@@ -196,7 +209,10 @@ def test_a_module_of_a_group_that_did_not_run_is_forgotten():
 
 
 def test_a_trace_of_groups_has_the_nodes_of_one_without():
-    """A13: the views of the hooks are gone, so that goldens stay as they are; the sums are others."""
+    """A13: the views of the hooks are gone, so that goldens stay as they are.
+
+    The sums are others.
+    """
     texts = []
     for grouped in (False, True):
         model = Readers()

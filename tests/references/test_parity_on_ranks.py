@@ -1,4 +1,6 @@
-"""``assert_parity`` on real ranks: equal layouts and bits, and a check that could have failed (S3, L5)."""
+"""``assert_parity`` on real ranks: equal layouts and bits, and a check that could have failed (S3,
+L5).
+"""
 
 import pytest
 import torch
@@ -31,7 +33,10 @@ FOUR = pytest.mark.gt_world("ranks", size=4)
 
 
 class Block(nn.Module):
-    """Registered in another order than it runs in; over 4 ranks 28 elements each, and one more for 4 of ``scale``."""
+    """Registered in another order than it runs in.
+
+    Over 4 ranks 28 elements each, and one more for 4 of ``scale``.
+    """
 
     def __init__(self, scale: int) -> None:
         super().__init__()
@@ -43,7 +48,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks, a buffer that is updated; weights and dropout are drawn from the generator as it is."""
+    """Three blocks, a buffer that is updated.
+
+    Weights and dropout are drawn from the generator as it is.
+    """
 
     def __init__(self, scale: int) -> None:
         super().__init__()
@@ -60,7 +68,10 @@ class Model(nn.Module):
 
 @pytest.fixture
 def training(gt_mesh):
-    """``training(scale=4)``: 29 elements a rank and bucket, in which gloo shows an order; 30 by 8, and it does not."""
+    """``training(scale=4)``: 29 elements a rank and bucket, in which gloo shows an order.
+
+    30 by 8, and it does not.
+    """
 
     def batch(step, rank):
         return (torch.randn(5, 6, generator=torch.Generator().manual_seed(9 * step + rank)),)
@@ -95,17 +106,22 @@ def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
     with pytest.raises(VacuousCheck) as refused:
         assert_parity(training(8), gt_world)
     assert str(refused.value) == (
-        "payloads packed in another order give the same bits on these ranks, because gloo adds whole shards where a "
-        "rank's payload has an even number of elements (30 in layers.0 and 2 more); so this check cannot fail: take "
+        "payloads packed in another order give the same bits on these ranks, because gloo adds "
+        "whole shards where a "
+        "rank's payload has an even number of elements (30 in layers.0 and 2 more); so this check "
+        "cannot fail: take "
         "sizes that make it odd, "
-        'or gt_world("simulated", nodes=2), or accept the layouts and the other bits as proof (invisible="report")'
+        'or gt_world("simulated", nodes=2), or accept the layouts and the other bits as proof '
+        '(invisible="report")'
     )
 
 
 @pytest.mark.second_tier
 @FOUR
 def test_where_no_order_shows_that_can_be_reported(training, gt_world):
-    """The control repeats the step: same weights, buffers and dropout, or it would see a difference."""
+    """The control repeats the step: same weights, buffers and dropout, or it would see a
+    difference.
+    """
     assert assert_parity(training(8), gt_world, invisible="report").control.outcome == "equal"
 
 
@@ -113,7 +129,9 @@ def test_where_no_order_shows_that_can_be_reported(training, gt_world):
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("changes", [{}, {"replicate": True}], ids=["fully_shard", "ddp"])
 def test_two_ranks_show_no_order(training, gt_world, changes):
-    """The control has the weights, buffers and random numbers of the run: those of a new model would differ."""
+    """The control has the weights, buffers and random numbers of the run: those of a new model
+    would differ.
+    """
     with pytest.raises(
         VacuousCheck, match=r"two ranks add a \+ b, whichever is first; .*take 3 ranks or more"
     ):
@@ -140,7 +158,10 @@ class Roots(Sums):
 
 @FOUR
 def test_an_order_that_infinite_gradients_hide(training, gt_world):
-    """V6: on every rank, also on those whose own shards are finite; the cause is not that sums are exact."""
+    """V6: on every rank, also on those whose own shards are finite.
+
+    The cause is not that sums are exact.
+    """
     with pytest.raises(
         VacuousCheck, match=r"because gradients or losses hold NaN or inf, .*are finite, or accept"
     ):
@@ -152,7 +173,9 @@ def test_an_order_that_infinite_gradients_hide(training, gt_world):
 @FOUR
 @pytest.mark.parametrize("ranks", [[0], [3], range(4)], ids=["rank 0", "rank 3", "all ranks"])
 def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
-    """V6: a loss of one rank is NaN, so all gradients are: on every rank that is said, and nothing about an order."""
+    """V6: a loss of one rank is NaN, so all gradients are: on every rank that is said, and nothing
+    about an order.
+    """
 
     def batch(step, rank):
         return (torch.full((5, 6), float("nan") if rank in ranks else 1.0),)
@@ -183,7 +206,10 @@ NO_PROOF = "in another order the control run differs only where one side is NaN 
 @FOUR
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_control_that_differs_by_nan_alone_proves_nothing(training, gt_world, rank):
-    """W4, V6: on all ranks. The rank itself traces, runs eagerly, by the graph, and for the control."""
+    """W4, V6: on all ranks.
+
+    The rank itself traces, runs eagerly, by the graph, and for the control.
+    """
     with pytest.raises(VacuousCheck, match=NO_PROOF):
         assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world)
     parity = assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world, invisible="report")
@@ -221,7 +247,8 @@ def test_a_control_that_differs_by_nan_alone_proves_nothing_under_a_net(gt_world
     [
         (
             [(8, 3)],
-            "no bucket holds two parameters with gradients; .*give a bucket_plan that packs more than one",
+            "no bucket holds two parameters with gradients; .*give a bucket_plan that packs more "
+            "than one",
         ),
         ([(8, 3), (4,)], "or its sums are exact.*take other sizes or dtypes, or gt_world"),
     ],
@@ -235,7 +262,10 @@ def test_what_else_hides_an_order(training, gt_world, shapes, words):
 @pytest.mark.second_tier
 @FOUR
 def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training, gt_world):
-    """L5, W4: what the control stands for. Elements of rank 0 are all added in one order, whatever theirs is."""
+    """L5, W4: what the control stands for.
+
+    Elements of rank 0 are all added in one order, whatever theirs is.
+    """
     with pytest.raises(
         LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp"
     ) as told:
@@ -292,7 +322,10 @@ def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_wo
 @pytest.mark.second_tier
 @FOUR
 def test_a_pipeline_of_ones_own(training, gt_world):
-    """Without buckets its layout is none of FSDP2's; the default one in its place passes, control included."""
+    """Without buckets its layout is none of FSDP2's.
+
+    The default one in its place passes, control included.
+    """
     with pytest.raises(LayoutDifference):
         assert_parity(training(), gt_world, passes=[])
     passes = construct_default_graph_passes(bucket_plan=PLAN)
@@ -359,7 +392,10 @@ class Residual(Block):
 @pytest.mark.second_tier
 @FOUR
 def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
-    """A12: FSDP2 would by default (``cast_forward_inputs``), a graph has no such place; the twin does it by hand."""
+    """A12: FSDP2 would by default (``cast_forward_inputs``), a graph has no such place.
+
+    The twin does it by hand.
+    """
 
     def model():
         built = Model(4)
@@ -401,7 +437,10 @@ def test_a_parameter_read_under_no_grad_has_its_gradient(training, gt_world):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 def test_ddp_against_buckets_of_its_own_making(training, gt_world):
-    """D10: a ring adds an element in an order that depends on its place in the bucket; a third is rounded first."""
+    """D10: a ring adds an element in an order that depends on its place in the bucket.
+
+    A third is rounded first.
+    """
     config = training(replicate=True)
     assert "different" in seen_by_all(assert_parity(config, gt_world))
 
@@ -459,7 +498,10 @@ def dropping():
     ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16"],
 )
 def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
-    """D10: under DDP the control is DDP with torch's buckets, trained for one step. Clipping is recorded."""
+    """D10: under DDP the control is DDP with torch's buckets, trained for one step.
+
+    Clipping is recorded.
+    """
 
     def model():
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""What training records beyond weights: gradients after clipping, random states; and its lines of weight digests."""
+"""What training records beyond weights: gradients after clipping, random states; and its lines of
+weight digests.
+"""
 
 import random
 import re
@@ -45,7 +47,9 @@ def _weights(record: Record) -> dict[str, torch.Tensor]:
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
-    """The control draws one number in the batch of step 0: the states differ from step 1 on, and nothing else."""
+    """The control draws one number in the batch of step 0: the states differ from step 1 on, and
+    nothing else.
+    """
     plain = llama3_training(gt_mesh, "fp32", steps=2, record_rng=True)
 
     def drawing(step: int, rank: int):
@@ -84,7 +88,10 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_what_a_step_records_and_when(gt_mesh):
-    """Random states before the batch draws; gradients, of the step alone, before they are clipped, and behind that."""
+    """Random states before the batch draws.
+
+    Gradients, of the step alone, before they are clipped, and behind that.
+    """
     seen: list[torch.Tensor] = []
 
     def batch(step: int, rank: int):
@@ -141,7 +148,8 @@ def test_what_a_step_records_and_when(gt_mesh):
 
 
 class Drawing(nn.Module):
-    """Dropout between two layers, on every rank its own; the first parameter is not used, and has no gradient.
+    """Dropout between two layers, on every rank its own; the first parameter is not used, and has
+    no gradient.
 
     A buffer counts the calls.
     """
@@ -170,7 +178,10 @@ class DrawingOptimizer(torch.optim.SGD):
 
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
-    """By batches, which differ between ranks, by the graph and by the optimiser; weights are drawn, too."""
+    """By batches, which differ between ranks, by the graph and by the optimiser.
+
+    Weights are drawn, too.
+    """
 
     def config(mesh, draws=1):
         def batch(step, rank):
@@ -208,7 +219,10 @@ def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys):
-    """Graph and eager print the same digests; the twin, another seed of the weights, prints others."""
+    """Graph and eager print the same digests.
+
+    The twin, another seed of the weights, prints others.
+    """
     monkeypatch.setenv("GT_WEIGHT_HASH", "1")
 
     def config(mesh):

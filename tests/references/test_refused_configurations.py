@@ -50,7 +50,9 @@ def config_with(gt_mesh):
 
 @pytest.mark.gt_world("fake", size=8, rank=6, mesh={"replicate": 2, "shard": 4})
 def test_batches_of_a_mesh_of_two_dimensions_go_by_rank(config_with):
-    """The coordinate counts the ranks that data is parallel over as the mesh lists them, the last dimension fastest."""
+    """The coordinate counts the ranks that data is parallel over as the mesh lists them, the last
+    dimension fastest.
+    """
     config = config_with(batch=lambda step, coordinate: (torch.tensor(coordinate),))
     assert config.coordinate == 6, "rank 6 of 2 x 4 trains on another rank's batch"
     assert (config.inputs(0)[0], config.inputs(0, 0)[0]) == (6, 0), (
@@ -59,7 +61,9 @@ def test_batches_of_a_mesh_of_two_dimensions_go_by_rank(config_with):
 
 
 def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(config_with):
-    """Else ``fully_shard`` gives it their parameters, and a module of the outermost level has no bucket of its own."""
+    """Else ``fully_shard`` gives it their parameters, and a module of the outermost level has no
+    bucket of its own.
+    """
     config = config_with(bucket_plan=["", "head", "layers.0", "layers.1"])
     order = [label for label, _ in bucket_modules(Net(), config.bucket_plan)]
     assert order[-1] == "the root", f"the root is wrapped before modules in it: {order}"
@@ -80,7 +84,9 @@ class Nested(Net):
 
 
 def test_a_bucket_is_wrapped_before_what_is_around_its_innermost_module():
-    """Else ``fully_shard(outer)`` takes the parameters of ``outer.inner``, which the plan has elsewhere."""
+    """Else ``fully_shard(outer)`` takes the parameters of ``outer.inner``, which the plan has
+    elsewhere.
+    """
     plan = ["outer", ["head", "outer.inner"], "layers.0", "layers.1"]
     order = [label for label, _ in bucket_modules(Nested(), plan)]
     assert order.index("head+outer.inner") < order.index("outer"), f"wrapped in the order {order}"
@@ -89,7 +95,9 @@ def test_a_bucket_is_wrapped_before_what_is_around_its_innermost_module():
 @pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})
 @pytest.mark.parametrize(("name", "refused"), [("experts", False), ("experts_gate", True)])
 def test_a_submesh_is_that_of_its_entry_alone(config_with, gt_mesh, name, refused):
-    """``experts`` go over other ranks than the model's mesh; ``experts_gate``, whose name begins alike, does not."""
+    """``experts`` go over other ranks than the model's mesh; ``experts_gate``, whose name begins
+    alike, does not.
+    """
 
     def model():
         return parallelize_module(Nested(), gt_mesh["ep"], {name: ColwiseParallel()})
@@ -175,7 +183,9 @@ def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
 
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
 def test_a_batch_whose_rows_would_be_the_inputs(config_with, side):
-    """Eager code would get three inputs of four numbers: "not enough values to unpack", or no error at all."""
+    """Eager code would get three inputs of four numbers: "not enough values to unpack", or no error
+    at all.
+    """
     config = config_with(batch=lambda step, rank: torch.ones(3, 4))
     with pytest.raises(
         TypeError, match=r"returns a tensor: return a tuple of the step's inputs, one as \(tensor,"
@@ -200,7 +210,9 @@ MESHES = {
 @pytest.mark.gt_world("fake", size=4, rank=3)
 @pytest.mark.parametrize("case", MESHES)
 def test_a_mesh_that_cannot_be_trained_over(config_with, gt_mesh, case):
-    """torch says "list index out of range" or "b must be 2D" later, or nothing until ranks disagree."""
+    """torch says "list index out of range" or "b must be 2D" later, or nothing until ranks
+    disagree.
+    """
     ranks, words = MESHES[case]
     mesh, submesh = (
         DeviceMesh("cpu", ranks),
@@ -230,7 +242,8 @@ def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is
     same = data_parallel(Net(), gt_mesh["fsdp"])
     with pytest.raises(
         ValueError,
-        match=r"layers.0.weight is a DTensor already, .*Shard\(dim=0\).* over DeviceMesh\(.*fsdp=2.*, which shares "
+        match=r"layers.0.weight is a DTensor already, .*Shard\(dim=0\).* over "
+        r"DeviceMesh\(.*fsdp=2.*, which shares "
         r"ranks \[0, 2\] .*TrainConfig.model must build a new, unsharded model at every call",
     ):
         side(config_with(mesh=gt_mesh["fsdp"], model=lambda: same))

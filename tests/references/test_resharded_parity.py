@@ -1,4 +1,6 @@
-"""Parity with resharding: a backward that gathers only what it reads passes, one that loses a gather fails."""
+"""Parity with resharding: a backward that gathers only what it reads passes, one that loses a
+gather fails.
+"""
 
 from dataclasses import replace
 
@@ -43,7 +45,9 @@ class Block(nn.Module):
 
 
 class Experts(Block):
-    """Picks the rows of an expert a token: the backward reads the picked rows, and not the parameter."""
+    """Picks the rows of an expert a token: the backward reads the picked rows, and not the
+    parameter.
+    """
 
     def __init__(self):
         super().__init__(bias=False)
@@ -55,7 +59,8 @@ class Experts(Block):
 
 
 class Net(nn.Module):
-    """``tied``: the head is the embedding's matrix, in one bucket. ``frozen``: the first layer is not trained.
+    """``tied``: the head is the embedding's matrix, in one bucket. ``frozen``: the first layer is
+    not trained.
 
     ``experts``: the last layer picks rows of a parameter.
     """
@@ -120,7 +125,10 @@ TIED = ["layers.0", "layers.1", ["embedding", "norm", "head"]]
 def test_what_no_backward_reads_need_not_be_gathered_again(
     training, gt_world, model, plan, left_out
 ):
-    """D2: eager ``fully_shard`` gathers the whole group. The result says which parameters of it nobody reads."""
+    """D2: eager ``fully_shard`` gathers the whole group.
+
+    The result says which parameters of it nobody reads.
+    """
     config = training(model, bucket_plan=plan)
     parity = assert_parity(config, gt_world, reshard_after_forward=True, invisible="report")
     assert sorted(line.split("'")[1] for line in parity.unread) == left_out
@@ -128,7 +136,9 @@ def test_what_no_backward_reads_need_not_be_gathered_again(
 
 
 def losing(lost, resharding=True):
-    """The pipeline, whose resharding passes over ``lost``: the backward reads the forward's copy of it."""
+    """The pipeline, whose resharding passes over ``lost``: the backward reads the forward's copy of
+    it.
+    """
 
     def lose(gm, example_inputs=None):
         tag_with_memory_policy_pass(gm)
@@ -167,7 +177,10 @@ def test_a_gather_that_is_missing_is_named(training, gt_world, lost):
     "changes", [{}, {"reshard_after_forward": True}], ids=["kept", "resharded"]
 )
 def test_a_layout_says_what_stays_unsharded(training, changes):
-    """D17: by name, through the split of a bucket; a bias, which the backward does not read, is not kept."""
+    """D17: by name, through the split of a bucket.
+
+    A bias, which the backward does not read, is not kept.
+    """
     kept = GraphRun(training(), **changes).layout().kept
     matrices = [
         f"layers.{layer}.{name}"
@@ -250,7 +263,9 @@ def test_a_part_that_the_backward_gathers_is_packed_in_its_order(names):
     ],
 )
 def test_another_part_of_a_bucket_is_a_difference(others, kept, words):
-    """D2: only one gather of the backward, of parameters of the bucket, in its order, over its ranks, is a part."""
+    """D2: only one gather of the backward, of parameters of the bucket, in its order, over its
+    ranks, is a part.
+    """
     with pytest.raises(LayoutDifference) as told:
         assert_same_layout(BucketLayout((FORWARD, *others), kept=kept), BucketLayout((WHOLE,)))
     assert words in str(told.value)

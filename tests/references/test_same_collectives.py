@@ -1,4 +1,6 @@
-"""Before anything runs: do all ranks issue the same collectives? And values only where they mean something."""
+"""Before anything runs: do all ranks issue the same collectives? And values only where they mean
+something.
+"""
 
 from contextlib import nullcontext
 
@@ -22,7 +24,10 @@ from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4)
 def test_ranks_that_pad_differently_agree_and_a_swapped_launch_is_named(gt_mesh):
-    """D14: uneven shards agree; then rank 2 sums where the others average, and every rank says so."""
+    """D14: uneven shards agree.
+
+    Then rank 2 sums where the others average, and every rank says so.
+    """
     graph = GraphRun(llama3_training(gt_mesh, "fp32", "debug_odd"))
     assert_same_collectives(graph.traced.gm)
     if gt_mesh.get_rank() == 2:
@@ -113,11 +118,15 @@ if out:
 
 @pytest.mark.gt_world("fake", size=2, mesh={"two": 2})
 def test_what_of_a_collective_the_ranks_must_share(gt_mesh):
-    """D14: sizes of buckets, which ranks share; sizes of others, uneven or of the data, may differ. Waits are none."""
+    """D14: sizes of buckets, which ranks share; sizes of others, uneven or of the data, may differ.
+
+    Waits are none.
+    """
     gm = graphtext.parse(SENDING, groups={"two": gt_mesh.get_group().group_name})
     assert [line.text for line in collective_lines(gm)] == [
         "_c10d_functional.all_gather_into_tensor.default float32 [8] of layers.0+norm over 2 ranks",
-        "_c10d_functional.all_gather_into_tensor.default float32 any shape of layers.0 over 2 ranks",
+        "_c10d_functional.all_gather_into_tensor.default float32 any shape of layers.0 over 2 "
+        "ranks",
         "_c10d_functional.reduce_scatter_tensor.default bfloat16 [6] of layers.0+norm over 2 ranks",
     ]
 

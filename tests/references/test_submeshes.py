@@ -26,7 +26,9 @@ class Net(nn.Module):
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"efsdp": 2, "ep": 2})
 def test_gradients_of_a_submesh_are_divided_by_the_ranks_of_the_whole(gt_world):
-    """B3: every rank has the same rows, so the sum of two ranks, divided by four, is half of one's own gradient."""
+    """B3: every rank has the same rows, so the sum of two ranks, divided by four, is half of one's
+    own gradient.
+    """
 
     def config(mesh):
         return TrainConfig(

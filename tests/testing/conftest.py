@@ -18,7 +18,10 @@ if out:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """``write("# check: …")`` -> the path of a pass file; it lies where messages name it shortly."""
+    """``write("# check: …")`` -> the path of a pass file.
+
+    It lies where messages name it shortly.
+    """
     monkeypatch.chdir(tmp_path)
 
     def write(*directives, body=BODY, passes="canonicalize_graph_pass"):

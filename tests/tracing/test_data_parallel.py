@@ -189,7 +189,8 @@ def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(
     assert [(user.target, user.args[1]) for user in wait.users] == [
         (torch.ops.aten.div.Tensor, 8.0)
     ], (
-        "the sum over 4 ranks is not divided, as FSDP2 divides it: by a product with the inverse it has other bits"
+        "the sum over 4 ranks is not divided, as FSDP2 divides it: by a product with the inverse "
+        "it has other bits"
     )
     others = [n for n in launches(traced, REDUCE_SCATTER) if n is not head]
     assert {n.args[1:3] for n in others} == {("avg", 8)}

@@ -275,7 +275,8 @@ def register_parameter(model):
 
 CHANGES = {
     replace: "the forward replaces head.weight by another tensor",
-    give_other_memory: r"the step gives head.weight other memory, another shape or other strides \(.data =,",
+    give_other_memory: r"the step gives head.weight other memory, another shape or other strides "
+    r"\(.data =,",
     freeze: "the step changes requires_grad of head.weight",
     register_buffer: "the step registers head.cache",
     register_parameter: "the step registers head.bias",

@@ -151,7 +151,10 @@ def case_on(gt_world, **fields):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_no_bit_changes(gt_world, gt_mesh):
-    """Three steps, data-dependent splits, both producers; buffers count chunk by chunk as before."""
+    """Three steps, data-dependent splits, both producers.
+
+    Buffers count chunk by chunk as before.
+    """
     check_equals_eager(case_on(gt_world, model=partial(model_on, gt_mesh["ep"])), *PRODUCERS)
 
 

@@ -1,11 +1,13 @@
-"""The order in which gloo adds, exactly: the net by which the simulated world is checked against real ranks (S8).
+"""The order in which gloo adds, exactly: the net by which the simulated world is checked against
+real ranks (S8).
 
-gloo cuts a tensor into segments and deals them to the ranks in equal runs. The run of rank c is summed
-as c-1, c-2, ..., c (modulo n), one rounding per hop in the dtype of the tensor; an average divides the
-sum. A reduce-scatter of one tensor is an all-reduce of it of which every rank keeps its part; the form
-that takes a list of tensors adds in another order and is not modelled.
+gloo cuts a tensor into segments and deals them to the ranks in equal runs. The run of rank c is
+summed as c-1, c-2, ..., c (modulo n), one rounding per hop in the dtype of the tensor; an average
+divides the sum. A reduce-scatter of one tensor is an all-reduce of it of which every rank keeps its
+part; the form that takes a list of tensors adds in another order and is not modelled.
 
-Established against torch 2.13's gloo: no differing element for 2 to 8 ranks, fp64, fp32, bf16 and fp16.
+Established against torch 2.13's gloo: no differing element for 2 to 8 ranks, fp64, fp32, bf16 and
+fp16.
 """
 
 from dataclasses import dataclass

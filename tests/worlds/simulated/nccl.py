@@ -1,7 +1,9 @@
-"""What NCCL 2.30.7 does, restated step by step: ranks that send, receive and add, each with its own buffer.
+"""What NCCL 2.30.7 does, restated step by step: ranks that send, receive and add, each with its own
+buffer.
 
-The nets of ``worlds.simulated`` are compared with this; nothing here is shared with them. A kernel is a generator
-for each rank, which yields while it waits for a peer. Each function names the lines that it restates.
+The nets of ``worlds.simulated`` are compared with this; nothing here is shared with them. A kernel
+is a generator for each rank, which yields while it waits for a peer. Each function names the lines
+that it restates.
 """
 
 from collections import defaultdict, deque
@@ -60,7 +62,9 @@ PARTS = {"contiguous": words, "cells": cells}
 
 
 class Wires:
-    """What was sent, by sender, receiver and connection; and the kernels of all ranks, run until they end."""
+    """What was sent, by sender, receiver and connection; and the kernels of all ranks, run until
+    they end.
+    """
 
     def __init__(self):
         self.queues = defaultdict(deque)
@@ -162,7 +166,9 @@ def dtree(nodes, node, second):
 
 
 def tree_of_rank(chains, node, rank, second):
-    """Who is above and below a rank; connect.cc:54-63 and :131-164, with the pattern of search.cc (balanced)."""
+    """Who is above and below a rank; connect.cc:54-63 and :131-164, with the pattern of search.cc
+    (balanced).
+    """
     chain = chains[node]
     place = chain.index(rank)
     above = chain[place - 1] if place else -1
@@ -182,7 +188,9 @@ def tree_of_rank(chains, node, rank, second):
 
 
 def tree_all_reduce(wires, above, below, rank, own, out, part, op):
-    """all_reduce.h:85-146: a rank adds what comes from below to its own, in the order of ``tree.down``."""
+    """all_reduce.h:85-146: a rank adds what comes from below to its own, in the order of
+    ``tree.down``.
+    """
     where = slice(part[0], part[0] + part[1])
     mine = own[where].clone()
     for peer in below:
@@ -196,7 +204,9 @@ def tree_all_reduce(wires, above, below, rank, own, out, part, op):
 
 
 class Pat:
-    """The steps of ``PatRSAlgorithm`` (collectives.h) for one chunk: who receives and sends along which dimension."""
+    """The steps of ``PatRSAlgorithm`` (collectives.h) for one chunk: who receives and sends along
+    which dimension.
+    """
 
     def __init__(self, chunk_bytes, part_bytes, rank, ranks):
         self.rank, self.ranks = rank, ranks
@@ -219,7 +229,10 @@ class Pat:
         return (value & -value).bit_length() - 1 if value else self.pow2
 
     def steps(self):
-        """``(distance of the destination, receives along, whether there is a sender)``; along None: nothing comes."""
+        """``(distance of the destination, receives along, whether there is a sender)``.
+
+        Along None: nothing comes.
+        """
         phase, scale, position = 0, 1, self.agg_delta - 1
         while phase < 5:
             last = 1 if phase == 4 else self.agg // (2 * scale) if phase >= 2 else self.agg
@@ -254,7 +267,8 @@ class Pat:
 
 
 def pat_reduce_scatter(wires, pat, own, out, count, part, op):
-    """prims_simple.h:960-1060: what arrives first is added to one's own, what arrives then to that sum.
+    """prims_simple.h:960-1060: what arrives first is added to one's own, what arrives then to that
+    sum.
 
     A sum leaves when dimension 0 has come; those of odd distances have nothing to wait for.
     """
@@ -277,7 +291,9 @@ def pat_reduce_scatter(wires, pat, own, out, count, part, op):
 def reduced(
     collective, algorithm, inputs, op, *, net, rings, chains, protocol="Simple", chunk_bytes=None
 ):
-    """What every rank ends with: ``[ranks, elements]``; ``rings`` by channel, ``chains`` by channel and node."""
+    """What every rank ends with: ``[ranks, elements]``; ``rings`` by channel, ``chains`` by channel
+    and node.
+    """
     ranks, size = inputs.shape
     count, itemsize = (size // ranks if collective == "reduce_scatter" else size), inputs.itemsize
     parts = PARTS[net.partition](count, itemsize, ranks, len(rings), collective, protocol)

@@ -1,4 +1,5 @@
-"""What a net does, element by element in plain Python: slow, and as near to its definition as we can write it.
+"""What a net does, element by element in plain Python: slow, and as near to its definition as we
+can write it.
 
 The models in ``worlds.simulated`` are compared with this. Nothing here is shared with them.
 """
@@ -22,7 +23,9 @@ def rounded(value, dtype):
 
 
 def ring_of(net, channel):
-    """Ranks in the order in which they send to each other, of the net's group, from its first member on."""
+    """Ranks in the order in which they send to each other, of the net's group, from its first
+    member on.
+    """
     if net.rings is not None:
         whole = net.rings[channel]
     else:
@@ -51,7 +54,9 @@ def channels_of(net):
 
 
 def path_of(net, collective, offset, count, dtype, destination):
-    """The ranks of the world that add the element at ``offset`` of a payload of ``count``, in order."""
+    """The ranks of the world that add the element at ``offset`` of a payload of ``count``, in
+    order.
+    """
     if net.accumulate == "fp32":
         return ring_of(net, 0)
     channels, size = channels_of(net), len(members_of(net))

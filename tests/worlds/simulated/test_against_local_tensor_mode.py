@@ -1,4 +1,6 @@
-"""Data movement against torch's own simulation of ranks, LocalTensorMode: another implementation, the same bits."""
+"""Data movement against torch's own simulation of ranks, LocalTensorMode: another implementation,
+the same bits.
+"""
 
 import pytest
 import torch

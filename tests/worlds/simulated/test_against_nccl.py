@@ -35,7 +35,9 @@ def rings_of(net):
 
 
 def chains_of(net):
-    """By channel and node: the group's ranks in the order of the ring, from where it enters the node."""
+    """By channel and node: the group's ranks in the order of the ring, from where it enters the
+    node.
+    """
     per, members = net.ranks_per_node, list(net.members or range(net.nodes * net.ranks_per_node))
     chains = []
     for listed in rings_of(net):
@@ -91,7 +93,10 @@ NETS = [
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 def test_rings_add_as_nccl_does(collective, partition):
-    """S9: rings that begin anywhere, groups in any order, chunks that loop; every length, dtype and op."""
+    """S9: rings that begin anywhere, groups in any order, chunks that loop.
+
+    Every length, dtype and op.
+    """
     found = {
         (net, length, dtype, op, chunk): differing(
             replace(net, partition=partition, chunk_bytes=chunk), collective, length, dtype, op
@@ -112,7 +117,10 @@ def test_rings_add_as_nccl_does(collective, partition):
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
-    """S9: payloads of a few bytes to several loops of LL's chunks; the channels' cells, with and without a rest."""
+    """S9: payloads of a few bytes to several loops of LL's chunks.
+
+    The channels' cells, with and without a rest.
+    """
     net = NetModel(2, 2, channels=3, partition=partition, protocol=protocol)
     lengths = [40, 4096, 24_577, 100_000]
     found = {
@@ -130,7 +138,10 @@ def test_a_loop_of_each_protocol_and_a_little_more(protocol):
 
 
 def test_every_channel_has_the_cells_that_nccl_gives_it():
-    """S9: the first and the last element of each channel's part, from less than a cell to many; LL's are smaller."""
+    """S9: the first and the last element of each channel's part, from less than a cell to many.
+
+    LL's are smaller.
+    """
     found = []
     for ranks, channels, protocol, dtype, collective in itertools.product(
         (2, 3, 8), (1, 3, 4), ("Simple", "LL"), (torch.float32, torch.bfloat16), COLLECTIVES
@@ -143,13 +154,16 @@ def test_every_channel_has_the_cells_that_nccl_gives_it():
                     ours = net.explain(collective, offset, count, dtype).channel
                     if ours != channel:
                         found.append(
-                            f"{collective} of {count} {dtype}, {protocol}, {ranks} ranks: {offset} in {ours}"
+                            f"{collective} of {count} {dtype}, {protocol}, {ranks} ranks: {offset} "
+                            f"in {ours}"
                         )
     assert not found, f"{len(found)} elements go through another channel than NCCL's, {found[0]}"
 
 
 def test_a_cell_more_than_the_channels_hold():
-    """Two bytes of traffic above a whole number of cells: the last channel takes the cell that is left."""
+    """Two bytes of traffic above a whole number of cells: the last channel takes the cell that is
+    left.
+    """
     net = NetModel(1, 3, channels=3, partition="cells")
     inputs = torch.randint(0, 9, (3, 3 * 16384 + 1), dtype=torch.int8)
     theirs = nccl.reduced(
@@ -181,7 +195,10 @@ TREES = [
 
 @pytest.mark.parametrize("net", TREES, ids=lambda net: f"{net.nodes}x{net.ranks_per_node}")
 def test_trees_add_as_nccl_does(net):
-    """S9: double binary trees over nodes, chains inside; groups of one rank a node, and of some nodes' ranks."""
+    """S9: double binary trees over nodes, chains inside.
+
+    Groups of one rank a node, and of some nodes' ranks.
+    """
     for length in LENGTHS:
         for dtype in DTYPES:
             for op in ("sum", "avg"):
@@ -193,7 +210,10 @@ def test_trees_add_as_nccl_does(net):
 
 
 def test_pat_adds_as_nccl_does():
-    """S9: 2 to 32 ranks on as many nodes; shards so small that NCCL aggregates more of them, and large ones."""
+    """S9: 2 to 32 ranks on as many nodes.
+
+    Shards so small that NCCL aggregates more of them, and large ones.
+    """
     found = {}
     for size in [*range(2, 18), 32]:
         net = NetModel(size, 1, channels=2, algorithm="pat")
@@ -234,7 +254,9 @@ def test_what_pat_aggregates_and_in_which_order():
 
 @pytest.mark.parametrize("op", ["avg", "premul_sum"])
 def test_pat_leaves_to_rings_what_multiplies(op):
-    """enqueue.cc:2009: an average is a PreMulSum; and with two ranks on a node there is no PAT at all."""
+    """enqueue.cc:2009: an average is a PreMulSum; and with two ranks on a node there is no PAT at
+    all.
+    """
     inputs, pat = numbers(8, 8 * 40, torch.bfloat16), NetModel(8, 1, algorithm="pat")
     ring = replace(pat, algorithm="ring")
     assert torch.equal(pat.reduce_scatter(inputs, op), ring.reduce_scatter(inputs, op))
@@ -279,7 +301,10 @@ def test_the_path_is_that_of_the_sum(algorithm):
 @pytest.mark.parametrize("op", ["sum", "product", "max", "min", "avg", "premul_sum"])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
 def test_every_op_combines_along_the_path(algorithm, op):
-    """Rank by rank as ``explain`` tells: an average scales every input once, or divides the end; a sum does neither."""
+    """Rank by rank as ``explain`` tells: an average scales every input once, or divides the end.
+
+    A sum does neither.
+    """
     combine = nccl.OPS.get(op, torch.add)
     for net in (
         NetModel(3, 1, channels=2, algorithm=algorithm),
@@ -314,7 +339,9 @@ def test_every_op_combines_along_the_path(algorithm, op):
 
 
 def test_pieces_dealt_in_turn_are_as_long_as_what_goes_around_at_once():
-    """Before 2.20.3: a ring all-reduce takes a chunk for each rank in turn, a tree or a reduce-scatter one chunk."""
+    """Before 2.20.3: a ring all-reduce takes a chunk for each rank in turn, a tree or a
+    reduce-scatter one chunk.
+    """
     for algorithm, collective, ranks_at_once in (
         ("ring", "all_reduce", 4),
         ("tree", "all_reduce", 1),
@@ -330,7 +357,9 @@ def test_pieces_dealt_in_turn_are_as_long_as_what_goes_around_at_once():
 
 
 def test_a_group_has_trees_of_its_own_and_not_those_that_were_given():
-    """Trees from a log are of the whole world: among a group's ranks NCCL builds others, over the nodes they lie on."""
+    """Trees from a log are of the whole world: among a group's ranks NCCL builds others, over the
+    nodes they lie on.
+    """
     net = NetModel(2, 2, channels=1, algorithm="tree", trees=[[[1], [2], [3], []]])
     group = net.for_group((3, 1))
     assert net.explain("all_reduce", 0, 8, torch.float32).ranks == (3, 2, 1, 0), (
@@ -344,7 +373,9 @@ def test_a_group_has_trees_of_its_own_and_not_those_that_were_given():
 
 
 def test_algorithms_differ():
-    """The twin: what is compared with NCCL's trees could have differed, and so could the second tree from the first."""
+    """The twin: what is compared with NCCL's trees could have differed, and so could the second
+    tree from the first.
+    """
     inputs, tree = numbers(8, 256, torch.bfloat16), NetModel(4, 2, algorithm="tree")
     assert not torch.equal(
         tree.all_reduce(inputs, "sum"), replace(tree, algorithm="ring").all_reduce(inputs, "sum")

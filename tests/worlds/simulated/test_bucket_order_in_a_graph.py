@@ -28,7 +28,9 @@ TWO_NODES = NetModel(nodes=2, channels=4)
 
 @pytest.fixture(scope="module")
 def step():
-    """``step(net, order)``: every rank's loss and gradients of one step in bf16, its buckets packed in an order."""
+    """``step(net, order)``: every rank's loss and gradients of one step in bf16, its buckets packed
+    in an order.
+    """
     with fake_world(make_spec("fake", size=RANKS)) as world:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         config = llama3_training(make_mesh(world), "fp32", mp_policy=policy)
@@ -72,7 +74,8 @@ def test_two_nodes_see_that_buckets_are_packed_in_execution_order(step, partitio
     ours, theirs = step(net, "managed"), step(net, "execution")
     count = differing(ours, theirs)
     assert count > 1000, (
-        f"two nodes hide the order of packing: {count} elements differ between managed and execution"
+        f"two nodes hide the order of packing: {count} elements differ between managed and "
+        f"execution"
     )
     losses = [[own[0] for own in side] for side in (ours, theirs)]
     assert_bitwise_equal(*losses, what="losses of all ranks, managed against execution order")
@@ -91,5 +94,7 @@ def test_two_nodes_see_that_buckets_are_packed_in_execution_order(step, partitio
     ids=["one node", "one channel", "accumulated in fp32"],
 )
 def test_where_nobody_sees_it(step, net):
-    """S1: by reduce-scatters, on one node with rail rings, with one channel, or accumulated in fp32."""
+    """S1: by reduce-scatters, on one node with rail rings, with one channel, or accumulated in
+    fp32.
+    """
     assert differing(step(net, "managed"), step(net, "execution")) == 0

@@ -68,7 +68,10 @@ def test_every_bit_of_real_gloo_in_several_segments(gt_world, dtype):
 
 @pytest.mark.gt_world("ranks", size=3)
 def test_every_bit_of_real_gloo_on_three_ranks_and_in_a_subgroup(gt_world):
-    """S8: an average by a number of ranks that is no power of two; a group knows nothing of the others."""
+    """S8: an average by a number of ranks that is no power of two.
+
+    A group knows nothing of the others.
+    """
     net, rank = GlooNet(gt_world.size), gt_world.rank
     inputs = numbers(3, 3 * 77, torch.bfloat16)
     assert torch.equal(
@@ -83,7 +86,9 @@ def test_every_bit_of_real_gloo_on_three_ranks_and_in_a_subgroup(gt_world):
 
 
 def test_where_gloo_hides_the_order_of_a_payload():
-    """W4: where a run of segments is a shard, which an even number of elements a rank decides, and no single width."""
+    """W4: where a run of segments is a shard, which an even number of elements a rank decides, and
+    no single width.
+    """
     for ranks in (2, 3, 4, 8):
         hidden = [count for count in range(1, 100) if run_length(ranks * count, 4, ranks) == count]
         assert hidden == list(range(2, 100, 2))

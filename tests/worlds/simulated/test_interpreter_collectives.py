@@ -65,7 +65,9 @@ def test_tensors_beside_each_other_in_a_buffer_but_transposed():
 
 
 def test_parts_of_buffers_of_their_own_are_not_taken_for_parts_of_one():
-    """Each rank gives another part of its own buffer, as those do who gather in place and keep their shards there."""
+    """Each rank gives another part of its own buffer, as those do who gather in place and keep
+    their shards there.
+    """
     buffers = [torch.full((2, 3), float(rank)) for rank in (1, 2)]
     given = [Contribution(rank=rank, inputs=[buffer[rank]]) for rank, buffer in enumerate(buffers)]
     for (total,) in all_reduce(NetModel(1, 2), given):
@@ -387,7 +389,8 @@ def test_a_reduction_without_a_model_is_refused_by_name_and_place(gt_world):
             c10d.all_to_all_single,
             ([1, 1, 1, 1], [1, 1, 1, 1]),
             [(4,), (4,), (4,), (5,)],
-            r"rank 3 splits 5 rows into \[1, 1, 1, 1\] and receives \[1, 1, 1, 1\], in a group of 4 ranks",
+            r"rank 3 splits 5 rows into \[1, 1, 1, 1\] and receives \[1, 1, 1, 1\], in a group of "
+            r"4 ranks",
         ),
         (
             c10d.all_to_all_single,

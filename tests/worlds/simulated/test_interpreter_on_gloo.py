@@ -95,7 +95,8 @@ def bits(tensors):
 def check_training(config, rank, *, other_net=None):
     """Real ranks train; simulated ones have their losses, gradients and weights, bit for bit.
 
-    Those of a rank's neighbour are others, and by ``other_net`` its own too. The first rank compares for all.
+    Those of a rank's neighbour are others, and by ``other_net`` its own too. The first rank
+    compares for all.
     """
     size = dist.get_world_size()
     run = GraphRun(config)
@@ -128,14 +129,19 @@ def test_a_training_step_of_two_ranks(gt_mesh, gt_world):
 @pytest.mark.gt_world("ranks", size=8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_fp32"])
 def test_training_of_eight_ranks(gt_mesh, gt_world, precision):
-    """S8, in long form; a sum of few bf16 numbers in fp32 is exact, so that there order seldom shows."""
+    """S8, in long form.
+
+    A sum of few bf16 numbers in fp32 is exact, so that there order seldom shows.
+    """
     other_net = NetModel(2, 4) if precision == "fp32" else None
     check_training(llama3_training(gt_mesh, precision), gt_world.rank, other_net=other_net)
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"efsdp": 2, "ep": 2})
 def test_expert_parallelism_of_four_ranks(gt_mesh, gt_world):
-    """S8: two meshes, rows that travel by sizes which depend on data, a buffer that every rank writes to."""
+    """S8: two meshes, rows that travel by sizes which depend on data, a buffer that every rank
+    writes to.
+    """
     check_training(deepseek_v3_training(gt_mesh, "fp32", "debug_small", steps=2), gt_world.rank)
 
 
@@ -186,7 +192,10 @@ def test_replicas_on_six_ranks(gt_mesh, gt_world, mode):
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 def test_tensor_parallelism_on_four_ranks(gt_mesh, gt_world):
-    """S8: columns and rows of the weights over one dimension of the mesh; its all-reduces are those of DTensor."""
+    """S8: columns and rows of the weights over one dimension of the mesh.
+
+    Its all-reduces are those of DTensor.
+    """
     torch.manual_seed(0)
     model = parallelize_module(
         Small(), gt_mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}

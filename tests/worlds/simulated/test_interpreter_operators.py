@@ -1,4 +1,6 @@
-"""Operators with something special: random numbers, sizes that depend on data, graphs in graphs, compiled code."""
+"""Operators with something special: random numbers, sizes that depend on data, graphs in graphs,
+compiled code.
+"""
 
 import operator
 
@@ -67,7 +69,10 @@ def test_every_rank_draws_from_a_generator_of_its_own():
 
 
 def test_ranks_that_start_alike_draw_alike_once():
-    """S7: a draw is uniform while states and operands are; by default all start where the process is."""
+    """S7: a draw is uniform while states and operands are.
+
+    By default all start where the process is.
+    """
     x = numbers(8)
     gm = make_fx(noisy)(x)
     torch.manual_seed(11)

@@ -41,7 +41,8 @@ def assert_same(actual, expected, what):
     """Say which value of which rank is another than that of the rank by itself."""
     equal = actual.equal(expected)
     assert equal, (
-        f"{what} is {actual.tolist()} in the interpreter, and {expected.tolist()} where the rank runs alone"
+        f"{what} is {actual.tolist()} in the interpreter, and {expected.tolist()} where the rank "
+        f"runs alone"
     )
 
 
@@ -302,7 +303,9 @@ def test_a_buffer_of_all_ranks_that_each_writes_to_is_refused_by_name():
 
 
 def test_numbers_that_compare_equal_are_no_shared_value():
-    """Zeros of both signs, or a whole number and a truth value, would give ranks each other's results."""
+    """Zeros of both signs, or a whole number and a truth value, would give ranks each other's
+    results.
+    """
     zeros = Kinds(4).of(PerRank([0.0, -0.0, -0.0, float("nan")]))
     assert zeros.classes[0] == (0,), f"rank 0's 0.0 is shared with -0.0: {zeros.classes}"
     truths = Kinds(4).of(PerRank([1, True, 1, 0]))
@@ -312,7 +315,10 @@ def test_numbers_that_compare_equal_are_no_shared_value():
 
 
 def test_ranks_whose_memory_overlaps_behind_a_shorter_one_between():
-    """S7: rank 0 reaches from the first number to the sixth, with a view inside that; rank 1 begins at the sixth."""
+    """S7: rank 0 reaches from the first number to the sixth, with a view inside that.
+
+    Rank 1 begins at the sixth.
+    """
     memory = torch.zeros(16)
     views = PerRank([memory[0:6:5], memory[5:7], memory[8:10], memory[10:12]])
     inside = PerRank([memory[1:3], *[torch.zeros(2) for _ in range(3)]])
@@ -420,7 +426,8 @@ def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):
         (
             [PerRank([torch.ones(3)] * 3 + [torch.ones(2)])],
             DependsOnRank,
-            r"input x_1 of rank 3 is torch\.float32\[2\], the graph was traced with torch\.float32\[3\]: one graph",
+            r"input x_1 of rank 3 is torch\.float32\[2\], the graph was traced with "
+            r"torch\.float32\[3\]: one graph",
         ),
         ([torch.ones(3).double()], DependsOnRank, r"input x_1 of rank 0 is torch\.float64\[3\]"),
         ([2.0], DependsOnRank, "input x_1 of rank 0 is float"),

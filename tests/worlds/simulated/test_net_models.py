@@ -154,7 +154,9 @@ def test_two_nodes_see_the_order_of_a_bucket(partition, channels):
 )
 @pytest.mark.parametrize("partition", ["contiguous", "round-robin"])
 def test_where_the_order_of_a_bucket_is_invisible(net, partition):
-    """S1: by a reduce-scatter, on one node with rail rings (one cycle), with one channel, or accumulated in fp32."""
+    """S1: by a reduce-scatter, on one node with rail rings (one cycle), with one channel, or
+    accumulated in fp32.
+    """
     net = dataclasses.replace(net, partition=partition, chunk_bytes=64)
     assert not sees_the_order_of_a_bucket(net)
 
@@ -221,7 +223,9 @@ def test_nothing_is_summed_to_nothing(algorithm):
 
 @pytest.mark.parametrize("ranks", [3, 6, 7])
 def test_cells_begin_at_whole_words_where_ranks_do_not_divide_the_traffic(ranks):
-    """A kernel moves 16 bytes at a time, so a part of eight bf16 numbers never lies across two channels."""
+    """A kernel moves 16 bytes at a time, so a part of eight bf16 numbers never lies across two
+    channels.
+    """
     net, count = NetModel(1, ranks, channels=4, partition="cells"), 8_000
     channel = [
         net.explain("reduce_scatter", at, count, torch.bfloat16).channel for at in range(count)

@@ -1,4 +1,6 @@
-"""Numbers that a rank has of its own in an otherwise equal graph: which are told apart, and which are refused."""
+"""Numbers that a rank has of its own in an otherwise equal graph: which are told apart, and which
+are refused.
+"""
 
 from dataclasses import replace
 
@@ -41,7 +43,9 @@ def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
 @pytest.mark.second_tier
 @SQUARE
 def test_a_number_along_two_dimensions_is_refused(gt_world):
-    """Rank 1, rank 2 and the last rank agree, which no value along one dimension tells apart from rank 0's."""
+    """Rank 1, rank 2 and the last rank agree, which no value along one dimension tells apart from
+    rank 0's.
+    """
     with pytest.raises(DependsOnRank, match="the graph depends on the rank"):
         graph_of(gt_world, lambda rank: 1.0 if rank == 0 else 2.0)
 
@@ -49,7 +53,10 @@ def test_a_number_along_two_dimensions_is_refused(gt_world):
 @pytest.mark.second_tier
 @LINE
 def test_a_rank_in_the_middle_that_computes_otherwise_is_refused(gt_world):
-    """It subtracts its number where the others add theirs; the first and the last rank differ in numbers alone."""
+    """It subtracts its number where the others add theirs.
+
+    The first and the last rank differ in numbers alone.
+    """
 
     def step(model, tokens, labels):
         loss, number = ce_step(model, tokens, labels), 10.0 * dist.get_rank()

@@ -1,4 +1,6 @@
-"""What a failed check on many nodes tells: both layouts, the step, the element, and who adds it when."""
+"""What a failed check on many nodes tells: both layouts, the step, the element, and who adds it
+when.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,9 @@ EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
 
 
 def first_element(text: str) -> int:
-    """Where the first difference lies in its matrix, which depends on how this processor adds inside of a product."""
+    """Where the first difference lies in its matrix, which depends on how this processor adds
+    inside of a product.
+    """
     row, column = re.search(
         r"first at step 0, rank 0, gradient of \S+, element \((\d+), (\d+)\)", text
     ).groups()
@@ -51,7 +55,9 @@ def twice_as_much_when_traced(model, tokens, labels):
 @pytest.mark.second_tier
 @EIGHT
 def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
-    """L4: the layouts are equal here, so each side has the element at the same place, and adds it in the same order."""
+    """L4: the layouts are equal here, so each side has the element at the same place, and adds it
+    in the same order.
+    """
     with pytest.raises(BitwiseDifference) as error:
         assert_simulated_parity(functools.partial(CONFIG, step=twice_as_much_when_traced), gt_world)
     text = str(error.value)
@@ -65,14 +71,17 @@ def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
     )
     for side in ("graph", "eager"):
         assert (
-            f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 bytes"
-            in text
+            f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 "
+            f"bytes" in text
         )
 
 
 @pytest.mark.gt_world("simulated", size=2)
 def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
-    """The loss differs first, and is not the cause; runs from one seed that differ do not say so."""
+    """The loss differs first, and is not the cause.
+
+    Runs from one seed that differ do not say so.
+    """
 
     def seeded(seed):
         model = Llama3(FLAVORS["debug"])
@@ -115,13 +124,16 @@ summed in the order of ranks 3 2 1 4 7 6 5 0
 @pytest.mark.second_tier
 @EIGHT
 def test_execution_order_is_told_by_layout_and_bits(gt_world):
-    """S1: the bug of pull request 3590. Bucket and parameters, step and element, both layouts, both orders of ranks."""
+    """S1: the bug of pull request 3590.
+
+    Bucket and parameters, step and element, both layouts, both orders of ranks.
+    """
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(CONFIG, gt_world, payload_order="execution")
     text = str(error.value)
     assert (
-        "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte 19488, expected 0"
-        in text
+        "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte 19488, "
+        "expected 0" in text
     )
     assert "and therefore bits are different" in text
     assert "first at step 0, rank 0, gradient of layers.0.attention.wq.weight, element (" in text
@@ -146,8 +158,8 @@ def test_execution_order_of_routed_experts(gt_world):
     assert "first at step 0, rank 0, gradient of layers.0.attention.wq_a.weight, element (" in text
     first = first_element(text)
     assert (
-        f"graph: bucket 'layers.0', reduce_scatter, element {4620 + first} of 5592, channel 3, summed in"
-        in text
+        f"graph: bucket 'layers.0', reduce_scatter, element {4620 + first} of 5592, channel 3, "
+        f"summed in" in text
     )
     assert (
         f"eager: bucket 'layers.0', reduce_scatter, element {first} of 5592, channel 0, summed in"
@@ -166,7 +178,9 @@ INVISIBLE = [
 @EIGHT
 @pytest.mark.parametrize("net", INVISIBLE)
 def test_the_bug_is_invisible(gt_world, net):
-    """S1: where all channels add a shard in one order, or accumulate in fp32, only the layout sees it."""
+    """S1: where all channels add a shard in one order, or accumulate in fp32, only the layout sees
+    it.
+    """
     world = dataclasses.replace(gt_world, net=net)
     with pytest.raises(
         LayoutDifference, match="all bits are equal under this net: only the layout shows it"
@@ -175,7 +189,9 @@ def test_the_bug_is_invisible(gt_world, net):
 
 
 def test_an_element_is_counted_in_the_dtype_of_the_wire():
-    """A gradient comes back in fp32 from a reduction in bf16, whose payload has elements of two bytes."""
+    """A gradient comes back in fp32 from a reduction in bf16, whose payload has elements of two
+    bytes.
+    """
     slots = Slot("first", 0, 16), Slot("second", 16, 16)
     layouts = {
         "graph": BucketLayout((Payload("reduce_scatter", torch.bfloat16, (0, 1), "avg", slots),))
@@ -213,7 +229,10 @@ def test_a_check_that_could_not_fail_is_no_pass(gt_world):
 
 
 class Roots(torch.nn.Module):
-    """Gradients of 1, some of them infinite: the root of 0 is 0. All of them NaN with ``scale=nan``."""
+    """Gradients of 1, some of them infinite: the root of 0 is 0.
+
+    All of them NaN with ``scale=nan``.
+    """
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -36,14 +36,18 @@ def test_the_managed_order_gives_eager_bits(gt_world):
 
 
 def chunked(mesh, *last):
-    """Llama 3 whose head runs inside the loss, in four chunks; ``last`` are the last entries of its bucket plan."""
+    """Llama 3 whose head runs inside the loss, in four chunks; ``last`` are the last entries of its
+    bucket plan.
+    """
     plan = ["tok_embeddings", "layers.0", "layers.1", *last]
     return llama3_training(mesh, "fp32", step=chunked_ce_step(4), bucket_plan=plan, steps=1)
 
 
 @EIGHT
 def test_a_head_left_out_of_the_last_bucket(gt_world):
-    """B2, the bug of pull request 3770: the layout names the head, and its bits differ, as another channel adds it."""
+    """B2, the bug of pull request 3770: the layout names the head, and its bits differ, as another
+    channel adds it.
+    """
     eager = simulated_eager(lambda mesh: chunked(mesh, ["norm", "lm_head", "loss"]), gt_world.net)
     graph = SimulatedGraphRun(lambda mesh: chunked(mesh, "norm", ["lm_head", "loss"]), gt_world)
     with pytest.raises(
@@ -61,7 +65,10 @@ def test_a_head_left_out_of_the_last_bucket(gt_world):
 
 @EIGHT
 def test_a_last_bucket_without_the_loss_is_refused(gt_world):
-    """B2, B6: the plan of pull request 3770 as it was. The head is read inside the loss, so no bucket has it."""
+    """B2, B6: the plan of pull request 3770 as it was.
+
+    The head is read inside the loss, so no bucket has it.
+    """
     with pytest.raises(
         PlanError, match=r"covers no all-gather of lm_head\.weight \(read in loss\)"
     ):
@@ -79,7 +86,9 @@ def check_deepseek_v3(world, **mesh):
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 def test_expert_parallelism(gt_world):
-    """S2: dense parameters over all ranks, experts over every second one, rows exchanged by sizes that data decides."""
+    """S2: dense parameters over all ranks, experts over every second one, rows exchanged by sizes
+    that data decides.
+    """
     parity = check_deepseek_v3(gt_world, efsdp=2, ep=2)
     assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {
         (0, 1, 2, 3),
@@ -127,7 +136,9 @@ def test_tensor_parallelism_inside_a_node_and_fsdp_across(gt_world):
 @pytest.mark.filterwarnings("ignore::pytest_gtrainer.references.replicas.ReplicaWarning")
 @pytest.mark.gt_world("simulated", size=32, nodes=4, mesh={"dp": 4, "tp": 8})
 def test_one_data_rank_a_node_shows_no_order(gt_world):
-    """A ring has one way through four nodes: all channels add alike, wherever a parameter lies in its payload."""
+    """A ring has one way through four nodes: all channels add alike, wherever a parameter lies in
+    its payload.
+    """
     with pytest.raises(
         VacuousCheck, match="payloads packed in another order give the same bits under this net"
     ):

@@ -38,22 +38,28 @@ def lines_of(layouts, *where):
 
 
 def test_a_rank_of_the_other_replica_goes_by_its_own_groups():
-    """Rank 6 is member 2 of its shard group; channel 1 is the ring 1 0 3 2 5 4 7 6, restricted to the group's ranks.
+    """Rank 6 is member 2 of its shard group; channel 1 is the ring 1 0 3 2 5 4 7 6, restricted to
+    the group's ranks.
 
-    Of the all-reduce's 8 elements on that channel the last 4 start behind the second place, which is rank 6.
+    Of the all-reduce's 8 elements on that channel the last 4 start behind the second place, which
+    is rank 6.
     """
     assert lines_of({"graph": hybrid(*SLOTS)}, 6, "b", 2, 1) == [
-        "  graph: bucket 'a+b', reduce_scatter, element 13 of 16, channel 1, summed in the order of ranks 5 4 7 6",
+        "  graph: bucket 'a+b', reduce_scatter, element 13 of 16, channel 1, summed in the order "
+        "of ranks 5 4 7 6",
         "      byte 0: a, 16 bytes",
         "    > byte 16: b, 48 bytes",
-        "  graph: bucket 'a+b', all_reduce, element 13 of 16, channel 1, summed in the order of ranks 2 6",
+        "  graph: bucket 'a+b', all_reduce, element 13 of 16, channel 1, summed in the order of "
+        "ranks 2 6",
         "      byte 0: a, 16 bytes",
         "    > byte 16: b, 48 bytes",
     ]
 
 
 def test_a_rank_of_a_group_with_gaps_goes_by_its_place_there():
-    """Rank 4 is member 2 of the even ranks: element 13 is the second of its shard, in the upper half of the ring."""
+    """Rank 4 is member 2 of the even ranks: element 13 is the second of its shard, in the upper
+    half of the ring.
+    """
     groups = ((0, 2, 4, 6), (1, 3, 5, 7))
     layouts = {
         "graph": BucketLayout((Payload("reduce_scatter", torch.float32, groups[0], "avg", SLOTS),))
@@ -75,7 +81,8 @@ def test_sides_that_place_it_otherwise_or_not_at_all():
         {"graph": hybrid(Slot("b", 0, 48)), "eager": hybrid(Slot("a", 0, 16))}, 0, "b", 0, 1
     )
     assert lines[0] == (
-        "  graph: bucket 'b', reduce_scatter, element 1 of 12, channel 0, summed in the order of ranks 1 2 3 0"
+        "  graph: bucket 'b', reduce_scatter, element 1 of 12, channel 0, summed in the order of "
+        "ranks 1 2 3 0"
     )
     assert lines[-1] == "  eager: no reduction of its layout holds b"
 
@@ -83,7 +90,8 @@ def test_sides_that_place_it_otherwise_or_not_at_all():
 def test_a_replicated_gradient_is_reduced_by_itself():
     """D10: elements 4 to 7 start behind the second place of the ring."""
     assert lines_of({"graph": BucketLayout(())}, 3, "b", 1, 2) == [
-        "  graph: reduced by itself, element 6 of 12, channel 0, summed in the order of ranks 2 3 4 5 6 7 0 1"
+        "  graph: reduced by itself, element 6 of 12, channel 0, summed in the order of ranks 2 3 "
+        "4 5 6 7 0 1"
     ]
 
 

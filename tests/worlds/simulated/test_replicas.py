@@ -29,7 +29,10 @@ INSIDE_NODES = pytest.mark.gt_world("simulated", size=8, nodes=2, mesh=MESH)
 @pytest.mark.second_tier
 @OVER_NODES
 def test_hybrid_sharding_equals_fully_shard(gt_world):
-    """D16, S2: shard groups over two nodes, replicas on two others; both reductions in the order of the net."""
+    """D16, S2: shard groups over two nodes, replicas on two others.
+
+    Both reductions in the order of the net.
+    """
     parity = assert_simulated_parity(CONFIG, gt_world)
     assert parity.control.outcome == "different"
     assert [payload.ranks for payload in parity.layout.of("reduce_scatter")] == [(0, 1, 2, 3)] * 4
@@ -39,7 +42,10 @@ def test_hybrid_sharding_equals_fully_shard(gt_world):
 @pytest.mark.second_tier
 @INSIDE_NODES
 def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
-    """S1: their ring is one cycle, and the sum of two replicas is the same either way; a sweep reports it as such."""
+    """S1: their ring is one cycle, and the sum of two replicas is the same either way.
+
+    A sweep reports it as such.
+    """
     parity = assert_simulated_parity(CONFIG, gt_world, invisible="report")
     assert parity.control.outcome == "equal"
 
@@ -47,7 +53,10 @@ def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
 @pytest.mark.second_tier
 @INSIDE_NODES
 def test_hybrid_sharding_as_dtensor_reduces_it_differs(gt_world):
-    """D16: whole gradients between replicas first. The layout has no all-reduce of shards, and bits are others."""
+    """D16: whole gradients between replicas first.
+
+    The layout has no all-reduce of shards, and bits are others.
+    """
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(CONFIG, gt_world, reduce_scatter_first=False)
     text = str(error.value)
@@ -68,7 +77,8 @@ def test_ddp_equals_a_graph_that_reduces_each_gradient_by_itself(gt_world):
 @pytest.mark.second_tier
 @EIGHT
 def test_ddps_own_buckets_have_other_bits(gt_world):
-    """D10, the known difference: in a bucket an element sits elsewhere, and the ring starts to add it elsewhere.
+    """D10, the known difference: in a bucket an element sits elsewhere, and the ring starts to add
+    it elsewhere.
 
     Nodes do not matter to that: the start is what an all-reduce's offset decides.
     """
@@ -79,7 +89,10 @@ def test_ddps_own_buckets_have_other_bits(gt_world):
 
 
 def test_what_one_rank_alone_holds_is_told_by_its_name():
-    """N4: a gradient that rank 1 has and rank 0 has not; letters beyond ASCII reach the other rank whole."""
+    """N4: a gradient that rank 1 has and rank 0 has not.
+
+    Letters beyond ASCII reach the other rank whole.
+    """
 
     def compare(rank):
         held = ["größe", "the gradient of größe"][: 1 + rank]
@@ -97,7 +110,10 @@ def test_what_one_rank_alone_holds_is_told_by_its_name():
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 def test_ddp_on_real_ranks_equals_the_graph(gt_mesh):
-    """D10: the same reference outside of a simulated world. A third is rounded: gloo would divide after the sum."""
+    """D10: the same reference outside of a simulated world.
+
+    A third is rounded: gloo would divide after the sum.
+    """
     config = CONFIG(gt_mesh, replicate=True, steps=2)
     assert_bitwise_equal(train_graph(config), train_eager(config))
 

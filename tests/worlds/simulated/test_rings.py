@@ -70,7 +70,9 @@ STEP = 7  # the ring goes 0, 7, 14, ... modulo 40
 
 
 def cut_log(*, lines, connect=True):
-    """A log of 40 ranks on one channel as NCCL 2.30 writes it, a process a rank: 127 characters of the ring."""
+    """A log of 40 ranks on one channel as NCCL 2.30 writes it, a process a rank: 127 characters of
+    the ring.
+    """
     ring = [STEP * place % RANKS for place in range(RANKS)]
     header = "Channel 00/01 :" + "".join(f" {rank:2d}" for rank in ring)
     log = [f"n0:100:100 [0] NCCL INFO {header[:124]}..."]
@@ -100,7 +102,10 @@ def cut_log(*, lines, connect=True):
     ],
 )
 def test_a_ring_that_nccl_cut_is_put_together_from_the_lines_of_its_ranks(lines):
-    """S6: 38 ranks and more since 2.23.4; what connects the trees, and sends and receives, is not the ring's."""
+    """S6: 38 ranks and more since 2.23.4.
+
+    What connects the trees, and sends and receives, is not the ring's.
+    """
     log, ring = cut_log(lines=lines)
     assert rings_from_log(log) == (ring,)
 

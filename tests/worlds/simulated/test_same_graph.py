@@ -147,13 +147,15 @@ class InBranch(torch.nn.Module):
         ),
         (
             Offset,
-            "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function aten.add.Tensor*%0*, 3",
+            "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function "
+            "aten.add.Tensor*%0*, 3",
         ),
         (Scaled, "rank 0 has call_function aten.add.Tensor*'alpha': 2*rank 3 has *'alpha': 5"),
         (Longer, "rank 0 has output *rank 3 has call_function aten.sin.default"),
         (
             Constant,
-            "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] [[]1.0, 3.0]",
+            "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] "
+            "[[]1.0, 3.0]",
         ),
     ],
 )
@@ -175,7 +177,10 @@ def plus(number, rank):
 
 
 def test_a_number_of_each_rank_is_that_of_its_place():
-    """S4: also where inner ranks alone have another one; a rank with the number of another place is refused."""
+    """S4: also where inner ranks alone have another one.
+
+    A rank with the number of another place is refused.
+    """
     first, second, last = plus(0, 0), plus(4, 1), plus(0, 2)
     literals = RankLiterals.of({0: [first.gm, second.gm, last.gm]})
     assert [literals.of_rank((rank,)) for rank in range(3)] == [[0], [4], [0]], "numbers by rank"
@@ -186,7 +191,10 @@ def test_a_number_of_each_rank_is_that_of_its_place():
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
-    """As torch buckets all-gathers: its own part begins elsewhere on each rank; any other place is a difference."""
+    """As torch buckets all-gathers: its own part begins elsewhere on each rank.
+
+    Any other place is a difference.
+    """
 
     def trace(mesh):
         gm = make_fx(
@@ -210,7 +218,10 @@ def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
 @pytest.mark.second_tier
 @pytest.mark.parametrize("mode", ["default", "custom_ops"])
 def test_the_rank_in_torchs_buckets_is_no_difference(mode):
-    """It is the place of the rank's part in a buffer that the gather fills; another place is one."""
+    """It is the place of the rank's part in a buffer that the gather fills.
+
+    Another place is one.
+    """
     from torch._inductor.fx_passes.bucketing import merge_all_gather_bucket
 
     def trace(mesh, shift=0):

@@ -90,7 +90,9 @@ def compiled(function):
 
 @simulated
 def test_the_order_in_which_a_graph_packs_gradients_shows(gt_world):
-    """What found the order of an expert's payload: two graphs, each right by itself, of which one is not eager's."""
+    """What found the order of an expert's payload: two graphs, each right by itself, of which one
+    is not eager's.
+    """
     expected = simulate_eager(step, inputs_of, gt_world, outputs=NAMES)
     ours, theirs = (
         simulate_graph(traced(f), inputs_of, gt_world, outputs=NAMES)
@@ -104,7 +106,10 @@ def test_the_order_in_which_a_graph_packs_gradients_shows(gt_world):
 
 @simulated
 def test_a_compiled_functions_graph_is_that_of_its_code(gt_world):
-    """Its collectives are those that Dynamo traced; the net's order decides, so the twin packs otherwise."""
+    """Its collectives are those that Dynamo traced.
+
+    The net's order decides, so the twin packs otherwise.
+    """
     expected = simulate_eager(step, inputs_of, gt_world)
     graphs = compiled(step)
     assert_bitwise_equal(simulate_graph(graphs["aot"], inputs_of, gt_world), expected)

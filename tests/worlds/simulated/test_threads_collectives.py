@@ -216,7 +216,10 @@ def watched(rank):
 
 
 def test_what_a_collective_does_inside_is_seen_by_no_mode_of_a_rank():
-    """The last rank to arrive adds for all of them; a mode that counts operators there counts none of that."""
+    """The last rank to arrive adds for all of them.
+
+    A mode that counts operators there counts none of that.
+    """
     assert run_threads(3, watched, net=NetModel(1, 3)) == [[]] * 3
 
 
@@ -234,7 +237,10 @@ def test_a_work_that_is_kept_keeps_no_inputs():
 
 
 def messages(rank):
-    """Three to rank 1, two under one tag; received in another order than sent. Two to rank 2, which asks first."""
+    """Three to rank 1, two under one tag; received in another order than sent.
+
+    Two to rank 2, which asks first.
+    """
     received = [torch.empty(2) for _ in range(3)]
     if rank == 0:
         buffer = torch.empty(2)
@@ -308,7 +314,8 @@ def test_a_premultiplied_sum_multiplies_every_input_first():
     expected = NetModel(1, 4).all_reduce(inputs * torch.tensor(1 / 3, dtype=torch.bfloat16), "sum")
     for rank, result in enumerate(run_threads(4, premultiplied, net=NetModel(1, 4))):
         assert result.equal(expected), (
-            f"rank {rank} has {result[:3].tolist()} ..., but the sum of the inputs, each multiplied by 1/3 in bfloat16 "
+            f"rank {rank} has {result[:3].tolist()} ..., but the sum of the inputs, each "
+            f"multiplied by 1/3 in bfloat16 "
             f"first, is {expected[:3].tolist()} ..."
         )
 

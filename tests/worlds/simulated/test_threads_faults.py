@@ -1,4 +1,6 @@
-"""S5: what goes wrong on threads is one error that says what, where and on which ranks, and leaves nothing behind."""
+"""S5: what goes wrong on threads is one error that says what, where and on which ranks, and leaves
+nothing behind.
+"""
 
 import gc
 import sys
@@ -131,7 +133,8 @@ def other_message(rank):
         (
             other_operation,
             "the ranks disagree in collective 1 of the group of ranks 0-3; "
-            "ranks 0, 2, 3: all_reduce (sum) of float32[4]; rank 1: broadcast from member 0 of float32[4]",
+            "ranks 0, 2, 3: all_reduce (sum) of float32[4]; rank 1: broadcast from member 0 of "
+            "float32[4]",
         ),
         (
             other_size,
@@ -139,15 +142,18 @@ def other_message(rank):
         ),
         (
             other_dtype,
-            "ranks 0-2: reduce_scatter (sum) of float32[4]; rank 3: reduce_scatter (sum) of bfloat16[4]",
+            "ranks 0-2: reduce_scatter (sum) of float32[4]; rank 3: reduce_scatter (sum) of "
+            "bfloat16[4]",
         ),
         (
             other_reduction,
-            "ranks 0, 1: all_reduce (avg) of float32[4]; ranks 2, 3: all_reduce (sum) of float32[4]",
+            "ranks 0, 1: all_reduce (avg) of float32[4]; ranks 2, 3: all_reduce (sum) of "
+            "float32[4]",
         ),
         (
             other_root,
-            "ranks 0, 2: broadcast from member 0 of float32[4]; ranks 1, 3: broadcast from member 1",
+            "ranks 0, 2: broadcast from member 0 of float32[4]; ranks 1, 3: broadcast from member "
+            "1",
         ),
         (other_splits, "all_to_all: rank 0 sends 1 row to rank 2, which expects 2 from it"),
         (other_list, "all_gather: rank 3 sends 2 elements to rank 1, which expects 5 from it"),
@@ -233,8 +239,8 @@ def test_a_rank_that_never_comes():
 def test_ranks_that_wait_in_a_circle():
     text = failure_of(Standstill, in_a_circle)
     assert (
-        "rank 0: waiting in all_reduce (sum) of float32[1] (collective 0 of the group of ranks 0, 1) for rank 1"
-        in (text)
+        "rank 0: waiting in all_reduce (sum) of float32[1] (collective 0 of the group of ranks 0, "
+        "1) for rank 1" in (text)
     )
     assert "(collective 0 of the group of ranks 0, 1 (group 2 of these)) for rank 0" in text
 
@@ -576,12 +582,14 @@ def calls_alone_in_a_group(rank):
         (sends_under_another_tag, "rank 0 sent float32[2] to rank 1, which never received it"),
         (
             calls_alone,
-            "ranks 0, 2 called all_reduce (sum) of float32[2] (collective 1 of the group of ranks 0-3), "
+            "ranks 0, 2 called all_reduce (sum) of float32[2] (collective 1 of the group of ranks "
+            "0-3), "
             "and ended before ranks 1, 3 did",
         ),
         (
             calls_alone_in_a_group,
-            "rank 3 called all_reduce (sum) of float32[2] (collective 0 of the group of ranks 1, 3), "
+            "rank 3 called all_reduce (sum) of float32[2] (collective 0 of the group of ranks 1, "
+            "3), "
             "and ended before rank 1 did",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Unmodified eager trainers on threads: the bits of real ranks, and of another net where the net is another."""
+"""Unmodified eager trainers on threads: the bits of real ranks, and of another net where the net is
+another.
+"""
 
 import functools
 import threading
@@ -42,7 +44,9 @@ def real_run(name):
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_eager_training_has_the_bits_of_real_ranks(gt_ranks, name):
-    """S8: loss, gradients, weights, optimiser state, on every rank; and the twin, another order of addition."""
+    """S8: loss, gradients, weights, optimiser state, on every rank; and the twin, another order of
+    addition.
+    """
     mesh, config_of_mesh = TRAININGS[name]
     real = Record.merged(gt_ranks.run(real_run, name, size=4))
     assert_bitwise_equal(simulated_eager(config_of_mesh, GlooNet(4), mesh=mesh).record, real)
@@ -117,7 +121,10 @@ def trained(**net):
 
 
 def test_two_nodes_add_in_another_order_than_one():
-    """S1: what makes the net visible; two nodes, two channels. With one node's rail rings channels change nothing."""
+    """S1: what makes the net visible; two nodes, two channels.
+
+    With one node's rail rings channels change nothing.
+    """
     assert_bitwise_equal(trained(nodes=1, channels=1), trained(nodes=1, channels=2))
     assert_bitwise_different(trained(nodes=2, channels=2), trained(nodes=1, channels=2))
 
@@ -178,7 +185,9 @@ def test_a_mesh_of_outside_means_nothing_to_a_rank(gt_mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [64, 128, 256])
 def test_many_ranks(ranks):
-    """S2: graph and eager by one digest a step of all ranks' weights, as ``benchmarks.simulate`` prints them."""
+    """S2: graph and eager by one digest a step of all ranks' weights, as ``benchmarks.simulate``
+    prints them.
+    """
     graph, eager = (
         simulate.train(side, ranks, nodes=ranks // 8, steps=2).digests
         for side in ("graph", "eager")

@@ -26,7 +26,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", Path("docs/simulated-world.md").read
 
 @pytest.mark.parametrize("nodes", range(2, 10))
 def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
-    """As NCCL balances its two trees, so that no node adds in both; the first one alone may, if nodes are odd."""
+    """As NCCL balances its two trees, so that no node adds in both.
+
+    The first one alone may, if nodes are odd.
+    """
     trees = [binary_children(nodes, second)[1] for second in (False, True)]
     inside = [
         {node for node, children in tree.items() if any(child is not None for child in children)}
@@ -56,7 +59,10 @@ def test_a_tree_does_not_depend_on_the_order_in_which_a_ring_visits_the_nodes():
 
 
 def test_a_tree_has_no_places_that_pieces_are_dealt_to():
-    """Round-robin: a ring's pieces are as many chunks as ranks, one for each place; a tree's are single chunks."""
+    """Round-robin: a ring's pieces are as many chunks as ranks, one for each place.
+
+    A tree's are single chunks.
+    """
     nets = [
         NetModel(2, 2, partition="round-robin", chunk_bytes=16, algorithm=by)
         for by in ("tree", "ring")
@@ -79,7 +85,9 @@ def test_small_parts_are_aggregated_over_half_of_the_ranks_at_most(part_bytes, r
 
 
 def test_an_average_through_a_tree_multiplies_by_what_a_ring_multiplies_by():
-    """1/N in the dtype of the wire, as NCCL hands it on: where one rank alone has values, no order matters."""
+    """1/N in the dtype of the wire, as NCCL hands it on: where one rank alone has values, no order
+    matters.
+    """
     inputs = torch.zeros(3, 64, dtype=torch.bfloat16)
     inputs[1] = torch.linspace(1, 2, 64)
     ring, tree = (
@@ -98,7 +106,10 @@ def through_trees(world):
 @pytest.mark.second_tier
 @HSDP
 def test_hybrid_sharding_over_four_nodes(gt_world):
-    """S2, S9: shards are reduced on rings inside nodes, replicas by trees over them; the control differs there."""
+    """S2, S9: shards are reduced on rings inside nodes, replicas by trees over them.
+
+    The control differs there.
+    """
     parity = assert_simulated_parity(CONFIG, through_trees(gt_world))
     assert parity.control.outcome == "different"
 
@@ -164,7 +175,9 @@ def test_a_sum_of_products_is_told_to_the_net(op):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8)
 def test_the_documentations_own_net(gt_world):
-    """A net by the documented protocol: parity holds, its order shows, and messages and tables tell it by its name."""
+    """A net by the documented protocol: parity holds, its order shows, and messages and tables tell
+    it by its name.
+    """
     own, example = {"__name__": "my_net"}, {"__name__": "test_nets"}
     for name, namespace in (("# my_net.py", own), ("# test_nets.py", example)):
         text = next(block for block in BLOCKS if block.startswith(name))

@@ -53,8 +53,10 @@ _ASKED = {
 
 
 def file_of(folder: str | Path, rank: int, what: str) -> Path:
-    """A rank's file: "answers", a line of JSON each; faulthandler's "dump"; "log", uncaptured
-    output.
+    """Return the path of a rank's file.
+
+    These are "answers", with a line of JSON for each; "dump", which faulthandler writes; and "log",
+    the output that pytest does not capture.
     """
     return Path(folder) / f"rank{rank}.{what}"
 
@@ -69,26 +71,32 @@ def fatal_error(file: Path) -> str:
 def take_answers(
     kind: str, ranks: Collection[int], folder: str | Path, ask: Callable[[int, int], None]
 ) -> dict[int, str]:
-    """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not
-    answer.
+    """Ask ranks for one kind of answer; return the texts by rank, "" if a rank did not answer.
+
+    ``ask(rank, signum)`` sends a signal to a rank.
     """
     signum, place, start = _ASKED[kind]
     files = {rank: file_of(folder, rank, place) for rank in ranks}
-    before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
+    # Earlier answers stand in the same file.
+    sizes = {}
+    for rank, file in files.items():
+        sizes[rank] = file.stat().st_size if file.exists() else 0
     for rank in ranks:
         ask(rank, signum)
-    end, texts = time.monotonic() + WAIT_SECONDS, dict.fromkeys(ranks, "")
+    end = time.monotonic() + WAIT_SECONDS
+    texts = dict.fromkeys(ranks, "")
     while not all(texts.values()) and time.monotonic() < end:
         time.sleep(0.03)
-        texts = {
-            rank: _answer(_read_from(file, before[rank]), kind, start)
-            for rank, file in files.items()
-        }
+        for rank, file in files.items():
+            texts[rank] = _answer(_read_from(file, sizes[rank]), kind, start)
     return texts
 
 
 def _answer(text: str, kind: str, start: str) -> str:
-    """The last whole answer that begins so; a late one of the other kind may stand beside it."""
+    """Return the last whole answer that begins with ``start``.
+
+    A late answer of another kind may stand beside it.
+    """
     _, begun, rest = f"\n{text}".rpartition(f"\n{start}")
     line, whole, more = rest.partition("\n")
     if not begun or not whole or (kind == "dump" and not more.endswith("\n")):
@@ -107,8 +115,9 @@ def _read_from(file: Path, offset: int) -> str:
 
 
 def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> str:
-    """The stacks of a process as faulthandler writes them, the main thread's first, without the
-    ``own`` one.
+    """Return the stacks of a process as faulthandler writes them.
+
+    The main thread's comes first; that of the thread ``own``, which asks, is left out.
     """
     texts = []
     for thread in sorted(frames.keys() - {own}, key=lambda each: each != main):
@@ -122,7 +131,7 @@ def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> 
 
 
 def waiting_in(text: str) -> str | None:
-    """The collective that the main thread is in, None if it is elsewhere."""
+    """Return the collective that the main thread is in, None if it is elsewhere."""
     frames = _main_frames(text)
     for file, line, _ in frames[:1]:
         if "/torch/" not in file and ".wait(" in linecache.getline(file, int(line)):
@@ -132,9 +141,10 @@ def waiting_in(text: str) -> str | None:
 
 def may_wait(text: str) -> bool:
     """Return whether the main thread is in a collective or an operator, which may wait for one."""
-    return waiting_in(text) is not None or any(
-        file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1]
-    )
+    if waiting_in(text) is not None:
+        return True
+    frames = _main_frames(text)
+    return bool(frames) and frames[0][0].endswith(_WRAPPERS)
 
 
 def main_thread(text: str) -> str:
@@ -152,49 +162,53 @@ def whereabouts(text: str) -> str:
     """
     if text.startswith(STOPPED):
         return f", {STOPPED}"
-    if waits := waiting_in(text):
-        return f", waiting in {waits}"
+    collective = waiting_in(text)
+    if collective:
+        return f", waiting in {collective}"
     frames = _main_frames(text)
-    others = [
-        frame
-        for frame in frames
-        if not re.search(r"/torch/|/python3\.\d+/(?!site-packages/)", frame[0])
-    ]
-    return "".join(
-        f", at {Path(file).name}:{line} in {name}" for file, line, name in (others or frames)[:1]
-    )
+    if not frames:
+        return ""
+    innermost = frames[0]
+    for frame in frames:
+        if not re.search(r"/torch/|/python3\.\d+/(?!site-packages/)", frame[0]):
+            innermost = frame
+            break
+    file, line, name = innermost
+    return f", at {Path(file).name}:{line} in {name}"
 
 
 def readable(text: str) -> str:
-    """Stacks without pytest's and our own frames below the test, and without the thread that
-    answers.
+    """Return stacks without the frames of pytest and of this package that call the test.
+
+    The thread that answers is left out, too.
     """
-    threads = [
-        each
-        for each in text.rstrip().split("\n\n")
-        if not re.search("in _answer_parent|Extension mod", each)
-    ]
-    # of a test, or of a conftest that is being imported
+    # pytest calls a test from the first file, and imports a conftest file from the second.
     below = r"\n.*/_pytest/(?:python|assertion/rewrite)\.py"
-    return "\n\n".join(re.split(below, each)[0] for each in threads) or "no answer"
+    threads = []
+    for each in text.rstrip().split("\n\n"):
+        if not re.search("in _answer_parent|Extension mod", each):
+            threads.append(re.split(below, each)[0])
+    return "\n\n".join(threads) or "no answer"
 
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:
-    """File, line and function of every frame of the main thread, innermost first."""
+    """Return file, line and function of every frame of the main thread, innermost first."""
     return _FRAME.findall(main_thread(text))
 
 
 def collective_of(frames: list[tuple[str, str]]) -> str | None:
-    """The collective that was called, from (file, function) pairs, innermost first; None if there
-    is none.
+    """Return the collective that a stack is in, None if it is in none.
+
+    ``frames`` are pairs of file and function, innermost first.
 
     >>> fsdp_frame = ("/x/torch/distributed/fsdp/_state.py", "wait")
     >>> collective_of([fsdp_frame, ("/u/test_it.py", "test_it")])
     'wait'
     """
-    inside = frames[: depth_of_collective(frames)]
-    if named := [function for file, function in inside if not file.endswith(_WRAPPERS)]:
-        return named[-1]
+    # The outermost frame of the collective is the function that the user called.
+    for file, function in reversed(frames[: depth_of_collective(frames)]):
+        if not file.endswith(_WRAPPERS):
+            return function
     # A work's wait() is C++ called by whoever holds the work: FSDP, for example.
     if frames and "/torch/distributed/" in frames[0][0]:
         return frames[0][1]
@@ -203,9 +217,10 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
 
 def depth_of_collective(frames: list[tuple[str, str]]) -> int:
     """Return how many of the innermost frames belong to the collective call itself."""
-    return next(
-        (n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames)
-    )
+    for depth, (file, _) in enumerate(frames):
+        if not file.endswith(_COLLECTIVES):
+            return depth
+    return len(frames)
 
 
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits
@@ -226,7 +241,9 @@ class Call(NamedTuple):
 
     def kind(self) -> tuple[object, ...]:
         """Return what must be the same on every rank."""
-        return (self.op, self.dtype, self.elements) if self.op in _ALIKE else (self.op,)
+        if self.op in _ALIKE:
+            return (self.op, self.dtype, self.elements)
+        return (self.op,)
 
     def __str__(self) -> str:
         tensor = f" of {self.dtype}{list(self.shape)}" if self.dtype else ""
@@ -304,16 +321,18 @@ def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
         why.append(f"{ranks_text(ended)} ended without it")
     else:
         for rank in lacking:
-            pending = [
-                call
-                for group in calls[rank].values()
-                for call in group.calls.values()
-                if call.pending
-            ]
-            why.append(f"rank {rank} waits in {pending[0] if pending else 'no call'}")
+            why.append(f"rank {rank} waits in {_first_pending(calls[rank]) or 'no call'}")
     where = f"{on[inside[0]].calls[number]} on {on[inside[0]].label}"
     wait = "waits" if len(inside) == 1 else "wait"
     return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(on, issued, number)}"
+
+
+def _first_pending(groups: Mapping[str, GroupCalls]) -> Call | None:
+    for group in groups.values():
+        for call in group.calls.values():
+            if call.pending:
+                return call
+    return None
 
 
 def called_by_some(calls: Calls) -> str:

@@ -1,10 +1,12 @@
 """Leases: which devices the ranks of this pytest process may use while others want them too.
 
-A *slot* is the right to run one rank, on a GPU or on a CPU; a *lease* is some slots, all or
-nothing. A process that wants or holds slots has a *place*: a file that says so, locked until its
-owner lets go of it or dies. Places are ordered by size, larger worlds first, so that small ones
-cannot starve a large one, then by arrival. The first in line of those that wait for one of the same
-slots may take them.
+A *slot* is the right to run one rank, on a GPU or on a CPU. A *lease* is a number of slots, taken
+all at once or not at all. A process that wants or holds slots has a *place* in the line: a file that
+is locked until its owner releases it or dies.
+
+Larger worlds stand before smaller ones, which could starve them otherwise; worlds of one size stand
+in the order in which they came. Among the places that wait for common slots, only the first may
+take them.
 
 Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a
 user for GPUs.
@@ -29,12 +31,17 @@ WriteLine = Callable[[str], None]
 
 
 class LeaseError(Exception):
-    """The slots were not free in time; the message says who holds them."""
+    """The slots were not free in time; the message names their holders."""
 
 
 class Place(NamedTuple):
-    """The ``holder``, in words, wants a number of the slots ``names``; it holds ``slots``, none
-    while it waits.
+    """One place in the line.
+
+    Attributes:
+        pid: the process.
+        holder: the process and its test, in words.
+        wanted: how many of the slots ``names`` it wants.
+        slots: those that it holds; none while it waits.
     """
 
     pid: int
@@ -45,8 +52,9 @@ class Place(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Slots held by this process, in the order of ``Slots.names``, until ``release``, which may be
-    called twice.
+    """Slots that this process holds until ``release``, in the order of ``Slots.names``.
+
+    ``release`` may be called twice.
     """
 
     slots: tuple[str, ...]
@@ -54,11 +62,10 @@ class Lease(NamedTuple):
 
 
 class Slots:
-    """The slots of these names, which processes with the same ``folder`` share; LeaseError if it is
-    another user's.
-    """
+    """Named slots, shared by all processes that use the same ``folder``."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """Raise LeaseError if the folder is another user's."""
         self.names = tuple(names)
         self._folder, self._line = folder, folder / "line"
         try:
@@ -72,32 +79,38 @@ class Slots:
     def acquire(
         self, count: int, limit: float, holder: str = "", write: WriteLine = lambda text: None
     ) -> Lease:
-        """Wait for ``count`` slots; LeaseError after ``limit`` seconds, ValueError if there are not
-        as many.
+        """Wait for ``count`` slots, and say every minute who holds them.
+
+        Raises:
+            LeaseError: they were not free within ``limit`` seconds.
+            ValueError: there are not as many.
         """
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
         start = time.monotonic()
         next_line = start + LINE_EVERY
-        who = f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}"
-        place = Place(os.getpid(), who, count, self.names)
+        name = f"process {os.getpid()}"
+        if holder:
+            name += f" ({holder})"
+        place = Place(os.getpid(), name, count, self.names)
         with contextlib.ExitStack() as stack:
             own, file = stack.enter_context(self._place(place))
             while True:
                 with self._door():
                     places = self._places()
-                    if slots := self._free(own, count, places):
+                    slots = self._free(own, count, places)
+                    if slots:
                         _write(file, place._replace(slots=slots))
+                        # The place is kept: its end is the release of the lease.
                         return Lease(slots, stack.pop_all().close)
                 now = time.monotonic()
                 if now > start + limit:
                     advice = "end their holders, or wait longer with --gt-lease-timeout"
-                    raise LeaseError(
-                        f"waited {limit:.3g} s for {self._waiting(own, count, places)}; {advice}"
-                    )
+                    waiting = self._waiting(own, count, places)
+                    raise LeaseError(f"waited {limit:.3g} s for {waiting}; {advice}")
                 if now > next_line:
-                    wanted = self._waiting(own, count, places)
-                    write(f"{holder} has waited {now - start:.3g} s for {wanted}")
+                    waiting = self._waiting(own, count, places)
+                    write(f"{holder} has waited {now - start:.3g} s for {waiting}")
                     next_line = now + LINE_EVERY
                 time.sleep(POLL_SECONDS)
 
@@ -108,11 +121,11 @@ class Slots:
 
     @contextlib.contextmanager
     def _place(self, place: Place) -> Iterator[tuple[str, TextIO]]:
-        """Have a place: the name of its file, which sorts by size, larger first, then by arrival,
-        and the file.
-        """
+        """Take a place in the line; yield the name of its file, and the file."""
+        # Names sort by size, larger first, then by arrival.
         name = f"{10**6 - place.wanted:07d}-{time.time_ns()}-{place.pid}-{threading.get_ident()}"
-        with self._door():  # nobody may see the file before it is locked
+        # Behind the door, since others take an unlocked file for one of a dead process.
+        with self._door():
             file = open(self._line / name, "x")  # noqa: SIM115 - locked until it is closed
             fcntl.flock(file, fcntl.LOCK_EX)
             _write(file, place)
@@ -124,14 +137,15 @@ class Slots:
 
     @contextlib.contextmanager
     def _door(self) -> Iterator[None]:
-        """Held while a process reads or changes the line."""
+        """Let no other process read or change the line inside."""
         with open(self._folder / "door", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _places(self) -> dict[str, Place]:
-        """All places by name, in the order of the line; those of processes that died are cleared
-        away.
+        """Return all places by name, in the order of the line.
+
+        Remove those of processes that died.
         """
         found = {}
         for path in sorted(self._line.iterdir()):
@@ -144,33 +158,45 @@ class Slots:
         return found
 
     def _waiters(self, places: Mapping[str, Place]) -> dict[str, Place]:
-        return {
-            name: place
-            for name, place in places.items()
-            if not place.slots and {*place.names} & {*self.names}
-        }
+        """Return the places that wait for any of these slots."""
+        waiters = {}
+        for name, place in places.items():
+            if not place.slots and set(place.names) & set(self.names):
+                waiters[name] = place
+        return waiters
 
     def _free(self, own: str, count: int, places: Mapping[str, Place]) -> tuple[str, ...]:
-        """``count`` slots, if those are free and ``own`` is first in line."""
-        taken = {slot for place in places.values() for slot in place.slots}
-        free = tuple(name for name in self.names if name not in taken)
-        return (
-            free[:count] if next(iter(self._waiters(places))) == own and len(free) >= count else ()
-        )
+        """Return ``count`` slots if those are free and ``own`` is first in line, else none."""
+        if next(iter(self._waiters(places))) != own:
+            return ()
+        holders = _holders(places)
+        free = tuple(name for name in self.names if name not in holders)
+        return free[:count] if len(free) >= count else ()
 
     def _waiting(self, own: str, count: int, places: Mapping[str, Place]) -> str:
-        holders = {slot: place.holder for place in places.values() for slot in place.slots}
-        held = (
-            "; ".join(f"{name} by {holders[name]}" for name in self.names if name in holders)
-            or "none"
+        """Return what the place ``own`` waits for, in words."""
+        holders = _holders(places)
+        held = []
+        for name in self.names:
+            if name in holders:
+                held.append(f"{name} by {holders[name]}")
+        text = (
+            f"{count} of {len(self.names)} slots ({', '.join(self.names)}), "
+            f"held are: {'; '.join(held) or 'none'}"
         )
-        text = f"{count} of {len(self.names)} slots ({', '.join(self.names)}), held are: {held}"
         name, first = next(iter(self._waiters(places).items()))
-        return (
-            text
-            if name == own
-            else f"{text}; before it in line: process {first.pid} for {first.wanted}"
-        )
+        if name != own:
+            text += f"; before it in line: process {first.pid} for {first.wanted}"
+        return text
+
+
+def _holders(places: Mapping[str, Place]) -> dict[str, str]:
+    """Return the holder of each slot that is held."""
+    holders = {}
+    for place in places.values():
+        for slot in place.slots:
+            holders[slot] = place.holder
+    return holders
 
 
 def _write(file: TextIO, place: Place) -> None:

@@ -270,8 +270,9 @@ def _claims(
 def _report_left_behind(
     item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]
 ) -> None:
-    """Add what the test left on the ranks to its last report; it fails if
-    ``--gt-leaked-resources=fail``.
+    """Add what the test left on the ranks to its last report.
+
+    The test fails with ``--gt-leaked-resources=fail``.
     """
     left: dict[str, None] = {}
     for answer in outcome.done.values():

@@ -1,5 +1,4 @@
-"""Judge in the parent what the ranks of a test only claimed: goldens, inline expectations, control
-runs.
+"""Compare in the parent what ranks only sent: goldens, inline expectations, control runs.
 
 A test without ranks raises where such a check fails, and pytest decides by the test's marks what
 that means. On ranks nothing was raised: an *objection* is the failure that the test would have
@@ -27,9 +26,8 @@ class Xfail(NamedTuple):
 
     reason: str
     kinds: Sequence[str]
-    patterns: Sequence[
-        tuple[str, int]
-    ] = ()  # regular expressions, with their flags, that a text must match
+    # Regular expressions that a text must match, with their flags.
+    patterns: Sequence[tuple[str, int]] = ()
 
 
 class Objection(NamedTuple):
@@ -52,8 +50,7 @@ def _errors() -> dict[str, type[BaseException]]:
 
 
 def xfail_of(item: pytest.Item) -> Xfail | None:
-    """Return the xfail mark that holds for a test of this process, as its rank sends it with each
-    report.
+    """Return the xfail mark that holds for a test of this process; a rank sends it with reports.
 
     The parent cannot evaluate the mark: a condition may depend on the rank, and a test may add the
     mark while it runs.
@@ -73,9 +70,8 @@ def xfail_of(item: pytest.Item) -> Xfail | None:
         raises = raises.expected_exceptions or BaseException
     if not isinstance(raises, type | tuple):
         return Xfail(reason, [])  # RaisesGroup: no check raises a group
-    return Xfail(
-        reason, [kind for kind, error in _errors().items() if issubclass(error, raises)], patterns
-    )
+    kinds = [kind for kind, error in _errors().items() if issubclass(error, raises)]
+    return Xfail(reason, kinds, patterns)
 
 
 def objections_of(

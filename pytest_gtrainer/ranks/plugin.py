@@ -1,10 +1,8 @@
-"""Dispatch of tests to real ranks, from the process that owns the tests; and their world as a test
-sees it.
-"""
+"""The plugin that sends tests to real ranks; and the world of ranks as a test sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -15,8 +13,8 @@ from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.marker import id_of, valid_spec_of
 
-# here, not where they are used first: a pytest run in this process (``pytester``) forgets the
-# modules that it imported, and messages are recognised by their classes
+# Here, not where they are used first: a pytest run in this process (``pytester``) forgets the
+# modules that it imported, and messages are recognised by their classes.
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
@@ -40,8 +38,10 @@ def is_rank(config: pytest.Config) -> bool:
 
 
 def follow(config: pytest.Config) -> int | None:
-    """Stand in for pytest's own main loop in a rank of torchrun that follows; None where there is
-    nothing to follow.
+    """Run a process of torchrun that follows rank 0, in place of pytest's main loop.
+
+    Returns:
+        The exit status; None if this process does not follow another one.
     """
     launch = devices.launch_of(config)
     if launch is None or launch.leads:
@@ -57,31 +57,33 @@ def follow(config: pytest.Config) -> int | None:
 def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
     """Enter the world: on a rank's warm default group, or in the parent, without a rank."""
     worker = getattr(config, "workerinput", {})
+    rank: int | None
     if "gt_rank" in worker:
         device, backend, rank = worker["gt_device"], worker["gt_backend"], worker["gt_rank"]
     else:
         found = devices.resolve(config)
-        device, backend, rank = found.kind, found.backend, 0 if found.in_process else None
+        device, backend = found.kind, found.backend
+        rank = 0 if found.in_process else None
     yield World("ranks", spec.size, rank, spec.nodes, spec.mesh, device, backend)
 
 
 def ranks_spec(item: pytest.Item) -> WorldSpec | None:
-    """The spec of a test that wants to be run by ranks; None for any other, an invalid one
-    included.
-    """
-    spec, stays = valid_spec_of(item), "gt_ranks" in getattr(item, "fixturenames", ())
-    return spec if spec is not None and spec.kind == "ranks" and not stays else None
+    """Return the spec of a test that ranks run; None for other tests and for an invalid spec."""
+    # A test that calls functions on ranks stays in the parent itself.
+    if "gt_ranks" in getattr(item, "fixturenames", ()):
+        return None
+    spec = valid_spec_of(item)
+    if spec is None or spec.kind != "ranks":
+        return None
+    return spec
 
 
 def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
-    """Return what ``spec`` needs and the run has not; None if it can run."""
+    """Return what ``spec`` needs and the run does not have; None if it can run."""
     if spec.kind == "fake":
-        on_cuda = found.kind == "cuda"
-        return (
-            None
-            if on_cuda
-            else "needs a GPU for the tensors of its fake world, the run has none: not judged"
-        )
+        if found.kind == "cuda":
+            return None
+        return "needs a GPU for the tensors of its fake world, the run has none: not judged"
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
@@ -99,7 +101,7 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
 
 @contextmanager
 def one_rank(config: pytest.Config) -> Iterator[None]:
-    """This process as the one rank of a world, after what hooks do in each rank."""
+    """Make this process the one rank of a world inside, and run the hooks of a rank."""
     from pytest_gtrainer.worlds.fake import world_of_one
 
     found = devices.resolve(config)
@@ -121,9 +123,8 @@ class RanksPlugin:
         self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
         self._last_test = ""  # of this process, on ranks or not
-        self._alone: ExitStack | None = (
-            None  # ends the world of one rank in this process: --gt-one-rank
-        )
+        # With --gt-one-rank: ends the world of one rank in this process.
+        self._alone: ExitStack | None = None
 
     @property
     def pool(self) -> Pool:
@@ -135,7 +136,8 @@ class RanksPlugin:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
-        if (launch := devices.launch_of(self.config)) is not None:
+        launch = devices.launch_of(self.config)
+        if launch is not None:
             from pytest_gtrainer.ranks.torchrun.line import Refused
             from pytest_gtrainer.ranks.torchrun.nodes import Nodes
             from pytest_gtrainer.ranks.watch import write_line
@@ -146,20 +148,24 @@ class RanksPlugin:
                 raise pytest.UsageError(str(error)) from error
 
     def pytest_report_header(self) -> str | None:
-        """With workers, which alone collect, the line comes before it is known whether anybody
-        needs ranks.
+        """Name the devices, if workers share them.
+
+        Only workers collect, so the run does not know yet whether any test needs ranks.
         """
         if self.config.getoption("tx", None) and not hasattr(self.config, "workerinput"):
             return f"gtrainer: {devices.resolve(self.config)}, shared by the workers"
         return None
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
-        return [f"gtrainer: {devices.resolve(self.config)}"] if any(map(ranks_spec, items)) else []
+        if not any(map(ranks_spec, items)):
+            return []
+        return [f"gtrainer: {devices.resolve(self.config)}"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip what there are no devices for; such a test is not dispatched, so its setup comes
-        here.
+        """Skip a test that there are no devices for.
+
+        Such a test is not sent to ranks, so its setup runs here.
         """
         spec = valid_spec_of(item)
         if spec is None or (spec.kind, spec.device) != ("fake", "cuda"):
@@ -185,10 +191,12 @@ class RanksPlugin:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on
-        ranks.
+        """Run a test on ranks, in place of pytest's own protocol.
+
+        The same hooks are called here; setup, call and teardown run on the ranks.
         """
-        if (spec := self._spec_on_ranks(item)) is None:
+        spec = self._spec_on_ranks(item)
+        if spec is None:
             return None
         hooks = item.ihook
         hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -196,24 +204,22 @@ class RanksPlugin:
         call = pytest.CallInfo.from_call(
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
-        reports = (
-            reports_of(item, outcomes[0])
-            if outcomes
-            else [hooks.pytest_runtest_makereport(item=item, call=call)]
-        )
-        for outcome in outcomes:
-            if outcome.has_failed():  # else the parent objects: to a golden, for one
-                _explain_examples(item, outcome, reports)
-                self._try_on_fresh_ranks(item, spec, reports, outcome)
+        if outcomes:
+            reports = reports_of(item, outcomes[0])
+        else:
+            reports = [hooks.pytest_runtest_makereport(item=item, call=call)]
+        # If no rank failed, a report may still fail: by a golden, which the parent compares.
+        if outcomes and outcomes[0].has_failed():
+            _explain_examples(item, outcomes[0], reports)
+            self._try_on_fresh_ranks(item, spec, reports, outcomes[0])
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
         if item.session.shouldfail or item.session.shouldstop:
-            nextitem = (
-                None  # as for pytest: else what a teardown of wider scope raises has no report
-            )
-        # What earlier tests have set up in this process, and the next one does not share: if that
-        # fails, it must be reported before the last report, with which goldens are written.
+            # As pytest does: else an error in the teardown of a wider scope would have no report.
+            nextitem = None
+        # Tear down what earlier tests have set up in this process and the next one does not share.
+        # If that fails, it must be reported before the last report, with which goldens are written.
         call = pytest.CallInfo.from_call(
             lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE
         )
@@ -260,22 +266,22 @@ class RanksPlugin:
         append_section(failed, "fresh ranks", said)
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
-        """Return what a test wants that ranks run; None if it runs here, if only to be skipped."""
+        """Return the spec of a test that is sent to ranks.
+
+        None if it runs in this process, even if only to be skipped.
+        """
         spec = ranks_spec(item)
-        if (
-            spec is None
-            or devices.resolve(self.config).in_process
-            or item.get_closest_marker("skip") is not None
-        ):
+        if spec is None or item.get_closest_marker("skip") is not None:
+            return None
+        found = devices.resolve(self.config)
+        if found.in_process or missing(spec, found) is not None:
             return None
         if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
             return None  # pytest shows what it would do, and runs no test
-        return spec if missing(spec, devices.resolve(self.config)) is None else None
+        return spec
 
     def _be_a_rank(self) -> None:
-        """The next test begins, as on a rank: its world is up before its fixtures, and every test
-        has one seed.
-        """
+        """Begin a test as a rank does: the world is up before its fixtures, and the seed is set."""
         import torch.distributed as dist
 
         from pytest_gtrainer.numerics.determinism import seed_everything
@@ -295,7 +301,10 @@ class RanksPlugin:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         self._refuse_late_marker(item)
-        result = (yield) if self._alone is None else (yield from restored_after(item))
+        if self._alone is None:
+            result = yield
+        else:
+            result = yield from restored_after(item)
         self._refuse_late_marker(item)  # the test itself may have added it
         return result
 
@@ -322,35 +331,41 @@ class RanksPlugin:
         self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
     ) -> RanksOutcome:
         following = self._next_on_ranks(item, spec, nextitem)
-        next_item = _item_ref(following) if following is not None else None
+        next_item = None
+        if following is not None:
+            next_item = _item_ref(following)
         command = wire.RunItem(_item_ref(item), next_item, item.location)
         try:
             outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
-            if any(
-                "Quitting debugger" in (answer.trouble or "") for answer in outcome.done.values()
-            ):
-                item.session.shouldstop = "Quitting debugger"
-            return outcome
         except (RanksError, LeaseError) as error:
-            why = str(error)
-        pytest.fail(
-            why, pytrace=False
-        )  # here, so that pytest does not show the other exception above it
+            outcome, why = None, str(error)
+        if outcome is None:
+            # Not in the handler, so that pytest does not show the other exception above this one.
+            pytest.fail(why, pytrace=False)
+        for answer in outcome.done.values():
+            if "Quitting debugger" in (answer.trouble or ""):
+                item.session.shouldstop = "Quitting debugger"
+        return outcome
 
     def _next_on_ranks(
         self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
     ) -> pytest.Item | None:
-        """The next test on as many ranks: what it shares stays set up. Under xdist only the very
-        next one is known.
+        """Return the next test on as many ranks, with which fixtures are shared.
+
+        Under xdist only the very next test is known.
         """
-        items = item.session.items
+        later: Iterable[pytest.Item] = ()
         if hasattr(self.config, "workerinput"):
-            items = [item, nextitem] if nextitem is not None else []
-        later = islice(items, items.index(item) + 1, None) if item in items else ()
-        specs = ((other, self._spec_on_ranks(other)) for other in later)
-        return next(
-            (other for other, found in specs if found is not None and found.size == spec.size), None
-        )
+            if nextitem is not None:
+                later = [nextitem]
+        elif item in item.session.items:
+            items = item.session.items
+            later = islice(items, items.index(item) + 1, None)
+        for other in later:
+            found = self._spec_on_ranks(other)
+            if found is not None and found.size == spec.size:
+                return other
+        return None
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -359,10 +374,10 @@ class RanksPlugin:
             return (yield)
         finally:
             for nodeid, problem in self._close():
-                # The test has ended. One more report of it is what all who count failures heed: the
+                # The test has ended. One more report of it reaches all that count failures: the
                 # exit status, the summary, the JUnit file, the page and --lf.
                 if hasattr(self.config, "workerinput") and self._last_test != nodeid:
-                    # xdist takes reports of the last test of a worker only
+                    # xdist takes reports of the last test of a worker only.
                     nodeid, problem = self._last_test, f"after {nodeid}, {problem}"
                 path, _, name = nodeid.partition("::")
                 late = pytest.TestReport(
@@ -372,14 +387,12 @@ class RanksPlugin:
 
     def pytest_unconfigure(self) -> None:
         self._close()
-        # only now: torchrun ends everybody when one exits with an error
+        # Only now: torchrun ends everybody when one exits with an error.
         if self._nodes is not None and self._session is not None:
             self._nodes.end(int(self._session.exitstatus))
 
     def _close(self) -> list[tuple[str, str]]:
-        """End all ranks. Returns what went wrong in that, each with the last test that the rank
-        ran.
-        """
+        """End all ranks; return what went wrong in that, with the last test that the ranks ran."""
         pool, self._pool = self._pool, None
         if pool is None:
             return []
@@ -390,9 +403,7 @@ class RanksPlugin:
 def _explain_examples(
     item: pytest.Item, outcome: RanksOutcome, reports: Sequence[pytest.TestReport]
 ) -> None:
-    """Add to a failed test of hypothesis that its ranks may have run different examples, if only
-    some failed.
-    """
+    """Add to a failure of hypothesis on some ranks that they may have run different examples."""
     failed = next((report for report in reports if report.failed and report.when == "call"), None)
     if failed is None or not hasattr(getattr(item, "obj", None), "hypothesis"):
         return
@@ -409,17 +420,19 @@ def _explain_examples(
 
 
 def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
-    """The limit of a test in seconds: the marker's, else ``--gt-timeout``."""
-    return float((spec and spec.timeout) or options.get(config, "timeout"))
+    """Return the limit of a test in seconds: the marker's, else ``--gt-timeout``."""
+    if spec is not None and spec.timeout:
+        return float(spec.timeout)
+    return float(options.get(config, "timeout"))
 
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:
-    """The directories and the file that lead to a test, outermost first."""
-    return tuple(
-        str(node.path)
-        for node in item.listchain()
-        if isinstance(node, pytest.Directory | pytest.File)
-    )
+    """Return the directories and the file that lead to a test, outermost first."""
+    chain = []
+    for node in item.listchain():
+        if isinstance(node, pytest.Directory | pytest.File):
+            chain.append(str(node.path))
+    return tuple(chain)
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:

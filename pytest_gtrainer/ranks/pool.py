@@ -1,9 +1,8 @@
-"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes, on
-devices that others want.
+"""The pool: warm teams of ranks, by size, device and environment, on leased devices.
 
-A lease on CPU slots lasts one test. A lease on GPUs lasts as long as the ranks that have a context
-on them; it is given up, and the ranks with it, as soon as another process waits and no test runs
-here.
+The pool keeps a bounded number of processes. A lease on CPU slots lasts one test. A lease on GPUs
+lasts as long as the ranks that have a context on them. When another process waits for the GPUs and
+no test runs here, the lease is given up, and the ranks with it.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_c
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
 
-IDLE_FACTOR = (
-    2  # idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm
-)
+# Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
+IDLE_FACTOR = 2
 LOOK_EVERY = 0.5
 
 PRELOAD = (
@@ -44,9 +42,9 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
-    # tracing and every optimiser import it at their first use: once here, or once in each rank
+    # Tracing and every optimiser import it at their first use: once here, or once in each rank.
     "torch._dynamo",
-    # where it is installed: its settings must be in place before a test file imports it
+    # Where it is installed: its settings must be in place before a test file imports it.
     "hypothesis",
     "pytest_gtrainer.plugin",
     "pytest_gtrainer.ranks.inside.rank",
@@ -56,18 +54,19 @@ TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device
 
 
 class Pool:
-    """Hands out teams; one forkserver per pytest process, started when first needed; under torchrun
-    with ``nodes``.
+    """The teams of this pytest process, and its forkserver, which starts when first needed.
+
+    ``nodes`` are the other nodes under torchrun. ``problems`` collects what went wrong as ranks
+    ended, each with the last test that they ran.
     """
 
     def __init__(self, config: pytest.Config, nodes: Nodes | None = None) -> None:
-        self._config, self._nodes = config, nodes
+        self._config = config
+        self._nodes = nodes
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
-        self.problems: list[
-            tuple[str, str]
-        ] = []  # as ranks ended: the last test that they ran, what went wrong
+        self.problems: list[tuple[str, str]] = []
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(
@@ -79,27 +78,35 @@ class Pool:
         *,
         fresh: bool = False,
     ) -> RanksOutcome:
-        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it
-        cannot start.
+        """Run a command on ``size`` ranks.
 
-        ``fresh`` ends the warm ranks of that size before, so that nothing of an earlier test is
-        left in them.
+        Args:
+            size: the number of ranks.
+            command: what each of them runs.
+            limit: seconds, from the time when the devices are leased.
+            holder: the test, for messages.
+            fresh: end the warm ranks of that size before, and with them all that earlier tests
+                have left there.
+
+        Raises:
+            RanksError: the ranks could not start.
+            LeaseError: others held the devices for too long.
         """
         if self._sharing is None:
             self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
             with stopped_clock():
                 if fresh:
-                    for key in [key for key in self._teams if key[0] == size]:
-                        self._stop(self._teams.pop(key))
+                    for key in list(self._teams):
+                        if key[0] == size:
+                            self._stop(self._teams.pop(key))
                 environ = {**rank_environment(self._config), **self._sharing.environment()}
                 team = self._team(size, environ, min(START_LIMIT, max(LEAST_START_LIMIT, limit)))
             team.last_test = holder
             try:
                 outcome = run_on(team, command, limit, Console(self._config, holder))
-            except (
-                BaseException
-            ):  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
+            except BaseException:
+                # A time limit or Ctrl-C: the ranks still run this test, and would answer the next.
                 team.kill()
                 raise
             if options.get(self._config, "fresh-ranks") is True:
@@ -117,9 +124,7 @@ class Pool:
             self._server = None
 
     def _team(self, size: int, environ: Mapping[str, str], start_limit: float) -> Team:
-        """A team of ``size`` ranks in that environment, started within so many seconds if there is
-        none.
-        """
+        """Return a team of ``size`` ranks in that environment; start one if there is none."""
         found = devices.resolve(self._config)
         key = (size, found.kind, frozenset(environ.items()))
         team = self._teams.pop(key, None)
@@ -128,10 +133,7 @@ class Pool:
             return team
         if team is not None:
             self._stop(team)
-        self._teams = {key: team for key, team in self._teams.items() if team.alive}
-        most = IDLE_FACTOR * max(found.slots, size)
-        while self._teams and sum(team.size for team in self._teams.values()) + size > most:
-            self._stop(self._teams.pop(next(iter(self._teams))))
+        self._make_room(size)
         plan, stores = self.plan(size, environ, worker_input(self._config, size)), None
         if self._nodes is not None:
             plan, stores = self._nodes.place(plan)
@@ -142,16 +144,23 @@ class Pool:
         self._teams[key] = team
         return team
 
+    def _make_room(self, size: int) -> None:
+        """Stop the least recently used teams until ``size`` more ranks are not too many."""
+        self._teams = {key: team for key, team in self._teams.items() if team.alive}
+        most = IDLE_FACTOR * max(devices.resolve(self._config).slots, size)
+        while self._teams and sum(team.size for team in self._teams.values()) + size > most:
+            least_recent = next(iter(self._teams))
+            self._stop(self._teams.pop(least_recent))
+
     def plan(
         self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]
     ) -> wire.RankSetup:
-        """Return what ranks of this machine start from."""
-        config, found, launch = (
-            self._config,
-            devices.resolve(self._config),
-            devices.launch_of(self._config),
-        )
-        called, has_temporary = config.invocation_params, launch is None or launch.leads
+        """Return the setup that the ranks of a team share."""
+        config = self._config
+        found, launch = devices.resolve(config), devices.launch_of(config)
+        basetemp = None
+        if launch is None or launch.leads:  # ranks of a torchrun follower make their own
+            basetemp = str(base_temp(config))
         return wire.RankSetup(
             size=size,
             ranks=range(size),
@@ -159,33 +168,33 @@ class Pool:
             backend=found.backend,
             environ=environ,
             sys_path=tuple(sys.path),
-            cwd=str(called.dir),
-            args=tuple(map(str, called.args)),
-            basetemp=str(base_temp(config))
-            if has_temporary
-            else None,  # ranks of a torchrun follower make their own
+            cwd=str(config.invocation_params.dir),
+            args=tuple(map(str, config.invocation_params.args)),
+            basetemp=basetemp,
             worker=worker,
             live_output=self._live_output,
         )
 
     def forkserver(self) -> ForkServer:
-        """The forkserver, started if there is none."""
+        """Return the forkserver; start it if there is none."""
         if self._server is not None and not self._server.alive:
             self._server.close()
             self._server = None
         if self._server is None:
-            installed = (plugin for plugin, _ in self._config.pluginmanager.list_plugin_distinfo())
-            plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
-            # what tests have imported here of torch and of ours, test files will import again in
-            # every rank
-            seen = [
-                name
-                for name in sys.modules
-                if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")
-            ]
-            modules = list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
-            preload = options.get(self._config, "preload")
-            self._server = ForkServer(modules, preload, live_output=self._live_output)
+            modules = [*PRELOAD]
+            for plugin, _ in self._config.pluginmanager.list_plugin_distinfo():
+                if isinstance(plugin, ModuleType):
+                    modules.append(plugin.__name__)
+            # What tests have imported here of torch and of this package, test files will import
+            # again in every rank.
+            for name in sys.modules:
+                if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer"):
+                    modules.append(name)
+            self._server = ForkServer(
+                list(dict.fromkeys(modules)),
+                options.get(self._config, "preload"),
+                live_output=self._live_output,
+            )
         return self._server
 
     def _stop_teams(self) -> None:
@@ -197,20 +206,19 @@ class Pool:
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:
-    """The environment that ranks start with: the caller's, but for what pytest says of its present
-    test.
-    """
+    """Return the environment that ranks start with: the caller's, without pytest's present test."""
     environ = lasting_environment()
     environ.pop("PYTEST_CURRENT_TEST", None)
     if devices.resolve(config).kind == "cuda":
-        # deterministic cuBLAS needs it before CUDA starts, long before a test could ask for it
+        # Deterministic cuBLAS needs it before CUDA starts, long before a test could ask for it.
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return environ
 
 
 def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
-    """``config.workerinput`` of ranks but for their rank: the keys of xdist, the seed of
-    pytest-randomly, ours.
+    """Return the ``config.workerinput`` of ranks, without their rank.
+
+    It has the keys of xdist, the seed of pytest-randomly, and our own keys.
     """
     outer, found = getattr(config, "workerinput", {}), devices.resolve(config)
     content = {
@@ -222,41 +230,41 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
         "gt_pdb": config.getoption("usepdb"),
         "gt_device": found.kind,
         "gt_backend": found.backend,
-        # of plugins, too, that ranks do without: xdist's, one of time limits
+        # Also those of plugins that ranks do without: xdist, plugins of time limits.
         "gt_markers": config.getini("markers"),
-        # ranks write no JUnit file: what it says of digests they have to be asked for
+        # Ranks write no JUnit file, so they are asked for the digests that it shows.
         "gt_digests": bool(getattr(config.option, "xmlpath", None)),
     }
     seed = getattr(config.option, "randomly_seed", None)
-    return content if seed is None else {**content, "randomly_seed": seed}
+    if seed is not None:
+        content["randomly_seed"] = seed
+    return content
 
 
 def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing:
-    """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs
-    are given back.
+    """Return how this process shares its devices with others.
+
+    ``stop_ranks`` ends the ranks of this process before their GPUs are given back.
     """
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
-    say = functools.partial(write_line, config)
+    write = functools.partial(write_line, config)
     if devices.launch_of(config) is not None:
         return Sharing()  # whoever has started torchrun shares them out
     if found.kind == "cuda":
+        # One folder for every run of this user on this machine.
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
-        slots = Slots(folder, [gpu.uuid for gpu in found.gpus])
-        return GpuSharing(
-            slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, say
-        )
+        entries = {gpu.uuid: gpu.entry for gpu in found.gpus}
+        return GpuSharing(Slots(folder, list(entries)), entries, limit, stop_ranks, write)
     if hasattr(config, "workerinput"):
-        # the folder above a worker's own is the run's
+        # The folder above a worker's own is the run's.
         folder = base_temp(config).parent / "gtrainer-leases"
         slots = Slots(folder, [f"cpu{slot}" for slot in range(found.slots)])
-        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, say))
+        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, write))
     return Sharing()
 
 
 class Sharing:
-    """Devices leased for a test by ``acquire``, for so many ranks; by default there is nothing to
-    lease.
-    """
+    """Devices for tests, leased by ``acquire(size, holder)``; by default there is nothing to lease."""
 
     def __init__(
         self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)
@@ -265,7 +273,7 @@ class Sharing:
 
     @contextlib.contextmanager
     def for_test(self, size: int, holder: str) -> Iterator[None]:
-        """Devices for ``size`` ranks, this process's for the time of a test."""
+        """Hold devices for ``size`` ranks inside."""
         lease = self._acquire(size, holder)
         try:
             yield
@@ -273,7 +281,7 @@ class Sharing:
             lease.release()
 
     def environment(self) -> Mapping[str, str]:
-        """Return what confines the ranks to the devices that are leased."""
+        """Return the variables that confine ranks to the devices that are leased."""
         return {}
 
     def close(self) -> None:
@@ -281,8 +289,9 @@ class Sharing:
 
 
 class GpuSharing(Sharing):
-    """GPUs, kept between tests until another process waits for them, which a thread looks for while
-    no test runs.
+    """GPUs, kept between tests until another process waits for them.
+
+    A thread looks for such processes while no test runs.
     """
 
     def __init__(
@@ -304,7 +313,7 @@ class GpuSharing(Sharing):
     def for_test(self, size: int, holder: str) -> Iterator[None]:
         with self._in_use:
             if self._lease is None or len(self._lease.slots) < size:
-                # a process that holds some while it waits for more can wait for ever
+                # Give them up first: two processes that hold some and wait for more never end.
                 self._give_up()
                 self._lease = self._acquire(size, holder)
             if self._watcher is None:

@@ -1,5 +1,6 @@
-"""pdb in a rank: at the terminal of the run, which ranks have in turns, while the others and the
-clock are held.
+"""pdb in a rank, at the terminal of the run.
+
+One rank at a time has the terminal. Meanwhile the other ranks and the clock of the test are held.
 """
 
 import pdb
@@ -16,8 +17,9 @@ from pytest_gtrainer.ranks import wire
 
 
 class RankPdb(pdb.Pdb):
-    """pdb that asks for the terminal; pytest makes one a ``breakpoint()``, so what they share
-    stands in the class.
+    """pdb that asks the parent for the terminal.
+
+    pytest makes a new one for each ``breakpoint()``, so their common state stands in the class.
     """
 
     rank = 0
@@ -86,27 +88,27 @@ def connect(
     passed: Counter[object] = Counter()
 
     def on_one_rank(rank: int = 0, skip: int = 0, timeout_s: float | None = None) -> None:
-        """Stop on one rank, as torch's does, not at the first ``skip`` calls; the others wait for
-        it, without limit.
+        """Stop on one rank, as torch's function does, after the first ``skip`` calls of a line.
+
+        The others wait for it without a limit.
         """
         frame = sys._getframe(1)
         passed[frame.f_code, frame.f_lineno] += 1
-        if passed[frame.f_code, frame.f_lineno] > skip:
-            if dist.get_rank() == rank:
-                debugger = RankPdb()
-                debugger.reset()
-                debugger.interaction(frame, None)
-                if (
-                    RankPdb.held is not None
-                ):  # it goes on by steps, of the user's function and its callers
-                    for outer, _ in traceback.walk_stack(frame):
-                        outer.f_trace = debugger.trace_dispatch
-                    sys.settrace(debugger.trace_dispatch)
-            dist.barrier()
+        if passed[frame.f_code, frame.f_lineno] <= skip:
+            return
+        if dist.get_rank() == rank:
+            debugger = RankPdb()
+            debugger.reset()
+            debugger.interaction(frame, None)
+            if RankPdb.held is not None:
+                # The user goes on by steps, in the function that stopped and in its callers.
+                for outer, _ in traceback.walk_stack(frame):
+                    outer.f_trace = debugger.trace_dispatch
+                sys.settrace(debugger.trace_dispatch)
+        dist.barrier()
 
-    # Torch's opens /dev/stdin, which a rank has not, and asks nobody which debugger to enter: there
-    # is no other way in. In ranks alone, which are no user's process; put back when the session of
-    # the rank ends.
+    # Torch's function opens /dev/stdin, which a rank does not have, and has no setting for the
+    # debugger, so it is replaced. Only in ranks, and put back when the session of the rank ends.
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "breakpoint", on_one_rank, raising=False)
     session.config.add_cleanup(patch.undo)

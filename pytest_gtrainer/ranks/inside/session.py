@@ -1,5 +1,6 @@
-"""The pytest session of a rank: the parent's options and plugins without those that report; its
-tests and reports.
+"""The pytest session of a rank: its plugins, its tests, and the reports that it sends.
+
+It has the parent's options and plugins, without those that report or select.
 """
 
 import os
@@ -78,8 +79,9 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 def start_session(
     config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None
 ) -> pytest.Session:
-    """Start a session that does not collect; with ``config.workerinput`` plugins behave as in a
-    worker of xdist.
+    """Start a session that does not collect.
+
+    It has ``config.workerinput``, so that plugins behave as in a worker of xdist.
     """
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")

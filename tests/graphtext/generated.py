@@ -83,7 +83,7 @@ def _channels_last(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
 
 
 def _constant(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
-    """Small ones are told by their values, large ones by a digest."""
+    """Small ones are shown by their values, large ones by a digest."""
     value = draw(
         st.sampled_from(
             [torch.tensor(-0.0), torch.arange(4), torch.full((4, 4), 0.1), torch.ones(4, 1) > 0]

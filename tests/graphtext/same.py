@@ -1,4 +1,4 @@
-"""Whether two graphs are the same in all that a text promises to keep."""
+"""Compare two graphs in all that a text promises to keep."""
 
 from typing import Any
 
@@ -69,7 +69,9 @@ def _attribute(gm: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Literals so that ``==`` tells bits: repr tells -0.0 and nan, and 1 from 1.0 and True."""
+    """Return literals so that ``==`` compares bits: repr distinguishes -0.0, nan, and 1 from 1.0
+    and True.
+    """
     return repr(
         pytree.tree_map_only((torch.SymInt, torch.SymFloat), lambda v: str(v.node.hint), value)
     )
@@ -77,15 +79,15 @@ def _plain(value: Any) -> Any:
 
 def _meta(node: fx.Node) -> dict[str, Any]:
     kept = ("gt_input", "gt_outputs", "fsdp_bucket", "recompute")
-    told = {key: node.meta.get(key) for key in kept}
+    values = {key: node.meta.get(key) for key in kept}
     if node.op not in ("placeholder", "output"):
         custom = {
             key: value
             for key, value in (node.meta.get("custom") or {}).items()
             if key != "module_fqn"
         }
-        told |= {"fqn": node_fqn(node), "direction": direction(node), "custom": custom}
-    return {**told, "val": _kind(node.meta.get("val"))}
+        values |= {"fqn": node_fqn(node), "direction": direction(node), "custom": custom}
+    return {**values, "val": _kind(node.meta.get("val"))}
 
 
 def _kind(value: Any) -> Any:
@@ -112,7 +114,7 @@ def _kind(value: Any) -> Any:
 
 
 def _hint(value: Any) -> Any:
-    """What a size is for the example that it was traced with; its form where it has none."""
+    """Return the size that the example had when it was traced; the form of a size without one."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.hint if value.node.has_hint() else len(value.node.expr.free_symbols)
     return value

@@ -230,12 +230,12 @@ def test_a_size_is_the_same_whatever_the_numbers_of_its_symbols(one, other, same
 def test_symbols_of_layers_are_told_apart():
     """Each layer's own `L.u0` is another one."""
     values = dataflow(unfold(MOE.replace("layers[0]", "layers[0:2]"))).values
-    told = [
+    symbols = [
         [each for each in value.operands if isinstance(each, Symbol)]
         for value in values
         if value.name == "cat"
     ]
-    assert told == [[Symbol(1, 0), Symbol(2, 0)], [Symbol(5, 0), Symbol(6, 0)]]
+    assert symbols == [[Symbol(1, 0), Symbol(2, 0)], [Symbol(5, 0), Symbol(6, 0)]]
 
 
 def test_symbols_that_come_in_together_are_told_apart():

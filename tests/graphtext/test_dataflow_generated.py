@@ -82,11 +82,11 @@ def change_operand(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
     """Another value that is not computed alike."""
     nodes = [known for known in gm.graph.nodes if known.op == "placeholder"] + computed(gm)
     graph = dataflow(lines_of(gm))
-    told = dict(zip(nodes, digests_of(graph, Numbers()).values, strict=True))
+    known_digests = dict(zip(nodes, digests_of(graph, Numbers()).values, strict=True))
     now = draw(st.sampled_from(nodes))
-    was = next((operand for operand in node.all_input_nodes if operand in told), None)
+    was = next((operand for operand in node.all_input_nodes if operand in known_digests), None)
     is_before = list(gm.graph.nodes).index(now) < list(gm.graph.nodes).index(node)
-    if was is None or not is_before or told[was] == told[now]:
+    if was is None or not is_before or known_digests[was] == known_digests[now]:
         return False
     node.replace_input_with(was, now)
     return True

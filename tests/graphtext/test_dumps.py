@@ -1,6 +1,4 @@
-"""What ``print_readable``, tlparse and ``fx_graph_runnable`` files show of a graph is read as that
-graph.
-"""
+"""Graphs as ``print_readable``, tlparse and ``fx_graph_runnable`` files show them are read back."""
 
 import os
 import shutil
@@ -58,9 +56,9 @@ class Model(nn.Module):
 
 
 def computed(gm: fx.GraphModule):
-    """What each node calls, on which earlier ones, and what that gives; an item as its tuple's."""
+    """Return what each node calls, on which earlier ones, and its result; an item as its tuple's."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    told = []
+    found_nodes = []
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             operands = fx.node.map_arg((node.args, node.kwargs), lambda source: place[source])
@@ -70,8 +68,8 @@ def computed(gm: fx.GraphModule):
                 if isinstance(value, torch.Tensor)
                 else None
             )
-            told.append((node.op, str(node.target), str(operands), layout))
-    return told
+            found_nodes.append((node.op, str(node.target), str(operands), layout))
+    return found_nodes
 
 
 def shown(gm):
@@ -179,18 +177,18 @@ def test_a_runnable_file_tells_types_of_inputs_alone():
 )
 def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
     assert RUNNABLE.count(old) == 1
-    with pytest.raises(TextError) as told:
+    with pytest.raises(TextError) as raised:
         parse(RUNNABLE.replace(old, new))
-    assert str(told.value).startswith(problem)
+    assert str(raised.value).startswith(problem)
 
 
 @pytest.mark.parametrize(
-    ("told", "value"), [("0.1", 0.1), ("1e-05", 1e-05), ("2.0", 2.0), ("3", 3)]
+    ("token", "value"), [("0.1", 0.1), ("1e-05", 1e-05), ("2.0", 2.0), ("3", 3)]
 )
-def test_a_number_of_a_dump_keeps_its_kind(told, value):
+def test_a_number_of_a_dump_keeps_its_kind(token, value):
     """0.1 was read as the whole number 0."""
     gm = parse(
-        f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({told})"):\n'
+        f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]", y: "Sym({token})"):\n'
         f"        return x\n"
     )
     kept = gm.graph.find_nodes(op="placeholder")[1].meta["val"]
@@ -208,7 +206,7 @@ def test_a_dump_that_is_nested_too_deeply_is_told():
 
 @pytest.mark.second_tier
 def test_every_graph_that_tlparse_shows_is_read(tmp_path):
-    """Also with dynamic sizes; what lies beside the graphs is told to be none."""
+    """Also with dynamic sizes; what lies beside the graphs is reported as no graph."""
     tlparse = shutil.which(
         "tlparse", path=f"{ROOT}/.venv/beside/bin{os.pathsep}{os.environ['PATH']}"
     )

@@ -1,4 +1,4 @@
-"""What a text does not say is found before the text becomes a golden."""
+"""A text that does not say everything is found before it becomes a golden."""
 
 import itertools
 
@@ -47,15 +47,15 @@ def test_a_text_that_is_read_back_as_it_was_is_faithful():
 
 
 @pytest.mark.parametrize(
-    ("told", "spelled", "line"),
+    ("written", "spelled", "line"),
     [
         ("aten.cos(sin)", "aten.cos(_.sin)", 8),
         ("aten.cos(sin)", "aten.cos.default(sin)", 8),
         ("A[0]: f32[2]", "A[0]: f32[2][1]", 4),
     ],
 )
-def test_the_first_line_that_is_read_back_as_another_is_told(told, spelled, line):
-    text = render(parse(TEXT), header={"torch": "2.13.0"}).replace(told, spelled)
+def test_the_first_line_that_is_read_back_as_another_is_told(written, spelled, line):
+    text = render(parse(TEXT), header={"torch": "2.13.0"}).replace(written, spelled)
     assert unfaithful(parse(TEXT), text).splitlines()[0].startswith(f"line {line}")
 
 

@@ -1,4 +1,4 @@
-"""Equal layers are told once, and what was folded can be read back."""
+"""Equal layers are shown once, and what was folded can be read back."""
 
 from itertools import pairwise
 
@@ -90,7 +90,7 @@ def test_lines_in_front_of_all_others_are_read_back_in_front():
 
 @pytest.mark.parametrize("times", [(2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1)])
 def test_a_layer_of_two_lines_of_one_name_is_told_in_full(times):
-    """In view ``schedule`` a layer may compute as much twice: the odd one, or its likes."""
+    """View ``schedule`` can show a layer that computes twice as much: the odd one, or its likes."""
     sections = [section(n, *BODY, *["compute(3)"] * count) for n, count in enumerate(times)]
     text = fold(sections)
     assert "like" not in "\n".join(text)

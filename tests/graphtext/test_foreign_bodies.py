@@ -216,7 +216,7 @@ def mapped(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_inputs_of_a_loops_body_are_named_after_the_loop(function: Any, names: list[str]):
-    """What stays is named as what is given."""
+    """An input that the body does not change has the name of the value given."""
     text = graphtext.render(stages(function, torch.ones(8), torch.ones(4, 8))["dynamo"])
     assert "A[" not in text
     for name in names:

@@ -38,7 +38,7 @@ class Model(nn.Module):
 def graphs_of(
     model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 4
 ) -> dict[str, fx.GraphModule]:
-    """Of one training step."""
+    """Trace the graphs of one training step."""
     return stages(
         model.to(dtype), torch.randn(rows, 8, dtype=dtype), {"row": torch.ones(8, dtype=dtype)}
     )
@@ -46,7 +46,7 @@ def graphs_of(
 
 @functools.cache
 def changed_graphs(**change) -> dict[str, fx.GraphModule]:
-    """Of another parameter, dtype or shape."""
+    """Graphs with another parameter, dtype or shape."""
     return graphs_of(Model(bias=True)) if "bias" in change else graphs_of(Model(), **change)
 
 
@@ -170,8 +170,8 @@ def test_results_of_an_exported_program_are_named_by_its_signature():
         (program, []),
         (program.run_decompositions(), [*names, "updated.seen"]),
     ):
-        told = graphtext.render(functional).partition("if out:\n")[2].splitlines()
-        assert [line.partition(" = ")[0].strip() for line in told] == [
+        results = graphtext.render(functional).partition("if out:\n")[2].splitlines()
+        assert [line.partition(" = ")[0].strip() for line in results] == [
             *written,
             "output_0",
             "output_1",
@@ -194,8 +194,12 @@ def test_gradients_of_an_exported_step_are_named_after_their_parameters():
             return self.up(x).sum(), x + 1
 
     made = _export_forward_backward(torch.export.export(Step(), (torch.randn(2, 8),)))
-    told = graphtext.render(made).partition("if out:\n")[2].splitlines()
-    assert [line.partition(" = ")[0].strip() for line in told] == ["loss", "output_0", "up.weight"]
+    results = graphtext.render(made).partition("if out:\n")[2].splitlines()
+    assert [line.partition(" = ")[0].strip() for line in results] == [
+        "loss",
+        "output_0",
+        "up.weight",
+    ]
     assert adopted(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
     forward, _, backward = graphtext.render(made).partition(
         "if bwd:\n"
@@ -355,9 +359,7 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
 
 
 def test_a_body_that_forward_and_backward_call_is_of_the_forward():
-    """As the recomputed region of a checkpoint; one that the backward alone calls is the
-    backward's.
-    """
+    """A checkpoint has such a recomputed region. A body that the backward alone calls is its own."""
     body = fx.Graph()
     body.output((body.call_function(torch.ops.aten.sin.default, (body.placeholder("x"),)),))
     graph = fx.Graph()
@@ -379,14 +381,16 @@ def test_a_body_that_forward_and_backward_call_is_of_the_forward():
     ):
         for call, of_call in zip(calls, directions, strict=True):
             call.meta["autograd_backward"] = of_call == "bwd"
-        told = {
+        results = {
             direction(node) for node in adopted(gm).body.graph.nodes if node.op == "call_function"
         }
-        assert told == {expected}, directions
+        assert results == {expected}, directions
 
 
 def test_parameters_of_two_models_that_are_not_called_keep_their_models_name():
-    """Only where Dynamo found them tells of the models: no operator stands in a module of theirs."""
+    """Only the place where Dynamo found them names the models: no operator is in a module of
+    theirs.
+    """
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
     graph = stages(
         lambda one, other, x: x @ one.weight + x @ other.weight, one, other, torch.ones(2, 8)
@@ -451,8 +455,8 @@ def test_an_empty_name_is_a_name():
 
 @pytest.mark.gt_world("fake", size=4)
 def test_names_are_given_to_every_reader_of_graphs(gt_world):
-    """As a trainer's own tracer leaves a graph: flat inputs, gathered parameters. Without names
-    none is known.
+    """A trainer's own tracer leaves such a graph: flat inputs, gathered parameters. It has no
+    names.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -88,8 +88,8 @@ def test_each_value_has_a_text_of_its_own(of):
 
 def test_a_placement_is_told_in_words():
     text = render(graph_of(placed(Shard(1), Partial(), shape=(2, 2), names=("dp", "tp"))))
-    told = "Shard(dim=1), Partial(sum) over dp=2, tp=2 of range(0, 4)"
-    assert f"neg: f32[4, 4] | held_as('{told}') = aten.neg(topk)" in text
+    held = "Shard(dim=1), Partial(sum) over dp=2, tp=2 of range(0, 4)"
+    assert f"neg: f32[4, 4] | held_as('{held}') = aten.neg(topk)" in text
     assert "held_as" in diff(text, render(graph_of(placed(Shard(0)))))
 
 

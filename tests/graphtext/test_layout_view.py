@@ -107,9 +107,7 @@ def test_swapped_members_change_their_own_lines():
 
 @pytest.mark.parametrize("begin", [6, -3])
 def test_slices_are_read_from_either_end(begin):
-    """What a slice takes from the end of a payload lies where it does if it is counted from the
-    front.
-    """
+    """A slice from the end of a payload lies at the same place when counted from the front."""
     cut = "    split_with_sizes: [f32[6], f32[3]] = aten.split_with_sizes(wait_tensor, [6, 3])\n"
     first = "    first: f32[6] = aten.slice.Tensor(wait_tensor, 0, 0, 6)\n"
     rest = f"    rest: f32[3] = aten.slice.Tensor(wait_tensor, 0, {begin})\n"
@@ -261,7 +259,7 @@ def payload(name: str, ranks: tuple[int, ...], dtype: torch.dtype = torch.bfloat
 
 
 def test_groups_without_a_process_group_are_named_by_the_mesh():
-    """Ranks that lie along no dimension are told apart by a number."""
+    """Ranks that lie along no dimension are distinguished by a number."""
     payloads = [
         payload("a", (0, 4)),
         payload("b", (0, 1, 2, 3)),
@@ -387,7 +385,7 @@ def test_members_that_are_joined_in_another_order_and_cut_again_keep_their_place
 
 
 def test_a_member_that_goes_elsewhere_is_refused():
-    """D17: half of the bucket is told of no gradient."""
+    """D17: half of the bucket is shown without a gradient."""
     sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mv: f32[4] = aten.mv(I.x, sin)"
     with pytest.raises(
         UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mv \(aten::mv\)"
@@ -396,7 +394,7 @@ def test_a_member_that_goes_elsewhere_is_refused():
 
 
 def test_gradients_that_are_only_all_reduced_are_told():
-    """As of DDP; each by itself, or in torch's bucket of them."""
+    """Gradients of DDP, each by itself or in torch's bucket of them."""
     assert (
         two(
             "cat: f32[8] = aten.cat([I.x, I.x])",
@@ -713,16 +711,16 @@ def test_each_tensor_of_a_coalesced_collective_is_a_payload():
         "P.a], 2, fsdp)"
     )
     waits = [f"w{n}: f32[8] = _c10d_functional.wait_tensor(gathered[{n}])" for n in (0, 1)]
-    told = members(gathers, *waits, out="yield fwd._.w0\nyield fwd._.w1")
-    assert told == [("all_gather", ["b"]), ("all_gather", ["a"])]
-    told = members(*COALESCED, out="a = fwd._.w1\nb = fwd._.w0")
-    assert told == [("reduce_scatter", ["b"]), ("reduce_scatter", ["a"])]
+    listed = members(gathers, *waits, out="yield fwd._.w0\nyield fwd._.w1")
+    assert listed == [("all_gather", ["b"]), ("all_gather", ["a"])]
+    listed = members(*COALESCED, out="a = fwd._.w1\nb = fwd._.w0")
+    assert listed == [("reduce_scatter", ["b"]), ("reduce_scatter", ["a"])]
 
 
 def test_gradients_are_followed_through_a_second_coalesced_collective():
-    """As of hybrid sharding: the reduce-scatters were left out."""
-    told = members(*COALESCED, *REPLICATED, out="a = fwd._.v0\nb = fwd._.v1")
-    assert told == [
+    """Hybrid sharding does this: the reduce-scatters were left out."""
+    listed = members(*COALESCED, *REPLICATED, out="a = fwd._.v0\nb = fwd._.v1")
+    assert listed == [
         (kind, [fqn])
         for kind, fqns in (("reduce_scatter", "ba"), ("all_reduce", "ab"))
         for fqn in fqns
@@ -818,7 +816,7 @@ def test_a_collective_in_place_that_gives_a_gradient_is_refused(item, last):
 
 
 def test_a_gradient_that_goes_through_products_of_a_gather_is_refused():
-    """As of async tensor parallelism, whose operator takes a tensor and a list and gives two of
+    """Async tensor parallelism does this: its operator takes a tensor and a list and gives two of
     them.
     """
     fused = torch.ops.symm_mem.fused_all_gather_matmul.default

@@ -37,7 +37,7 @@ def text_and_records(mesh, monkeypatch, architecture: str, layers: int):
 @pytest.mark.gt_world("fake", size=8)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_told_and_read_back(gt_mesh, monkeypatch, architecture):
-    """As traced, and bucketed: operators, operands, metadata, and with them what the passes do."""
+    """Traced, and bucketed: operators, operands, metadata, and with them what the passes do."""
     flavors, training, most_lines = ARCHITECTURES[architecture]
     monkeypatch.setitem(flavors, "this", dataclasses.replace(flavors["debug"], n_layers=4))
     config = training(gt_mesh, "bf16_fp32", "this")
@@ -50,7 +50,7 @@ def test_a_model_told_and_read_back(gt_mesh, monkeypatch, architecture):
     text = render(bucketed.gm, mesh={"fsdp": 8})
     assert unfold(text) == lines_of(bucketed.gm, mesh={"fsdp": 8})
     ast.parse(text)
-    assert len(text.splitlines()) < most_lines, "equal layers are told once"
+    assert len(text.splitlines()) < most_lines, "equal layers are shown once"
     assert "with bucket(layers[i+1]" in text
     assert "fsdp = group(range(0, 8))" in text
 
@@ -119,7 +119,7 @@ def changed_layer(layer: int, of: int) -> list[str]:
 
 
 def change_in(text: str, layer: int) -> list[str]:
-    """What changes in a text, types aside, when one number of one layer does."""
+    """Return the changed lines of a text, without types, when one number of one layer changes."""
     gm = parse(text)
     norm = next(
         n

@@ -222,7 +222,7 @@ def test_a_graph_without_any_module_says_so_once():
 
 
 def test_modules_of_inputs_and_items_do_not_count():
-    """They are not told, so no text could bring them back."""
+    """They are not in the text, so no text could bring them back."""
     gm = small_graph(lambda v: v.split(2)[1], x(4))
     next(iter(gm.graph.nodes)).meta["gt_input"] = {"kind": "parameter", "fqn": "block.w"}
     for node in gm.graph.nodes:
@@ -355,7 +355,7 @@ if fwd:
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 @pytest.mark.parametrize("order", ["fsdp extra other", "other fsdp extra"])
 def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
-    """All-gathers in an extra group, as for overlap, and a group that only its ranks tell."""
+    """All-gathers in an extra group, as for overlap, and a group that is given by its ranks alone."""
     groups = {
         "fsdp": gt_mesh.get_group(),
         "extra": dist.new_group([0, 1, 2, 3], group_desc="mesh_fsdp_extra"),
@@ -397,17 +397,17 @@ def test_a_group_that_this_process_lacks_keeps_its_symbol():
 
 
 @pytest.mark.parametrize(
-    ("order", "told"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)]
+    ("order", "is_shown"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)]
 )
-def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, told):
-    """D2: buckets are packed in it; it is told where it does not follow from the names, in any way
+def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, is_shown):
+    """D2: buckets are packed in it; it is shown where it does not follow from the names, in any way
     that differs.
     """
     gm = parse("if P:\n  P.a.w: f32[2]\n  P.s: f32[2]\n  P.b.w: f32[2]\nif out:\n  yield P.s\n")
     gm.graph.output_node().meta["gt_managed_order"] = tuple(order.split())
     text = render(gm)
-    assert (f"\nmanaged = {order.split()}\n" in text) == told, text
-    if told:
+    assert (f"\nmanaged = {order.split()}\n" in text) == is_shown, text
+    if is_shown:
         assert parse(text).graph.output_node().meta["gt_managed_order"] == tuple(order.split())
         assert diff(render(parse(text.replace("managed = [", "managed = ['x', "))), text), (
             "a golden sees the order"

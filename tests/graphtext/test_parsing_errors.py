@@ -1,4 +1,4 @@
-"""What is no graph text is refused with line, column and the nearest thing expected."""
+"""A text that is no graph is refused with line, column and the nearest thing expected."""
 
 import pytest
 import torch
@@ -377,7 +377,7 @@ if out:
 
 @pytest.mark.parametrize("item", [2, 9, -3])
 def test_an_output_that_an_operator_does_not_give_is_refused(item):
-    """From either end; the twin takes each one that there is."""
+    """An index counts from either end; the twin takes each output that exists."""
     for known in (0, 1, -1, -2):
         assert len(parse(SPLIT.replace("ITEM", str(known))).graph.nodes) == 5
     with pytest.raises(
@@ -394,8 +394,8 @@ def test_a_constant_that_is_given_with_another_size_is_refused(size):
     )
     made = parse(text, constants={"sha256:0": torch.arange(16.0)})
     assert made()[0].equal(torch.arange(16.0).view(4, 4).sin()), (
-        "equal bytes are laid out as the text tells"
+        "equal bytes are laid out as the text says"
     )
-    told = rf"the constant given is torch\.float32 \[{size}\], not `f32\[4, 4\]`"
-    with pytest.raises(TextError, match=told):
+    message = rf"the constant given is torch\.float32 \[{size}\], not `f32\[4, 4\]`"
+    with pytest.raises(TextError, match=message):
         parse(text, constants={"sha256:0": torch.zeros(size)})

@@ -95,7 +95,7 @@ sys.addaudithook(_watch)
 
 @contextlib.contextmanager
 def nothing_happens() -> Iterator[None]:
-    """No file, no import, no process: no event that Python's auditing tells."""
+    """No file, no import, no process: no event that Python's auditing reports."""
     _seen.clear()
     _watching[0] = True
     try:

@@ -1,4 +1,4 @@
-"""What a line of graph text says about a value."""
+"""Values as a line of graph text shows them."""
 
 import ast
 import math

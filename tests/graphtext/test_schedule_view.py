@@ -76,7 +76,7 @@ for i in fwd.layers[4:7]:
 def test_prefetching_at_a_glance():
     """E1: the next all-gather is launched before the wait of this one.
 
-    Equal layers are told once.
+    Equal layers are shown once.
     """
     assert (
         schedule(PREFETCHED)
@@ -136,7 +136,7 @@ def test_a_wait_that_moves_before_the_next_launch_changes_its_own_line():
 
 
 def test_another_way_to_write_the_same_changes_nothing():
-    """The twin: also where other layers are told apart, values renamed, or a view is added."""
+    """The twin: also where other layers are distinguished, values renamed, or a view is added."""
     assert changes(PREFETCHED, layer_3(EXP + LAUNCH + WAIT)) == []
     view = "  with L:\n    view: bf16[2, 8] = aten.view(relu, [2, 8])\n"
     assert changes(PREFETCHED, layer_3(EXP + LAUNCH + WAIT + view)) == []
@@ -147,7 +147,7 @@ def test_another_way_to_write_the_same_changes_nothing():
 
 
 def test_compute_that_moves_behind_a_wait_changes_the_two_stretches_beside_it():
-    """In layer 3 alone: nothing has a number that could drift."""
+    """Only layer 3 changes: nothing has a number that could drift."""
     assert sorted(changes(PREFETCHED, layer_3(LAUNCH + WAIT + EXP))) == [
         "+ fwd.layers[3] | compute(L, mm, exp, mul, ops=3)",
         "+ fwd.layers[3] | compute(L, relu, ops=1)",
@@ -385,11 +385,11 @@ def test_a_timeline_of_a_group_that_nobody_knows_is_refused():
 
 
 def test_who_reads_a_collective_without_a_wait_is_held_by_it():
-    """As of symmetric memory, whose operators return when they are done."""
+    """Operators of symmetric memory are such: they return when they are done."""
     gm = parse(INTO_A_BUFFER.replace("_c10d_functional.wait_tensor(", "aten.sin("))
-    told = timeline(gm)
-    assert told.exposed > 0
-    assert [span.kind for span in told.spans][-2:] == ["exposed", "compute"]
+    measured = timeline(gm)
+    assert measured.exposed > 0
+    assert [span.kind for span in measured.spans][-2:] == ["exposed", "compute"]
 
 
 def test_collectives_in_place_hide_their_group_and_are_refused_by_name():
@@ -630,7 +630,7 @@ def bucketed_llama3(mesh, monkeypatch, layers: int) -> fx.GraphModule:
 @pytest.mark.gt_world("fake", size=8, mesh={"fsdp": 8})
 @pytest.mark.parametrize("layers", [4, pytest.param(126, marks=pytest.mark.long)])
 def test_a_bucketed_model_of_any_depth_needs_at_most_sixty_lines(gt_mesh, monkeypatch, layers):
-    """E1, E2: forward and backward tell their prefetching in one loop each."""
+    """E1, E2: forward and backward show their prefetching in one loop each."""
     text = schedule(bucketed_llama3(gt_mesh, monkeypatch, layers))
     assert len(text.splitlines()) <= 60
     assert events(text, f"fwd.layers[0:{layers - 1}]") == [

@@ -1,4 +1,4 @@
-"""What the small functions of graph text give, each by an example."""
+"""Small functions of graph text, each by an example."""
 
 import ast
 
@@ -200,6 +200,6 @@ def test_chains():
 
 
 def test_spellings_between_versions():
-    told = [str(spelling) for spelling in spellings_between("2.15.0+cu132", "2.14.1")]
-    assert told == ["aten._unsafe_view for aten.view of aten.addmm"]
+    found = [str(spelling) for spelling in spellings_between("2.15.0+cu132", "2.14.1")]
+    assert found == ["aten._unsafe_view for aten.view of aten.addmm"]
     assert spellings_between("2.14.0", "2.14.1+cpu") == spellings_between(None, "2.15.0") == ()

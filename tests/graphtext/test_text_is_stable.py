@@ -1,4 +1,4 @@
-"""What must not change a text, and what a change may touch."""
+"""Changes that must not change a text, and the lines that a change may touch."""
 
 import ast
 import os

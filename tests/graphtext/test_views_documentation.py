@@ -1,4 +1,4 @@
-"""What the documentation of the views shows is what goldens hold."""
+"""The documentation of the views shows the content of goldens."""
 
 import re
 from pathlib import Path

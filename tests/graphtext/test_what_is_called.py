@@ -208,14 +208,14 @@ def kernel_graph(kernel: Any, **constants: Any) -> fx.GraphModule:
 
 
 class Jit:
-    """As Triton's ``JITFunction``: Triton need not be installed."""
+    """A stand-in for Triton's ``JITFunction``: Triton need not be installed."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
 
 
 class Tuned:
-    """As Triton's ``Autotuner``."""
+    """A stand-in for Triton's ``Autotuner``."""
 
     def __init__(self, fn: Any, configs: list[Any]) -> None:
         self.fn, self.configs = fn, configs
@@ -261,7 +261,7 @@ def exported(make: Callable[[Any, Any], Any]) -> torch.export.ExportedProgram:
 
 
 def made(function: Callable[[Any], Any]) -> fx.GraphModule:
-    """What make_fx traces: its graph is flat, and its code takes and returns containers."""
+    """Trace by make_fx: the graph is flat, and its code takes and returns containers."""
     return make_fx(lambda given: function(given["x"]))({"x": torch.ones(2)})
 
 

@@ -103,17 +103,17 @@ def test_random_numbers_that_are_not_restored(gt_world):
 
     With the restore eager differs.
     """
-    told = {}
+    records = {}
     for preserve in (False, True):
         config = ActivationCheckpointConfig(preserve_rng_state=preserve)
-        told[preserve] = train_eager(
+        records[preserve] = train_eager(
             lambda mesh, config=config: dropping(mesh, config), world=gt_world
         )
     plain = train_eager(lambda mesh: dropping(mesh, None), world=gt_world)
     graph = train_graph(lambda mesh: dropping(mesh, OTHERWISE), world=gt_world)
-    assert_bitwise_equal(graph, told[False])
-    assert_bitwise_equal(told[True], plain)
-    verdict = assert_bitwise_different(told[False], plain)
+    assert_bitwise_equal(graph, records[False])
+    assert_bitwise_equal(records[True], plain)
+    verdict = assert_bitwise_different(records[False], plain)
     assert verdict.first.key[:3] == (0, 0, "gradient")
 
 

@@ -103,9 +103,9 @@ def test_a_constant_that_counts_rows_is_told_though_all_its_rows_are_equal(by_ro
     chunked(
         join=lambda x: x * torch.tensor([1 / len(x) if by_rows else 0.5] * len(x))[:, None, None]
     )(X)
-    told = [str(warning.message) for warning in recwarn if warning.category is ChunkWarning]
-    assert bool(told) == by_rows, (
-        f"the constant of a chunk was not compared with that of the whole: {told}"
+    warned = [str(warning.message) for warning in recwarn if warning.category is ChunkWarning]
+    assert bool(warned) == by_rows, (
+        f"the constant of a chunk was not compared with that of the whole: {warned}"
     )
 
 
@@ -133,7 +133,7 @@ def test_a_scalar_output_is_refused():
 
 
 class Log:
-    """What a module may hold: no module, no container."""
+    """An object that a module may hold: no module, no container."""
 
     def __init__(self) -> None:
         self.means, self.by_name = [], {"last": []}
@@ -421,7 +421,7 @@ def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
     net = Around(nn.Linear(8, 8))
     with eager_chunked(net, BATCH):
         traced = trace_step(net, lambda model, x: model(x), (X,))
-    told = {"fwd": [], "bwd": []}
+    chunk_words = {"fwd": [], "bwd": []}
     for node in (node for node in traced.gm.graph.nodes if node.op == "call_function"):
         if (found := chunk_annotation(node.meta.get("custom", {}))) is not None:
             assert (found.fqn, found.producer, node_fqn(node)) == (
@@ -429,18 +429,18 @@ def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
                 "eager",
                 "layers.0",
             ), node.name
-            told[direction(node)].append(" ".join(found.words()))
+            chunk_words[direction(node)].append(" ".join(found.words()))
         else:
             assert not node_fqn(node).startswith("layers"), (
                 f"{node.name} of the chunked module does not say so"
             )
-    assert list(dict.fromkeys(told["fwd"])) == [
+    assert list(dict.fromkeys(chunk_words["fwd"])) == [
         "split_boundary eager",
         "0 eager",
         "1 eager",
         "materialization eager",
     ]
-    assert [word for word in dict.fromkeys(told["bwd"]) if word[0].isdigit()] == [
+    assert [word for word in dict.fromkeys(chunk_words["bwd"]) if word[0].isdigit()] == [
         "1 eager",
         "0 eager",
     ]

@@ -96,15 +96,15 @@ def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
         ]
         assert candidates
         assert all(t.dtype == payload.dtype for t in candidates)
-        told = f"no {kind} was sent with {payload.parameters} where the layout has them"
-        assert any(holds(t, payload, values, shards) for t in candidates), told
+        message = f"no {kind} was sent with {payload.parameters} where the layout has them"
+        assert any(holds(t, payload, values, shards) for t in candidates), message
         checked += len(payload.slots)
     assert checked == 8 + 7
 
 
 def holds(rows, payload, values, shards):
-    """Whether each parameter's columns hold its value (its gradient) and nothing but padding
-    besides.
+    """Return whether each parameter's columns hold its value (or gradient), and the rest is
+    padding.
     """
     for slot in payload.slots:
         start, width = slot.offset // payload.dtype.itemsize, slot.nbytes // payload.dtype.itemsize
@@ -138,7 +138,7 @@ def test_an_unused_parameter_is_gathered_and_not_reduced(gt_mesh, sent):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_a_frozen_parameter_of_another_dtype_decides_nothing(gt_mesh, sent):
-    """As adapters beside frozen weights: what is reduced has the dtype of what is trained."""
+    """Adapters beside frozen weights: a reduction has the dtype of the trained parameters."""
     net = nn.Module()
     net.frozen = nn.Parameter(torch.ones(8, dtype=torch.bfloat16), requires_grad=False)
     net.adapter = nn.Parameter(torch.ones(8))

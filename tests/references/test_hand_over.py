@@ -156,18 +156,18 @@ def test_beside_tensor_parallelism_ranks_of_one_part_of_the_model_share_a_trace(
 def test_ranks_with_other_sizes_trace_by_themselves_and_say_what_differs(gt_mesh):
     """R4: 6 rows on 4 ranks, the last has none."""
     traces = Traces(data_parallel(net(6), gt_mesh), batch())
-    told = traces.once(gt_mesh).handed_over
+    message = traces.once(gt_mesh).handed_over
     assert traces.count == 1
-    assert told.startswith("traced here: rank 0 has 0.weight float32[2, 4]")
-    assert "rank 3 0.weight float32[0, 4]" in told
+    assert message.startswith("traced here: rank 0 has 0.weight float32[2, 4]")
+    assert "rank 3 0.weight float32[0, 4]" in message
 
 
 @FOUR
 def test_inputs_that_lie_otherwise_on_one_rank_are_told(gt_mesh):
     """R4: its graph views them, or copies them first."""
     x = torch.arange(8.0).reshape(4, 2).t() if dist.get_rank() == 2 else batch()
-    told = Traces(data_parallel(net(), gt_mesh), x).once(gt_mesh).handed_over
-    assert re.fullmatch(r"traced here: rank 0 has input 0 .*\(4, 1\), rank 2 .*\(1, 2\)", told)
+    message = Traces(data_parallel(net(), gt_mesh), x).once(gt_mesh).handed_over
+    assert re.fullmatch(r"traced here: rank 0 has input 0 .*\(4, 1\), rank 2 .*\(1, 2\)", message)
 
 
 @FOUR
@@ -244,9 +244,9 @@ def test_a_trace_that_fails_on_one_rank_leaves_nobody_waiting(gt_mesh):
         with pytest.raises(RuntimeError, match="not on the last rank"):
             traces.once(gt_mesh)
     else:
-        told = traces.once(gt_mesh).handed_over
+        message = traces.once(gt_mesh).handed_over
         assert (
-            told
+            message
             == "traced here: rank 3 cannot hand over its graph, RuntimeError: not on the last rank"
         )
 
@@ -254,7 +254,7 @@ def test_a_trace_that_fails_on_one_rank_leaves_nobody_waiting(gt_mesh):
 @FOUR
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rank_names_its_own_gpu(gt_mesh, apart):
-    """As where each has one; where a graph names the GPU of another rank, nothing is handed over."""
+    """Each rank may have a GPU. A graph that names the GPU of another rank is not handed over."""
     own = torch.device("cuda", dist.get_rank())
     named = torch.device("cuda", (dist.get_rank() + 1) % 4) if apart else own
     with new_fake_mode():
@@ -299,10 +299,10 @@ def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt
 
     later = dist.new_group([1, 2, 3])
     groups = [later if dist.get_rank() else gt_mesh.get_group()]
-    told = traces.once(gt_mesh).handed_over
+    message = traces.once(gt_mesh).handed_over
     assert re.fullmatch(
         r"traced here: rank 3 cannot hand over .* its process group '\w+' has no counterpart .*",
-        told,
+        message,
     )
     for made in [*pairs, *([later] if dist.get_rank() else [])]:
         dist.destroy_process_group(made)

@@ -19,7 +19,7 @@ WIDTH = 7
 
 @dataclasses.dataclass
 class Memory:
-    """How some models hand their encoder's output on."""
+    """A container by which some models hand on their encoder's output."""
 
     states: torch.Tensor
 

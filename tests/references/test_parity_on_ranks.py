@@ -268,13 +268,13 @@ def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training,
     """
     with pytest.raises(
         LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp"
-    ) as told:
+    ) as raised:
         assert_parity(training(), gt_world, payload_order="execution")
     equal = "all bits are equal on this rank: only the layout shows it"
-    assert str(told.value).endswith(equal) or "\nand therefore bits are different: " in str(
-        told.value
+    assert str(raised.value).endswith(equal) or "\nand therefore bits are different: " in str(
+        raised.value
     )
-    assert set(texts_of_ranks(str(str(told.value).endswith(equal)))) == {"True", "False"}
+    assert set(texts_of_ranks(str(str(raised.value).endswith(equal)))) == {"True", "False"}
     with pytest.raises(LayoutDifference, match=equal):
         assert_parity(training(8), gt_world, payload_order="execution")
 
@@ -286,16 +286,16 @@ def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_w
 
     def step(model, x):
         with torch.no_grad():
-            model.told.add_(2 if gt_world.rank == 1 and get_proxy_mode() is None else 1)
+            model.count.add_(2 if gt_world.rank == 1 and get_proxy_mode() is None else 1)
         return model(x)
 
     def model():
         built = Model(4)
-        built.register_buffer("told", torch.zeros(()))
+        built.register_buffer("count", torch.zeros(()))
         return built
 
     if gt_world.rank == 1:
-        with pytest.raises(BitwiseDifference, match=r"first at step 0, rank 1, buffer of told"):
+        with pytest.raises(BitwiseDifference, match=r"first at step 0, rank 1, buffer of count"):
             assert_parity(training(model=model, step=step), gt_world)
     else:
         assert assert_parity(training(model=model, step=step), gt_world).control is None
@@ -311,10 +311,13 @@ def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_wo
         train_eager(config),
         train_graph(config),
     )  # the first has drawn its weights from the generator
-    with pytest.raises(BitwiseDifference) as told:
+    with pytest.raises(BitwiseDifference) as raised:
         assert_bitwise_equal(other, eager, what="graph against eager")
     words = "the two runs start from different weights, on rank {}: seed both sides alike"
-    assert str(told.value).splitlines()[:2] == ["graph against eager", words.format(gt_world.rank)]
+    assert str(raised.value).splitlines()[:2] == [
+        "graph against eager",
+        words.format(gt_world.rank),
+    ]
     torch.manual_seed(0)
     assert_bitwise_equal(train_graph(config), eager)
 

@@ -1,6 +1,4 @@
-"""What training records beyond weights: gradients after clipping, random states; and its lines of
-weight digests.
-"""
+"""Records of training beyond weights: clipped gradients, random states, lines of weight digests."""
 
 import random
 import re
@@ -127,8 +125,8 @@ def test_what_a_step_records_and_when(gt_mesh):
         },
         "buffer": {*buffers},
     }
-    told = {phase: {key.name for key in record.select(step=1, phase=phase)} for phase in names}
-    assert told == names, "what is recorded of a step, by phase"
+    by_phase = {phase: {key.name for key in record.select(step=1, phase=phase)} for phase in names}
+    assert by_phase == names, "what is recorded of a step, by phase"
     for step in range(2):
         assert_bitwise_equal(
             record[step, gt_mesh.get_rank(), "rng", "torch.cpu"], seen[step], what="random states"
@@ -178,7 +176,7 @@ class DrawingOptimizer(torch.optim.SGD):
 
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
-    """By batches, which differ between ranks, by the graph and by the optimiser.
+    """Batches, which differ between ranks, the graph and the optimiser draw.
 
     Weights are drawn, too.
     """
@@ -233,7 +231,7 @@ def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys)
             mesh, "fp32", steps=2, batch=lambda step, rank: config(mesh).batch(step + 1, rank)
         )
 
-    told = []
+    printed = []
     for run in (
         lambda: train_eager(config, world=gt_world),
         lambda: train_graph(config, world=gt_world),
@@ -243,10 +241,10 @@ def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys)
         lines = re.findall(
             r"weights step (\d) rank (\d) (xxh3_128:\w{32}) (.*)", capsys.readouterr().out
         )
-        told.append({(step, rank): digest for step, rank, digest, _ in lines})
-    assert told[0].keys() == {(step, rank) for step in "01" for rank in "01"}
-    assert told[0] == told[1]
-    assert not set(told[0].values()) & set(told[2].values())
+        printed.append({(step, rank): digest for step, rank, digest, _ in lines})
+    assert printed[0].keys() == {(step, rank) for step in "01" for rank in "01"}
+    assert printed[0] == printed[1]
+    assert not set(printed[0].values()) & set(printed[2].values())
 
 
 @pytest.mark.second_tier

@@ -160,7 +160,7 @@ def losing(lost, resharding=True):
 @pytest.mark.parametrize("lost", [WEIGHT, SCALE, "head.weight"])
 def test_a_gather_that_is_missing_is_named(training, gt_world, lost):
     """D2: the twin. All bits are equal; only the layout shows that a parameter stays unsharded."""
-    with pytest.raises(LayoutDifference) as told:
+    with pytest.raises(LayoutDifference) as raised:
         assert_parity(
             training(),
             gt_world,
@@ -168,8 +168,8 @@ def test_a_gather_that_is_missing_is_named(training, gt_world, lost):
             reshard_after_forward=True,
         )
     words = f"gathers the bucket again without {lost}, and reads the forward's copy of it, which stays unsharded"
-    assert words in str(told.value)
-    assert "all bits are equal" in str(told.value)
+    assert words in str(raised.value)
+    assert "all bits are equal" in str(raised.value)
 
 
 @pytest.mark.gt_world("fake", size=3)
@@ -213,8 +213,8 @@ FORWARD = replace(WHOLE, directions=("fwd",))
 def test_a_part_that_the_backward_gathers_is_packed_in_its_order(names):
     actual = BucketLayout((FORWARD, payload(*names, directions=("bwd",))), kept=())
     left_out = [name for name in WHOLE.parameters if name not in names]
-    told = f"bucket 'layers.0': no node of the backward reads {', '.join(left_out)}"
-    assert assert_same_layout(actual, BucketLayout((WHOLE,))) == (told,)
+    finding = f"bucket 'layers.0': no node of the backward reads {', '.join(left_out)}"
+    assert assert_same_layout(actual, BucketLayout((WHOLE,))) == (finding,)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_another_part_of_a_bucket_is_a_difference(others, kept, words):
     """D2: only one gather of the backward, of parameters of the bucket, in its order, over its
     ranks, is a part.
     """
-    with pytest.raises(LayoutDifference) as told:
+    with pytest.raises(LayoutDifference) as raised:
         assert_same_layout(BucketLayout((FORWARD, *others), kept=kept), BucketLayout((WHOLE,)))
-    assert words in str(told.value)
+    assert words in str(raised.value)
 
 
 def test_a_part_beside_a_whole_gather_in_the_backward_is_one_too_many():

@@ -57,8 +57,8 @@ def test_a_rank_that_ends_before_the_others_is_named(first, last):
 
     def check(rank):
         more = r"_c10d_functional\.all_reduce.* over 3 ranks"
-        told = (more, "nothing more") if first > last else ("nothing more", more)
-        words = "collective 1 differs: rank 0 issues {}, rank 2 issues {}".format(*told)
+        ends = (more, "nothing more") if first > last else ("nothing more", more)
+        words = "collective 1 differs: rank 0 issues {}, rank 2 issues {}".format(*ends)
         with pytest.raises(RanksDisagree, match=words):
             assert_same_collectives(issuing(last if rank == 2 else first))
 

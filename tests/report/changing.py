@@ -80,7 +80,7 @@ def test_numbers():
 
 
 def test_tensors():
-    """As ``test_numbers``, of a tensor that is no record."""
+    """Like ``test_numbers``, for a tensor that is no record."""
     assert_bitwise_equal(torch.tensor([1.0, 1.0 + NOW]), torch.tensor([1.0, 1.0 + NOW]), what="sum")
 
 

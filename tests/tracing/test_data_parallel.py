@@ -175,8 +175,8 @@ def test_sharding_sends_nothing(gt_mesh, net):
 def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(
     gt_mesh, net, inputs, train_step
 ):
-    """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8,
-    averaged.
+    """Routed experts: gathered over 4, summed over 4 and divided by 8. The rest is averaged over
+    all 8.
     """
     data_parallel(net.head, gt_mesh["efsdp"], gradient_divide_factor=8.0)
     data_parallel(net, gt_mesh._flatten("fsdp"))

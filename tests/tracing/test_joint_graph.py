@@ -1,4 +1,4 @@
-"""What the traced joint graph looks like: inputs, outputs and the metadata that passes read."""
+"""The traced joint graph: inputs, outputs and the metadata that passes read."""
 
 import copy
 

@@ -32,7 +32,7 @@ def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
 
     class Refusing:
         def twin_inputs(self, given):
-            raise AssertionError("it was told by hand what these are")
+            raise AssertionError("these were given by hand")
 
     for options in (
         {"twin_inputs": halves},
@@ -63,13 +63,13 @@ def test_a_twin_that_cannot_be_traced_is_refused_with_its_inputs_and_the_line(
     def fixed(model, x, y):
         return train_step(model, x.view(6, 8), y)
 
-    told = r"inputs \(float32\[3, 8\], float32\[3, 4\]\) at .*test_other_extents\.py:\d+: .*\nTake .* x\.shape\[i\]"
-    with pytest.raises(TwinTraceError, match=told):
+    message = r"inputs \(float32\[3, 8\], float32\[3, 4\]\) at .*test_other_extents\.py:\d+: .*\nTake .* x\.shape\[i\]"
+    with pytest.raises(TwinTraceError, match=message):
         trace_step(net, fixed, inputs, twin_inputs=tuple(value[:3] for value in inputs))
 
 
 def test_a_dynamic_dimension_is_one_symbol(net, inputs, train_step):
-    """Its inputs share it, the state has none; the graph runs at other extents, and tells the
+    """Its inputs share it, the state has none; the graph runs at other extents, and names the
     extent of the example.
     """
     traced = trace_step(net, train_step, inputs, dynamic_dims=BATCH)
@@ -86,7 +86,7 @@ def test_a_dynamic_dimension_is_one_symbol(net, inputs, train_step):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (
             lambda x: x.view(6, 8),
@@ -99,8 +99,8 @@ def test_a_dynamic_dimension_is_one_symbol(net, inputs, train_step):
     ],
     ids=["a fixed number", "a decision of Python's"],
 )
-def test_a_step_that_fixes_a_dynamic_dimension_is_refused(net, inputs, train_step, spoil, told):
-    with pytest.raises(FixedExtentError, match=told):
+def test_a_step_that_fixes_a_dynamic_dimension_is_refused(net, inputs, train_step, spoil, message):
+    with pytest.raises(FixedExtentError, match=message):
         trace_step(
             net, lambda model, x, y: train_step(model, spoil(x), y), inputs, dynamic_dims=BATCH
         )

@@ -117,7 +117,7 @@ def test_a_compiled_function_inside_the_step_is_refused(net, inputs, train_step)
 
 
 def accumulate(model, x, y):
-    """What a loop with microbatches does."""
+    """Accumulate gradients, as a loop with microbatches does."""
     nn.functional.mse_loss(model(x[:3]), y[:3]).backward()
     return nn.functional.mse_loss(model(x[3:]), y[3:])
 

@@ -76,7 +76,7 @@ def test_results_are_all_that_a_step_computes_and_leave_gradients_alone(net, inp
 
 
 def test_gradients_are_in_the_order_in_which_the_backward_makes_them(net, inputs, train_step):
-    """A mistake in the head is told at the head, and not at the first parameter."""
+    """A mistake in the head is reported at the head, and not at the first parameter."""
     traced = trace_step(net, train_step, inputs)
     names = list(traced.results(net, *inputs))
     assert (names[0], names.pop()) == ("loss", "seen afterwards")
@@ -117,7 +117,7 @@ def test_a_model_with_its_names_in_another_order_is_refused(net, inputs, train_s
 
 
 def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inputs, train_step):
-    """What the graph has baked in is checked, and the message names it."""
+    """Values that the graph has baked in are checked, and the message names them."""
     x, y = inputs
     traced = trace_step(net, lambda m, x, y, scale: scale * train_step(m, x, y), (x, y, 2.0))
     with pytest.raises(

@@ -129,7 +129,7 @@ def test_a_model_mesh_of_three_dimensions_and_one_of_another_root_are_refused(gt
 
 @pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "tp": 2})
 def test_parallelize_module_unties_and_what_is_tied_again_is_one_parameter(gt_mesh):
-    """As docs/parallelism.md says."""
+    """docs/parallelism.md says so."""
     net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     net[1].weight = net[0].weight
     parallelize_module(net, gt_mesh["tp"], {"0": RowwiseParallel(), "1": ColwiseParallel()})
@@ -140,7 +140,9 @@ def test_parallelize_module_unties_and_what_is_tied_again_is_one_parameter(gt_me
 
 @pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "tp": 2})
 def test_a_plain_parameter_that_meets_a_dtensor_is_refused_by_module(gt_mesh):
-    """As by FSDP2: under ``implicit_replication`` its gradient is a DTensor over the model's mesh."""
+    """FSDP2 refuses it, too: under ``implicit_replication`` its gradient is a DTensor over the
+    model's mesh.
+    """
 
     class Net(nn.Module):
         def __init__(self):

@@ -92,7 +92,7 @@ CASES = {
 
 
 def eager_results(model, step, inputs):
-    """What ``results`` should give, from eager code: it changes ``model`` and ``inputs``."""
+    """Return what ``results`` should give, from eager code; changes ``model`` and ``inputs``."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {f"input {place}": value for place, value in enumerate(inputs)}
     before = {name: value.detach().clone() for name, value in tensors.items()}

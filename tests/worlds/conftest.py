@@ -58,7 +58,7 @@ class Run:
         return "\n".join(report["text"] for report in self.reports[name].values())
 
     def footprint(self, name: str) -> dict[str, Any]:
-        """What there was after a test that ran in a worker of xdist."""
+        """Return the state after a test that ran in a worker of xdist."""
         return next(each for each in self.footprints if each["test"] == name)
 
     def left_over(self) -> list[str]:
@@ -94,7 +94,10 @@ class Suite:
         environ: Mapping[str, str] = MappingProxyType({}),
         without_plugin: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
+        """Start ``pytest *args``.
+
+        With ``launcher``, torchrun's arguments, in each process that torchrun starts.
+        """
         plugin = ("-p", "no:gtrainer") if without_plugin else ("--gt-device=cpu",)
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
         environ = {
@@ -131,7 +134,7 @@ class Suite:
         return self.run_together(self.start(*args, **how))
 
     def run_together(self, *processes: subprocess.Popen[str], limit: float = LIMIT) -> Run:
-        """What processes did that were started for one run; the status is the first one's."""
+        """Run processes of one run; the exit status is the first one's."""
         try:
             outputs = [process.communicate(timeout=limit)[0] for process in processes]
         finally:
@@ -154,7 +157,7 @@ class Suite:
 
 
 def _heed_ctrl_c() -> None:
-    """What a shell runs in the background, these tests for one, ignores it, and so do its children."""
+    """Handle SIGINT, which a shell lets background processes and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -163,9 +166,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Processes that still run for a suite, which hold its ports, its locks, and what it left in its temporary folder.
+    """Processes that still run for a suite, which hold its ports, its locks, and what it left in
+    its temporary folder.
 
-    Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
+    Pytest and torch keep folders of their own there. A lock file may stay: removing it would race
+    with taking it.
     """
     left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT)]
     leases = [

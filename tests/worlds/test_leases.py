@@ -85,10 +85,10 @@ def test_who_waits_in_vain_is_told_who_holds(slots, other_process):
     process = other_process(4)
     with pytest.raises(LeaseError) as failure:
         slots.acquire(2, 0.1)
-    told = str(failure.value)
-    assert "waited 0.1 s for 2 of 4 slots (GPU-a, GPU-b, GPU-c, GPU-d)" in told
-    assert f"GPU-a by process {process.pid} (tests/test_a.py::test_b)" in told
-    assert "--gt-lease-timeout" in told
+    message = str(failure.value)
+    assert "waited 0.1 s for 2 of 4 slots (GPU-a, GPU-b, GPU-c, GPU-d)" in message
+    assert f"GPU-a by process {process.pid} (tests/test_a.py::test_b)" in message
+    assert "--gt-lease-timeout" in message
 
 
 def test_a_lease_ends_with_its_holder(slots, other_process):
@@ -122,7 +122,9 @@ slots.acquire(4, 10)
 
 
 def test_grabs_of_many_at_once(tmp_path):
-    """All or nothing, disjoint, and nobody waits for ever: threads with slots of their own stand for processes."""
+    """All or nothing, disjoint, and nobody waits for ever: threads with slots of their own stand
+    for processes.
+    """
     held, twice, guard = set(), [], threading.Lock()
 
     def grab(size):
@@ -255,7 +257,10 @@ MIXED = [("GPU-aa", "small"), ("GPU-ab", "large")]
 
 
 def test_which_gpus_of_several_kinds_an_index_means_is_not_guessed(monkeypatch):
-    """CUDA counts the fastest kind first, which NVML does not know; ranks are told to count as it does."""
+    """CUDA counts the fastest kind first, which NVML does not know.
+
+    Ranks get a setting to count as it does.
+    """
     monkeypatch.setattr(devices, "_nvml_gpus", lambda: MIXED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
@@ -289,15 +294,15 @@ def test_equal_gpus_may_be_counted(monkeypatch):
 def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
     process = other_process(4)
     monkeypatch.setattr(leases, "LINE_EVERY", 0.1)
-    told = []
+    lines = []
 
-    def tell(text):
-        told.append(text)
+    def write(text):
+        lines.append(text)
         process.kill()
 
-    assert slots.acquire(2, SOON, "test_it.py::test_b", tell).slots == ("GPU-a", "GPU-b")
+    assert slots.acquire(2, SOON, "test_it.py::test_b", write).slots == ("GPU-a", "GPU-b")
     waited = r"test_it.py::test_b has waited \d\S* s for 2 of 4 slots .*, held are: GPU-a by process \d+ "
-    assert re.match(waited, told[0])
+    assert re.match(waited, lines[0])
 
 
 @pytest.mark.parametrize("required", ["ranks", "cuda"])

@@ -1,4 +1,4 @@
-"""From what each rank came to, to the reports of a test: the headline, a line for each rank, and who must agree."""
+"""Reports of a test are made from those of its ranks: headline, a line for each rank, agreement."""
 
 import re
 
@@ -36,7 +36,9 @@ XPASSED = report(outcome="failed", longrepr="[XPASS(strict)] known")
 
 
 def merged(request, *calls, raised=None, setups=None, teardowns=None, reports=None, **outcome):
-    """The reports of ranks with these call phases, by phase; ``raised`` by rank: time, words, and more."""
+    """The reports of ranks with these call phases, by phase; ``raised`` by rank: time, words, and
+    more.
+    """
     by_rank = reports
     if by_rank is None:
         by_rank = {}
@@ -46,22 +48,24 @@ def merged(request, *calls, raised=None, setups=None, teardowns=None, reports=No
             setup, teardown = (each or {} for each in (setups, teardowns))
             phases = setup.get(rank, report("setup")), call, teardown.get(rank, report("teardown"))
             by_rank[rank] = {
-                phase: told for phase, told in zip(PHASES, phases, strict=True) if told is not None
+                phase: report
+                for phase, report in zip(PHASES, phases, strict=True)
+                if report is not None
             }
-    told = {
+    exceptions = {
         rank: Raised(
             time, f"ValueError: {words}", False, *(more or (None, None)), place=((words, 1),)
         )
         for rank, (time, words, *more) in (raised or {}).items()
     }
-    outcome = RanksOutcome(max(len(by_rank), 1), raised=told, **outcome)
-    return {told.when: told for told in MergedTest(request.node, outcome, by_rank).reports()}
+    outcome = RanksOutcome(max(len(by_rank), 1), raised=exceptions, **outcome)
+    return {report.when: report for report in MergedTest(request.node, outcome, by_rank).reports()}
 
 
-def others(told):
+def others(report):
     """The section that says of each rank what it did."""
     return (
-        str(told.longrepr)
+        str(report.longrepr)
         .partition("ranks ---")[2]
         .strip(" -\n")
         .partition("\n---")[0]
@@ -75,7 +79,7 @@ def test_what_all_ranks_passed_is_passed_with_the_output_of_each(request):
         for text, spent in (("a", 1), ("b", 3))
     ]
     found = merged(request, *calls, report(sections=[("Captured stdout call", "a")], duration=2))
-    assert [(phase, told.outcome) for phase, told in found.items()] == [
+    assert [(phase, each.outcome) for phase, each in found.items()] == [
         (phase, "passed") for phase in PHASES
     ]
     assert found["call"].duration == 3, "that of the slowest rank"
@@ -102,7 +106,7 @@ def test_the_first_failure_in_time_is_the_headline(request):
 
 
 def test_of_ranks_that_fail_alike_within_moments_the_lowest_is_told(request):
-    """Which of them was first is luck, so the next run would name another one."""
+    """Chance decides which of them was first, so the next run would name another one."""
     raised = {0: (5.1, "alike"), 1: (5.0, "alike"), 2: (5.05, "alike")}
     found = merged(request, *[failed("alike")] * 3, raised=raised)
     assert found["call"].longrepr.reprcrash.message.startswith("[rank 0]")
@@ -143,14 +147,17 @@ def test_a_rank_that_only_lost_its_peers_is_never_the_headline(request):
 
 
 def test_where_exceptions_say_where_the_fault_lies_the_smallest_place_is_the_headline(request):
-    """L4: the first step and rank that differ, whoever noticed first; an exception that says nothing stands behind."""
+    """L4: the first step and rank that differ, whoever noticed first.
+
+    An exception that says nothing stands behind.
+    """
     raised = {0: (1.0, "at 9", None, (9, 0)), 1: (2.0, "at 7", None, (7, 2)), 2: (3.0, "nowhere")}
     found = merged(request, failed("at 9"), failed("at 7"), failed("nowhere"), raised=raised)
     assert found["call"].longrepr.reprcrash.message == "[rank 1] ValueError: at 7"
 
 
 def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
-    """T2: a death is told by rank and signal, unless another rank had failed before."""
+    """T2: a death is reported by rank and signal, unless another rank had failed before."""
     killed = Incident(
         3.0, 2, "rank 2 was killed by SIGKILL", (("last output of rank 2", "the last words"),)
     )
@@ -234,12 +241,15 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     ],
 )
 def test_who_must_agree(request, calls, outcome, words):
-    """T4: a skip is everybody's; one expected failure is enough, and a pass against a strict one is told."""
-    told = merged(request, *calls)["call"]
-    assert (told.outcome, words in f"{told.longrepr} {getattr(told, 'wasxfail', '')}") == (
+    """T4: a skip is everybody's.
+
+    One expected failure is enough, and a pass against a strict one is reported.
+    """
+    report = merged(request, *calls)["call"]
+    assert (report.outcome, words in f"{report.longrepr} {getattr(report, 'wasxfail', '')}") == (
         outcome,
         True,
-    ), told.longrepr
+    ), report.longrepr
 
 
 def test_one_result_a_rank():
@@ -269,7 +279,7 @@ def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside
         setups={0: failed("no world", "setup")},
         raised={0: (1.0, "no world")},
     )
-    assert {phase: told.outcome for phase, told in setup.items()} == {
+    assert {phase: report.outcome for phase, report in setup.items()} == {
         "setup": "failed",
         "teardown": "passed",
     }
@@ -336,16 +346,19 @@ CONTROLS = {
 
 @pytest.mark.parametrize("case", CONTROLS)
 def test_a_control_has_to_differ_on_some_rank(case):
-    """L5: the n-th control of one name is one on every rank; a rank that is equal by itself is no failure."""
-    told, complaints = CONTROLS[case]
-    assert list(controls_that_never_differ(dict(enumerate(told)))) == complaints
+    """L5: the n-th control of one name is one on every rank.
+
+    A rank that is equal by itself is no failure.
+    """
+    sent, complaints = CONTROLS[case]
+    assert list(controls_that_never_differ(dict(enumerate(sent)))) == complaints
 
 
 def test_a_long_summary_ends_at_a_word_and_says_that_it_was_cut():
-    told = summary_of(ValueError("take sizes that ranks do not divide, " * 20))
-    assert told.startswith("ValueError: take sizes")
-    assert re.search(r"\w,? …$", told)
-    assert len(told) <= 300
+    summary = summary_of(ValueError("take sizes that ranks do not divide, " * 20))
+    assert summary.startswith("ValueError: take sizes")
+    assert re.search(r"\w,? …$", summary)
+    assert len(summary) <= 300
     assert summary_of(ValueError("short")) == "ValueError: short"
 
 

@@ -1,4 +1,4 @@
-"""What the parent makes of a check that fails after the ranks have given their reports."""
+"""A check may fail in the parent after the ranks have given their reports."""
 
 import re
 
@@ -26,12 +26,15 @@ LEFT = Objection("left behind", "a group is left behind")
 KNOWN = Xfail("known", ["gtrainer-goldens"])
 
 
-def copy_of(told, **more):
+def copy_of(before, **more):
     return report(
-        told.when,
-        told.outcome,
-        told.longrepr,
-        **{**more, **{name: value for name, value in vars(told).items() if name == "wasxfail"}},
+        before.when,
+        before.outcome,
+        before.longrepr,
+        **{
+            **more,
+            **{name: value for name, value in vars(before).items() if name == "wasxfail"},
+        },
     )
 
 
@@ -53,10 +56,10 @@ def copy_of(told, **more):
 )
 def test_an_objection_is_what_pytest_makes_of_its_error(before, found, xfail, outcome, reason):
     """V1: and a report that failed keeps no mark, or pytest would not count it."""
-    told = copy_of(before)
-    conclude(told, found, xfail)
-    assert (told.outcome, getattr(told, "wasxfail", None)) == (outcome, reason)
-    assert told.longrepr == "\n\n".join(each.text for each in found)
+    concluded = copy_of(before)
+    conclude(concluded, found, xfail)
+    assert (concluded.outcome, getattr(concluded, "wasxfail", None)) == (outcome, reason)
+    assert concluded.longrepr == "\n\n".join(each.text for each in found)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +79,15 @@ def test_a_mark_that_looks_at_the_text_is_heeded_where_the_text_is_made(
 ):
     """V1: a rank sends what of the mark is plain; a function cannot be asked in the parent."""
     monkeypatch.setattr(objections, "active_xfail", lambda item: ("known", raises))
-    told = report(gt_xfail=plain(xfail_of(request.node)))
-    conclude(told, [GOLDEN], _xfail_of([[told], [told]]))
-    assert told.outcome == outcome
+    concluded = report(gt_xfail=plain(xfail_of(request.node)))
+    conclude(concluded, [GOLDEN], _xfail_of([[concluded], [concluded]]))
+    assert concluded.outcome == outcome
 
 
 def test_without_an_objection_a_report_stays():
-    told = copy_of(XFAILED)
-    conclude(told, [], KNOWN)
-    assert (told.outcome, told.wasxfail) == ("skipped", "known")
+    concluded = copy_of(XFAILED)
+    conclude(concluded, [], KNOWN)
+    assert (concluded.outcome, concluded.wasxfail) == ("skipped", "known")
 
 
 ALL = {"gtrainer-goldens", "gtrainer-inline", "control"}
@@ -106,8 +109,10 @@ ALL = {"gtrainer-goldens", "gtrainer-inline", "control"}
 )
 def test_a_mark_expects_what_its_errors_cover(request, monkeypatch, mark, kinds):
     """V1"""
-    told = {"reason": "known", "raises": None, **mark}
-    monkeypatch.setattr(objections, "active_xfail", lambda item: (told["reason"], told["raises"]))
+    active = {"reason": "known", "raises": None, **mark}
+    monkeypatch.setattr(
+        objections, "active_xfail", lambda item: (active["reason"], active["raises"])
+    )
     found = xfail_of(request.node)
     assert found is not None
     assert (found.reason, set(found.kinds)) == ("known", kinds)

@@ -1,4 +1,7 @@
-"""``--gt-one-rank``: tests of one rank in pytest's own process, where a debugger is; otherwise as on a rank."""
+"""``--gt-one-rank``: tests of one rank in pytest's own process, where a debugger is.
+
+Otherwise as on a rank.
+"""
 
 import os
 import signal
@@ -90,9 +93,9 @@ def twice(value):
 
 def test_functions(gt_ranks):
     assert gt_ranks.run(twice, 4) == [8]
-    with pytest.raises(Exception, match="rank 0 raised ValueError: below") as told:
+    with pytest.raises(Exception, match="rank 0 raised ValueError: below") as failure:
         gt_ranks.run(twice, -1)
-    assert told.value.rank == 0 and "in twice" in told.value.remote_traceback
+    assert failure.value.rank == 0 and "in twice" in failure.value.remote_traceback
     assert not dist.is_initialized()
 
 
@@ -138,7 +141,8 @@ def test_tests_of_one_rank_run_in_the_process_of_pytest(run):
 def test_a_larger_world_is_skipped_with_the_way_out(run):
     for size in (2,):
         assert (
-            f"needs {size} ranks, --gt-one-rank gives 1: debug it on ranks with breakpoint() or --pdb, "
+            f"needs {size} ranks, --gt-one-rank gives 1: debug it on ranks with breakpoint() or "
+            f"--pdb, "
             f"or let it run on one too, by size=[1, {size}]"
         ) in run.output
     assert run.left_over() == []

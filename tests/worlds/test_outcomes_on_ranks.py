@@ -1,4 +1,5 @@
-"""The table of mark, phase, and what each rank did: a test on ranks comes to what plain pytest makes of it.
+"""The table of mark, phase, and what each rank did: a test on ranks comes to what plain pytest
+makes of it.
 
 The same file runs without ranks as rank 0, without ranks as rank 1, and on two ranks.
 """
@@ -26,8 +27,8 @@ STRICT = "[XPASS(strict)]"
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one run says of each test, by whom it is said."""
+class Outcomes:
+    """The outcomes that one run reports of each test, by reporter."""
 
     reports: dict[str, list[dict[str, Any]]]
     status: int
@@ -38,7 +39,7 @@ class Told:
     last_failed: set[str]
 
     def counted_as_failed(self, name: str) -> bool:
-        """Whether pytest counts a report of the test for its exit status."""
+        """Return whether pytest counts a report of the test for its exit status."""
         return any(
             each["outcome"] == "failed" and each["xfail"] is None for each in self.reports[name]
         )
@@ -55,7 +56,7 @@ class Told:
         return "xpassed" if any(each["xfail"] is not None for each in own) else "passed"
 
 
-def run(folder: Path, *args: str, as_rank: int | None = None) -> Told:
+def run(folder: Path, *args: str, as_rank: int | None = None) -> Outcomes:
     """Run the suite, in this folder."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ |= {"RECORDS": str(folder / "records")}
@@ -99,7 +100,7 @@ def run(folder: Path, *args: str, as_rank: int | None = None) -> Told:
     page = {unescape(name): outcome for outcome, name in sections}
     cache = folder / ".pytest_cache" / "v" / "cache" / "lastfailed"
     last_failed = set(json.loads(cache.read_text())) if cache.exists() else set()
-    return Told(
+    return Outcomes(
         reports,
         done.returncode,
         done.stdout + done.stderr,
@@ -118,7 +119,7 @@ def goldens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, goldens: Path) -> dict[str, Told]:
+def runs(tmp_path_factory: pytest.TempPathFactory, goldens: Path) -> dict[str, Outcomes]:
     found = {}
     for name, as_rank in (("rank 0", 0), ("rank 1", 1), ("ranks", None)):
         folder = tmp_path_factory.mktemp("run")
@@ -136,7 +137,7 @@ GOES_ON = {
 
 
 def of_both(one: str, other: str) -> str:
-    """What a test comes to whose ranks came to these results."""
+    """Return the outcome of a test whose ranks had these results."""
     found = {one, other}
     if "failed" in found:
         return "failed"
@@ -147,7 +148,7 @@ def of_both(one: str, other: str) -> str:
     return next(result for result in ("strict", "xpassed", "passed") if result in found)
 
 
-def test_a_test_on_ranks_comes_to_what_its_ranks_come_to_without(runs: dict[str, Told]) -> None:
+def test_a_test_on_ranks_comes_to_what_its_ranks_come_to_without(runs: dict[str, Outcomes]) -> None:
     """V1"""
     ranks = runs["ranks"]
     assert len(ranks.reports) > 400
@@ -171,29 +172,31 @@ def skipped_subtests(reports: list[dict[str, Any]]) -> int:
     )
 
 
-def test_every_result_is_in_the_table(runs: dict[str, Told]) -> None:
+def test_every_result_is_in_the_table(runs: dict[str, Outcomes]) -> None:
     every = {"failed", "strict", "xfailed", "skipped", "xpassed", "passed"}
     assert {runs["ranks"].result(name) for name in runs["ranks"].reports} == every
 
 
 def test_reports_where_all_ranks_do_the_same_are_those_of_plain_pytest(
-    runs: dict[str, Told],
+    runs: dict[str, Outcomes],
 ) -> None:
     """V1: phases, marks and subtests, but that a subtest that failed is its test's failure."""
     compared = 0
-    for name, told in runs["ranks"].reports.items():
+    for name, reported in runs["ranks"].reports.items():
         plain = runs["rank 0"].reports[name]
         is_other = (
             name in GOES_ON or "-1-" in name or name.startswith("test_check_in_subtest[wrong")
         )
         if shape(plain) == shape(runs["rank 1"].reports[name]) and not is_other:
-            assert shape(told) == shape(plain), name
+            assert shape(reported) == shape(plain), name
             compared += 1
     assert compared > 200
 
 
 def shape(reports: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Phase, outcome and mark of each report. pytest leaves the mark on a call that failed for a subtest."""
+    """Phase, outcome and mark of each report. pytest leaves the mark on a call that failed for a
+    subtest.
+    """
     found = []
     for each in reports:
         is_failed = each["outcome"] == "failed"
@@ -209,7 +212,7 @@ def shape(reports: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_exit_status_junit_summary_page_and_cache_agree(runs: dict[str, Told]) -> None:
+def test_exit_status_junit_summary_page_and_cache_agree(runs: dict[str, Outcomes]) -> None:
     """V1"""
     ranks = runs["ranks"]
     assert ranks.status == pytest.ExitCode.TESTS_FAILED, ranks.output[-3000:]

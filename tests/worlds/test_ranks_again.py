@@ -1,4 +1,4 @@
-"""What a test, or a whole run, leaves behind does not disturb the next one; and a merge without any report."""
+"""A test, or a whole run, does not disturb the next one; a merge without any report."""
 
 import time
 
@@ -20,14 +20,16 @@ pytestmark = pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("turn", range(3))
 def test_an_extra_group_is_made_again_under_its_name(gt_world, turn):
-    """Its members must not find the addresses of the one that the test before has left in the store."""
+    """Its members must not find the addresses of the one that the test before has left in the
+    store.
+    """
     name = extra_group(dist.group.WORLD.group_name)
     assert name.startswith(dist.group.WORLD.group_name)
     assert all_reduce(torch.ones(3), "sum", name).tolist() == [3.0] * 3
 
 
 def test_two_pytest_runs_in_one_process(pytester):
-    """As tests of plugins make them: the second forgets what the first has imported."""
+    """Tests of plugins do this: the second run forgets the modules that the first imported."""
     pytester.makepyfile(
         test_outer="""
         INNER = "import pytest\\n@pytest.mark.gt_world('ranks', size=2)\\ndef test_it(gt_world): pass"
@@ -44,7 +46,7 @@ def test_two_pytest_runs_in_one_process(pytester):
 
 def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(request):
     """Each rank was waiting for another one and had to be killed."""
-    told = {
+    exceptions = {
         rank: wire.Raised(when, f"Error: {rank}", False, "all_reduce", None)
         for rank, when in ((0, 2.0), (1, 1.0))
     }
@@ -52,7 +54,7 @@ def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(requ
         Incident(5.0, rank, f"rank {rank} did not end", is_consequence=True) for rank in (0, 1)
     ]
     outcome = RanksOutcome(
-        2, raised=told, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5
+        2, raised=exceptions, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5
     )
     failed = next(report for report in reports_of(request.node, outcome) if report.failed)
     assert str(failed.longrepr).startswith("rank 1 raised Error: 1")
@@ -85,15 +87,18 @@ def failed(time, *, line=3, said="Error: x", waiting_in=None):
     ],
 )
 def test_of_ranks_that_fail_alike_at_once_the_lowest_is_shown(request, raised, shown):
-    """T1: which of them was earlier is luck. Otherwise the earliest is, as others may have failed because of it."""
+    """T1: which of them was earlier is luck.
+
+    Otherwise the earliest is, as others may have failed because of it.
+    """
     config, node = request.config, request.node
-    told = [
+    sent = [
         pytest.TestReport(node.nodeid, node.location, {}, "failed", f"rank {rank}'s", "call")
         for rank in (0, 1, 2)
     ]
     reports = [
         config.hook.pytest_report_to_serializable(config=config, report=each)
-        for each in told[: len(raised)]
+        for each in sent[: len(raised)]
     ]
     done = {
         rank: wire.ItemDone((report,), (), None, wire.GroupState(True, 1))
@@ -110,14 +115,14 @@ def all_fail():
 
 
 def test_of_functions_that_fail_alike_the_lowest_rank_is_told(gt_ranks):
-    with pytest.raises(RankError, match="rank 0 raised ValueError: of rank 0") as told:
+    with pytest.raises(RankError, match="rank 0 raised ValueError: of rank 0") as raised_here:
         gt_ranks.run(all_fail, size=3)
-    assert told.value.rank == 0
+    assert raised_here.value.rank == 0
 
 
 @pytest.mark.parametrize(("broken", "condition"), [(False, "fit"), (True, "killed")])
 def test_ranks_are_ended_behind_an_error_on_a_gpu(broken, condition):
-    """Of any rank: its process can launch nothing more, and the next test would be blamed."""
+    """The process of that rank can launch nothing more, and the next test would be blamed."""
     states = wire.GroupState(True, 1), wire.GroupState(not broken, 1, broken=broken)
     done = {rank: wire.ItemDone((), (), None, state) for rank, state in enumerate(states)}
     assert RanksOutcome(2, done).condition() == condition
@@ -143,10 +148,10 @@ def test_a_kernel_that_fails_behind_the_last_line_fails_the_test(monkeypatch):
     monkeypatch.setattr(session, "GPU_LIMIT", 0.01)
     session.wait_for_gpu()
     session.wait_for_gpu()  # that never ends is not waited for without end
-    told = "a kernel that the test left running: CUDA error: device-side assert triggered"
+    message = "a kernel that the test left running: CUDA error: device-side assert triggered"
     with pytest.raises(pytest.fail.Exception) as caught:
         session.wait_for_gpu()
-    assert str(caught.value) == f"{told}; CUDA_LAUNCH_BLOCKING=1 shows which"
+    assert str(caught.value) == f"{message}; CUDA_LAUNCH_BLOCKING=1 shows which"
 
 
 GOES_ON = """
@@ -191,7 +196,9 @@ def test_waits_for_a_rank_that_left_in_a_subtest(gt_world, subtests):
 
 
 def test_a_failure_ends_no_ranks_that_have_nothing_to_do_with_it(suite):
-    """Neither ranks of another size for a second run on fresh ones, nor those that go on behind a subtest (T1)."""
+    """Neither ranks of another size for a second run on fresh ones, nor those that go on behind a
+    subtest (T1).
+    """
     suite.write("test_it.py", GOES_ON)
     run = suite.run("--gt-fresh-ranks=on-failure", "--gt-gpus=8")
     assert run.outcome("test_of_two_again") == "passed", run.output

@@ -68,11 +68,11 @@ def test_a_time_limit_of_another_plugin_ends_the_test(suite):
     suite.write("test_it.py", SUITE)
     path = os.pathsep.join(filter(None, [str(BESIDE), os.environ.get("PYTHONPATH")]))
     run = suite.run("-p", "no:randomly", "-k", "test_hangs", environ={"PYTHONPATH": path})
-    told = run.text("test_hangs")
-    assert "rank 1 did not end: Timeout (>1.5s)" in told
-    assert "test_it.py:10 in test_hangs" in told
+    text = run.text("test_hangs")
+    assert "rank 1 did not end: Timeout (>1.5s)" in text
+    assert "test_it.py:10 in test_hangs" in text
     for own in ("pool.py", "team.py", "watch.py"):
-        assert own not in told
+        assert own not in text
 
 
 def test_ranks_draw_the_same_numbers(run):

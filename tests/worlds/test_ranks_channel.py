@@ -1,4 +1,6 @@
-"""Messages between the parent and a rank arrive whole and in order, and wake nobody but who waits for them."""
+"""Messages between the parent and a rank arrive whole and in order, and wake nobody but who waits
+for them.
+"""
 
 import os
 import socket
@@ -123,7 +125,7 @@ ROUNDS = 50
 
 
 def wakes_of_a_reader(wait: Action, other_side: Action, release: Action) -> int:
-    """How often a thread that waits to read is woken while the other side does something many times."""
+    """Count how often a thread that waits to read is woken while the other side acts many times."""
     reader = threading.Thread(target=wait)
     reader.start()
     time.sleep(0.1)
@@ -150,7 +152,7 @@ def test_who_waits_is_not_woken_when_the_other_side_reads(ends: Ends) -> None:
 
 
 def test_a_socket_pair_wakes_who_waits_when_the_other_side_reads() -> None:
-    """What the channel avoids, and what shows that the test above can fail."""
+    """The channel avoids this. It also shows that the test above can fail."""
     one, other = socket.socketpair()
     with one, other:
         for _ in range(ROUNDS):
@@ -163,7 +165,9 @@ def test_a_socket_pair_wakes_who_waits_when_the_other_side_reads() -> None:
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_ranks_share_the_session_of_the_parent_and_not_its_process_group() -> None:
-    """Linux shares the time of its cores by session (autogroup), and a terminal sends Ctrl-C to a process group."""
+    """Linux shares the time of its cores by session (autogroup), and a terminal sends Ctrl-C to a
+    process group.
+    """
     forkserver = os.getppid()
     parent = int(Path(f"/proc/{forkserver}/stat").read_text().rpartition(")")[2].split()[1])
     assert os.getsid(0) == os.getsid(forkserver) == os.getsid(parent)
@@ -193,7 +197,7 @@ def test_a_rank_that_its_world_does_not_have_says_so(tmp_path: Path) -> None:
 
 
 def _pipes(process: int) -> dict[str, list[int]]:
-    """Which descriptors of a process lead to which pipe."""
+    """Return the pipe to which each descriptor of a process leads."""
     pipes: dict[str, list[int]] = defaultdict(list)
     for link in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that lists them

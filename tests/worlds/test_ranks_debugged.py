@@ -167,7 +167,9 @@ def test_without_a_terminal_the_way_is_said(suite):
 
 @pytest.mark.parametrize(("hook", "said"), [("0", ""), ("test_debugged.say_so", "mine is 11 here")])
 def test_another_breakpoint_is_python_s(suite, hook, said):
-    """``PYTHONBREAKPOINT`` works in ranks as elsewhere: it switches breakpoints off, or calls what it names there."""
+    """``PYTHONBREAKPOINT`` works in ranks as elsewhere: it switches breakpoints off, or calls what
+    it names there.
+    """
     suite.take("ranks_debugged")
     run = suite.run("-s", "--gt-gpus=2", "-k", "stops_on_both", environ={"PYTHONBREAKPOINT": hook})
     assert run.outcome("test_stops_on_both") == "passed"

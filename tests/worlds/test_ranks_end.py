@@ -1,4 +1,4 @@
-"""What fails on a rank outside of its tests' phases fails the run: as its session ends, and in hooks."""
+"""A failure outside of the tests' phases fails the run: as a rank's session ends, and in hooks."""
 
 import re
 import xml.etree.ElementTree as ET

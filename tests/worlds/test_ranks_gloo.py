@@ -1,4 +1,4 @@
-"""What gloo on CPU does, on real ranks, and what it refuses."""
+"""gloo on CPU, on real ranks: its results and its refusals."""
 
 import signal
 
@@ -58,7 +58,7 @@ def test_functional_collectives(gt_world, dtype):
 
 
 def test_fp8_and_scaled_sums_are_refused():
-    """W3: also where the test expects it, so that nothing tells the ranks to heal the group."""
+    """W3: also where the test expects it, so that nothing makes the ranks heal the group."""
     sent = torch.ones(3).to(torch.float8_e4m3fn)
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         dist.all_to_all_single(torch.empty_like(sent), sent)
@@ -74,5 +74,7 @@ def test_a_group_after_a_refused_collective():
 
 
 def test_no_signal_that_asks_for_stacks_interrupts_a_test():
-    """A handler that walks the stack of a running thread, its own too, kills the rank one in some thousand times."""
+    """A handler that walks the stack of a running thread, its own too, kills the rank one in some
+    thousand times.
+    """
     assert {STACK_SIGNAL, CALLS_SIGNAL} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -1,4 +1,6 @@
-"""T6: however a run ends, no process and no folder is left behind; and no rank waits for who sits at the terminal."""
+"""T6: however a run ends, no process and no folder is left behind; and no rank waits for who sits
+at the terminal.
+"""
 
 import signal
 import time
@@ -38,7 +40,10 @@ def _wait_for(condition, what, seconds=60.0):
     ids=lambda how: how.name,
 )
 def test_ending_the_run_ends_its_ranks(suite, how):
-    """T6: and what these have started, in sessions of their own. A killed worker of xdist is part of the soak."""
+    """T6: and what these have started, in sessions of their own.
+
+    A killed worker of xdist is part of the soak.
+    """
     suite.write("test_it.py", SUITE)
     process = suite.start()
     try:
@@ -108,7 +113,9 @@ def test_this_process_has_a_terminal():
 
 
 def test_a_rank_that_asks_at_the_terminal_gets_an_error(suite):
-    """T3: in the background, where ranks are, who reads from a terminal is stopped until it is told to go on."""
+    """T3: in the background, where ranks are, who reads from a terminal is stopped until a signal
+    continues it.
+    """
     suite.write("conftest.py", AT_A_TERMINAL)
     suite.write("test_it.py", ASKS)
     run = suite.run("--gt-gpus=2")

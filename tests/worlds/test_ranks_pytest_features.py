@@ -73,7 +73,9 @@ def test_a_failed_subtest_fails_the_test_and_keeps_its_golden_unwritten(run):
 
 @pytest.fixture(scope="module")
 def again(run, module_suite):
-    """What has failed, uncaptured and on fresh ranks, up to the first failure; part of it is mended."""
+    """Run failed tests again, uncaptured and on fresh ranks, up to the first failure; part is
+    mended.
+    """
     (run.folder / "mended").touch()
     module_suite.records = run.folder / "records-again"
     return module_suite.run("--lf", "-x", "-s", "--gt-fresh-ranks", "--gt-gpus=8")

@@ -1,4 +1,4 @@
-"""What a test on ranks reports is what pytest reports of the same test without the plugin."""
+"""A test on ranks reports the same as the same test under pytest without the plugin."""
 
 import re
 from typing import Any
@@ -38,15 +38,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_reports_are_those_of_pytest(run: Run, plain: Run) -> None:
-    """Outcomes, tracebacks, output, log, xfails, properties, keywords, locations: every phase of every test."""
+    """Outcomes, tracebacks, output, log, xfails, properties, keywords, locations: every phase of
+    every test.
+    """
     assert len(plain.reports) > 40
     for name, phases in plain.reports.items():
-        told = {when: as_plain(report) for when, report in run.reports[name].items()}
-        assert told == {when: as_plain(report) for when, report in phases.items()}, name
+        reported = {when: as_plain(report) for when, report in run.reports[name].items()}
+        assert reported == {when: as_plain(report) for when, report in phases.items()}, name
 
 
 def as_plain(report: dict[str, Any]) -> dict[str, str]:
-    """Without what ranks add (who the others were), and what differs from run to run: folders, addresses."""
+    """Without what ranks add (who the others were), and what differs from run to run: folders,
+    addresses.
+    """
     report = {**report, "text": re.split(r"\n-+ ranks -+\n", report["text"])[0]}
     return {kind: re.sub(r"/\S*|0x\w+", "_", str(report[kind])) for kind in KINDS}
 
@@ -58,9 +62,9 @@ def test_every_outcome_is_among_them(plain: Run) -> None:
 
 def test_warnings_are_those_of_pytest(run: Run, plain: Run) -> None:
     """Those of threads and of finalizers among them, each once."""
-    told = [warnings_of(each.output) for each in (run, plain)]
-    assert told[0] - {"UserWarning: only here"} == told[1]
-    assert {kind.partition(":")[0] for kind in told[1]} >= {
+    given = [warnings_of(each.output) for each in (run, plain)]
+    assert given[0] - {"UserWarning: only here"} == given[1]
+    assert {kind.partition(":")[0] for kind in given[1]} >= {
         "UserWarning",
         "PytestUnhandledThreadExceptionWarning",
         "PytestUnraisableExceptionWarning",
@@ -175,7 +179,9 @@ def test_after_a_fixture_has_ended(): assert not torch.backends.mkldnn.enabled
 
 
 def test_a_switch_is_blamed_on_the_test_that_left_it(suite: Suite) -> None:
-    """K3: not on one that finds it so, whoever left it: another test, a call, a fixture of a wider scope."""
+    """K3: not on one that finds it so, whoever left it: another test, a call, a fixture of a wider
+    scope.
+    """
     suite.write("test_it.py", LEAKS)
     run = suite.run("--gt-gpus=2")
     assert "7 passed" in run.output, run.output
@@ -233,7 +239,7 @@ def test_on_ranks(gt_world): assert gt_world.size == 2
 
 
 def test_marks_of_plugins_that_ranks_do_without_are_known_there(suite: Suite) -> None:
-    """That of xdist's groups, for one: with strict markers an unknown one fails the file."""
+    """The mark of xdist's groups is one: with strict markers an unknown one fails the file."""
     suite.write("pytest.ini", "[pytest]\naddopts = --strict-markers\n")
     suite.write("test_it.py", GROUPED)
     run = suite.run("-n1", "--dist=loadgroup", "--gt-gpus=2")

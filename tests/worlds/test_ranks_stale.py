@@ -1,4 +1,4 @@
-"""What earlier tests leave in warm ranks: a failure that comes of it says so."""
+"""A failure that comes from state of earlier tests in warm ranks says so."""
 
 import re
 
@@ -135,7 +135,7 @@ def warm(tmp_path_factory):
     ],
 )
 def test_wherever_the_group_is_kept_and_named(warm, name, table):
-    """By a name or as an object; in the failure itself, which a JUnit file has, too."""
+    """The name or the object is found, also in the failure itself, which a JUnit file has, too."""
     said = warm.text(name)
     assert "was made by an earlier test in these processes, and has ended." in said, warm.output
     assert table in re.split(

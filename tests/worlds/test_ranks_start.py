@@ -1,4 +1,6 @@
-"""How ranks start: under ``-W error``, with modules of the user, beside what killed runs left; and if they do not."""
+"""Ranks start under ``-W error``, with modules of the user, beside the rest of killed runs; or
+fail.
+"""
 
 import fcntl
 import os
@@ -152,19 +154,23 @@ def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
     [
         (
             "1 / 0",
-            "whose import fails in the process that forks ranks (ZeroDivisionError: division by zero)",
+            "whose import fails in the process that forks ranks (ZeroDivisionError: division by "
+            "zero)",
         ),
         (
             "raise SystemExit(3)",
             "whose import fails in the process that forks ranks (SystemExit: 3)",
         ),
         (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-            "which starts a thread when it is imported, and a process with threads cannot be forked",
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), "
+            "daemon=True).start()",
+            "which starts a thread when it is imported, and a process with threads cannot be "
+            "forked",
         ),
         (
             None,
-            "whose import fails in the process that forks ranks (ModuleNotFoundError: No module named 'library')",
+            "whose import fails in the process that forks ranks (ModuleNotFoundError: No module "
+            "named 'library')",
         ),
         (
             "import os; os._exit(3)",
@@ -225,7 +231,9 @@ time.sleep(600)
 
 
 def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
-    """Its folder stays while the run lives, and goes with the next run once it and its forkserver have been killed."""
+    """Its folder stays while the run lives, and goes with the next run once it and its forkserver
+    have been killed.
+    """
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLDS_A_FOLDER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as run:

@@ -1,4 +1,6 @@
-"""T: ranks that wait for each other for ever are told at once, with the odd one out, and slow ones are left alone."""
+"""T: ranks that wait for each other for ever are reported at once, with the odd one out, and slow
+ones are left alone.
+"""
 
 import re
 
@@ -14,11 +16,13 @@ TABLE = {
     ),
     "test_skips_one_of_two": (
         "failed",
-        "rank 1 called barrier at {}, ranks 0, 2, 3 called all_reduce of float32[2] at {}, as call 1 of this test",
+        "rank 1 called barrier at {}, ranks 0, 2, 3 called all_reduce of float32[2] at {}, as call "
+        "1 of this test",
     ),
     "test_parts_before_it_waits": (
         "failed",
-        "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended without it; "
+        "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended without "
+        "it; "
         "they part at call 2 of this test: ",
     ),
     "test_another_shape": (
@@ -32,7 +36,8 @@ TABLE = {
     ),
     "test_waits_in_a_circle": (
         "failed",
-        "rank 0 waits in all_reduce of float32[1] at {} on ranks 0, 1: rank 1 waits in all_reduce of float32[1] at {}",
+        "rank 0 waits in all_reduce of float32[1] at {} on ranks 0, 1: rank 1 waits in all_reduce "
+        "of float32[1] at {}",
     ),
     "test_slow_is_not_stuck": ("passed", ""),
     "test_receives_what_nobody_sends": (

@@ -1,4 +1,4 @@
-"""What a rank did not report, did in a later phase, or marked later, is no silent pass: reports as ranks send them."""
+"""A report that is missing, or of a later phase or mark, is no silent pass."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ LOST = Raised(5.0, "RuntimeError: closed", False, "barrier", None)
 
 
 def sent(request, when, outcome="passed", *, lost=False, **more):
-    """A report as a rank sends it. A phase that ``lost`` its collective raised there after another rank had left."""
+    """A report as a rank sends it.
+
+    A phase that ``lost`` its collective raised there after another rank had left.
+    """
     node = request.node
     made = pytest.TestReport(node.nodeid, node.location, {}, outcome, None, when)
     made.longrepr = "AssertionError: of its own" if outcome == "failed" else None
@@ -88,7 +91,10 @@ def test_a_rank_whose_setup_skipped_needs_no_call(request):
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_behind_a_lost_collective_counts(request, teardown, expected, rank):
-    """V1: a rank fails as its mark expects. The other one waits for it, is freed, and its teardown fails by itself."""
+    """V1: a rank fails as its mark expects.
+
+    The other one waits for it, is freed, and its teardown fails by itself.
+    """
     waits = [
         sent(request, "setup"),
         sent(request, "call", "failed", lost=True),

@@ -45,7 +45,10 @@ MARK += 'pytestmark = pytest.mark.gt_world("ranks", size=4, mesh={"outer": 2, "i
 
 @pytest.mark.parametrize("workers", [(), ("-n2", "--dist=loadfile")], ids=["alone", "under xdist"])
 def test_a_mesh_ends_with_its_module(suite, workers):
-    """The next module, on the same ranks, does not find it again; a broken one is built anew on new ranks."""
+    """The next module, on the same ranks, does not find it again.
+
+    A broken one is built anew on new ranks.
+    """
     for name in ("one", "two"):
         suite.write(
             f"test_{name}.py",
@@ -64,18 +67,20 @@ def test_a_mesh_ends_with_its_module(suite, workers):
     assert wrong == {}, run.output
     assert len(run.reports) == 11
     lines = [line.split() for line in (suite.folder / "groups").read_text().splitlines()]
-    told = {}
+    groups_of = {}
     for module, pid, group, live in lines:
-        told.setdefault((module.rpartition(".")[2], pid), []).append((group, live))
+        groups_of.setdefault((module.rpartition(".")[2], pid), []).append((group, live))
     assert (
-        sorted(len(set(each)) for each in told.values()) == [1] * 4
+        sorted(len(set(each)) for each in groups_of.values()) == [1] * 4
     )  # one mesh for each module, and after the fault
     if not workers:
-        assert len({pid for _, pid in told}) == 2
+        assert len({pid for _, pid in groups_of}) == 2
         assert (
-            len({live for each in told.values() for _, live in each}) == 1
+            len({live for each in groups_of.values() for _, live in each}) == 1
         )  # no group of an earlier module
-        (one,), (two,) = (set(told[key]) for key in told if key[0] in ("test_one", "test_two"))
+        (one,), (two,) = (
+            set(groups_of[key]) for key in groups_of if key[0] in ("test_one", "test_two")
+        )
         assert one != two
 
 

@@ -1,4 +1,6 @@
-"""Many tests on ranks in one run, one in ten with a fault: every verdict right, nothing left over, memory flat."""
+"""Many tests on ranks in one run, one in ten with a fault: every verdict right, nothing left over,
+memory flat.
+"""
 
 import os
 import re
@@ -106,7 +108,7 @@ def count(request):
 
 @pytest.fixture(scope="module")
 def run(count, tmp_path_factory):
-    """Of ``count`` tests on two workers and four slots; in the end a worker dies."""
+    """Run ``count`` tests on two workers and four slots; in the end a worker dies."""
     suite = Suite(tmp_path_factory.mktemp("soak") / "suite")
     suite.write("test_it.py", SUITE.replace("{count}", str(count)))
     suite.write("test_last.py", LAST)
@@ -154,12 +156,15 @@ def test_nothing_is_left_over(run):
 
 @pytest.mark.parametrize("what", ["kib", "kib_of_ranks", "processes", "files", "ports"])
 def test_nothing_grows(run, what):
-    """Private memory of workers and of ranks, processes, open files and ports: the last third against the second."""
+    """Private memory of workers and of ranks, processes, open files and ports: the last third
+    against the second.
+    """
     for worker in ("gw0", "gw1"):
         taken = [each[what] for each in run.footprints if each["worker"] == worker]
         early, late = thirds(taken)
         print(
-            f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of {len(taken)} tests"
+            f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of "
+            f"{len(taken)} tests"
         )
         assert late <= 1.1 * early + (10_000 if "kib" in what else 4)
 
@@ -198,7 +203,8 @@ def test_slow_ranks_raise_no_alarm(suite, count):
     begun = time.monotonic()
     run = suite.run_together(suite.start("-n2", "--gt-gpus=8", "-p", "no:randomly"), limit=3000)
     print(
-        f"{count} green tests: {time.monotonic() - begun:.0f} s, load {os.getloadavg()[1]:.1f} over 5 minutes"
+        f"{count} green tests: {time.monotonic() - begun:.0f} s, load {os.getloadavg()[1]:.1f} "
+        f"over 5 minutes"
     )
     assert {name: run.text(name) for name in run.reports if run.outcome(name) != "passed"} == {}
     assert len(run.reports) == count
@@ -210,7 +216,7 @@ def expected(n):
 
 
 def verdict(run, n):
-    """What is expected if the report says it; else what came."""
+    """Return the expected outcome if the report names it, else the reported one."""
     name = f"test_it[{n}]"
     if name not in run.reports:
         return "no report"

@@ -183,9 +183,11 @@ def run(module_suite):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_under_torchrun(run, name):
-    """T1 to T4, T7: as without torchrun; no rank is the process that reports, so that rank 0 may die or hang like any.
+    """T1 to T4, T7: as without torchrun; no rank is the process that reports, so that rank 0 may
+    die or hang like any.
 
-    Marks are strict, and ranks know those of plugins that they do without: xdist's in ``test_collective``.
+    Marks are strict, and ranks know those of plugins that they do without: xdist's in
+    ``test_collective``.
     """
     outcome, expected = TABLE[name]
     assert run.outcome(name) == outcome, run.text(name)
@@ -254,7 +256,8 @@ def test_functions(gt_ranks):
 
 
 def on_two_nodes(suite, tmp_path, **environ):
-    """Two launchers meet on loopback: the run, and the suite of the second one's folder for temporary files.
+    """Two launchers meet on loopback: the run, and the suite of the second one's folder for
+    temporary files.
 
     Each has one of its own: in one, the processes of the other would be waited for as strays.
     """
@@ -302,12 +305,12 @@ def test_a_node_with_another_key_is_refused(suite, tmp_path):
     soon = "from pytest_gtrainer.ranks.torchrun import nodes\nnodes.NODES_LIMIT = 4.0\n"
     suite.write("test_it.py", soon + ON_TWO_NODES)
     run, second = on_two_nodes(suite, tmp_path, GT_TORCHRUN_KEY="another secret")
-    told = (
+    refusal = (
         "127.0.0.1 does not have the key of this run, and is not heard;"
         " set GT_TORCHRUN_KEY to the same secret on all"
     )
-    assert f"gtrainer: refused a connection from 127.0.0.1: {told}" in run.output, run.output
-    assert f"gtrainer: {told} nodes: rank 1 ends too" in run.output
+    assert f"gtrainer: refused a connection from 127.0.0.1: {refusal}" in run.output, run.output
+    assert f"gtrainer: {refusal} nodes: rank 1 ends too" in run.output
     assert run.output.count("the nodes of ranks 1 to 1 did not come within 4 s") >= 5
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
@@ -322,7 +325,10 @@ def _wait_until_nothing_is_left(suite):
 
 
 def test_the_death_of_the_process_that_reports_ends_all(suite, tmp_path):
-    """T2: it runs the tests without ranks. The other nodes say that it has ended; its launcher says how."""
+    """T2: it runs the tests without ranks.
+
+    The other nodes say that it has ended; its launcher says how.
+    """
     suite.write(
         "test_it.py",
         """
@@ -371,7 +377,9 @@ for name in ("port", "line"):
 
 
 def test_a_stranger_at_the_store_is_refused_by_name_and_runs_nothing(suite):
-    """Whoever reaches torchrun's store writes pickles that would run a command, and sends them to rank 0's port."""
+    """Whoever reaches torchrun's store writes pickles that would run a command, and sends them to
+    rank 0's port.
+    """
     suite.write("stranger.py", STRANGER)
     suite.write(
         "test_it.py",
@@ -439,7 +447,8 @@ ENVIRONMENT = {
     [
         (
             "-n2",
-            "torchrun has started the 4 ranks of this run, and xdist would start processes of its own: leave out",
+            "torchrun has started the 4 ranks of this run, and xdist would start processes of its "
+            "own: leave out",
         ),
         ("--gt-gpus=8", "--gt-gpus=8: torchrun has started 4 ranks; promise at most 4"),
     ],

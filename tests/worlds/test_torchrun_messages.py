@@ -1,4 +1,4 @@
-"""Under torchrun, what nodes tell each other: read only if it is signed, and unable to execute."""
+"""Messages between nodes under torchrun are read only if signed, and cannot execute anything."""
 
 import os
 import pickle
@@ -100,7 +100,7 @@ def test_who_does_not_have_the_key_is_refused_by_name():
 
 
 def wrongly_signed(line):
-    """What goes wrong with a connection, by name: a function that sends it from the end ``line``."""
+    """Faults of a connection, by name: a function that sends a wrong message from the end ``line``."""
     message = encode(wire.Do("stop"))
     return {
         "a pickle": lambda: line._channel.send(pickle.dumps(Command()) * 2),

@@ -58,9 +58,11 @@ def test_own_handler_sees_the_trace():
 @pytest.mark.second_tier
 @pytest.mark.parametrize("option", [[], ["--gt-trace-log"]], ids=["", "flag"])
 def test_no_test_captures_the_structured_trace_unless_asked(pytester, option):
-    """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole trace to them.
+    """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole
+    trace to them.
 
-    So does pytest 9.2. Version 9.0 leaves such loggers alone, and the flag then shows what it shows: nothing.
+    So does pytest 9.2. Version 9.0 leaves such loggers alone, and the flag then shows what it
+    shows: nothing.
     """
     pytester.makepyfile(COMPILES)
 

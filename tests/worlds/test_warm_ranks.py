@@ -1,4 +1,4 @@
-"""What ranks bring along when they are forked, and what they put away between tests."""
+"""State that ranks have when they are forked, and state that they put away between tests."""
 
 import importlib.util
 import subprocess
@@ -30,7 +30,10 @@ def test_what_the_forkserver_imports_beforehand_is_there():
 
 
 def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
-    """Nor what comes after it: a process with threads cannot be forked. Of torch, what starts CUDA does so."""
+    """Nor what comes after it: a process with threads cannot be forked.
+
+    Of torch, what starts CUDA does so.
+    """
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     for name, source in {"comes_before": "", "starts_a_thread": thread, "comes_after": ""}.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -52,7 +55,9 @@ COMPILES = 'torch.compile(torch.neg, backend="eager")(torch.ones(2))'
 @pytest.mark.second_tier
 @pytest.mark.parametrize(("compile", "printed"), [("", ""), (COMPILES, "reset")])
 def test_a_rank_forgets_what_it_compiled_if_it_compiled(compile, printed):
-    """``torch.compiler.reset`` of 2.13 imports Inductor where there is a GPU: a second in each rank."""
+    """``torch.compiler.reset`` of 2.13 imports Inductor where there is a GPU: a second in each
+    rank.
+    """
     done = subprocess.run(
         [sys.executable, "-c", RESETS.format(compile=compile)], capture_output=True, text=True
     )

@@ -1,4 +1,6 @@
-"""A module, or a class, shares a world, and what it has built on its mesh, between tests on one team."""
+"""A module, or a class, shares a world, and what it has built on its mesh, between tests on one
+team.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What nodes of chunked regions say of themselves, read back; and what is no such annotation."""
+"""Annotations of nodes in chunked regions are read back, and other metadata is no annotation."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What chunks share, what is cut or joined between them and the rest, and what goes from chunk to
-chunk.
+"""Boundaries of chunks: values that all share, values that are cut or joined, values between
+chunks.
 """
 
 import gc
@@ -231,8 +231,8 @@ def test_replicas_reduce_padded_gradients_once_a_chunk(gt_mesh):
 
 
 def test_what_is_joined_is_contiguous_whatever_the_whole_was():
-    """G5: the whole gradient was a transpose; its join is told, and lies, as a concatenation gives
-    it.
+    """G5: the whole gradient was a transpose; its join is reported, and lies, as a concatenation
+    gives it.
     """
     traced, gm = rewritten(Net(Positions), strict("layers.*"), token_batch(0))
     [joined] = [node for node in with_role(gm, MATERIALIZATION) if direction(node) == "bwd"]
@@ -381,7 +381,7 @@ def test_chunks_have_sizes_of_the_data_of_their_own():
 
 
 def calls_of_chunking(layers):
-    """How many functions one rewriting of so many blocks calls, those of C among them."""
+    """Count the functions that one rewriting of so many blocks calls, those of C among them."""
     config = strict("layers.*")
     traced = trace_step(net(*[chunkable.Dense] * layers)(), ce_step, token_batch(0), chunk=config)
     calls = 0

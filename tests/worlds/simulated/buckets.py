@@ -9,7 +9,7 @@ LENGTHS = (
 
 
 def sees_the_order_of_a_bucket(net):
-    """Whether two parameters get other bits when they are packed the other way round."""
+    """Return whether two parameters get other bits when they are packed the other way round."""
     first, second = parameters = [
         numbers(net.size, length, seed) for seed, length in enumerate(LENGTHS)
     ]

@@ -51,7 +51,7 @@ class GlooNet(Net):
         return self.ranks
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
-        """Of all shards together: segments know no shards."""
+        """Reduce all shards together: segments know no shards."""
         if destinations is not None:
             raise ValueError(
                 f"gloo reduces all shards together, not those of {destinations} alone: leave it out"

@@ -1,5 +1,4 @@
-"""What NCCL 2.30.7 does, restated step by step: ranks that send, receive and add, each with its own
-buffer.
+"""NCCL 2.30.7, restated step by step: ranks that send, receive and add, each with its own buffer.
 
 The nets of ``worlds.simulated`` are compared with this; nothing here is shared with them. A kernel
 is a generator for each rank, which yields while it waits for a peer. Each function names the lines
@@ -62,8 +61,8 @@ PARTS = {"contiguous": words, "cells": cells}
 
 
 class Wires:
-    """What was sent, by sender, receiver and connection; and the kernels of all ranks, run until
-    they end.
+    """The messages, by sender, receiver and connection; and the kernels of all ranks, run to the
+    end.
     """
 
     def __init__(self):
@@ -166,8 +165,9 @@ def dtree(nodes, node, second):
 
 
 def tree_of_rank(chains, node, rank, second):
-    """Who is above and below a rank; connect.cc:54-63 and :131-164, with the pattern of search.cc
-    (balanced).
+    """Return the ranks above and below a rank.
+
+    See connect.cc:54-63 and :131-164, with the pattern of search.cc (balanced).
     """
     chain = chains[node]
     place = chain.index(rank)
@@ -291,8 +291,9 @@ def pat_reduce_scatter(wires, pat, own, out, count, part, op):
 def reduced(
     collective, algorithm, inputs, op, *, net, rings, chains, protocol="Simple", chunk_bytes=None
 ):
-    """What every rank ends with: ``[ranks, elements]``; ``rings`` by channel, ``chains`` by channel
-    and node.
+    """Return the results of every rank, ``[ranks, elements]``.
+
+    ``rings`` are by channel, ``chains`` by channel and node.
     """
     ranks, size = inputs.shape
     count, itemsize = (size // ranks if collective == "reduce_scatter" else size), inputs.itemsize

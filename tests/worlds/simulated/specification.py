@@ -1,5 +1,4 @@
-"""What a net does, element by element in plain Python: slow, and as near to its definition as we
-can write it.
+"""The nets, element by element in plain Python: slow, and as near to their definition as possible.
 
 The models in ``worlds.simulated`` are compared with this. Nothing here is shared with them.
 """

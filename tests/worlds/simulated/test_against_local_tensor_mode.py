@@ -16,7 +16,7 @@ from tests.worlds.simulated.graphs import data_movement, different, interpreter_
 @pytest.mark.gt_world("fake", size=6, mesh={"dp": 3, "ep": 2})
 @pytest.mark.parametrize("dimension", ["dp", "ep", "all"])
 def test_data_moves_as_in_local_tensor_mode(gt_world, gt_mesh, dimension):
-    """In every group of the mesh, and with what one collective moved as the operand of the next."""
+    """Every group of the mesh, and the result of one collective as the operand of the next."""
     group = dist.group.WORLD if dimension == "all" else gt_mesh[dimension].get_group()
     x = different(6, 2, 3)
     # it takes the root of a broadcast by its rank in the world; real groups by that in the group

@@ -18,13 +18,13 @@ LENGTHS = [1, 7, 16, 65, 333]
 
 
 def numbers(rows, columns, dtype):
-    """Of many sizes, so that a sum in another order has other bits in most elements."""
+    """Return numbers of many sizes: a sum in another order has other bits in most elements."""
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 8).to(dtype)
 
 
 def rings_of(net):
-    """By channel, of a group's own ranks, listed as they come."""
+    """Return the rings by channel, of a group's own ranks in their order."""
     size, per = net.nodes * net.ranks_per_node, net.ranks_per_node
     rail = [
         [node * per + (channel - hop) % per for node in range(net.nodes) for hop in range(per)]
@@ -35,7 +35,7 @@ def rings_of(net):
 
 
 def chains_of(net):
-    """By channel and node: the group's ranks in the order of the ring, from where it enters the
+    """Return by channel and node the group's ranks in the order of the ring, from its entry to the
     node.
     """
     per, members = net.ranks_per_node, list(net.members or range(net.nodes * net.ranks_per_node))
@@ -54,7 +54,7 @@ def chains_of(net):
 
 
 def differing(net, collective, length, dtype, op, algorithm="ring"):
-    """How many elements of all ranks differ from what NCCL's kernels give."""
+    """Count the elements of all ranks that differ from the results of NCCL's kernels."""
     inputs = numbers(net.size, length * (net.size if collective == "reduce_scatter" else 1), dtype)
     theirs = nccl.reduced(
         collective,
@@ -273,7 +273,7 @@ def test_pat_leaves_to_rings_what_multiplies(op):
 
 @pytest.mark.parametrize("algorithm", ["tree", "pat"])
 def test_the_path_is_that_of_the_sum(algorithm):
-    """Added by hand in the order that ``explain`` tells, every element has the same bits."""
+    """Added by hand in the order that ``explain`` gives, every element has the same bits."""
     net = NetModel(6, 2 if algorithm == "tree" else 1, algorithm=algorithm)
     if algorithm == "tree":
         net = net.for_group((11, 0, 3, 4, 9, 7, 2))
@@ -301,7 +301,7 @@ def test_the_path_is_that_of_the_sum(algorithm):
 @pytest.mark.parametrize("op", ["sum", "product", "max", "min", "avg", "premul_sum"])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
 def test_every_op_combines_along_the_path(algorithm, op):
-    """Rank by rank as ``explain`` tells: an average scales every input once, or divides the end.
+    """Rank by rank as ``explain`` says: an average scales every input once, or divides the end.
 
     A sum does neither.
     """

@@ -58,7 +58,7 @@ def step():
 
 
 def differing(ours, theirs):
-    """How many elements differ, over all ranks."""
+    """Count the elements that differ, over all ranks."""
     pairs = (
         pair
         for own, other in zip(ours, theirs, strict=True)

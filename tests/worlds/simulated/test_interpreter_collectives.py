@@ -253,7 +253,7 @@ def test_flattened_dimensions_are_groups_too(gt_world):
 
 
 def test_groups_of_a_mesh_in_any_order_are_sorted(gt_world):
-    """As torch sorts the ranks of a new group."""
+    """Torch sorts the ranks of a new group."""
     mesh = dist.DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("a", "b"))
     group = mesh["b"].get_group()
     x = different(4, 1)

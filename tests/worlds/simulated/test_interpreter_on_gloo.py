@@ -29,7 +29,7 @@ pytestmark = pytest.mark.second_tier
 
 
 def of_all_ranks(value):
-    """What every rank has, on every rank."""
+    """Gather every rank's value on every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

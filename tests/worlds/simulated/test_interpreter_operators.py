@@ -115,7 +115,7 @@ def traced_with_sizes(function, *inputs):
 
 @pytest.mark.gt_world("fake", size=4)
 def test_splits_that_depend_on_data_are_each_ranks_own(gt_world):
-    """As in expert parallelism: counts travel, then rows."""
+    """Expert parallelism: counts travel, then rows."""
 
     def exchange(rows, counts):
         arriving = wait(c10d.all_to_all_single(counts, [1] * 4, [1] * 4, world_group()))
@@ -196,7 +196,7 @@ def nested(*modules, target, arguments):
 
 @pytest.mark.gt_world("fake", size=4)
 def test_collectives_in_called_graphs_are_carried_out(gt_world):
-    """In a module, an invoked subgraph, and the branch that all ranks take."""
+    """A module, an invoked subgraph, and the branch that all ranks take."""
     body, other = graph_of(with_collective), graph_of(lambda graph: (graph.placeholder("x"),))
     x = different(4, 3)
     total = NetModel.of_world(4).all_reduce(torch.stack(list(x)), "sum")

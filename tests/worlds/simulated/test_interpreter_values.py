@@ -32,7 +32,9 @@ RANKS = 4
 
 
 def replayed(gm, inputs):
-    """What every rank by itself would return, from inputs of its own, and what it leaves in them."""
+    """Return the results of every rank by itself, from inputs of its own, and the inputs after
+    that.
+    """
     own = [[at(value, rank).clone() for value in inputs] for rank in range(RANKS)]
     return [(gm(*values), values) for values in own]
 
@@ -107,7 +109,7 @@ def test_what_a_rank_needs_inside_is_gone_before_the_next_one():
 
 
 class Payloads(TorchDispatchMode):
-    """How many results of ``sin`` are alive whenever ``cos`` runs."""
+    """Counts the results of ``sin`` that are alive whenever ``cos`` runs."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +128,7 @@ class Payloads(TorchDispatchMode):
 
 
 def watched(function, net=None):
-    """Of a run of ``function`` on one tensor a rank."""
+    """Watch a run of ``function`` on one tensor a rank."""
     interpreter = interpreter_of(make_fx(function)(torch.ones(3)), net=net)
     with Payloads() as payloads:
         if net is not None:
@@ -169,7 +171,9 @@ def test_while_ranks_reduce_there_is_one_copy_of_their_payloads(gt_world, betwee
 
 @pytest.mark.gt_world("fake", size=4)
 def test_a_value_goes_rank_by_rank_where_it_is_used_last(gt_world):
-    """Of what all ranks made before a collective, one less is there when the next rank goes on."""
+    """One value less of those that all ranks made before a collective lives when the next rank goes
+    on.
+    """
 
     def step(x):
         y = x.sin()
@@ -441,7 +445,7 @@ def test_inputs_that_the_graph_was_not_traced_for(inputs, error, sentence):
 
 
 def test_an_operator_that_fails_is_named_with_its_rank():
-    """Of a block of generated code: the node, its module, and the rank."""
+    """A block of generated code names the node, its module, and the rank."""
 
     def step(x, index):
         return x.sin().index_select(0, index) + 1

@@ -92,7 +92,7 @@ def test_shards_of_some_destinations_alone(net, length, op, data):
 
 
 def test_shards_of_some_destinations_alone_by_pat():
-    """As of large payloads, of which some destinations are summed at a time."""
+    """Large payloads are like this: some destinations are summed at a time."""
     net, inputs = NetModel(5, 1, algorithm="pat"), numbers(5, 5 * 3)
     alone = net.reduce_scatter(inputs[:, 2 * 3 :], "sum", range(2, 5))
     assert_bitwise_equal(alone, net.reduce_scatter(inputs, "sum")[2:])

@@ -1,5 +1,5 @@
-"""Numbers that a rank has of its own in an otherwise equal graph: which are told apart, and which
-are refused.
+"""Numbers that a rank has of its own in an otherwise equal graph: which are distinguished, and
+which are refused.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
 @pytest.mark.second_tier
 @SQUARE
 def test_a_number_along_two_dimensions_is_refused(gt_world):
-    """Rank 1, rank 2 and the last rank agree, which no value along one dimension tells apart from
+    """Rank 1, rank 2 and the last rank agree, which no value along one dimension distinguishes from
     rank 0's.
     """
     with pytest.raises(DependsOnRank, match="the graph depends on the rank"):

@@ -1,6 +1,4 @@
-"""What a failed check on many nodes tells: both layouts, the step, the element, and who adds it
-when.
-"""
+"""A failed check on many nodes names both layouts, the step, the element, and who adds it when."""
 
 import dataclasses
 import functools
@@ -37,9 +35,7 @@ EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
 
 
 def first_element(text: str) -> int:
-    """Where the first difference lies in its matrix, which depends on how this processor adds
-    inside of a product.
-    """
+    """Return the place of the first difference in its matrix; it depends on the processor."""
     row, column = re.search(
         r"first at step 0, rank 0, gradient of \S+, element \((\d+), (\d+)\)", text
     ).groups()
@@ -93,18 +89,18 @@ def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
         "weights": functools.partial(CONFIG, model=lambda: seeded(1)),
         "step": functools.partial(CONFIG, step=twice_as_much_when_traced),
     }
-    told = {}
+    causes = {}
     for name, config in others.items():
         with pytest.raises(BitwiseDifference) as error:
             assert_bitwise_equal(
                 train_graph(config, world=gt_world), eager, what="graph against eager"
             )
-        told[name] = str(error.value).splitlines()[1]
+        causes[name] = str(error.value).splitlines()[1]
     assert (
-        told["weights"]
+        causes["weights"]
         == "the two runs start from different weights, on ranks 0, 1: seed both sides alike"
     )
-    assert "start" not in told["step"]
+    assert "start" not in causes["step"]
 
 
 LAYOUTS_AROUND_WQ = """
@@ -199,12 +195,12 @@ def test_an_element_is_counted_in_the_dtype_of_the_wire():
     records = Record(world_size=2), Record(world_size=2)
     for number, record in enumerate(records):
         record.add(0, 0, "gradient", "second", torch.full((8,), float(number)))
-    told = next(
+    line = next(
         paths_of_first(
             NetModel(1, 2), layouts, lambda rank, ranks: ranks, compare(*records), records[0]
         )
     )
-    assert "element 8 of 16," in told, f"the first of the second eight elements: {told}"
+    assert "element 8 of 16," in line, f"the first of the second eight elements: {line}"
 
 
 @pytest.mark.gt_world("simulated", size=2)

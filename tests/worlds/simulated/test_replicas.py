@@ -96,9 +96,9 @@ def test_what_one_rank_alone_holds_is_told_by_its_name():
 
     def compare(rank):
         held = ["größe", "the gradient of größe"][: 1 + rank]
-        with pytest.raises(ReplicasDiffer) as told:
+        with pytest.raises(ReplicasDiffer) as raised:
             assert_alike([(name, torch.ones(2)) for name in held], peers_by(0), "held by both")
-        return str(told.value)
+        return str(raised.value)
 
     said = run_threads(2, compare, net=NetModel(1, 2))
     expected = "the gradient of größe differs between ranks 0 and 1, and is held by both; so do 0 more of 1 such"

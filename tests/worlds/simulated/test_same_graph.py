@@ -59,7 +59,7 @@ def test_uneven_shards_are_refused_by_the_first_node_that_differs():
 
 
 def test_an_input_of_another_shape_is_refused():
-    """S4: the operators behind it are the same, so the shape alone tells."""
+    """S4: the operators behind it are the same, so only the shape differs."""
     graphs = at_both_ends(
         lambda mesh: make_fx(lambda x: x + 1, tracing_mode="fake")(numbers(3 + dist.get_rank())),
         fsdp=2,
@@ -191,7 +191,7 @@ def test_a_number_of_each_rank_is_that_of_its_place():
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
-    """As torch buckets all-gathers: its own part begins elsewhere on each rank.
+    """Torch buckets all-gathers like this: its own part begins elsewhere on each rank.
 
     Any other place is a difference.
     """

@@ -90,8 +90,8 @@ def compiled(function):
 
 @simulated
 def test_the_order_in_which_a_graph_packs_gradients_shows(gt_world):
-    """What found the order of an expert's payload: two graphs, each right by itself, of which one
-    is not eager's.
+    """This found the order of an expert's payload: two graphs, each right by itself, one not
+    eager's.
     """
     expected = simulate_eager(step, inputs_of, gt_world, outputs=NAMES)
     ours, theirs = (
@@ -193,8 +193,8 @@ def test_groups_that_no_process_has_are_told_by_their_ranks():
     ):
         simulate_graph(of_a_group("tp"), inputs, 4)
     for wrong in ([[0, 1]], [[0, 1], [1, 2, 3]]):
-        told = f"groups['tp'] is {wrong}: every rank of 0..3 belongs to one group"
-        with pytest.raises(ValueError, match=re.escape(told)):
+        message = f"groups['tp'] is {wrong}: every rank of 0..3 belongs to one group"
+        with pytest.raises(ValueError, match=re.escape(message)):
             simulate_graph(of_a_group("tp"), inputs, 4, groups={"tp": wrong})
 
 

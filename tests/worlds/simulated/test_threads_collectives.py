@@ -262,7 +262,9 @@ def messages(rank):
 
 
 def messages_of_a_group(rank):
-    """From the second rank of a group to its first, by their numbers in the world and in the group."""
+    """Send from the second rank of a group to its first, by their numbers in the world and in the
+    group.
+    """
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group, received = groups[rank % 2], torch.empty(2)
     for in_world, in_group in (
@@ -309,7 +311,7 @@ def premultiplied(rank):
 
 
 def test_a_premultiplied_sum_multiplies_every_input_first():
-    """Which gloo does not have, and FSDP2 asks for on NCCL: the factor in the dtype that is sent."""
+    """gloo does not have it, and FSDP2 asks for it on NCCL: the factor has the dtype that is sent."""
     inputs = torch.stack([numbers(rank, 100, dtype=torch.bfloat16) for rank in range(4)])
     expected = NetModel(1, 4).all_reduce(inputs * torch.tensor(1 / 3, dtype=torch.bfloat16), "sum")
     for rank, result in enumerate(run_threads(4, premultiplied, net=NetModel(1, 4))):
@@ -350,7 +352,7 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
 
 
 def scattered_lists(rank):
-    """What rank 1 gets are the second of all lists; a work tells what it made."""
+    """Rank 1 gets the second entry of all lists; a work returns its result."""
     made = torch.empty(2, 2)
     work = dist.reduce_scatter(
         made, [numbers(10 * rank + place, 2, 2) for place in range(3)], async_op=True
@@ -361,12 +363,12 @@ def scattered_lists(rank):
 
 def test_a_list_that_is_scattered_and_what_a_work_tells():
     net = NetModel(1, 3)
-    for rank, (made, *told) in enumerate(run_threads(3, scattered_lists, net=net)):
+    for rank, (made, *rest) in enumerate(run_threads(3, scattered_lists, net=net)):
         whole = [
             torch.cat([numbers(10 * other + place, 4) for place in range(3)]) for other in range(3)
         ]
         assert_equal(made.view(-1), net.reduce_scatter(torch.stack(whole), "sum")[rank])
-        assert_equal(told, [[made], [made], True, True])
+        assert_equal(rest, [[made], [made], True, True])
 
 
 def test_a_timeout_that_is_no_time_is_refused():
@@ -390,9 +392,9 @@ def test_a_list_that_is_too_short_is_told(name):
             "all_to_all": lambda: dist.all_to_all(pair, pair),
         }[name]()
 
-    told = "a list of 2 tensors for 3 ranks"
+    message = "a list of 2 tensors for 3 ranks"
     if name == "reduce_scatter":
-        told = r"the input float32\[4\] must be 3 times the output float32\[2\]"
-    with pytest.raises(ValueError, match=rf"{name}\w*: {told}") as failure:
+        message = r"the input float32\[4\] must be 3 times the output float32\[2\]"
+    with pytest.raises(ValueError, match=rf"{name}\w*: {message}") as failure:
         run_threads(3, short, net=NetModel(1, 3))
     assert failure.value.__notes__ == ["raised on rank 0 of 3 ranks on threads"]

@@ -52,7 +52,7 @@ def no_thread_left():
 
 @pytest.fixture(scope="module")
 def only_what_is_new():
-    """What was there before these tests is not looked at by the collector, again and again."""
+    """Freeze earlier objects, so that the collector does not look at them again and again."""
     gc.collect()
     gc.freeze()
     yield

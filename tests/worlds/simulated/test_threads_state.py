@@ -1,4 +1,4 @@
-"""What a process has once and each rank for itself, and that a run changes none of it for others."""
+"""State of the process that each rank has for itself; a run changes none of it for others."""
 
 import os
 import random
@@ -109,7 +109,7 @@ def test_a_rank_that_asks_again_and_again_draws_on_where_it_was():
 
 
 def alone(rank):
-    """What a rank draws in a process of its own."""
+    """Return the numbers that a rank draws in a process of its own."""
     seed(rank)
     return [draw() for _ in range(3)]
 

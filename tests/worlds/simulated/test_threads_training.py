@@ -159,7 +159,7 @@ def test_the_layout_comes_with_the_record():
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 def test_a_finished_configuration_moves_to_the_ranks_if_its_mesh_is_all_it_has(gt_mesh):
-    """In a test of a simulated world the default group is a fake one."""
+    """The default group is a fake one in a test of a simulated world."""
     run = simulated_eager(llama3_training(gt_mesh, "fp32"), GlooNet(4), steps=1)
     assert_bitwise_equal(run.record, simulated_eager(ROUGH_FP32, GlooNet(4), steps=1).record)
     assert dist.get_backend() == "fake"

@@ -26,7 +26,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", Path("docs/simulated-world.md").read
 
 @pytest.mark.parametrize("nodes", range(2, 10))
 def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
-    """As NCCL balances its two trees, so that no node adds in both.
+    """NCCL balances its two trees, so that no node adds in both.
 
     The first one alone may, if nodes are odd.
     """
@@ -175,8 +175,8 @@ def test_a_sum_of_products_is_told_to_the_net(op):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8)
 def test_the_documentations_own_net(gt_world):
-    """A net by the documented protocol: parity holds, its order shows, and messages and tables tell
-    it by its name.
+    """A net by the documented protocol: parity holds, its order shows, and messages and tables
+    have its name.
     """
     own, example = {"__name__": "my_net"}, {"__name__": "test_nets"}
     for name, namespace in (("# my_net.py", own), ("# test_nets.py", example)):

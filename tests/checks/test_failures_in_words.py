@@ -1,4 +1,6 @@
-"""A failure names the check, where the search stood, and the nearest node with what it differs in."""
+"""A failure names the check, where the search stood, and the nearest node with what it
+differs in.
+"""
 
 import pytest
 

@@ -68,7 +68,10 @@ def test_messages_and_errors_have_no_ids_of_behaviours():
     texts = [text for path in sources for text in said(ast.parse(path.read_text()))]
     assert len(texts) > 5_000
     assert [text for text in texts if CODE.search(text)] == []
-    twin = 'class A(ValueError):\n  """Wrong (A1)."""\n  def b(self):\n    """Right (A1)."""\n    print("Also (A1)")'
+    twin = (
+        'class A(ValueError):\n  """Wrong (A1)."""\n  def b(self):\n    """Right (A1)."""\n    '
+        'print("Also (A1)")'
+    )
     assert said(ast.parse(twin)) == ["Wrong (A1).", "Also (A1)"]
 
 

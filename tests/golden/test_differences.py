@@ -216,7 +216,9 @@ def test_a_schedule_says_what_changed_inside_of_a_body():
 
 
 def test_what_commands_a_terminal_is_shown_as_letters(run, pytester, goldens):
-    """Colours, titles and the direction of writing of a golden do not reach the reader's terminal."""
+    """Colours, titles and the direction of writing of a golden do not reach the reader's
+    terminal.
+    """
     source = "def test_a(gt_golden):\n    gt_golden.check({!r})"
     text = "one\n\x1b]0;title\x07\u202etwo\u200b\n"
     shown = "\\x1b]0;title\\x07\\u202etwo\\u200b"

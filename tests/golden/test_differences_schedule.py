@@ -1,4 +1,6 @@
-"""Sentences on the schedule: collectives moved against compute, and orders that results depend on."""
+"""Sentences on the schedule: collectives moved against compute, and orders that results
+depend on.
+"""
 
 from pytest_gtrainer.graphtext import diff
 

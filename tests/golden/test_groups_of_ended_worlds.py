@@ -1,4 +1,6 @@
-"""A table of process groups that outlives its world, as torchtitan's registry of extra groups does."""
+"""A table of process groups that outlives its world, as torchtitan's registry of extra
+groups does.
+"""
 
 import sys
 

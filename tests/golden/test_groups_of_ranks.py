@@ -1,4 +1,6 @@
-"""Process groups of all ranks in goldens: they divide the ranks, and the golden lists all of them."""
+"""Process groups of all ranks in goldens: they divide the ranks, and the golden lists all
+of them.
+"""
 
 import re
 

@@ -300,7 +300,9 @@ def test_c(): same("new", """older""")
 def test_a_file_that_workers_have_imported_in_different_states_is_left_as_it_is(
     run_file, pytester, source
 ):
-    """One worker's lines are those of a file that is no more, and the other's of the present one."""
+    """One worker's lines are those of a file that is no more, and the other's of the
+    present one.
+    """
     pytester.makeconftest("""
         import os, pathlib, time
         worker = os.environ.get("PYTEST_XDIST_WORKER")

@@ -1,4 +1,6 @@
-"""Editing string literals in source: only those, wherever they stand and however they are spelled."""
+"""Editing string literals in source: only those, wherever they stand and however they are
+spelled.
+"""
 
 import ast
 import string

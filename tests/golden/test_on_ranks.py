@@ -140,7 +140,7 @@ def made(folder: Path, *options: str, files: dict[str, str]) -> Made:
         return Made(run_project(folder, *QUICK, *options, files=files), folder)
 
 
-# -- a run that updates; under xdist the parent of the ranks is a worker, which writes no file of tests
+# -- a run that updates; under xdist the parent of the ranks is a worker, which writes no test file
 
 
 WAYS = [
@@ -173,7 +173,9 @@ the golden differs between ranks, first on rank 1 at line 1:
 
 @pytest.mark.second_tier("under xdist]")
 def test_ranks_claim_and_the_parent_writes(updated):
-    """Nothing of a test that fails on a rank, or in the parent after the last test of its module."""
+    """Nothing of a test that fails on a rank, or in the parent after the last test of its
+    module.
+    """
     found = {name.partition("::")[2]: each for name, each in updated.run.tests.items()}
     assert found["test_agree"].outcome == "passed"
     assert found["test_disagree"].outcome == found["test_fails_on_one"].outcome == "failed"
@@ -360,7 +362,9 @@ def test_what_ranks_check_is_used_and_what_they_would_check_is_not_judged(checke
 
 
 def test_inline_expectations_are_in_the_list_of_commands(checked):
-    """Those that fail a test, in this process and on ranks, each with the command that accepts it."""
+    """Those that fail a test, in this process and on ranks, each with the command that
+    accepts it.
+    """
     lines = checked.lines_after("to accept what a test obtained, when its difference is right:")
     listed = [
         f"  pytest test_commands.py::test_{which} {FLAGS} --gt-update-goldens" for which in "abd"

@@ -157,7 +157,9 @@ CREATED = ('same("made", """""")', 'same("made", """made""")')
 def test_expectations_of_tests_that_pass_are_accepted(
     run_here, pytester, monkeypatch, flags, changes, counts
 ):
-    """A test that fails behind its expectation changes nothing, nor does one literal for two texts."""
+    """A test that fails behind its expectation changes nothing, nor does one literal for
+    two texts.
+    """
     monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
     (pytester.path / "test_it.py").write_text(INLINE)
     result = run_here(None, *flags)

@@ -56,7 +56,10 @@ class Model(nn.Module):
 
 
 def computed(gm: fx.GraphModule):
-    """Return what each node calls, on which earlier ones, and its result; an item as its tuple's."""
+    """Return what each node calls, on which earlier ones, and its result.
+
+    An item as its tuple's.
+    """
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     found_nodes = []
     for node in gm.graph.nodes:

@@ -159,7 +159,9 @@ class Writes(nn.Module):
 
 
 def test_results_of_an_exported_program_are_named_by_its_signature():
-    """P1: what is written to comes before what is returned, and another buffer would renumber it."""
+    """P1: what is written to comes before what is returned, and another buffer would
+    renumber it.
+    """
     program = torch.export.export(Writes(), (torch.randn(4, 8), torch.zeros(1)))
     names = [
         "updated.norm.running_mean",
@@ -359,7 +361,10 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
 
 
 def test_a_body_that_forward_and_backward_call_is_of_the_forward():
-    """A checkpoint has such a recomputed region. A body that the backward alone calls is its own."""
+    """A checkpoint has such a recomputed region.
+
+    A body that the backward alone calls is its own.
+    """
     body = fx.Graph()
     body.output((body.call_function(torch.ops.aten.sin.default, (body.placeholder("x"),)),))
     graph = fx.Graph()

@@ -71,7 +71,9 @@ VALUES = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("of", ["input", "topk", "neg", "second of two"])
 def test_each_value_has_a_text_of_its_own(of):
-    """A golden of one would accept the other: all placements had one text, and all sparse tensors."""
+    """A golden of one would accept the other: all placements had one text, and all sparse
+    tensors.
+    """
     texts = {}
     for name, make in VALUES.items():
         value = make()

@@ -355,7 +355,9 @@ if fwd:
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 @pytest.mark.parametrize("order", ["fsdp extra other", "other fsdp extra"])
 def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
-    """All-gathers in an extra group, as for overlap, and a group that is given by its ranks alone."""
+    """All-gathers in an extra group, as for overlap, and a group that is given by its ranks
+    alone.
+    """
     groups = {
         "fsdp": gt_mesh.get_group(),
         "extra": dist.new_group([0, 1, 2, 3], group_desc="mesh_fsdp_extra"),

@@ -42,7 +42,9 @@ def test_a_generated_graph_comes_back(drawn):
 @settings(max_examples=100)
 @given(data=st.data())
 def test_many_generated_graphs_come_back(data, steps):
-    """A hundred of each length: half of the time goes into tracing what was drawn with fake values."""
+    """A hundred of each length: half of the time goes into tracing what was drawn with fake
+    values.
+    """
     assert_comes_back(*data.draw(graphs(steps=steps)))
 
 

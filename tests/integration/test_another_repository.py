@@ -1,4 +1,6 @@
-"""A repository that is not ours: an empty directory, the package installed, a ten-line test file."""
+"""A repository that is not ours: an empty directory, the package installed, a ten-line test
+file.
+"""
 
 import pytest
 

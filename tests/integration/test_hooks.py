@@ -14,7 +14,9 @@ FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 
 
 def test_the_project_of_the_page(pytester):
-    """Every hook has done its work: in this process, on two ranks, and when the ranks have ended."""
+    """Every hook has done its work: in this process, on two ranks, and when the ranks have
+    ended.
+    """
     for name, text in FILES.items():
         (pytester.path / name).write_text(text)
     made = pytester.runpytest_subprocess(

@@ -1,4 +1,6 @@
-"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and obstacles are reported."""
+"""``.ci/light_torch.py``: a library that links CUDA loads without CUDA, and obstacles are
+reported.
+"""
 
 import importlib.util
 import shutil

@@ -28,7 +28,9 @@ def head() -> torch.nn.Linear:
 
 @pytest.fixture
 def hidden() -> torch.Tensor:
-    """``[8, 16, 72]``, larger from sequence to sequence, so that the chunks' losses differ in size."""
+    """``[8, 16, 72]``, larger from sequence to sequence, so that the chunks' losses differ
+    in size.
+    """
     values = torch.randn(8, 16, 72, generator=torch.Generator().manual_seed(5))
     return (values * torch.linspace(0.1, 3, 8).view(8, 1, 1)).requires_grad_()
 

@@ -39,7 +39,9 @@ class Reductions(TorchDispatchMode):
 
 
 def eager(build, mesh, batch, step, dtypes) -> tuple[Results, list[int]]:
-    """Loss and local gradients of one step under eager FSDP2, and the elements each reduction took."""
+    """Loss and local gradients of one step under eager FSDP2, and the elements each
+    reduction took.
+    """
     sent, model = [], build(FLAVOR, n_layers=1)
     options = {
         "mesh": mesh,

@@ -68,7 +68,9 @@ def test_an_expert_in_the_wrong_place_shows(gt_mesh, build, batch):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch, run_step):
-    """One trace serves all sizes: with a bias on the first experts no row goes to the other rank."""
+    """One trace serves all sizes: with a bias on the first experts no row goes to the other
+    rank.
+    """
     traced = trace_step(apply_expert_parallel(build(FLAVOR), gt_mesh["ep"]), ce_step, batch)
     own = tuple(part.roll(gt_world.rank, 0) for part in batch)
     results = []

@@ -128,7 +128,9 @@ def test_layout_and_bits_are_those_of_fully_shard_with_replicas(corners, check_p
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("order", ["execution", "registration"])
 def test_another_order_differs_in_layout(corners, order):
-    """The twin: ``named_parameters`` has scale first, the graph reads the weight before the bias."""
+    """The twin: ``named_parameters`` has scale first, the graph reads the weight before the
+    bias.
+    """
     config = corners(steps=1)
     eager, graph = EagerRun(config), GraphRun(config, payload_order=order)
     eager.run()

@@ -131,7 +131,9 @@ def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_con
 def test_graph_equals_eager_with_the_head_tied_to_the_embedding(
     gt_mesh, check_parity_and_control, sequence
 ):
-    """Tie them again behind ``parallelize_module``, which gives each module a parameter of its own."""
+    """Tie them again behind ``parallelize_module``, which gives each module a parameter of
+    its own.
+    """
     config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2)
 
     def tied():

@@ -80,7 +80,9 @@ def run(gm, inputs):
 
 
 def differing(gm, found, sizes=None):
-    """Return the nodes after which the number of live bytes differs from that of ``peak_memory``."""
+    """Return the nodes after which the number of live bytes differs from that of
+    ``peak_memory``.
+    """
     curve = peak_memory(gm, sizes=sizes).curve
     return {
         name: (nbytes, curve[name]) for name, (nbytes, _) in found.items() if nbytes != curve[name]

@@ -1,4 +1,6 @@
-"""A small sharded model whose registration order differs from its execution order, and its graph."""
+"""A small sharded model whose registration order differs from its execution order, and its
+graph.
+"""
 
 import copy
 

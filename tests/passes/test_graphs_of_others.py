@@ -133,7 +133,9 @@ def test_a_parameter_that_is_copied_into_a_view_of_what_is_sent_is_not_lost():
 
 
 def test_shards_that_are_joined_for_an_all_reduce_are_followed_through_it():
-    """B6: reduced one by one over the shards, together over the replicas, and handed out in parts."""
+    """B6: reduced one by one over the shards, together over the replicas, and handed out in
+    parts.
+    """
     payloads = bucket_layout(graphtext.parse(JOINED_FOR_AN_ALL_REDUCE)).payloads
     sent = [
         (each.collective, [(slot.parameter, slot.offset, slot.nbytes) for slot in each.slots])
@@ -287,7 +289,9 @@ def test_a_bucket_without_parameters_changes_nothing(joint, plan):
 
 
 def test_a_graph_that_torch_has_bucketed_is_refused(joint, plan):
-    """Its all-gathers are others' buckets, so ours would cover a part of the parameters in silence."""
+    """Its all-gathers are others' buckets, so ours would cover a part of the parameters in
+    silence.
+    """
     gm = bucketed_by_torch(joint.gm)
     before = gm.code
     with pytest.raises(PlanError, match="is bucketed already, by another pass"):

@@ -34,7 +34,9 @@ def wait_first(gm, example_inputs=None):
 
 
 def test_a_graph_out_of_order_is_told_with_pass_bucket_and_parameter(joint, plan):
-    """E6: lint alone says "Argument 'all_gather_into_tensor' was used before it has been defined"."""
+    """E6: lint alone says "Argument 'all_gather_into_tensor' was used before it has been
+    defined".
+    """
     step = bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=plan)
     steps = [step, bind_options(wait_first), bind_options(keep)]
     message = (

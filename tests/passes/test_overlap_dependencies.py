@@ -1,4 +1,6 @@
-"""Control dependencies: the order of launches and waits, for a compiler that schedules by itself."""
+"""Control dependencies: the order of launches and waits, for a compiler that schedules by
+itself.
+"""
 
 import copy
 from itertools import pairwise
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
 
 def dependencies(gm):
-    """(kind, bucket waited for, bucket launched before) of each control dependency, in graph order."""
+    """(kind, bucket waited for, bucket launched before) of each control dependency, in
+    graph order.
+    """
     found = []
     for node in gm.graph.nodes:
         if is_control_dependency(node):

@@ -1,4 +1,6 @@
-"""Every pass file in fixtures/graphs: an input graph, the passes to run, and what they must give."""
+"""Every pass file in fixtures/graphs: an input graph, the passes to run, and what they must
+give.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Peak memory by liveness, held against the storages that the graph's generated code keeps alive."""
+"""Peak memory by liveness, held against the storages that the graph's generated code keeps
+alive.
+"""
 
 import copy
 

@@ -180,7 +180,9 @@ def test_a_loss_that_does_not_exist_is_refused(arguments, words):
 
 
 def test_options_are_bound_when_the_list_is_built(neg_of_detach):
-    """M3: later changes of the caller's list do not matter, and a wrong option is reported at once."""
+    """M3: later changes of the caller's list do not matter, and a wrong option is reported
+    at once.
+    """
     marks = ["seen"]
 
     def marking_pass(gm, example_inputs=None, *, marks, more=()):

@@ -163,7 +163,8 @@ def test_the_check_of_determinism():
 @pytest.mark.second_tier
 def test_debugging(monkeypatch: pytest.MonkeyPatch):
     """K1: the operators of both runs are shown."""
-    # torch logs operators with arguments that their format has no place for, and pytest's handlers format them
+    # torch logs operators with arguments that their format has no place for, and pytest's handlers
+    # format them
     for logger in (logging.getLogger(), logging.getLogger("LoggingTensor")):
         monkeypatch.setattr(logger, "handlers", [])
     with pytest.raises(

@@ -308,7 +308,10 @@ def test_a_submesh_of_two_dimensions(config_with, gt_mesh):
 def test_submeshes_that_share_some_of_their_ranks(config_with, gt_mesh):
     """Rank 0 would wait for ranks that do not know it; torch names neither mesh."""
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
-    words = r"'layers.0' in submeshes is of a mesh of ranks \[0, 1\], and .*'head' .* \[1, 2\]: they share \[1\] alone"
+    words = (
+        r"'layers.0' in submeshes is of a mesh of ranks \[0, 1\], and .*'head' .* \[1, 2\]: they "
+        r"share \[1\] alone"
+    )
     with pytest.raises(ValueError, match=words):
         config_with(submeshes={"layers.0": first, "head": second})
     config_with(submeshes={"layers.0": first, "head": first})
@@ -316,7 +319,10 @@ def test_submeshes_that_share_some_of_their_ranks(config_with, gt_mesh):
 
 @pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_submesh_beyond_the_mesh(config_with, gt_mesh):
-    words = r"the mesh of 'head' in submeshes has ranks \[0, 1, 2\], and TrainConfig.mesh has \[0, 1\], without \[2\]"
+    words = (
+        r"the mesh of 'head' in submeshes has ranks \[0, 1, 2\], and TrainConfig.mesh has \[0, "
+        r"1\], without \[2\]"
+    )
     with pytest.raises(ValueError, match=words):
         config_with(
             mesh=DeviceMesh("cpu", [0, 1]), submeshes={"head": DeviceMesh("cpu", [0, 1, 2])}
@@ -325,7 +331,9 @@ def test_a_submesh_beyond_the_mesh(config_with, gt_mesh):
 
 @pytest.mark.gt_world("fake", size=8, rank=1, mesh={"a": 2, "b": 2, "c": 2})
 def test_submeshes_of_one_mesh_may_share_ranks(config_with, gt_mesh):
-    """Two dimensions of a grid share half of their ranks with two others, and every rank has both."""
+    """Two dimensions of a grid share half of their ranks with two others, and every rank
+    has both.
+    """
     submeshes = {
         "layers.0": gt_mesh["a", "b"]._flatten("ab"),
         "head": gt_mesh["b", "c"]._flatten("bc"),

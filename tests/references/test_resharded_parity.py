@@ -167,7 +167,10 @@ def test_a_gather_that_is_missing_is_named(training, gt_world, lost):
             passes=losing(lambda name: name == lost),
             reshard_after_forward=True,
         )
-    words = f"gathers the bucket again without {lost}, and reads the forward's copy of it, which stays unsharded"
+    words = (
+        f"gathers the bucket again without {lost}, and reads the forward's copy of it, which stays "
+        f"unsharded"
+    )
     assert words in str(raised.value)
     assert "all bits are equal" in str(raised.value)
 

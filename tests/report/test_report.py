@@ -24,7 +24,9 @@ SUITE = Path(__file__).parent / "suite.py"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run of the suite beside this file, with a page and a JUnit file: four tests, one fails."""
+    """One run of the suite beside this file, with a page and a JUnit file: four tests, one
+    fails.
+    """
     folder = tmp_path_factory.mktemp("reported")
     shutil.copy(SUITE, folder / "test_it.py")
     (folder / "pytest.ini").write_text("[pytest]\ngt_report = out/page.html\n")

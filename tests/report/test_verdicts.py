@@ -1,7 +1,9 @@
 """The whole table of a failed comparison is among the artifacts; the terminal shows the origin."""
 
 import pytest
-import torch  # noqa: F401  # the runs inside forget what they imported, and torch cannot be imported twice
+
+# The runs inside forget what they imported, and torch cannot be imported twice.
+import torch  # noqa: F401
 
 from pytest_gtrainer import facts
 

@@ -33,7 +33,9 @@ def test_outputs_are_the_loss_and_the_gradients_of_trainable_parameters_in_order
 def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_loss(
     net, inputs, train_step
 ):
-    """A2: two instances of one class differ, a parameterless module has a name, the root has none."""
+    """A2: two instances of one class differ, a parameterless module has a name, the root
+    has none.
+    """
     traced = trace_step(net, train_step, inputs)
     forward = [node for node in nodes_of(traced) if not node.meta.get("autograd_backward")]
     by_fqn = {node_fqn(node) for node in forward}

@@ -63,7 +63,10 @@ def test_a_twin_that_cannot_be_traced_is_refused_with_its_inputs_and_the_line(
     def fixed(model, x, y):
         return train_step(model, x.view(6, 8), y)
 
-    message = r"inputs \(float32\[3, 8\], float32\[3, 4\]\) at .*test_other_extents\.py:\d+: .*\nTake .* x\.shape\[i\]"
+    message = (
+        r"inputs \(float32\[3, 8\], float32\[3, 4\]\) at .*test_other_extents\.py:\d+: .*\nTake .* "
+        r"x\.shape\[i\]"
+    )
     with pytest.raises(TwinTraceError, match=message):
         trace_step(net, fixed, inputs, twin_inputs=tuple(value[:3] for value in inputs))
 

@@ -287,7 +287,10 @@ def test_a_gradient_of_another_shape_or_dtype_is_refused(change, existing):
         traced.replay(model, X)
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     broken = traced.with_graph(with_gradient(traced.gm, change))
-    words = r"the graph gives \w+(\.\w+)? a gradient of .*, and its .grad is|assign a gradient with dtype"
+    words = (
+        r"the graph gives \w+(\.\w+)? a gradient of .*, and its .grad is|assign a gradient with "
+        r"dtype"
+    )
     with pytest.raises((ValueError, RuntimeError), match=words):
         broken.replay(model, X)
     after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,6 @@
-"""T8: whatever a test changes in its process is as before when it has ended, each thing by itself."""
+"""T8: whatever a test changes in its process is as before when it has ended, each thing by
+itself.
+"""
 
 import gc
 import os

@@ -301,7 +301,10 @@ def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
         process.kill()
 
     assert slots.acquire(2, SOON, "test_it.py::test_b", write).slots == ("GPU-a", "GPU-b")
-    waited = r"test_it.py::test_b has waited \d\S* s for 2 of 4 slots .*, held are: GPU-a by process \d+ "
+    waited = (
+        r"test_it.py::test_b has waited \d\S* s for 2 of 4 slots .*, held are: GPU-a by process "
+        r"\d+ "
+    )
     assert re.match(waited, lines[0])
 
 

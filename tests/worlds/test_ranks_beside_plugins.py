@@ -8,7 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.second_tier
 
-# Installed by `make env` where only these tests see them: they would shuffle and time out everything else, too.
+# Installed by `make env` where only these tests see them: they would shuffle and time out all other
+# tests, too.
 BESIDE = Path(sys.prefix) / "beside"
 
 SUITE = """

@@ -9,7 +9,8 @@ from tests.worlds.conftest import Run, Suite
 
 pytestmark = pytest.mark.second_tier
 
-# A world of each size ends in its own way, on its last rank; the parent's part of the file is that of any project.
+# A world of each size ends in its own way, on its last rank. The parent's part of the file is that
+# of any project.
 ENDS = """
 import os, signal, threading, time
 import pytest
@@ -172,7 +173,10 @@ def test_under_xdist_the_last_test_of_the_worker_is_blamed(suite: Suite) -> None
     run = suite.run("--gt-gpus=2", "-n1")
     assert run.status == pytest.ExitCode.TESTS_FAILED, run.output
     assert "2 passed, 1 error" in run.output
-    words = "after test_it.py::test_on_ranks, rank 1: pytest_sessionfinish raised ValueError: at the end"
+    words = (
+        "after test_it.py::test_on_ranks, rank 1: pytest_sessionfinish raised ValueError: at the "
+        "end"
+    )
     assert words in run.text("test_without_ranks")
 
 

@@ -1,4 +1,6 @@
-"""Tests of hypothesis on ranks: every rank draws the same examples, however a test sets its seed."""
+"""Tests of hypothesis on ranks: every rank draws the same examples, however a test sets its
+seed.
+"""
 
 import pytest
 

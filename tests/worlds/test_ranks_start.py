@@ -241,7 +241,8 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path):
         (forkserver,) = (
             int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         )
-        # The forkserver first: it would remove the folder itself. Wait for its end, since it holds the lock until then.
+        # The forkserver first: it would remove the folder itself. Wait for its end, since it holds
+        # the lock until then.
         forkserver_ends = os.pidfd_open(forkserver)
         os.kill(forkserver, signal.SIGKILL)
         assert select.select([forkserver_ends], [], [], 60.0)[0]

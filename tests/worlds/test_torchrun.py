@@ -293,7 +293,10 @@ def test_two_nodes(suite, tmp_path):
     assert "rank 1 exited with status 3" in run.text("test_ends_there")
     assert "last output [rank 1] ---\nits last words" in run.text("test_ends_there")
     assert "rank 1 did not end within 2 s, at test_it.py" in run.text("test_hangs_there")
-    said = "RuntimeError: rank 1 is at a breakpoint on another node, which the terminal does not reach; stop a rank of"
+    said = (
+        "RuntimeError: rank 1 is at a breakpoint on another node, which the terminal does not "
+        "reach; stop a rank of"
+    )
     assert said in run.text("test_stops_there")
     assert run.status != 0
     _wait_until_nothing_is_left(suite)

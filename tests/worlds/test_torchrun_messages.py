@@ -100,7 +100,9 @@ def test_who_does_not_have_the_key_is_refused_by_name():
 
 
 def wrongly_signed(line):
-    """Faults of a connection, by name: a function that sends a wrong message from the end ``line``."""
+    """Faults of a connection, by name: a function that sends a wrong message from the end
+    ``line``.
+    """
     message = encode(wire.Do("stop"))
     return {
         "a pickle": lambda: line._channel.send(pickle.dumps(Command()) * 2),

@@ -34,7 +34,10 @@ def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
 
     Of torch, what starts CUDA does so.
     """
-    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    thread = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), "
+        "daemon=True).start()"
+    )
     for name, source in {"comes_before": "", "starts_a_thread": thread, "comes_after": ""}.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

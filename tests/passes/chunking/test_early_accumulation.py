@@ -111,7 +111,9 @@ def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_off_is_bitwise_and_on_is_not(gt_world, gt_mesh, precision):
-    """J1, J3: against an eager run that gathers, and reduces, whenever a chunk reads a parameter."""
+    """J1, J3: against an eager run that gathers, and reduces, whenever a chunk reads a
+    parameter.
+    """
     inputs = token_batch(gt_world.rank, batch=6)
     eager = sharded(gt_mesh, precision)
     with eager_chunked(eager, OFF):

@@ -46,7 +46,9 @@ def symbolic(model, config, inputs, step=ce_step):
     ids=["attention", "buffer", "moe by sequence", "flex attention"],
 )
 def test_a_symbolic_trace_is_its_own_twin(block, config):
-    """H1: the same bits as eager chunking, and node for node the graph that two static traces give."""
+    """H1: the same bits as eager chunking, and node for node the graph that two static
+    traces give.
+    """
     case = Case(model=net(block), config=config, steps=1)
 
     def by_symbols(traced, config):

@@ -29,7 +29,9 @@ def up(value, step):
 
 
 def cells(count, itemsize, ranks, channels, collective, protocol):
-    """``(offset, length)`` of each channel's part; enqueue.cc:573-709 for one collective in a plan."""
+    """``(offset, length)`` of each channel's part; enqueue.cc:573-709 for one collective in
+    a plan.
+    """
     traffic_per_byte = 2 if collective == "all_reduce" else ranks  # :91
     if protocol == "LL":
         traffic_per_byte *= 4  # :461 and :658

@@ -148,7 +148,9 @@ def test_expert_parallelism_of_four_ranks(gt_mesh, gt_world):
 @pytest.mark.gt_world("ranks", size=6, mesh={"dp": 3, "ep": 2})
 @pytest.mark.parametrize("dimension", ["dp", "ep"])
 def test_data_moves_as_on_real_ranks(gt_mesh, gt_world, dimension):
-    """S8: in groups of neighbours and of ranks that are apart, from a root that is not the first."""
+    """S8: in groups of neighbours and of ranks that are apart, from a root that is not the
+    first.
+    """
     group = gt_mesh[dimension].get_group()
     x = different(6, 2, 3)
     gm = make_fx(data_movement(group.group_name, group.size(), root=1))(x[gt_world.rank])

@@ -1,4 +1,6 @@
-"""The rewritten graph against eager ``fully_shard`` on 8 and 16 ranks of two nodes, in one process."""
+"""The rewritten graph against eager ``fully_shard`` on 8 and 16 ranks of two nodes, in one
+process.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +31,9 @@ TWO_NODES = pytest.mark.gt_world("simulated", size=16, nodes=2)
 
 @TWO_NODES
 def test_the_managed_order_gives_eager_bits(gt_world):
-    """S2, S3: every loss, gradient, weight, optimiser state of every rank; and the control differs."""
+    """S2, S3: every loss, gradient, weight, optimiser state of every rank; and the control
+    differs.
+    """
     parity = assert_simulated_parity(CONFIG, gt_world)
     assert parity.control.outcome == "different"
     assert parity.graph.ranks == tuple(range(16))

@@ -101,7 +101,10 @@ def test_what_one_rank_alone_holds_is_told_by_its_name():
         return str(raised.value)
 
     said = run_threads(2, compare, net=NetModel(1, 2))
-    expected = "the gradient of größe differs between ranks 0 and 1, and is held by both; so do 0 more of 1 such"
+    expected = (
+        "the gradient of größe differs between ranks 0 and 1, and is held by both; so do 0 more of "
+        "1 such"
+    )
     assert [text.removesuffix(" tensors") for text in said] == [expected] * 2, (
         "the gradient that one rank alone has, and nothing else"
     )

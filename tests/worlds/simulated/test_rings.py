@@ -113,8 +113,14 @@ def test_a_ring_that_nccl_cut_is_put_together_from_the_lines_of_its_ranks(lines)
 def test_a_cut_ring_that_other_lines_do_not_tell_is_refused():
     """S6: nothing is guessed, and the way to a log that suffices is named."""
     log, _ = cut_log(lines="Channel 00/0 : {rank}[3] -> {after}[4] via P2P/CUMEM")
-    ring = "NCCL cut the ring of channel 0 at 127 characters, as 2.23.4 and later do: 'Channel ... : 0 7 14 21 ...'; "
-    way_out = r"log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like \"Ring 00 : 3 -> 0 -> 1\""
+    ring = (
+        "NCCL cut the ring of channel 0 at 127 characters, as 2.23.4 and later do: 'Channel ... : "
+        "0 7 14 21 ...'; "
+    )
+    way_out = (
+        r"log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like \"Ring 00 : 3 -> "
+        r"0 -> 1\""
+    )
     without_rank_5 = "\n".join(
         line for line in log.splitlines() if " : 5[3] -> " not in line and " 5[0] " not in line
     )

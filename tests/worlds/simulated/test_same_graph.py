@@ -51,7 +51,10 @@ def test_uneven_shards_are_refused_by_the_first_node_that_differs():
         lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8
     )
     # 201 rows of w1 over 8 ranks: 26 on all but the last
-    first = r"first at node \d+, parameter layers\.0\.feed_forward\.w1\.weight: rank 0 has placeholder .*\[26, 72\]"
+    first = (
+        r"first at node \d+, parameter layers\.0\.feed_forward\.w1\.weight: rank 0 has placeholder "
+        r".*\[26, 72\]"
+    )
     with pytest.raises(DependsOnRank, match=first) as error:
         check_same_on_all(*graphs)
     assert "float32[19, 72]" in str(error.value)

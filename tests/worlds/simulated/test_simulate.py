@@ -1,4 +1,6 @@
-"""Graphs of other tracers and eager functions on all ranks of a simulated world, by public names."""
+"""Graphs of other tracers and eager functions on all ranks of a simulated world, by public
+names.
+"""
 
 import re
 from pathlib import Path

@@ -311,7 +311,9 @@ def premultiplied(rank):
 
 
 def test_a_premultiplied_sum_multiplies_every_input_first():
-    """gloo does not have it, and FSDP2 asks for it on NCCL: the factor has the dtype that is sent."""
+    """gloo does not have it, and FSDP2 asks for it on NCCL: the factor has the dtype that
+    is sent.
+    """
     inputs = torch.stack([numbers(rank, 100, dtype=torch.bfloat16) for rank in range(4)])
     expected = NetModel(1, 4).all_reduce(inputs * torch.tensor(1 / 3, dtype=torch.bfloat16), "sum")
     for rank, result in enumerate(run_threads(4, premultiplied, net=NetModel(1, 4))):

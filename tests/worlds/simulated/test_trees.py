@@ -41,7 +41,9 @@ def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
 
 
 def test_the_tree_of_a_group_is_over_the_nodes_of_its_ranks():
-    """Two ranks on each of two nodes: each node adds its own, and one sum goes from node to node."""
+    """Two ranks on each of two nodes: each node adds its own, and one sum goes from node to
+    node.
+    """
     net = NetModel(2, 4, algorithm="tree").for_group((0, 1, 4, 5))
     ranks = net.explain("all_reduce", 0, 64, torch.float32).ranks
     inner = [set(term) for term in ranks if isinstance(term, tuple)]

@@ -206,7 +206,7 @@ class Pool:
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:
-    """Return the environment that ranks start with: the caller's, without pytest's present test."""
+    """Return the environment of new ranks: the caller's, without pytest's present test."""
     environ = lasting_environment()
     environ.pop("PYTEST_CURRENT_TEST", None)
     if devices.resolve(config).kind == "cuda":
@@ -264,7 +264,7 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
 
 
 class Sharing:
-    """Devices for tests, leased by ``acquire(size, holder)``; by default there is nothing to lease."""
+    """Devices for tests, leased by ``acquire(size, holder)``; by default nothing is leased."""
 
     def __init__(
         self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)

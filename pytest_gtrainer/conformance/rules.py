@@ -99,6 +99,7 @@ DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
 BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
 MIXED, AGAIN, MOE = Recipe(mixed=True), Recipe(gathers_again=True), Recipe(moe=True, batch=4)
+DEEP = Recipe(layers=4)
 ORDERS = (DENSE, ODD, TIED, HYBRID, MOE)
 EXAMPLES = 20  # generated models of a run
 MOST_RUNS = 30  # with those that shrink a failure
@@ -180,13 +181,43 @@ def leaves_what_it_refuses(run: Run) -> None:
     TIED,
     HYBRID,
     AGAIN,
+    BESIDE,
+    MOE,
+    DEEP,
 )
+def keeps_values_of_all_shards(run: Run) -> None:
+    """Run both graphs on this rank; where shards are uneven, also those of the other ranks."""
+    keeps_values(run)
+    for rank in _ranks_with_other_shards(run.recipe):
+        with fake_group_beside(rank, run.recipe.size):
+            there = replace(run)
+            try:
+                _keep_values_here(there)
+            except AssertionError as error:
+                raise AssertionError(f"on rank {rank}: {error}") from None
+
+
+def _ranks_with_other_shards(recipe: Recipe) -> set[int]:
+    """Return the first and the last rank but this one, if the ranks' shards differ in extent."""
+    extents = dict(recipe.mesh)
+    sharders = extents.get("fsdp", 1)
+    if all(extent % sharders == 0 for extent in (recipe.dim, VOCABULARY)):
+        return set()
+    return {0, recipe.size - 1} - {dist.get_rank()}
+
+
 def keeps_values(run: Run) -> None:
     """Run both graphs, and compare which elements they reduce.
 
     In a fake world an all-gather repeats the shard and a reduction leaves it. So no value depends
     on the kind of a reduction, nor on the ranks that take part: these are read from the graphs.
     """
+    _keep_values_here(run)
+    _keep_values_on_all_ranks(run)
+
+
+def _keep_values_here(run: Run) -> None:
+    """Fail unless the graphs of this rank give the same bits and communicate as much."""
     try:
         with facts.failing_checks(lambda error: None):  # a vacuous check judges nothing here
             silent = assert_same_values(
@@ -209,7 +240,13 @@ def keeps_values(run: Run) -> None:
             raise AssertionError(
                 f"{what}: {before[what]} elements before the pass, {after[what]} behind it"
             )
-    _keep_values_on_all_ranks(run)
+    if run.adapter.kind not in AGAINST_MEMORY:
+        before, after = map(_sent, run.graphs)
+        for what, size in after.items():
+            if size > before[what]:
+                raise AssertionError(
+                    f"{what}: {before[what]} bytes before the pass, {size} behind it"
+                )
 
 
 def _keep_values_on_all_ranks(run: Run) -> None:
@@ -271,9 +308,20 @@ def _communication(gm: fx.GraphModule) -> Counter[str]:
     return found
 
 
+def _sent(gm: fx.GraphModule) -> Counter[str]:
+    """Count the bytes of collectives that do not reduce, by kind and ranks."""
+    found = Counter[str]()
+    for launch in gm.graph.nodes:
+        if launches(launch.target) and reduction_of(launch) is None:
+            ranks = list(group_ranks(str(group_of(launch))))
+            sizes = [value.numel() * value.element_size() for value in _operands(launch)]
+            found[f"{kind_of(launch)} over ranks {ranks}"] += sum(sizes)
+    return found
+
+
 @rule(
     "metadata",
-    "what a pass leaves keeps module and direction; what it makes has a value",
+    "what a pass leaves keeps module and direction; what it makes has a value, and values are true",
     KINDS,
     DENSE,
     AGAIN,
@@ -281,27 +329,87 @@ def _communication(gm: fx.GraphModule) -> Counter[str]:
 def keeps_metadata(run: Run) -> None:
     given = graph_of(run.recipe)
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
-    for node in run.of(given).graph.nodes:
+    after = run.of(given)
+    for node in after.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise AssertionError(f'{node} = {node.target} has no meta["val"]')
         # A pass that makes a new graph leaves no node of the given one.
         now = f"{node_fqn(node)} {direction(node)}"
         if before.get(node, now) != now:
             raise AssertionError(f"{node} was of {before[node]} and is of {now}")
+    wrong = _wrong_values(run.before)
+    for name, why in _wrong_values(after).items():
+        if name not in wrong:
+            raise AssertionError(why)
 
 
-@rule("ranks", "the graph is the same on every rank that holds as much", IN_PLACE, DENSE, TIED)
+def _wrong_values(gm: fx.GraphModule) -> dict[str, str]:
+    """Run a graph; return what is wrong, for each node whose ``meta["val"]`` says another dtype or
+    shape than the node has.
+    """
+    wrong: dict[str, str] = {}
+
+    class Values(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            made, says = super().run_node(n), n.meta.get("val")
+            if isinstance(made, torch.Tensor) and isinstance(says, torch.Tensor):
+                is_so, is_said = (f"{each.dtype}{list(each.shape)}" for each in (made, says))
+                if is_so != is_said:
+                    wrong[n.name] = f'{n} is {is_so}, and its meta["val"] says {is_said}'
+            return made
+
+    generator = torch.Generator().manual_seed(0)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with torch.no_grad():
+        Values(gm).run(*(sample(node.meta["val"], generator, "") for node in placeholders))
+    return wrong
+
+
+@rule(
+    "ranks",
+    "the graph is the same on every rank that holds as much, and so are collectives on all ranks",
+    IN_PLACE,
+    DENSE,
+    TIED,
+    HYBRID,
+    BESIDE,
+    ODD,
+)
 def is_same_on_ranks(run: Run) -> None:
     mesh = dict(run.recipe.mesh)
-    here = render(run.after, mesh=mesh)
-    for rank in set(range(run.recipe.size)) - {dist.get_rank()}:
+    here, launched = _without_ranks(render(run.after, mesh=mesh)), _in_order(run.after)
+    others = _ranks_with_other_shards(run.recipe)
+    for rank in sorted(set(range(run.recipe.size)) - {dist.get_rank()}):
         with fake_group_beside(rank, run.recipe.size):
-            there = render(replace(run).after, mesh=mesh)
-        if there != here:
+            after = replace(run).after
+            there = _without_ranks(render(after, mesh=mesh))
+            launched_there = _in_order(after)
+        # Ranks whose collectives differ wait for each other forever.
+        for own, other in itertools.zip_longest(launched, launched_there, fillvalue="nothing"):
+            if own != other:
+                raise AssertionError(
+                    f"rank {rank} launches {other} where rank {dist.get_rank()} launches {own}"
+                )
+        if there != here and not others:
             raise AssertionError(
                 f"rank {rank} has another graph than rank {dist.get_rank()}\n"
                 f"{difference('graph', here, there)}"
             )
+
+
+def _without_ranks(text: str) -> str:
+    """Return a graph's text without the lines that list the ranks of its groups."""
+    return "".join(line for line in text.splitlines(keepends=True) if " = group(" not in line)
+
+
+def _in_order(gm: fx.GraphModule) -> list[str]:
+    """Describe the collectives of a graph in the order of their launches."""
+    found = []
+    for launch in gm.graph.nodes:
+        if launches(launch.target):
+            sizes = [f"{value.dtype}{list(value.shape)}" for value in _operands(launch)]
+            found.append(f"{kind_of(launch) or launch.target} of {', '.join(sizes)}")
+    return found
 
 
 def print_texts() -> None:

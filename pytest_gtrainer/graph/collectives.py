@@ -5,6 +5,7 @@ one parameter's all-gather or reduce-scatter. Its *chain* of casts, pads and vie
 and the parameter, or between it and the output.
 """
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from pytest_gtrainer.graph.nodes import (
     COMMUNICATING,
     argument_of,
     direction,
+    is_collective,
     is_wait,
     mutates,
     node_fqn,
@@ -45,6 +47,7 @@ _STANDS_BESIDE = frozenset(
     }
 )
 """Operators of communicating namespaces that start nothing: waits, look-ups, preparations."""
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
 _KINDS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 
@@ -225,6 +228,42 @@ def wait_of(launch: fx.Node) -> fx.Node:
         f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: "
         "the graph is not whole"
     )
+
+
+def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
+    """Return a functional collective and the first node that reads its result before a wait for it;
+    None if there is no such node.
+
+    A view of a result, or an entry of several, is waited for as the result is.
+    """
+    # Launches, and views of their results, by the launch.
+    on_the_way: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        pending = [each for each in node.all_input_nodes if each in on_the_way]
+        # A control dependency may hold the wait.
+        if pending and (is_wait(node) or is_control_dependency(node)):
+            arrived = {on_the_way[each] for each in pending}
+            on_the_way = {
+                value: launch for value, launch in on_the_way.items() if launch not in arrived
+            }
+        elif pending and _passes_on(node):
+            on_the_way[node] = on_the_way[pending[0]]
+        elif pending:
+            return on_the_way[pending[0]], node
+        # Other namespaces wait by themselves, or return works.
+        is_functional = is_collective(node) and node.target.namespace in _FUNCTIONAL
+        if is_functional and launches(node.target) and not mutates(node):
+            on_the_way[node] = node
+    return None
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Return whether a node's result is in the memory of its operand, which it does not read."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.is_view or schema(node.target).name.endswith("::_wrap_tensor_autograd")
 
 
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
+from pytest_gtrainer.graph.collectives import find_early_read
 from pytest_gtrainer.graph.nodes import direction, node_fqn, walked
 
 P = ParamSpec("P")
@@ -53,7 +54,7 @@ def lint(graph: fx.Graph, by: str) -> None:
     """Lint a graph after the pass ``by``, and name bucket, module and parameter of a wrong order.
 
     Raises:
-        RuntimeError: the graph does not lint.
+        RuntimeError: the graph does not lint, or reads what a collective has not sent yet.
     """
     try:
         graph.lint()
@@ -68,6 +69,13 @@ def lint(graph: fx.Graph, by: str) -> None:
                     ) from None
             seen.add(node)
         raise  # something else is wrong with it
+    early = find_early_read(graph)
+    if early is not None:
+        launch, reader = early
+        raise RuntimeError(
+            f"{by} left a graph that does not wait: {_describe(reader)} reads "
+            f"{_describe(launch)} before it is waited for"
+        )
 
 
 def _describe(node: fx.Node) -> str:

@@ -679,7 +679,134 @@ def adds_on_rank_two(gm):
     return copies_a_result(gm) if dist.get_rank() == 2 else copies_a_result(copies_a_result(gm))
 
 
+def does_not_wait(at, *, late=False):
+    """Return a pass that drops a wait; or its readers do not wait, and it stands at the end."""
+
+    def reading_early(gm):
+        wait = found(gm, WAIT)[at]
+        wait.replace_all_uses_with(wait.args[0])
+        if late:
+            gm.graph.output_node().prepend(wait)
+        else:
+            gm.graph.erase_node(wait)
+        return copies_a_result(gm)
+
+    return reading_early
+
+
+def negates_where(is_so):
+    """Return a pass that negates the last result of the graphs that ``is_so`` is true of."""
+
+    def negating(gm):
+        gm = copies_a_result(gm)
+        return change_last_result(gm, aten.neg.default) if is_so(gm) else gm
+
+    return negating
+
+
+def has_experts(gm):
+    return bool(found(gm, aten.bmm.default))
+
+
+def has_two_groups(gm):
+    return len({group_of(gather) for gather in found(gm, ALL_GATHER)}) > 1
+
+
+def is_deep(gm):
+    return any("layers.2" in str(node.meta.get("custom")) for node in gm.graph.nodes)
+
+
+def is_odd_on(rank):
+    def is_so(gm):
+        shapes = [node.meta["val"].shape for node in gm.graph.find_nodes(op="placeholder")]
+        return dist.get_rank() == rank and any(10 in shape for shape in shapes)
+
+    return is_so
+
+
+def has_replicas_on(*ranks):
+    return lambda gm: dist.get_rank() in ranks and has_two_groups_of_reductions(gm)
+
+
+def has_two_groups_of_reductions(gm):
+    nodes = [node for node in gm.graph.nodes if launches(node.target)]
+    return "all_reduce" in map(kind_of, nodes)
+
+
+def gathers_twice(is_so, *, waits=True):
+    """Return a pass that launches the first gather again, for nobody."""
+
+    def gathering(gm):
+        gm = copies_a_result(gm)
+        gather = found(gm, ALL_GATHER)[0]
+        if is_so(gm):
+            with gm.graph.inserting_after(gather):
+                again = gm.graph.call_function(ALL_GATHER, gather.args)
+            again.meta = dict(gather.meta)
+            with gm.graph.inserting_after(again):
+                if waits:
+                    gm.graph.call_function(WAIT, (again,)).meta = dict(gather.meta)
+        return gm
+
+    return gathering
+
+
+def says_wrong(target, **change):
+    """Return a pass that gives the first call of an operator another value."""
+
+    def saying(gm):
+        gm = copies_a_result(gm)
+        node = found(gm, target)[0]
+        node.meta["val"] = node.meta["val"].new_empty(**change)
+        return gm
+
+    return saying
+
+
 MISTAKES_OF_KINDS = [
+    *(
+        (kind, "D9", negates_where(is_so), message)
+        for kind, is_so, message in (
+            ("any", has_experts, "moe=True"),
+            ("any", has_two_groups, "'tp', 2"),
+            ("any", is_deep, "layers=4"),
+            ("any", is_odd_on(0), "on rank 0: "),
+            ("canonicalisation", is_odd_on(3), "on rank 3: "),
+        )
+    ),
+    ("any", "ranks", negates_where(has_replicas_on(2, 3)), "rank 2 has another graph than rank 1"),
+    (
+        "any",
+        "ranks",
+        gathers_twice(is_odd_on(3)),
+        "rank 3 launches all_gather of .* where rank 1 launches all_gather of",
+    ),
+    *(
+        (
+            "any",
+            "D9",
+            gathers_twice(lambda gm: True, waits=waits),
+            "all_gather over .* bytes before",
+        )
+        for waits in (True, False)
+    ),
+    *(
+        ("any", "metadata", says_wrong(target, **change), r'and its meta\["val"\] says')
+        for target, change in (
+            (aten.tanh.default, {"size": (7,)}),
+            (aten.clone.default, {"size": (), "dtype": torch.float64}),
+        )
+    ),
+    *(
+        (kind, "E6", does_not_wait(at, late=late), "before it is waited for")
+        for kind, at, late in (
+            ("any", 0, False),
+            ("any", -1, False),
+            ("any", 1, True),
+            ("deduplication", 3, True),
+            ("remat", 0, False),
+        )
+    ),
     (
         "any",
         "D9",

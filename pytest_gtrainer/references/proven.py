@@ -7,6 +7,7 @@ and data coordinate. So whatever shards, gathers, reduces, clips and steps is pa
 from dataclasses import replace
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.field import Field
@@ -57,7 +58,7 @@ def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
     def model() -> nn.Module:
         built = config.model()
         for name, parameter in built.named_parameters():
-            make_abstract(mode, local(parameter), name)
+            make_abstract(mode, local(parameter), (name, *_shard_of(parameter)))
         return built
 
     def batch(step: int, coordinate: int) -> Batch:
@@ -70,6 +71,21 @@ def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
         return pytree.tree_unflatten(leaves, spec)
 
     return replace(config, model=model, batch=batch)
+
+
+def _shard_of(parameter: Tensor) -> list[int]:
+    """Return which shard of a parameter this rank has: ranks with other shards have other numbers.
+
+    What is no DTensor counts as the same on all ranks.
+    """
+    if not isinstance(parameter, DTensor):
+        return []
+    places = parameter.device_mesh.get_coordinate() or []
+    found = []
+    for place, placement in zip(places, parameter.placements, strict=True):
+        if not placement.is_replicate():
+            found.append(place)
+    return found
 
 
 def _net_for(mode: ArithmeticMode, net: Net) -> Net:

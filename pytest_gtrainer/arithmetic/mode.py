@@ -84,7 +84,6 @@ class ArithmeticMode(TorchDispatchMode):
         """
         other = ArithmeticMode(self.arithmetic, self.shadows, self._owner)
         other.reads, other.on_result = self.reads, self.on_result
-        other.exchange = self.exchange
         other._communicates = True
         return other
 

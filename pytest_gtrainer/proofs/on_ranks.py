@@ -10,7 +10,6 @@ Every rank of a group has to be in the arithmetic, as all of them take part in t
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,60 +125,6 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
             targets = tensors_in(named[argument.name])
     _write(mode, targets, found)
     return result
-
-
-def exchange_on_threads(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Carry out a functional collective of a rank on a thread.
-
-    Its kernel copies in C++, where no mode sees it. So it is called as code of
-    ``torch.distributed`` calls it, on memory that is allocated under the mode. Such calls reach the
-    group of a thread by themselves.
-    """
-    base = base_name(func).removesuffix("_out")
-    named = named_arguments(func, args, kwargs)
-    if base in _MOVE_NOTHING or func.namespace == "c10d":
-        return func(*args, **kwargs)
-    with mode:
-        writes = base.endswith("_")
-        call = partial(_call_on_thread, base.removesuffix("_"), named, writes)
-        if "inputs" in named:
-            return [call(each) for each in named["inputs"]]
-        return call(named["input"])
-
-
-def _call_on_thread(base: str, named: dict[str, Any], writes: bool, given: Tensor) -> Tensor:
-    """Return the result of a functional collective of one tensor."""
-    group = group_of_call(named)
-    size = dist.get_world_size(group)
-    op = getattr(dist.ReduceOp, str(named.get("reduce_op", "sum")).upper(), None)
-    rows, *rest = given.shape or (1,)
-    base = base.removesuffix("_coalesced")
-    if base in ("all_reduce", "broadcast"):
-        out = given if writes else given.clone(memory_format=torch.contiguous_format)
-    if op is None:
-        raise NoMeaning(f"{base} of {named['reduce_op']} between ranks on threads")
-    if base == "all_reduce":
-        dist.all_reduce(out, op, group)
-    elif base == "broadcast":
-        dist.broadcast(out, group=group, group_src=named["src"])
-    elif base == "all_gather_into_tensor":
-        out = named.get("out", given.new_empty(rows * size, *rest))
-        dist.all_gather_single(out, given.contiguous(), group)
-    elif base == "reduce_scatter_tensor":
-        out = named.get("out", given.new_empty(rows // size, *rest))
-        dist.reduce_scatter_single(out, given.contiguous(), op, group)
-    elif base == "all_to_all_single":
-        receives, sends = named["output_split_sizes"], named["input_split_sizes"]
-        out = given.new_empty(sum(receives), *rest)
-        dist.all_to_all_single(out, given.contiguous(), list(receives), list(sends), group)
-    elif base == "shard_dim_alltoall":
-        parts = [torch.empty_like(given) for _ in range(size)]
-        dist.all_gather(parts, given.contiguous(), group)
-        whole = torch.cat(parts, named["gather_dim"])
-        out = whole.chunk(size, named["shard_dim"])[dist.get_rank(group)].contiguous()
-    else:
-        raise NoMeaning(f"{base} between ranks on threads")
-    return out
 
 
 def _carry_out(

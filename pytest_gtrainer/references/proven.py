@@ -14,7 +14,6 @@ from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.on_ranks import exchange_on_threads
 from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
 from pytest_gtrainer.proofs.proof import Proof
 from pytest_gtrainer.proofs.prove import prove_programs
@@ -110,7 +109,6 @@ class _EagerTraining(Program):
         self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
-        mode.exchange = exchange_on_threads
         simulated_eager(
             lambda mesh: _abstract(self._build(mesh), mode),
             _net_for(mode, self._net),

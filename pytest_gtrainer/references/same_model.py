@@ -29,7 +29,7 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import Elements, has_real_ranks
-from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, exchange_on_threads, told_by_ranks
+from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, told_by_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
 from pytest_gtrainer.proofs.prove import AGAIN
 from pytest_gtrainer.references.simulated import mesh_of
@@ -282,7 +282,6 @@ def _run_sides(
             made = models.run_parallel(mode, mesh)
         made.note(arithmetic)
         return ([made] if mesh is None else told_by_ranks(made)), expected
-    mode.exchange = exchange_on_threads
     extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     net = AnyOrder.of(NetModel.of_world(mesh.size()))
 

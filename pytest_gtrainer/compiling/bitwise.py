@@ -22,6 +22,7 @@ from pytest_gtrainer.bisect import (
 )
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
+from pytest_gtrainer.graph.collectives import find_early_read
 from pytest_gtrainer.graph.nodes import is_collective, refuse_fake
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.compare import (
@@ -42,6 +43,7 @@ from pytest_gtrainer.numerics.graph_run import (
     why_nothing_shows,
 )
 from pytest_gtrainer.numerics.verdict import Verdict
+from pytest_gtrainer.passes.graph_pass import check_waits
 from pytest_gtrainer.proofs.prove import prove
 from pytest_gtrainer.proofs.telling import kind_in_words
 
@@ -83,6 +85,7 @@ def assert_pass_bitwise(
         ControlFailed: the outputs do not depend on the inputs, or one of them is NaN on all of
             them.
         SameGraph: the pass changed nothing: both are one graph, or copies of one.
+        RuntimeError: the graph behind the pass reads a collective's result before a wait.
         ValueError: under a fake process group, whose collectives move no data; fewer than two
             seeds; an input that cannot be made up; guards that forbid all other sizes than the
             example.
@@ -108,6 +111,8 @@ def assert_pass_bitwise(
         )
 
     refuse_fake(before, what)
+    if find_early_read(before.graph) is None:
+        check_waits(after.graph, what)
     stages = [Stage("", before), Stage(what, after)]
     first: list[Any] = []
     of_seeds: list[dict[str, Tensor]] = []

@@ -69,6 +69,17 @@ def lint(graph: fx.Graph, by: str) -> None:
                     ) from None
             seen.add(node)
         raise  # something else is wrong with it
+    check_waits(graph, by)
+
+
+def check_waits(graph: fx.Graph, by: str) -> None:
+    """Refuse a graph that reads what a collective has not sent yet.
+
+    In eager runs of one process numbers may be right all the same.
+
+    Raises:
+        RuntimeError: it names the collective and its reader.
+    """
     early = find_early_read(graph)
     if early is not None:
         launch, reader = early

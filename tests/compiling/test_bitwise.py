@@ -388,3 +388,22 @@ def test_a_failure_says_which_kind(rewritten, words):
     before = make_fx(lambda x, y, z: (x + y) + z)(*inputs)
     with pytest.raises(BitwiseDifference, match=f"in exact arithmetic: {words}"):
         assert_pass_bitwise((before, make_fx(rewritten)(*inputs)))
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_a_pass_that_loses_a_wait_is_refused(gt_world):
+    """gloo may have sent the numbers already, so bits can be equal."""
+    c10d = torch.ops._c10d_functional
+
+    def summed(x):
+        reduced = c10d.all_reduce(x, "sum", dist.group.WORLD.group_name)
+        return c10d.wait_tensor(reduced) * 2
+
+    before = make_fx(summed)(torch.ones(4))
+    after = copy.deepcopy(before)
+    (wait,) = after.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    wait.replace_all_uses_with(wait.args[0])
+    after.graph.erase_node(wait)
+    after.recompile()
+    with pytest.raises(RuntimeError, match="the pass left a graph that does not wait"):
+        assert_pass_bitwise((before, after))

@@ -24,7 +24,13 @@ from pytest_gtrainer.numerics.graph_run import (
 )
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.inputs import input_name
-from pytest_gtrainer.proofs.state import captured_by, check_outputs, copy_of, named_state
+from pytest_gtrainer.proofs.state import (
+    captured_by,
+    check_outputs,
+    copy_of,
+    named_state,
+    training_modes,
+)
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 from pytest_gtrainer.worlds.simulated.net import Net
@@ -241,10 +247,13 @@ class FunctionProgram(Program):
         originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
         for name, tensor in (state | captured).items():
             left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
+        trains = training_modes(function, given)
+        left.before[f"training modes{AFTERWARDS}", None] = Made(trains, trains.dtype, True)
         try:
             with mode:
                 outputs = function(*given)
             check_outputs(outputs)
+            left.after[f"training modes{AFTERWARDS}", None] = training_modes(function, given)
             for name, leaf in named_outputs(outputs).items():
                 left.outputs[name, None] = leaf.detach()
             # Again, as a program may replace a tensor instead of writing to it.

@@ -56,6 +56,15 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     return found
 
 
+def training_modes(function: Any, inputs: Sequence[Any]) -> Tensor:
+    """Return for each module that a call is given, and its parts, whether it trains."""
+    modes = []
+    for leaf in pytree.tree_leaves([function, *inputs]):
+        if isinstance(leaf, nn.Module):
+            modes += [part.training for part in leaf.modules()]
+    return torch.tensor(modes, dtype=torch.bool)
+
+
 def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
     for path, part in module.named_modules():
         if is_compiled(part):

@@ -399,3 +399,19 @@ def test_clipping_against_itself():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
     assert kind_of(step, step, nn.Linear(4, 3), torch.ones(2, 4))[0] == "identical"
+
+
+def test_a_module_that_is_left_in_eval_is_another_function():
+    def stays(model, x):
+        return model(x)
+
+    def switches(model, x):
+        result = model(x)
+        model[0].eval()
+        return result
+
+    inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    assert prove(stays, stays, inputs=inputs).kind == "identical"
+    proof = prove(switches, stays, inputs=inputs)
+    assert proof.kind == "another function"
+    assert proof.first.result == "training modes afterwards"

@@ -31,7 +31,8 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     """Compare ``actual`` with ``expected`` bit by bit: records, tensors, modules, mappings or
     sequences of tensors.
 
-    A name that only one side has is a difference. The order of names does not count. A tensor that
+    Of a module its parameters and buffers count, not their gradients: give these by name. A name
+    that only one side has is a difference. The order of names does not count. A tensor that
     is the same memory on both sides makes the verdict unverified: whatever one side wrote there,
     the other has as well.
 

@@ -29,6 +29,7 @@ from pytest_gtrainer.graph.nodes import (
     is_wait,
     mutates,
     node_fqn,
+    short_name,
     walked,
 )
 
@@ -234,7 +235,8 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     """Return a functional collective and the first node that reads its result before a wait for it;
     None if there is no such node.
 
-    A view of a result, or an entry of several, is waited for as the result is.
+    A view of a result, or an entry of several, is waited for as the result is. Whoever asks for its
+    size reads no number of it.
     """
     # Launches, and views of their results, by the launch.
     on_the_way: dict[fx.Node, fx.Node] = {}
@@ -248,7 +250,7 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
             }
         elif pending and _passes_on(node):
             on_the_way[node] = on_the_way[pending[0]]
-        elif pending:
+        elif pending and not short_name(node).startswith("sym_"):
             return on_the_way[pending[0]], node
         # Other namespaces wait by themselves, or return works.
         is_functional = is_collective(node) and node.target.namespace in _FUNCTIONAL

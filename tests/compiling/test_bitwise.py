@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
 from pytest_gtrainer.compiling.bitwise import SameGraph
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
+from pytest_gtrainer.passes.graph_pass import check_waits
 from tests.compiling.test_recorder import Model, Rescale
 
 
@@ -407,3 +409,19 @@ def test_a_pass_that_loses_a_wait_is_refused(gt_world):
     after.recompile()
     with pytest.raises(RuntimeError, match="the pass left a graph that does not wait"):
         assert_pass_bitwise((before, after))
+
+
+def test_a_size_is_read_before_a_wait():
+    """Sizes are known when a collective is launched; its numbers are not."""
+    c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    launch = graph.call_function(c10d.all_reduce.default, (x, "sum", "0"))
+    size = graph.call_function(aten.sym_size.int, (launch, 0))
+    wait = graph.call_function(c10d.wait_tensor.default, (launch,))
+    graph.output((wait, size))
+    check_waits(graph, "a pass")
+    with graph.inserting_before(wait):
+        graph.call_function(aten.neg.default, (launch,))
+    with pytest.raises(RuntimeError, match="a pass left a graph that does not wait: neg"):
+        check_waits(graph, "a pass")

@@ -44,8 +44,8 @@ from pytest_gtrainer.numerics.graph_run import (
 )
 from pytest_gtrainer.numerics.verdict import Verdict
 from pytest_gtrainer.passes.graph_pass import check_waits
+from pytest_gtrainer.proofs.proof import kind_in_words
 from pytest_gtrainer.proofs.prove import prove
-from pytest_gtrainer.proofs.telling import kind_in_words
 
 Sizes = Mapping[Any, int]
 """Values of the symbols of a graph's dynamic sizes."""

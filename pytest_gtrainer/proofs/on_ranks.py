@@ -70,12 +70,12 @@ class GraphOnRanks(GraphProgram):
         mode.exchange = exchange_on_ranks
         super()._run(mode, left)
 
-    def told_by_all(self, own: Any) -> list[Any]:
-        return told_by_ranks(own)
+    def gathered(self, own: Any) -> list[Any]:
+        return gathered_from_ranks(own)
 
 
-def told_by_ranks(own: Any) -> list[Any]:
-    """Return what each rank of the world says. Every rank must call this."""
+def gathered_from_ranks(own: Any) -> list[Any]:
+    """Return the answers of all ranks of the world. Every rank must call this."""
     return _gathered(own, None)
 
 

@@ -95,8 +95,8 @@ class Program(ABC):
 
     last: dict[Key, Tensor]
 
-    def told_by_all(self, own: Any) -> list[Any]:
-        """Return what each rank of real ranks says; of other programs there is one."""
+    def gathered(self, own: Any) -> list[Any]:
+        """Return the answers of all real ranks; other programs have one."""
         return [own]
 
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:

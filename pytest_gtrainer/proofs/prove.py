@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
@@ -155,9 +155,9 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
             *runs, differ = _run_both(programs, arithmetic)
         except NoMeaning as error:
             return _Attempt(reason=str(error))
-        reason = _told_by_any(programs, _says_nothing(*runs))
+        reason = _first_reason(programs, _says_nothing(*runs))
         if not differ and not reason:
-            reason = _told_by_any(programs, _apart_in_real_numbers(kind, *runs))
+            reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
                 return _Attempt(runs, is_equal=True)
             # Other bits are no reason to know nothing: another kind may hold.
@@ -168,9 +168,9 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
     return _Attempt(first)
 
 
-def _told_by_any(programs: Sequence[Program], own: str) -> str:
+def _first_reason(programs: Sequence[Program], own: str) -> str:
     """Return what the first rank says that says anything."""
-    return next((told for told in programs[0].told_by_all(own) if told), "")
+    return next((reason for reason in programs[0].gathered(own) if reason), "")
 
 
 def check_kind(kind: str) -> None:
@@ -191,7 +191,7 @@ def _run_both(
     if differ:
         return *first, True
     counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
-    if any(programs[0].told_by_all(any(counts))):
+    if any(programs[0].gathered(any(counts))):
         for seed, bias in AGAIN:
             again = arithmetic()
             again.set_seed(seed)
@@ -210,7 +210,7 @@ def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tupl
 def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -> Place | None:
     """Return the first result that differs, on the first rank where one does."""
     own = first_difference(actual.results, expected.results)
-    return next((place for place in programs[0].told_by_all(own) if place is not None), None)
+    return next((place for place in programs[0].gathered(own) if place is not None), None)
 
 
 AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
@@ -447,8 +447,11 @@ def _different(
         key = first.result, first.rank
         own = None
         if key in actual.results:  # of other real ranks there is nothing here
-            own = common_factor(actual.results[key], expected.results[key])
-        factor = next((told for told in programs[0].told_by_all(own) if told is not None), None)
+            found, wanted = actual.results[key], expected.results[key]
+            if not found.is_known and not wanted.is_known:
+                own = common_factor(found.elements, wanted.elements)
+        factors = programs[0].gathered(own)
+        factor = next((each for each in factors if each is not None), None)
     if unlike and factor is None and first.element is not None:
         reason = (
             f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
@@ -469,12 +472,9 @@ def _different(
     )
 
 
-def common_factor(actual: Made, expected: Made) -> Fraction | None:
+def common_factor(found: Tensor, wanted: Tensor) -> Fraction | None:
     """Return the small fraction that all elements are multiplied by; None if there is none."""
-    if actual.is_known or expected.is_known:
-        return None
     field = Prime(P)
-    found, wanted = actual.elements.reshape(-1), expected.elements.reshape(-1)
     is_number = (wanted > 0) & (wanted < P) & (found < P)
     if not bool(is_number.any()) or bool(((found != wanted) & ~is_number).any()):
         return None
@@ -501,7 +501,7 @@ def find_origin(
     except NoMeaning:
         return ""  # who looks reads more tensors than the programs do
     tensor = programs[0].last.get((first.result, first.rank))
-    return _told_by_any(programs, "" if tensor is None else trail.origin_of(tensor))
+    return _first_reason(programs, "" if tensor is None else trail.origin_of(tensor))
 
 
 @facts.check

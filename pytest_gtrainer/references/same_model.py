@@ -9,7 +9,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer._torch.random_states import random_states_kept, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
@@ -29,9 +28,9 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import Elements, has_real_ranks
-from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, told_by_ranks
+from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
-from pytest_gtrainer.proofs.prove import AGAIN
+from pytest_gtrainer.proofs.prove import AGAIN, common_factor
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
@@ -42,7 +41,7 @@ Batch = Callable[[int], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Made:
-    """What one side has made, as elements; None of what depends on no abstract number.
+    """The elements that one side has made.
 
     Attributes:
         losses: by data coordinate.
@@ -51,8 +50,8 @@ class _Made:
         has_exponentials: exp was a function of which nothing is known.
     """
 
-    losses: dict[int, Tensor | None] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     decides: bool = False
     has_exponentials: bool = False
 
@@ -61,7 +60,7 @@ class _Made:
         self.decides = bool(arithmetic.decisions + arithmetic.roots)
         self.has_exponentials = bool(arithmetic.exponentials)
 
-    def results(self) -> dict[str, Tensor | None]:
+    def results(self) -> dict[str, Tensor]:
         losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
         return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
 
@@ -84,11 +83,11 @@ class _Models:
             losses = []
             for coordinate in range(coordinates):
                 losses.append(self.step(model, *self._inputs(elements, coordinate)))
-                made.losses[coordinate] = elements.of(losses[-1])
-            (sum(losses) / coordinates).backward()
+                made.losses[coordinate] = _elements_of(mode, losses[-1])
+            _backward(sum(losses) / coordinates, elements)
             for fqn, parameter in model.named_parameters():
                 if parameter.grad is not None:
-                    made.gradients[normalised(fqn)] = elements.of(parameter.grad)
+                    made.gradients[normalised(fqn)] = _elements_of(mode, parameter.grad)
         return made
 
     def run_parallel(self, mode: ArithmeticMode, mesh: DeviceMesh | None) -> _Made:
@@ -101,12 +100,12 @@ class _Models:
         set_model_state_dict(model, whole.state_dict(), options=options)
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         loss = self.step(model, *self._inputs(elements, coordinate))
-        loss.backward()
-        made.losses[coordinate] = elements.of(_whole(loss.detach()))
+        _backward(loss, elements)
+        made.losses[coordinate] = _elements_of(mode, loss)
         for fqn, parameter in model.named_parameters():
             if parameter.grad is not None:
                 name = normalised(fqn.removeprefix("module."))
-                made.gradients[name] = elements.of(_whole(parameter.grad))
+                made.gradients[name] = _elements_of(mode, parameter.grad)
         return made
 
     def _new_reference(self, elements: Elements) -> nn.Module:
@@ -126,8 +125,25 @@ class _Models:
         return pytree.tree_unflatten(leaves, spec)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _backward(loss: Tensor, elements: Elements) -> None:
+    """Compute gradients times an abstract number.
+
+    Else those that depend on whole numbers alone, such as counts of tokens, would be known numbers.
+    """
+    times = torch.ones_like(loss)
+    elements.make_abstract(times, "gradient of the loss")
+    loss.backward(times)
+
+
+def _elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor, whole if it is sharded; also those of known numbers."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    value = mode.shadows.read(whole)
+    with without_modes():
+        elements = mode.arithmetic.lift(whole if value is None else value)
+        return mode.arithmetic.compared(elements).clone()
 
 
 def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[int, int]:
@@ -260,7 +276,8 @@ def _proof_of(kind: Kind, models: _Models, mesh: DeviceMesh | None) -> Proof:
                 proof = _compare(kind, *_run_sides(models, mesh, arithmetic), mesh)
                 if proof.kind != kind:
                     break
-        if proof.kind == kind or not expected.has_exponentials:
+        has_exponentials = any(made.has_exponentials for made in (*found, expected))
+        if proof.kind == kind or not has_exponentials:
             break
     assert proof is not None
     return proof
@@ -281,7 +298,7 @@ def _run_sides(
         with mode:
             made = models.run_parallel(mode, mesh)
         made.note(arithmetic)
-        return ([made] if mesh is None else told_by_ranks(made)), expected
+        return ([made] if mesh is None else gathered_from_ranks(made)), expected
     extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
@@ -295,10 +312,9 @@ def _run_sides(
 
 def _compare(kind: Kind, found: Sequence[_Made], expected: _Made, mesh: DeviceMesh | None) -> Proof:
     wanted = expected.results()
-    if all(own is None for own in expected.gradients.values()):
+    if not any(bool(own.any()) for own in expected.gradients.values()):
         raise ValueError(
-            "no parameter of the reference has a gradient that depends on a parameter or a "
-            "floating-point input: is the loss that of the model?"
+            "no parameter of the reference has a gradient but 0: is the loss that of the model?"
         )
     for rank, made in enumerate(found):
         results = made.results()
@@ -313,16 +329,11 @@ def _compare(kind: Kind, found: Sequence[_Made], expected: _Made, mesh: DeviceMe
         for name, own in results.items():
             different = _difference(name, rank, own, wanted[name])
             if different is not None:
-                return _told(different, found, wanted, mesh)
+                return _explain(different, found, wanted, mesh)
     return Proof(kind, compared=sum(len(made.results()) for made in found))
 
 
-def _difference(name: str, rank: int, found: Tensor | None, wanted: Tensor | None) -> Place | None:
-    if found is None or wanted is None:
-        if found is wanted:
-            return None
-        side = "parallel" if found is None else "unsharded"
-        return Place(name, rank, says=f"that of the {side} model depends on no abstract number")
+def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> Place | None:
     if found.shape != wanted.shape:
         return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
     places = (found != wanted).nonzero()
@@ -331,31 +342,24 @@ def _difference(name: str, rank: int, found: Tensor | None, wanted: Tensor | Non
     return Place(name, rank, tuple(places[0].tolist()), len(places), found.numel())
 
 
-def _told(
+def _explain(
     place: Place,
     found: Sequence[_Made],
-    wanted: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor],
     mesh: DeviceMesh | None,
 ) -> Proof:
     """Return the proof that says where the models differ, by which factor, and what repairs it."""
     expected = wanted[place.result]
     of_ranks = [made.results().get(place.result) for made in found]
-    if place.element is None or expected is None or any(own is None for own in of_ranks):
-        return Proof("another function", len(wanted), place)
-    known = [own for own in of_ranks if own is not None]
-    factor = factor_of(known[place.rank or 0], expected)
-    repairs = tuple(repairs_of(known, expected, mesh)) if mesh is not None else ()
+    factor = None
+    repairs: tuple[str, ...] = ()
+    own = of_ranks[place.rank or 0]
+    if place.element is not None and own is not None:
+        factor = common_factor(own, expected)
+    known = [each for each in of_ranks if each is not None]
+    if mesh is not None and len(known) == len(found):
+        repairs = tuple(repairs_of(known, expected, mesh))
     return Proof("another function", len(wanted), place, factor=factor, repairs=repairs)
-
-
-def factor_of(found: Tensor, expected: Tensor) -> Fraction | None:
-    """Return the small fraction that all elements are multiplied by; None if there is none."""
-    field_of = Prime(P)
-    is_number = (expected > 0) & (expected < P) & (found < P)
-    if not bool(is_number.any()) or bool(((found != expected) & ~is_number).any()):
-        return None
-    factors = field_of.divide(found[is_number], expected[is_number]).unique()
-    return field_of.small_fraction(int(factors[0])) if len(factors) == 1 else None
 
 
 def repairs_of(of_ranks: Sequence[Tensor], expected: Tensor, mesh: DeviceMesh) -> Iterator[str]:

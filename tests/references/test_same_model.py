@@ -195,6 +195,35 @@ def test_a_mistake_along_data_is_told_with_its_factor(parallel, gt_mesh):
     assert failure.value.proof.kind == "another function"
 
 
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2, "tp": 1})
+def test_gradients_of_whole_numbers_alone_count(gt_mesh):
+    """Of a sum of embeddings the gradient is a count of tokens, which no parameter changes."""
+
+    def counts(model, tokens):
+        return model(tokens).sum()
+
+    def own(mesh):
+        wrapped = DistributedDataParallel(Counting(), process_group=mesh["dp"].get_group())
+        wrapped.register_comm_hook(None, keeps_its_own)
+        return wrapped
+
+    def reduced(mesh):
+        return DistributedDataParallel(Counting(), process_group=mesh["dp"].get_group())
+
+    assert assert_same_model(reduced, Counting, counts, batch, mesh=gt_mesh).kind == "reordered"
+    with pytest.raises(AnotherFunction, match="equal after a mean over 'dp'"):
+        assert_same_model(own, Counting, counts, batch, mesh=gt_mesh)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+
+    def forward(self, tokens):
+        return self.embed(tokens)
+
+
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_reduction_that_nobody_makes_is_named(gt_mesh):
     with pytest.raises(AnotherFunction, match="equal after a sum over 'tp'") as failure:
@@ -244,7 +273,7 @@ def test_a_reference_without_gradients_is_refused():
     def ignores(model, tokens):
         return torch.ones((), requires_grad=True) * 2
 
-    with pytest.raises(ValueError, match="no parameter of the reference has a gradient"):
+    with pytest.raises(ValueError, match="no parameter of the reference has a gradient but 0"):
         assert_same_model(Model, Model, ignores, batch)
 
 

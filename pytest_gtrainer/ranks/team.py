@@ -209,14 +209,28 @@ class ForkServer:
     def _kill_left_behind(self) -> None:
         """Kill what ranks had started, in place of a forkserver that is gone.
 
-        These processes have the forkserver's folder in their environment.
+        These processes have the forkserver's folder in their environment, as the ranks themselves.
         """
+        # A process that is just being started may be missed: it comes after the list was read, or
+        # has no environment yet. So look until there was none twice.
+        looks_in_vain, end = 0, time.monotonic() + SERVER_END_LIMIT
+        while looks_in_vain < 2 and time.monotonic() < end:
+            found = self._look_for_left_behind()
+            for pid in found:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            looks_in_vain = 0 if found else looks_in_vain + 1
+            time.sleep(0.02)
+
+    def _look_for_left_behind(self) -> list[int]:
         mark = f"{FOLDER_VARIABLE}={self.folder}".encode()
+        found = []
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 pid = int(file.parent.name)
                 if mark in file.read_bytes().split(b"\0") and not is_tracker(pid):
-                    os.kill(pid, signal.SIGKILL)
+                    found.append(pid)
+        return found
 
     def signal(self, pid: int, signum: int) -> None:
         """Signal a rank, through the forkserver.
@@ -245,6 +259,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.returncode != 0:  # it was killed, here or by somebody else
             self._kill_left_behind()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._owner is not None:

@@ -115,7 +115,7 @@ TABLE = {
     "test_control_differs_on_one": ("passed", [], []),
     "test_control_differs_on_none": (
         "failed",
-        ["test_faults.py:452: the control run is equal on all ranks"],
+        ["test_faults.py:454: the control run is equal on all ranks"],
         [],
     ),
     "test_control_differs_on_one_of_all": (

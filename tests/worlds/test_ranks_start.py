@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,34 @@ def test_a_name_that_is_none_of_a_module_is_a_usage_error(suite):
     run = suite.run("--gt-preload=my-library")
     assert run.status == 4
     assert "--gt-preload=my-library: expected names of modules; 'my-library' is none" in run.output
+
+
+STARTS_MANY = """
+import subprocess
+for _ in range(3000):
+    subprocess.Popen(["sleep", "606"], start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("notices", ["in a test", "at the end"])
+def test_what_starts_while_the_forkserver_is_lost_ends_too(notices):
+    """Each has a parent that has not yet been killed, and some have no environment yet."""
+    server = team.ForkServer([], live_output=False)
+    environ = {**os.environ, team.FOLDER_VARIABLE: str(server.folder)}
+    with subprocess.Popen([sys.executable, "-S", "-c", STARTS_MANY], env=environ):
+        time.sleep(0.2)
+        server._process.kill()
+        server._process.wait()
+        if notices == "in a test":
+            while server.alive:
+                server.pump(0.1)
+        else:
+            server.close()
+    time.sleep(0.1)
+    left = subprocess.run(["pgrep", "-f", "sleep 606"], capture_output=True, text=True)
+    subprocess.run(["pkill", "-f", "sleep 606"])
+    server.close()
+    assert left.stdout == ""
 
 
 HOLDS_A_FOLDER = """

@@ -48,7 +48,6 @@ def is_engine_addition(node: fx.Node) -> bool:
 
 
 Symbol = sympy.Symbol
-Expression = sympy.Expr
 Renaming = dict[sympy.Symbol, sympy.Expr]
 
 

@@ -46,8 +46,11 @@ def get_default_transformer_block_buckets(
     """
     if n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
-    if unknown := sorted(layer for layer in moe_layers if not 0 <= layer < n_layers):
-        raise ValueError(f"moe_layers names {unknown}, the model has layers 0..{n_layers - 1}")
+    unknown = set(moe_layers).difference(range(n_layers))
+    if unknown:
+        raise ValueError(
+            f"moe_layers names {sorted(unknown)}, the model has layers 0..{n_layers - 1}"
+        )
     plan: list[PlanEntry] = ["tok_embeddings"]
     for layer in range(n_layers):
         if layer in moe_layers and expert_fsdp_degree > 1:
@@ -55,7 +58,10 @@ def get_default_transformer_block_buckets(
             plan.append(f"layers.{layer}.{_ROUTED_EXPERTS}")
         else:
             plan.append(f"layers.{layer}")
-    plan.append(["norm", "lm_head", LOSS] if chunked_loss_enabled else ["norm", "lm_head"])
+    last = ["norm", "lm_head"]
+    if chunked_loss_enabled:
+        last.append(LOSS)
+    plan.append(last)
     return plan
 
 
@@ -131,7 +137,10 @@ class Plan:
         for fqns in lists:
             layer = layer_of(fqns[0])
             is_wrapped = len(fqns) > 1 and wrapped[layer] == 1
-            bucket = Bucket(fqns, (layer,) if layer is not None and is_wrapped else fqns)
+            roots = fqns
+            if layer is not None and is_wrapped:
+                roots = (layer,)
+            bucket = Bucket(fqns, roots)
             buckets.append(bucket)
             homes = sorted({layer_of(fqn) or "no layer" for fqn in fqns})
             if len(homes) > 1:
@@ -157,14 +166,16 @@ class Plan:
         """Raise PlanError if one of ``tied_parameters`` is in several buckets."""
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
-            buckets = [self.bucket_of(module) for module in modules]
-            # The root's group has what no entry covers.
-            labels = sorted({bucket.label if bucket else "the root" for bucket in buckets})
+            labels = set()
+            for module in modules:
+                bucket = self.bucket_of(module)
+                # The root's group has what no entry covers.
+                labels.add(bucket.label if bucket else "the root")
             if len(labels) > 1:
                 others = ", ".join(repr(name) for name in names[1:])
                 raise PlanError(
                     f"Parameter {names[0]!r} is shared with {others} in another bucket "
-                    f"({', '.join(labels)}): FSDP2 manages a shared/tied parameter in one group, "
+                    f"({', '.join(sorted(labels))}): FSDP2 manages a shared/tied parameter in one group, "
                     f"so place its modules in the same bucket, {modules!r}"
                 )
 
@@ -175,14 +186,16 @@ class Plan:
             while fqn not in prefixes:
                 prefixes.add(fqn)
                 fqn = fqn.rpartition(".")[0]
-        if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
+        missing = [fqn for fqn in self._by_fqn if fqn not in prefixes]
+        if missing:
             raise unknown_modules(missing, sorted(prefixes))
 
 
 def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError:
     """Return the error for ``missing`` entries of a plan; the model's modules are ``known``."""
-    close = difflib.get_close_matches(missing[0], known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ""
+    hint = ""
+    for close in difflib.get_close_matches(missing[0], known, n=1):
+        hint = f", did you mean {close!r}?"
     roots = ", ".join(fqn for fqn in known if fqn not in ("", LOSS) and "." not in fqn)
     return PlanError(
         f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
@@ -235,8 +248,12 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
     children: dict[str, list[str]] = {}
     for fqn in parameter_fqns:
         child, dot, _ = fqn.removeprefix(below).partition(".")
-        siblings = children.setdefault(child, []) if dot else own
-        siblings.append(fqn)
+        if dot:
+            children.setdefault(child, []).append(fqn)
+        else:
+            own.append(fqn)
+
+    # ``_get_managed_modules`` of FSDP2 appends a module behind its children.
     ordered: list[str] = []
     for child, fqns in children.items():
         ordered += managed_order(fqns, f"{below}{child}.")
@@ -298,8 +315,10 @@ def sort_key(
         root = 0
         if order == "managed":
             # FSDP2 goes through the roots of a group; what no root holds comes behind them.
-            holds = [not fqn or member.parameter.startswith(f"{fqn}.") for fqn in bucket.roots]
-            root = [*holds, True].index(True)
+            for fqn in bucket.roots:
+                if not fqn or member.parameter.startswith(f"{fqn}."):
+                    break
+                root += 1
         return (root, rank.get(member.parameter, len(rank)), graph_position(member))
 
     return key

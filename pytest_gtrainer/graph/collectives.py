@@ -107,7 +107,9 @@ class FsdpCollective:
         if len(users) != 1 or users[0].target is not ALL_REDUCE:
             return None
         second = only_wait(users[0])
-        return None if second is None else (users[0], second)
+        if second is None:
+            return None
+        return (users[0], second)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -171,8 +173,8 @@ def group_size_of(launch: fx.Node) -> int:
 
 def input_name(placeholder: fx.Node, position: int, module: str) -> str:
     """Return the FQN of a gathered input; without a name, its position in the gathering module."""
-    known = placeholder.meta.get("gt_input")
-    return known["fqn"] if known else f"{module}.input{position}"
+    known = placeholder.meta.get("gt_input") or {"fqn": f"{module}.input{position}"}
+    return str(known["fqn"])
 
 
 def output_name(output: fx.Node, position: int, module: str) -> str:
@@ -216,7 +218,9 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
 def only_wait(launch: fx.Node) -> fx.Node | None:
     """Return the wait of a collective, None unless it is its one user."""
     users = list(launch.users)
-    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+    if len(users) == 1 and is_wait(users[0]):
+        return users[0]
+    return None
 
 
 def wait_of(launch: fx.Node) -> fx.Node:
@@ -245,9 +249,9 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
         # A control dependency may hold the wait.
         if pending and (is_wait(node) or is_control_dependency(node)):
             arrived = {on_the_way[each] for each in pending}
-            on_the_way = {
-                value: launch for value, launch in on_the_way.items() if launch not in arrived
-            }
+            for value, launch in list(on_the_way.items()):
+                if launch in arrived:
+                    del on_the_way[value]
         elif pending and _passes_on(node):
             on_the_way[node] = on_the_way[pending[0]]
         elif pending and not short_name(node).startswith("sym_"):
@@ -295,8 +299,11 @@ def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
         wait = only_wait(launch)
-        chain = None if wait is None else chain_to_output(wait, output)
-        if wait is not None and chain is not None:
+        if wait is None:
+            continue
+        chain = chain_to_output(wait, output)
+        # An operator of two operands sums chunks or replicas; what it reads is no bucket's member.
+        if chain is not None:
             position = positions[[wait, *chain][-1]]
             parameter = output_name(output, position, node_fqn(launch))
             members.append(FsdpCollective(launch, wait, chain, parameter, position))

@@ -11,7 +11,6 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -170,8 +169,9 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
             return
         count += 1
     if count:
-        names = (*(f"output_{place}" for place in range(first)), *trained)
-        output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
+        outputs = [f"output_{place}" for place in range(first)]
+        output.meta["gt_outputs"] = (*outputs, *trained)
+        output.meta["gt_parameters"] = tuple(trained)
 
 
 def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
@@ -187,18 +187,16 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
     signature = program.graph_signature
     kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
     given = {}
-    for spec in signature.input_specs:
-        name = spec.arg.name
-        given[name] = GivenName(kinds.get(spec.kind.name, "input"), spec.target or name)
-    copied = _Adoption(program.graph_module, given).run()
     # A number in the code, ``torch.tensor([1.0])``, is an input of the graph; no caller gives it.
-    constants = {
-        spec.arg.name: program.constants.get(spec.target)
-        for spec in signature.input_specs
-        if spec.kind.name == "CONSTANT_TENSOR"
-    }
+    constants = {}
+    for spec in signature.input_specs:
+        name, kind = spec.arg.name, spec.kind.name
+        given[name] = GivenName(kinds.get(kind, "input"), spec.target or name)
+        if kind == "CONSTANT_TENSOR" and program.constants.get(spec.target) is not None:
+            constants[name] = program.constants[spec.target]
+    copied = _Adoption(program.graph_module, given).run()
     for node in copied.graph.find_nodes(op="placeholder"):
-        if constants.get(node.name) is not None:
+        if node.name in constants:
             node.meta["gt_constant"] = constants[node.name]
 
     results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
@@ -214,6 +212,7 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
             loss = result
         if isinstance(result, fx.Node) and "GRADIENT" not in kind:
             kept.append(result)
+    # What updates a buffer may stand behind the loss; it is part of the forward.
     forward = walked(kept, lambda node: node.all_input_nodes)
     nodes = list(copied.graph.nodes)
     for node in nodes[nodes.index(loss) + 1 : -1]:
@@ -224,13 +223,13 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
 
 def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
     """Return names of a program's results, by kind and target, as AOTAutograd names them."""
+    words = {"USER_OUTPUT": "output", "TOKEN": "token"}
     names = []
     for place, (kind, target) in enumerate(results):
         if kind == "LOSS_OUTPUT":
             names.append("loss")
-        elif kind in ("USER_OUTPUT", "TOKEN"):
-            word = "output" if kind == "USER_OUTPUT" else "token"
-            names.append(f"{word}_{results[:place].count(results[place])}")
+        elif kind in words:
+            names.append(f"{words[kind]}_{results[:place].count(results[place])}")
         elif kind.startswith("GRADIENT"):
             names.append(str(target))
         else:
@@ -283,6 +282,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
                 )
         return {name: GivenName("input", fqn) for name, fqn in names.items()}
 
+    # Tracers lift the parameters first, then the buffers, each in the model's order.
     state = [(GivenName("parameter", fqn), tensor) for fqn, tensor in names.named_parameters()]
     state += [(GivenName("buffer", fqn), tensor) for fqn, tensor in names.named_buffers()]
     if len(state) > len(placeholders):
@@ -387,23 +387,30 @@ class _Adoption:
         """
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
         name, given = short_name(call), leaves_of(call.args)
-        own: list[GivenName] = []  # inputs that the operator makes itself; they come first
+        # Inputs that the operator makes itself; they come first.
+        own: list[GivenName | None] = []
         if name in _CARRYING:
             groups = [argument for argument in call.args if isinstance(argument, list | tuple)]
-            for role, carried in zip(_CARRYING[name], groups, strict=False):
-                own += [GivenName("input", f"{name}.{role}.{n}") for n in range(len(carried))]
-            given = leaves_of(groups[len(_CARRYING[name]) :])
+            roles = _CARRYING[name]
+            for role, carried in zip(roles, groups, strict=False):
+                for number in range(len(carried)):
+                    own.append(GivenName("input", f"{name}.{role}.{number}"))
+            given = leaves_of(groups[len(roles) :])
         elif name.startswith("flex_attention") and len(call.args) > 1:
             # The call has the buffers of the score function, then those of the mask function.
             is_mask = any(isinstance(each, tuple) and holder in each for each in call.args)
             given = leaves_of(call.args[-1 if is_mask else -2])
-            own = [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
+            own += [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
             if len(inputs) - len(own) - len(given) == 1:
                 own.append(GivenName("input", "gradient"))
         else:
-            graphs = [place for place, operand in enumerate(given) if self._is_graph(operand)]
-            behind = given[max(graphs, default=-1) + 1 :]
-            given = [operand for operand in behind if not isinstance(operand, str)]
+            # The operands follow the last graph; the name of a subgraph stands among them.
+            first = 0
+            for place, operand in enumerate(given):
+                if self._is_graph(operand):
+                    first = place + 1
+            given = [operand for operand in given[first:] if not isinstance(operand, str)]
+
         names = [*own, *map(_operand_name, given)]
         if len(names) != len(inputs):
             return {}
@@ -484,13 +491,18 @@ class _Adoption:
             if described is None:
                 return
             kind, source = described.kind, described.of
+            name = None
+            if source is not None:
+                name = self._name_of(source)
             if kind == "kept" and isinstance(result, fx.Node):
                 names.append(_saved_name(result))
-            elif source is not None and (name := self._name_of(source)) is not None:
+            elif source is not None and name is not None:
                 fqn = f"{name.fqn}{described.suffix}"
-                names.append(fqn if kind == "gradient" else f"updated.{fqn}")
                 if kind == "gradient":
                     place = (source.index or 0) + 1
+                else:
+                    fqn = f"updated.{fqn}"
+                names.append(fqn)
                 if name.kind == "parameter":
                     parameters.append(name.fqn)
             elif kind == "output":
@@ -508,7 +520,8 @@ def _saved_name(node: fx.Node) -> str:
     It is that of the input that the value is, or of its operator.
     """
     fqn = _name_of_input(node) or _name_of_value(node)
-    return fqn if fqn.startswith("kept.") else f"kept.{fqn}"
+    # A backward that is split again keeps what was kept before.
+    return f"kept.{fqn.removeprefix('kept.')}"
 
 
 def _name_of_input(node: fx.Node) -> str:
@@ -530,26 +543,32 @@ def _name_by_use(graph: fx.Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     if not any("desc" in node.meta for node in inputs):
         return
-    place = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: place for place, node in enumerate(graph.nodes)}
     by_first_user: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
     for node in inputs:
         if _name_of_input(node):
             continue
         value = node
-        user = min(node.users, key=place.__getitem__, default=None)
+        user = min(node.users, key=order.__getitem__, default=None)
         while user is not None and user.users and value in user.args[:1]:
             if not is_view(user.target) and user.target is not torch.ops.aten._to_copy.default:
                 break
-            value, user = user, min(user.users, key=place.__getitem__)
+            value, user = user, min(user.users, key=order.__getitem__)
         by_first_user[user].append((value, node))
+
+    # Equal names are numbered in the order of their uses, which does not depend on the order in
+    # which a partitioner lists what it saves.
     seen: Counter[str] = Counter()
-    for user in sorted(by_first_user, key=lambda user: place.get(user, len(place))):
+    for user in sorted(by_first_user, key=lambda user: order.get(user, len(order))):
         operands = user.all_input_nodes if user is not None else []
-        order = {operand: at for at, operand in enumerate(operands)}
-        for value, node in sorted(by_first_user[user], key=lambda pair: order.get(pair[0], 0)):
+        places = {operand: place for place, operand in enumerate(operands)}
+        for value, node in sorted(by_first_user[user], key=lambda pair: places.get(pair[0], 0)):
             name = _use(value, user)
             seen[name] += 1
-            node.meta["gt_argument"] = f"{name}_{seen[name] - 1}" if seen[name] > 1 else name
+            if seen[name] == 1:
+                node.meta["gt_argument"] = name
+            else:
+                node.meta["gt_argument"] = f"{name}_{seen[name] - 1}"
 
 
 def _use(value: fx.Node, user: fx.Node | None) -> str:
@@ -595,11 +614,16 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
     agreed = {}
     for name in set(calls[0]).intersection(*calls):
         kinds = {call[name].kind for call in calls}
+        if len(kinds) > 1:
+            continue
         paths = [parts_of(call[name].fqn)[::-1] for call in calls]
-        same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-        common = [parts[0] for parts in same]
-        if common and len(kinds) == 1:
-            agreed[name] = GivenName(kinds.pop(), ".".join(common[::-1]))
+        common: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.insert(0, parts[0])
+        if common:
+            agreed[name] = GivenName(kinds.pop(), ".".join(common))
     return agreed
 
 

@@ -174,13 +174,17 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
             if payload.collective == ALL_GATHER_NAME and payload.directions == (FORWARD,):
                 kept.update(dict.fromkeys(_read_in_backward(node, payload)))
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
-    # The n-th gather of a payload in the forward and the n-th in the backward are one entry.
-    merged: dict[tuple[Payload, int], list[str]] = defaultdict(list)
+
+    # FSDP2 unshards a bucket once in each direction. So the n-th gather of a payload in the forward
+    # and the n-th in the backward are one entry, as they are one bucket of ``fully_shard``.
+    directions: dict[tuple[Payload, int], list[str]] = defaultdict(list)
     repeated: Counter[Payload] = Counter()
     for payload in payloads:
-        merged[replace(payload, directions=()), repeated[payload]] += payload.directions
+        directions[replace(payload, directions=()), repeated[payload]] += payload.directions
         repeated[payload] += 1
-    listed = [replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items()]
+    listed = []
+    for (payload, _), found in directions.items():
+        listed.append(replace(payload, directions=tuple(found)))
     return BucketLayout(tuple(listed), tuple(kept))
 
 
@@ -225,9 +229,12 @@ class _Reader:
             for state in sent:
                 if isinstance(state, Unread) and names:
                     raise _unread(launch, "gathers", names, state.node)
+                # The model itself gathers activations, in sequence parallelism for example.
+                if not isinstance(state, tuple):
+                    continue
                 slots: list[Slot] = []
                 size = 0
-                for part in state if isinstance(state, tuple) else ():
+                for part in state:
                     if part.source is not None:
                         slots.append(Slot(self._name(part.source, launch), size, part.nbytes))
                     size += part.nbytes
@@ -247,10 +254,13 @@ class _Reader:
     def refuse_nested(self, gm: fx.GraphModule) -> None:
         """Refuse a graph inside the graph that gathers parameters or reduces gradients."""
         for node in gm.graph.nodes:
+            # Inductor writes an order of two nodes as a higher-order operator; it has no graph.
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
-            given = [one for one in node.all_input_nodes if one in self._inputs]
-            names = [self._name(one, node) for one in given if is_parameter(one)]
+            names = []
+            for operand in node.all_input_nodes:
+                if operand in self._inputs and is_parameter(operand):
+                    names.append(self._name(operand, node))
             for body in bodies_of(gm, node).values():
                 launch = next(_parameter_collectives(body), None)
                 if launch is not None and (names or direction(node) == BACKWARD):
@@ -308,17 +318,22 @@ class _Reader:
                 place = (arrival.piece.at, arrival.piece.numel)
                 found[place].append(arrival)
                 names[place] += self._gradients(arrival, launch)
-            if any(names.values()):
-                named = {place: fqns for place, fqns in sorted(names.items()) if fqns}
-                for place in [place for place, fqns in names.items() if not fqns]:
-                    self._refuse_unnamed(launch, result, place, found[place], named)
-                self._refuse_shared_places(launch, found, named)
-                width = result.meta["val"].element_size()
-                slots = [Slot(n[0], at * width, numel * width) for (at, numel), n in named.items()]
-                yield self._payload(kind, launch, slots, nbytes_of(result.meta["val"]))
-            else:
+            named = {place: fqns for place, fqns in sorted(names.items()) if fqns}
+            if not named:
                 for arrival in itertools.chain(*found.values()):
                     self._refuse_unknown(launch, arrival)
+                continue
+
+            for place, arrived in found.items():
+                if place not in named:
+                    self._refuse_unnamed(launch, result, place, arrived, named)
+            self._refuse_shared_places(launch, found, named)
+            value = result.meta["val"]
+            width = value.element_size()
+            slots = []
+            for (at, numel), fqns in named.items():
+                slots.append(Slot(fqns[0], at * width, numel * width))
+            yield self._payload(kind, launch, slots, nbytes_of(value))
 
     def _refuse_unnamed(
         self,
@@ -332,10 +347,11 @@ class _Reader:
         at, numel = place
         lies_over = any(at <= low and low + count <= at + numel for low, count in named)
         users = [arrival.used_by or result for arrival in found]
-        taking = [user for user in users if not reduces(user)]
-        if taking or not lies_over:
+        # ``clip_grad_norm_`` of a whole bucket reads the payload, and moves none of it.
+        moving = [user for user in users if not reduces(user)]
+        if moving or not lies_over:
             gradients = list(itertools.chain(*named.values()))
-            raise _unread(launch, "gives", gradients, (taking or users)[0])
+            raise _unread(launch, "gives", gradients, (moving or users)[0])
 
     def _refuse_shared_places(
         self,
@@ -346,12 +362,15 @@ class _Reader:
         """Refuse gradients that seem to overlap: an operator on the way picks elements."""
         end, last = 0, ""
         for (at, numel), names in named.items():
-            arrived = [one for one in found[at, numel] if self._gradients(one, launch)]
-            nodes = list(dict.fromkeys(one.piece.node for one in arrived))
+            nodes: dict[fx.Node, None] = {}
+            for arrival in found[at, numel]:
+                if self._gradients(arrival, launch):
+                    nodes[arrival.piece.node] = None
+            first = next(iter(nodes))
             if at < end:
-                raise _unread(launch, "gives", [last, *names], nodes[0])
+                raise _unread(launch, "gives", [last, *names], first)
             if len(nodes) > 1:
-                raise _unread(launch, "gives", names, nodes[0])
+                raise _unread(launch, "gives", names, first)
             end, last = at + numel, names[0]
 
     def _gradients(self, arrival: Arrival, launch: fx.Node) -> list[str]:
@@ -363,7 +382,9 @@ class _Reader:
         # An all-reduced loss, or what a chunk of activations is added to, is no gradient.
         if self._parameters:
             return [name for name in names if name in self._parameters]
-        return names if direction(launch) == BACKWARD else []
+        if direction(launch) == BACKWARD:
+            return names
+        return []
 
     def _refuse_unknown(self, launch: fx.Node, arrival: Arrival) -> None:
         """Refuse a gradient that ends at an operator of which nobody knows what it does."""
@@ -379,7 +400,9 @@ class _Reader:
 
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
-    more = f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else ""
+    more = ""
+    if len(names) > _MOST_MOVED:
+        more = f" and {len(names) - _MOST_MOVED} more"
     target = getattr(at.target, "name", lambda: at.target)()
     why = f"at node {at.name} ({target}) their order is lost"
     if at is launch:
@@ -408,12 +431,16 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
         if value in seen:
             continue
         seen.add(value)
-        inside = [
-            slot.parameter
-            for slot in payload.slots
-            if slot.offset < (begin + size) * width and begin * width < slot.offset + slot.nbytes
-        ]
+
+        inside = []
+        for slot in payload.slots:
+            is_behind = slot.offset >= (begin + size) * width
+            is_before = slot.offset + slot.nbytes <= begin * width
+            if not is_behind and not is_before:
+                inside.append(slot.parameter)
+
         for user in node.users:
+            # The output node serves both directions: being returned is no read of the backward.
             if user.op == "output":
                 continue
             below = _unpacked(node, begin, size, user)
@@ -423,7 +450,9 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
                 todo += below
             elif len(inside) > 1:  # a cast of the whole bucket, say
                 todo.append((user, begin, size))
-    yield from (slot.parameter for slot in payload.slots if slot.parameter in read)
+    for slot in payload.slots:
+        if slot.parameter in read:
+            yield slot.parameter
 
 
 def _unpacked(
@@ -437,16 +466,24 @@ def _unpacked(
     """
     if user.target in _SPLITS:
         widths = [part.shape[-1] for part in user.meta["val"]]
+        # Another sum splits another dimension, so each part has elements of all parameters.
         if sum(widths) == size:
             begins = list(itertools.accumulate(widths, initial=begin))
-            items = [item for item in user.users if item.target is operator.getitem]
-            return [(item, begins[item.args[1]], widths[item.args[1]]) for item in items]
+            parts = []
+            for item in user.users:
+                if item.target is operator.getitem:
+                    number = item.args[1]
+                    parts.append((item, begins[number], widths[number]))
+            return parts
+
     value, name = node.meta.get("val"), short_name(user)
     if name == "clone" and isinstance(value, torch.Tensor):
         moves = not value.is_contiguous()
     else:
         moves = is_view(user.target) or not (name in _OWN_COPIES or computes(user))
-    return [(user, begin, size)] if moves else None
+    if not moves:
+        return None
+    return [(user, begin, size)]
 
 
 def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
@@ -519,20 +556,22 @@ def assert_same_layout(
             another kind.
     """
     __tracebackhide__ = True
-    actual, expected = (
-        each if isinstance(each, BucketLayout) else bucket_layout(each, names=names)
-        for each in (actual, expected)
-    )
+    if not isinstance(actual, BucketLayout):
+        actual = bucket_layout(actual, names=names)
+    if not isinstance(expected, BucketLayout):
+        expected = bucket_layout(expected, names=names)
     for side, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
             raise ValueError(
                 f"the {side} layout has no collective of parameters, so there is nothing to "
                 "compare: shard the model (data_parallel, fully_shard) first"
             )
-        if strange := {payload.collective for payload in layout.payloads} - {*KINDS}:
-            raise ValueError(
-                f"the {side} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}"
-            )
+        for payload in layout.payloads:
+            if payload.collective not in KINDS:
+                raise ValueError(
+                    f"the {side} layout has a collective {payload.collective!r}; "
+                    f"expected {', '.join(KINDS)}"
+                )
     problems: list[str] = []
     unread: list[str] = []
     for kind in KINDS:
@@ -541,9 +580,10 @@ def assert_same_layout(
         "layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is
     )
     if problems:
-        left = len(problems) - _MOST_LINES
-        more = [f"and {counted(left, 'more difference')}"] if left > 0 else []
-        raise LayoutDifference("\n".join(["bucket layouts differ", *problems[:_MOST_LINES], *more]))
+        lines = ["bucket layouts differ", *problems[:_MOST_LINES]]
+        if len(problems) > _MOST_LINES:
+            lines.append(f"and {counted(len(problems) - _MOST_LINES, 'more difference')}")
+        raise LayoutDifference("\n".join(lines))
     return tuple(unread)
 
 
@@ -560,6 +600,7 @@ def _compare_kind(
     rest = list(actual.of(kind))
     once: list[Payload] = []  # of ``expected``, what ``actual`` does not gather in the backward
     for wanted in expected.of(kind):
+        # Paired by the parameters that they share: order and directions are not compared.
         shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
         if not any(shared):
             parameters = ", ".join(wanted.parameters)
@@ -569,7 +610,10 @@ def _compare_kind(
         problems += _compare_payloads(found, wanted)
         if kind == ALL_GATHER_NAME and found.directions == (FORWARD,):
             once.append(wanted)
-    article = "a" if kind == REDUCE_SCATTER_NAME else "an"
+
+    article = "an"
+    if kind == REDUCE_SCATTER_NAME:
+        article = "a"
     for extra in rest:
         wholes = [wanted for wanted in once if set(extra.parameters) < set(wanted.parameters)]
         if not wholes or extra.directions != (BACKWARD,):
@@ -604,10 +648,10 @@ def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     """Yield in what a payload is not the wanted one."""
     where = f"bucket {wanted.label!r}, {wanted.collective}"
-    for name in ("dtype", "ranks"):
-        ours, theirs = getattr(actual, name), getattr(wanted, name)
-        if ours != theirs:
-            yield f"{where}: {name} is {ours}, expected {theirs}"
+    if actual.dtype != wanted.dtype:
+        yield f"{where}: dtype is {actual.dtype}, expected {wanted.dtype}"
+    if actual.ranks != wanted.ranks:
+        yield f"{where}: ranks is {actual.ranks}, expected {wanted.ranks}"
     size = len(wanted.ranks)
     if plain_reduction(actual.op, size) != plain_reduction(wanted.op, size):
         why = ""
@@ -626,19 +670,24 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
 
 def _compare_places(where: str, actual: Payload, wanted: Payload) -> Iterable[str]:
     """Yield which parameters are not at their places."""
-    ours_at = {slot.parameter: slot for slot in actual.slots}
-    theirs_at = {slot.parameter: slot for slot in wanted.slots}
-    for parameter in [fqn for fqn in theirs_at if fqn not in ours_at]:
+    found = {slot.parameter: slot for slot in actual.slots}
+    expected = {slot.parameter: slot for slot in wanted.slots}
+    for parameter in [fqn for fqn in expected if fqn not in found]:
         yield f"{where}: {parameter} is missing"
-    for parameter in [fqn for fqn in ours_at if fqn not in theirs_at]:
+    for parameter in [fqn for fqn in found if fqn not in expected]:
         yield f"{where}: {parameter} does not belong here"
-    shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
-    for ours, slot in shared:
-        if ours.nbytes != slot.nbytes:
-            yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
-    moved = [(ours, slot) for ours, slot in shared if ours.offset != slot.offset]
-    for ours, slot in moved[:_MOST_MOVED]:
-        yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"
+
+    moved = []
+    for parameter, slot in expected.items():
+        own = found.get(parameter)
+        if own is None:
+            continue
+        if own.nbytes != slot.nbytes:
+            yield f"{where}: {parameter} has {own.nbytes} bytes, expected {slot.nbytes}"
+        if own.offset != slot.offset:
+            moved.append(f"{parameter} sits at byte {own.offset}, expected {slot.offset}")
+    for text in moved[:_MOST_MOVED]:
+        yield f"{where}: {text}"
     if len(moved) > _MOST_MOVED:
         yield f"{where}: and {counted(len(moved) - _MOST_MOVED, 'more parameter')} of it elsewhere"
 

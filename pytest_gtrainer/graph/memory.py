@@ -121,7 +121,7 @@ class PeakMemory:
 
     def table(self, most: int = 10) -> str:
         """Return the largest allocations that are alive at the peak, a line each."""
-        lines = [str(allocation) for allocation in self.alive[:most]]
+        lines = list(map(str, self.alive[:most]))
         if len(self.alive) > most:
             lines.append(f"{'':>15}  and {len(self.alive) - most} more")
         return "\n".join(lines)
@@ -172,7 +172,6 @@ def peak_memory(
     return peak
 
 
-@facts.check
 def assert_peak_memory(
     gm: AnyGraph,
     *,
@@ -188,8 +187,11 @@ def assert_peak_memory(
         AssertionError: it does; with node, module and the five largest tensors alive there.
         ValueError: ``at_most`` is no size; and as ``peak_memory``.
     """
-    found = _SIZE.fullmatch(at_most) if isinstance(at_most, str) else None
-    bound = int(float(found[1]) * _UNITS[found[2]]) if found else at_most
+    bound = at_most
+    if isinstance(at_most, str):
+        found = _SIZE.fullmatch(at_most)
+        if found:
+            bound = int(float(found[1]) * _UNITS[found[2]])
     if type(bound) is not int or bound <= 0:
         raise ValueError(
             "at_most is a number of bytes above 0, or a text of one of "
@@ -237,7 +239,9 @@ def _call_text(node: fx.Node) -> str:
     if not isinstance(target, OpOverload | str):
         target = getattr(target, "__name__", "") or target
     fqn = node_fqn(node)
-    return f"{target} in {fqn}" if fqn else str(target)
+    if fqn:
+        return f"{target} in {fqn}"
+    return str(target)
 
 
 class _Liveness:
@@ -277,9 +281,12 @@ class _Liveness:
                 _extend(_allocations(value), self._order[user])
             if launches(node.target) and node.target.namespace in _FUNCTIONAL:
                 # An all-reduce copies its operand first; the others read it where it is.
-                read = node.all_input_nodes if kind_of(node) in _SEND_OPERANDS else []
-                sent = _allocations([self.values[operand] for operand in read])
-                self.pending |= {one: sent | {one} for one in _allocations(value)}
+                sent: set[Allocation] = set()
+                if kind_of(node) in _SEND_OPERANDS:
+                    for operand in node.all_input_nodes:
+                        sent |= _allocations(self.values[operand])
+                for allocation in _allocations(value):
+                    self.pending[allocation] = sent | {allocation}
 
     def _held(self, node: fx.Node) -> Any:
         """Return the value of an input or constant; two that share a storage are one allocation."""
@@ -316,6 +323,7 @@ class _Liveness:
         if bodies := graphs_called(self.gm, node):
             return self._run_bodies(node, bodies)
         if "val" not in node.meta:
+            # Asserts have no value by right; what may give a tensor has one.
             returns = schema(target).returns if isinstance(target, OpOverload) else ()
             reads = any(_by_tensor(self.values[source]) for source in node.all_input_nodes)
             if any("Tensor" in str(each.type) for each in returns) or (reads and node.users):
@@ -339,14 +347,7 @@ class _Liveness:
                 (allocation,) = shown
                 for part in parts_of(tensor):
                     known[storage_id(part)] = allocation
-                if (
-                    may_be_whole
-                    and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
-                    and tensor.layout is torch.strided
-                    # Symbolic extents would get guards from is_contiguous().
-                    and all(type(extent) is int for extent in tensor.shape)
-                    and tensor.is_contiguous()
-                ):
+                if may_be_whole and _has_layout_of_whole(tensor, value):
                     known[storage_id(value)] = allocation
         return self._by_storages(node, value, known)
 
@@ -357,7 +358,9 @@ class _Liveness:
         for argument, given in arguments_given(node):
             shown = fx.node.map_arg(given, self.values.__getitem__)
             operands[argument.name] = _by_tensor(shown)
-        values = node.meta["val"] if len(declared.returns) > 1 else [node.meta["val"]]
+        values = node.meta["val"]
+        if len(declared.returns) <= 1:
+            values = [values]
         results = []
         for returned, result in zip(declared.returns, values, strict=False):
             sources = []
@@ -368,7 +371,9 @@ class _Liveness:
                 sources = next(filter(None, operands.values()), [])
             # A list of views, as that of split, shows its one operand each time.
             count = len(_tensors(result))
-            left = iter(sources if len(sources) == count else sources[:1] * count)
+            if len(sources) != count:
+                sources = sources[:1] * count
+            left = iter(sources)
 
             def show(tensor: Tensor, left: Any = left) -> frozenset[Allocation]:
                 return next(left, None) or frozenset(
@@ -376,15 +381,18 @@ class _Liveness:
                 )
 
             results.append(pytree.tree_map_only(Tensor, show, result))
-        return results[0] if len(results) == 1 else results
+        if len(results) == 1:
+            return results[0]
+        return results
 
     def _span(self, node: fx.Node, tensor: Tensor) -> int:
         """Return the bytes from the first to the last element of a tensor."""
-        shape = [self._number(node, extent) for extent in tensor.shape]
-        if 0 in shape:
-            return 0
-        strides = [self._number(node, stride) for stride in tensor.stride()]
-        last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        last = 0
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            number = self._number(node, extent)
+            if number == 0:
+                return 0
+            last += (number - 1) * self._number(node, stride)
         return (last + 1) * tensor.itemsize
 
     def _by_storages(self, node: fx.Node, value: Any, known: dict[int, Allocation]) -> Any:
@@ -408,7 +416,10 @@ class _Liveness:
         return self.allocations[-1]
 
     def _number(self, node: fx.Node, size: Any) -> int:
-        number = size if type(size) is int else number_of(size, self._sizes)
+        """Return a size as a number; a symbolic one by ``sizes``, else by the example's hint."""
+        number = size
+        if type(size) is not int:
+            number = number_of(size, self._sizes)
         if isinstance(number, int):
             return number
         sizes = ", ".join(f"{name!r}: 128" for name in number)
@@ -431,12 +442,12 @@ class _Liveness:
         One more allocation stands for what the graphs hold beside the node's results.
         """
         place = self._order[node]
-        operands = [
-            self.values[argument] if isinstance(argument, fx.Node) else None
-            for argument in pytree.tree_leaves(node.args)
-        ]
+        operands = []
+        for argument in pytree.tree_leaves(node.args):
+            operands.append(self.values[argument] if isinstance(argument, fx.Node) else None)
         inside = []
         for body in bodies:
+            # Inputs that the operator makes itself come first, as the indices of flex attention.
             count = len(body.graph.find_nodes(op="placeholder"))
             bound = [None] * (count - len(operands)) + operands[max(0, len(operands) - count) :]
             inside.append(_Liveness(body, self._sizes, self.pending, bound))
@@ -475,17 +486,19 @@ class _Liveness:
             )
         self._name_results()
         self._name_kinds()
+        # Placeholders are alive before the graph runs, so no peak is at one of them.
         places = [at for at, node in enumerate(self.nodes) if node.op != "placeholder"]
         curve = self.curve()
         at = max(places, key=curve.__getitem__)
         node = self.nodes[at]
         where = f"{node.name} ({_call_text(node)}), "
         where += f"node {places.index(at) + 1} of {len(places)}"
-        alive = [one for one in self.allocations if one.first <= at <= one.last and one.nbytes]
-        alive.sort(key=lambda allocation: -allocation.nbytes)
+        alive = []
         kinds: Counter[str] = Counter()
-        for allocation in alive:
-            kinds[allocation.kind] += allocation.nbytes
+        for allocation in sorted(self.allocations, key=lambda one: -one.nbytes):
+            if allocation.first <= at <= allocation.last and allocation.nbytes:
+                alive.append(allocation)
+                kinds[allocation.kind] += allocation.nbytes
         return PeakMemory(
             peak=curve[at],
             at=node.name,
@@ -505,9 +518,11 @@ class _Liveness:
         for name, result in zip(names, results, strict=False):
             if not isinstance(result, fx.Node):
                 continue
-            kind = "saved" if name.startswith("kept.") else "output"
+            kind = "output"
             if name in inputs:  # a gradient has the name of its parameter
                 kind = "gradient"
+            elif name.startswith("kept."):
+                kind = "saved"
             for allocation in _allocations(self.values[result]):
                 if not allocation.kind:
                     allocation.kind, allocation.name = kind, name
@@ -523,6 +538,16 @@ class _Liveness:
                 allocation.kind = "saved"
             if launches(node.target) or "fsdp_bucket" in node.meta or is_bucketed_by_torch(node):
                 allocation.kind = "collective"
+
+
+def _has_layout_of_whole(tensor: Tensor, value: Tensor) -> bool:
+    """Return whether ``value`` may be all of ``tensor``, which lies in memory without gaps."""
+    if (tensor.numel(), tensor.dtype) != (value.numel(), value.dtype):
+        return False
+    if tensor.layout is not torch.strided:
+        return False
+    # Symbolic extents would get guards from is_contiguous().
+    return all(type(extent) is int for extent in tensor.shape) and tensor.is_contiguous()
 
 
 def _is_shown(argument: Any, result: Any) -> bool:

@@ -73,7 +73,9 @@ def direction(node: fx.Node) -> str:
     """
     if node.meta.get("autograd_backward"):
         return BACKWARD
-    return _direction_of_bucket(node) if _OF_TORCHS_BUCKET in node.meta else FORWARD
+    if _OF_TORCHS_BUCKET in node.meta:
+        return _direction_of_bucket(node)
+    return FORWARD
 
 
 def _direction_of_bucket(node: fx.Node) -> str:
@@ -85,6 +87,7 @@ def _direction_of_bucket(node: fx.Node) -> str:
             for other in neighbours(member):
                 if other not in bucket and other.op not in ("placeholder", "output", "get_attr"):
                     directions.add(direction(other))
+        # A bucket that serves both directions is launched in the forward.
         if directions:
             return BACKWARD if directions == {BACKWARD} else FORWARD
     return FORWARD
@@ -96,13 +99,15 @@ def node_fqn(node: fx.Node) -> str:
     ``custom`` decides, else the innermost module of ``nn_module_stack``.
     """
     fqn = (node.meta.get("custom") or {}).get("module_fqn")
-    return str(fqn) if fqn else stack_path(node)
+    return str(fqn or stack_path(node))
 
 
 def stack_path(node: fx.Node) -> str:
     """Return the path of the innermost module that a node was traced in; "" if none is known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
+    if not stack:
+        return ""
+    return str(list(stack.values())[-1][0])
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -116,6 +121,7 @@ def refuse_fake(gm: fx.GraphModule, what: str) -> None:
         return
     # ``gm`` may be the ``run`` of an interpreter.
     graph = getattr(getattr(gm, "__self__", gm), "graph", None)
+    # A function without a graph may call anything, so it is refused as well.
     found: Any = "no graph to look into"
     if graph is not None:
         found = next(filter(is_collective, graph.nodes), None)
@@ -339,7 +345,9 @@ def has_effect(node: fx.Node) -> bool:
 def annotation(fqn: str, role: str, producer: str, chunk_id: int | None = None) -> dict[str, Any]:
     """Return the keys of a node in a chunked region; a boundary has no ``chunk_id``."""
     keys: dict[str, Any] = {REGION_FQN: fqn, ROLE: role, PRODUCER: producer}
-    return keys if chunk_id is None else {CHUNK_ID: chunk_id, **keys}
+    if chunk_id is None:
+        return keys
+    return {CHUNK_ID: chunk_id, **keys}
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +367,10 @@ class ChunkAnnotation:
         >>> ChunkAnnotation("layers.0", SPLIT_BOUNDARY, EAGER, None).words()
         ['split_boundary', 'eager']
         """
-        place = self.role if self.chunk_id is None else str(self.chunk_id)
-        return [place] if self.producer == GRAPH else [place, self.producer]
+        words = [self.role if self.chunk_id is None else str(self.chunk_id)]
+        if self.producer != GRAPH:
+            words.append(self.producer)
+        return words
 
 
 def chunk_annotation(custom: Mapping[Any, Any]) -> ChunkAnnotation | None:

@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -114,12 +114,13 @@ class _Reader:
             source = node if isinstance(value, torch.nn.Parameter) else None
             state[node] = (Part(source, nbytes_of(value)),)
         elif node.op != "output":
-            if late := [operand for operand in node.all_input_nodes if operand not in state]:
-                raise ValueError(
-                    f"the graph is not sorted: {node.name} uses {late[0].name} before it is "
-                    "defined, as torch's bucketing leaves a graph; call torch._inductor."
-                    "pattern_matcher.stable_topological_sort(gm.graph) first"
-                )
+            for operand in node.all_input_nodes:
+                if operand not in state:
+                    raise ValueError(
+                        f"the graph is not sorted: {node.name} uses {operand.name} before it is "
+                        "defined, as torch's bucketing leaves a graph; call torch._inductor."
+                        "pattern_matcher.stable_topological_sort(gm.graph) first"
+                    )
             if launches(node.target):
                 sent = [state[operand] for operand in sent_operands(node)]
             state[node] = result = self._result(node)
@@ -139,13 +140,17 @@ class _Reader:
             parts = self._state[scaled]
             if isinstance(parts, tuple) and sources_of([parts]):
                 return _scaled(parts, nbytes) or Unread(node)
+
         sources = sources_of(operands)
         if ACTIVATION in operands:
             # A bucket of activations and parameters is no activation.
-            return Unread(node) if sources and _packs(node) else ACTIVATION
+            if sources and _packs(node):
+                return Unread(node)
+            return ACTIVATION
         joined = self._joined(node)
         if joined is not None:
             return joined
+
         unread = next((operand for operand in operands if isinstance(operand, Unread)), None)
         if unread is None and len(sources) <= 1:
             return (Part(next(iter(sources), None), nbytes),)
@@ -167,21 +172,23 @@ class _Reader:
             return self._concatenated(args[0], [_numel(tensor) * width for tensor in args[0]])
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
+
         name = schema(target).name if isinstance(target, OpOverload) else ""
+        sizes: list[int] = []
         if name == PRE_BUCKET_ALL_GATHER:
-            tensors = args[0]
-            dtypes = [dtypes_of_buckets()[index] for index in args[3]]
-            numels = [tensor.meta["val"].numel() for tensor in tensors]
-            sizes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
+            for tensor, index in zip(args[0], args[3], strict=True):
+                dtype = dtypes_of_buckets()[index]
+                sizes.append(tensor.meta["val"].numel() * dtype.itemsize)
         elif name == COPY_IN:
-            tensors = args[0]
-            sizes = [size * args[1].meta["val"].element_size() for size in args[2]]
+            width = args[1].meta["val"].element_size()
+            sizes += [size * width for size in args[2]]
         else:
-            is_part = bool(args) and isinstance(args[0], fx.Node) and args[0] in self._of_rank
-            if is_part and _is_part_of_rank(node, args[0]):
-                return self._of_rank[args[0]]
+            base = args[0] if args else None
+            if isinstance(base, fx.Node) and base in self._of_rank and _is_part_of_rank(node, base):
+                return self._of_rank[base]
             return None
-        parts = self._concatenated(tensors, sizes)
+
+        parts = self._concatenated(args[0], sizes)
         if isinstance(parts, tuple):
             # What they give has the parts of all ranks, and those of the others are unknown.
             self._of_rank[node] = parts
@@ -195,7 +202,9 @@ class _Reader:
             parts = self._state[tensor]
             if isinstance(parts, Unread):
                 return parts
-            scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
+            scaled = None
+            if isinstance(parts, tuple):
+                scaled = _scaled(parts, size)
             if scaled is None:
                 return Unread(tensor)
             found += scaled
@@ -206,7 +215,9 @@ def sources_of(states: Iterable[State]) -> dict[fx.Node, None]:
     """Return the parameters among the parts of states, each once, in order."""
     found: dict[fx.Node, None] = {}
     for parts in states:
-        for part in parts if isinstance(parts, tuple) else ():
+        if not isinstance(parts, tuple):
+            continue
+        for part in parts:
             if part.source is not None:
                 found[part.source] = None
     return found
@@ -246,8 +257,7 @@ def nbytes_of(value: Any) -> int:
     """Return the bytes of one or several tensors; 0 for no tensor, or if only the run knows."""
     if isinstance(value, list | tuple):
         return sum(map(nbytes_of, value))
-    size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-    return size if type(size) is int else 0
+    return _numel_of(value) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
@@ -292,7 +302,7 @@ def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
         return False
     _, group_size, _, _, rank, *_ = base.args
     share = base.meta["val"].numel() // group_size
-    begin = node.args[2] if len(node.args) > 2 else 0
+    begin = argument_of(node, "start") or 0
     return bool(begin == share * rank) and _numel(node) == share
 
 
@@ -405,17 +415,23 @@ def _below(
     """
     node, size = piece.node, _numel(piece.node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
-    if short_name(user) in _SPLITS and _is_outermost(user, user.all_input_nodes[0], 2):
-        at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
-        cuts = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n, item in _items(user)]
-        return list(chain.from_iterable(cuts))
     value = user.meta.get("val")
+    below: list[Piece] = []
+    if short_name(user) in _SPLITS and _is_outermost(user, user.all_input_nodes[0], 2):
+        ends = [0, *accumulate(tensor.numel() for tensor in value)]
+        for number, item in _items(user):
+            below += _cut(piece, item, ends[number], ends[number + 1] - ends[number])
+        return below
+
+    # Operators on lists do not mix the entries of their operand.
     if isinstance(value, list | tuple) and isinstance(user.args[0], list | tuple):
         is_coalesced = launches(user.target) and len(user.args[0]) == len(value)
         if is_coalesced or short_name(user).startswith("_foreach"):
-            items = [item for n, item in _items(user) if user.args[0][n] is node]
-            alike = [one for one in items if (is_coalesced and is_whole) or _numel(one) == size]
-            return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
+            for number, item in _items(user):
+                is_same = (is_coalesced and is_whole) or _numel(item) == size
+                if user.args[0][number] is node and is_same:
+                    below.append(Piece(item, piece.low, piece.at, piece.numel))
+            return below or None
     # A collective in place returns a list.
     if user.target is getitem and isinstance(node.meta.get("val"), list | tuple):
         return [Piece(user, 0, piece.at, _numel(user))]
@@ -445,38 +461,52 @@ def _kept(piece: Piece, user: fx.Node, is_whole: bool) -> list[Piece] | None:
         return [Piece(user, piece.low, piece.at, piece.numel)]
     # A part that stands for the whole: its padding goes, or a further reduce-scatter takes the
     # share of a rank.
-    is_known = isinstance(user.target, OpOverload) and (
-        is_view(user.target) or launches(user.target)
-    )
-    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and is_known else None
+    if is_whole and (is_view(user.target) or launches(user.target)):
+        return [Piece(user, 0, piece.at, piece.numel)]
+    return None
 
 
 def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    items = [user for user in node.users if user.target is getitem]
-    return [(item.args[1] % len(node.meta["val"]), item) for item in items]
+    """Return the items of a list of results that the graph takes, each with its number."""
+    items = []
+    for user in node.users:
+        if user.target is getitem:
+            # FX does not normalise a negative index.
+            items.append((user.args[1] % len(node.meta["val"]), user))
+    return items
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> list[Piece]:
     """Clip a piece to ``width`` elements from ``begin`` on; nothing if they do not overlap."""
     low, high = max(piece.low, begin), min(piece.low + piece.numel, begin + width)
-    return [Piece(into, low - begin, piece.at + low - piece.low, high - low)] if low < high else []
+    if low >= high:
+        return []
+    return [Piece(into, low - begin, piece.at + low - piece.low, high - low)]
+
+
+def _numel_of(value: Any) -> int:
+    """Return the number of elements; 0 for no tensor, or if only the run knows it."""
+    size = value.numel() if isinstance(value, torch.Tensor) else 0
+    # With dynamic shapes it is a SymInt, and a comparison would put a guard on it.
+    return size if type(size) is int else 0
 
 
 def _numel(node: fx.Node) -> int:
-    """Return the number of elements; 0 for no tensor, or if only the run knows it."""
-    value = node.meta.get("val")
-    size = value.numel() if isinstance(value, torch.Tensor) else 0
-    return size if type(size) is int else 0
+    """Return the number of elements of a node's value, as ``_numel_of``."""
+    return _numel_of(node.meta.get("val"))
 
 
 def _slice_begin(node: fx.Node) -> int | None:
     """Return the first element of a slice whose elements lie one behind the other; else None."""
     value = node.all_input_nodes[0].meta.get("val")
     begin = argument_of(node, "start")
-    begin = 0 if begin is None else begin
+    if begin is None:
+        begin = 0
     if not isinstance(value, torch.Tensor) or type(begin) is not int:
         return None
     if argument_of(node, "dim") != 0 or argument_of(node, "step") != 1:
         return None
     rows = value.shape[0]
-    return (begin if begin >= 0 else begin + rows) * (value.numel() // max(rows, 1))
+    if begin < 0:
+        begin += rows
+    return begin * (value.numel() // max(rows, 1))

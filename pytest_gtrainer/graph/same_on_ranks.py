@@ -66,13 +66,14 @@ def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
 def input_name(node: fx.Node) -> str:
     """Name a placeholder: "parameter layers.0.wq.weight" where the tracer wrote that down."""
     known = node.meta.get("gt_input")
-    return f"{known['kind']} {known['fqn']}" if known else f"input {node.name}"
+    if known:
+        return f"{known['kind']} {known['fqn']}"
+    return f"input {node.name}"
 
 
 def described(node: fx.Node) -> str:
     """Name a node by its operator and module."""
-    fqn = node_fqn(node)
-    return f"{node.name} ({node.target}{f', {fqn}' if fqn else ''})"
+    return f"{node.name} ({', '.join(filter(None, (str(node.target), node_fqn(node))))})"
 
 
 def node_lines(
@@ -87,6 +88,7 @@ def node_lines(
     """
     numbers = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
     for index, node in enumerate(gm.graph.nodes):
+        # The names of placeholders are the tracer's own; what they hold stands in ``name``.
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         held = None
         if node.op in ("get_attr", "call_module"):

@@ -92,7 +92,7 @@ def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester
 
 
 def test_values_compared_where_no_data_moves_are_counted(pytester):
-    """A test without its sum over ranks was equal there, and nothing said that it could not fail."""
+    """A test that forgot its sum over ranks was equal there, and no report said so."""
     pytester.makepyfile(
         test_fake="""
         import pytest, torch

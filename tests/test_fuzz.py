@@ -48,11 +48,12 @@ TEXTS = sorted(
     }
 )
 WORDS_OF_TEXTS = r"""
-( ) [ ] { } : , = . \ # ' " * ** / // - + % << ~ @ | ... ''' not lambda: f'{x}' b'x' 'x' 10**30 1e400 1e-400 1j -1 0 1
-9999999999999999999 True None yield return import async await L _ P B I A out fwd bwd i [i-1] [i+1] [-1] u0 s0 s0*u0
-size(4) sym( FloorDiv( Mod( Max( i64[3-u0] f32 bf16 i64 f32[2] f32[0] f32[s0,u0] f32[2]*2 const( group(
-group(range(0,10**30)) group(range(4)) range( like( after( mesh( device( dtype( aten.add.Tensor aten.mm
-aten.relu( aten. _c10d. hop.cond( hop.none prims. method. torch. math. operator. layers.0 layers[0:4] saved managed=[
+( ) [ ] { } : , = . \ # ' " * ** / // - + % << ~ @ | ... ''' not lambda: f'{x}' b'x' 'x' 10**30
+1e400 1e-400 1j -1 0 1 9999999999999999999 True None yield return import async await L _ P B I A
+out fwd bwd i [i-1] [i+1] [-1] u0 s0 s0*u0 size(4) sym( FloorDiv( Mod( Max( i64[3-u0] f32 bf16
+i64 f32[2] f32[0] f32[s0,u0] f32[2]*2 const( group( group(range(0,10**30)) group(range(4)) range(
+like( after( mesh( device( dtype( aten.add.Tensor aten.mm aten.relu( aten. _c10d. hop.cond(
+hop.none prims. method. torch. math. operator. layers.0 layers[0:4] saved managed=[
 """
 PIECES = [
     *WORDS_OF_TEXTS.split(),

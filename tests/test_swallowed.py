@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest, torch
 from torch import fx
 from pytest_gtrainer import (
-    BitwiseDifference, CheckError, Rule, Sweep, VacuousCheck, assert_bitwise_different, assert_bitwise_equal,
-    assert_graph, assert_same_layout, simulate_eager
+    BitwiseDifference, CheckError, Rule, Sweep, VacuousCheck, assert_bitwise_different,
+    assert_bitwise_equal, assert_graph, assert_same_layout, simulate_eager
 )
 
 pytestmark = {mark}
@@ -51,11 +51,12 @@ def nothing_compared():
     with sweep("different", "known"):
         pass
 
+ONES = torch.ones(2)
 CHECKS = {{
     "golden": lambda golden: golden.check("is missing"),
     "comparison": lambda golden: differ(),
     "unverified": lambda golden: assert_bitwise_equal([], []),
-    "control": lambda golden: assert_bitwise_different(torch.ones(2), torch.ones(2), on="every rank"),
+    "control": lambda golden: assert_bitwise_different(ONES, ONES.clone(), on="every rank"),
     "graph": lambda golden: assert_graph(fx.symbolic_trace(Model()), "never relu"),
     "unread check": lambda golden: assert_graph(fx.symbolic_trace(Model()), "nevr relu"),
     "no graph": lambda golden: assert_graph(None, "never relu"),
@@ -232,7 +233,9 @@ def test_hidden_before_another_failure():
 def test_known():
     suppressed(differ)
 
-@pytest.mark.xfail(reason="known", strict=True, raises=pytest.RaisesExc(BitwiseDifference, match="2 elements"))
+TWO_ELEMENTS = pytest.RaisesExc(BitwiseDifference, match="2 elements")
+
+@pytest.mark.xfail(reason="known", strict=True, raises=TWO_ELEMENTS)
 def test_known_by_its_text():
     suppressed(differ)
 
@@ -335,7 +338,8 @@ def test_passes():
     assert_bitwise_equal(torch.ones(2), torch.ones(2))
 '''
 
-CHECKS = """golden, comparison, unverified, control, graph, unread check, no graph, no tensor, no layout,
+CHECKS = """golden, comparison, unverified, control, graph, unread check, no graph, no tensor,
+no layout,
     no golden, two goldens, vacuous, sweep"""
 HIDDEN = [
     f"test_hidden[{name.strip()}-{how}]"

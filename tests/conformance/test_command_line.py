@@ -29,7 +29,8 @@ fsdp = Adapter(as_fsdp, "bucketing", call=as_fsdp)
 nothing = Adapter(lambda gm: gm, "bucketing")
 known = Adapter(as_executed, "bucketing", call=as_executed, broken={"D2": "issue 12"})
 mended = Adapter(as_fsdp, "bucketing", call=as_fsdp, broken={"D2": "issue 12"})
-fsdp_claims_nothing = Adapter(as_fsdp, "bucketing", call=as_fsdp, not_claimed={"D8": "marks nothing"})
+nothing_claimed = {"D8": "marks nothing"}
+fsdp_claims_nothing = Adapter(as_fsdp, "bucketing", call=as_fsdp, not_claimed=nothing_claimed)
 not_a_pass = 3
 
 def does_nothing(gm):

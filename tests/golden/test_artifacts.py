@@ -15,7 +15,8 @@ def test_missing(gt_golden): gt_golden.check("new")
 def test_equal(gt_golden): gt_golden.check("test_equal")
 
 @pytest.mark.parametrize("x", ["a/b"])
-def test_different(gt_golden, x): gt_golden.check("\\n".join(f"{n}\\nnew" for n in range(100)), "after")
+def test_different(gt_golden, x):
+    gt_golden.check("\\n".join(f"{n}\\nnew" for n in range(100)), "after")
 """
 NEW, OLD = ("".join(f"{n}\n{what}\n" for n in range(100)) for what in ("new", "old"))
 DIFFERENT = "test_different-a_b~c14cddc0"

@@ -97,7 +97,8 @@ def test_layout(gt_golden):
     slots = [Slot("layers.0.a", 0, 16), Slot("layers.0.b", 16, 32)]
     if os.environ.get("CHANGED"):
         slots = [Slot("layers.0.b", 0, 32), Slot("layers.0.a", 32, 16)]
-    gt_golden.check(BucketLayout((Payload("reduce_scatter", torch.float32, (0, 1), "avg", tuple(slots)),)))
+    payload = Payload("reduce_scatter", torch.float32, (0, 1), "avg", tuple(slots))
+    gt_golden.check(BucketLayout((payload,)))
 """
 
 
@@ -175,7 +176,8 @@ if out:
 """
 
 def test_it(gt_golden):
-    gt_golden.check(graphtext.parse(TEXT.format(batch=os.environ["BATCH"])), sizes=os.environ["SIZES"])
+    gm = graphtext.parse(TEXT.format(batch=os.environ["BATCH"]))
+    gt_golden.check(gm, sizes=os.environ["SIZES"])
 '''
 
 

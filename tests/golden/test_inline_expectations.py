@@ -385,7 +385,8 @@ def test_a_run_inside_a_run_accepts_only_by_its_own_flag(run, run_file, pytester
     result = run(
         '''
 def test_inner(pytester):
-    pytester.makepyfile("import expecttest\\ndef test_a():\\n    expecttest.assert_expected_inline('new', 'old')")
+    body = "expecttest.assert_expected_inline('new', 'old')"
+    pytester.makepyfile("import expecttest\\ndef test_a():\\n    " + body)
     pytester.runpytest_inprocess().assert_outcomes(failed=1)
     pytester.runpytest_inprocess("--gt-update-goldens").assert_outcomes(passed=1)
     import expecttest

@@ -135,7 +135,9 @@ def test_tests_that_a_plugin_adds_have_goldens_too(run_here, put_goldens, pytest
         import pytest
         def pytest_collection_modifyitems(items):
             def test_added(gt_golden): pytest.skip()
-            items.append(pytest.Function.from_parent(items[0].parent, name="test_added", callobj=test_added))
+            parent = items[0].parent
+            added = pytest.Function.from_parent(parent, name="test_added", callobj=test_added)
+            items.append(added)
     """)
     assert unused_in(run_here(SOURCE)) == ["test_it/test_c.txt"]
 

@@ -891,12 +891,13 @@ def gathered_with(*members: str, width: int) -> str:
 def reduced_with(width: int) -> str:
     """A graph that reduces two gradients in a payload of ``width`` elements."""
     widths = [4, 4, width - 8] if width > 8 else [4, 4]
+    parts = ", ".join(f"f32[{one}]" for one in widths)
     return TWO.format(
         body=f"""\
     expand: f32[{2 * width}] = aten.repeat(I.x, [{width // 2}])
     rs: f32[{width}] = _c10d_functional.reduce_scatter_tensor(expand, "avg", 2, fsdp)
     wait_tensor: f32[{width}] = _c10d_functional.wait_tensor(rs)
-    split: [{", ".join(f"f32[{one}]" for one in widths)}] = aten.split_with_sizes(wait_tensor, {widths})""",
+    split: [{parts}] = aten.split_with_sizes(wait_tensor, {widths})""",
         out="  a = fwd._.split[0]\n  b = fwd._.split[1]",
     )
 

@@ -54,4 +54,5 @@ def test_the_source_archive_installs(make_environment, tmp_path):
     (archive,) = (copy / "d").glob("*.tar.gz")
     environment = make_environment(tmp_path / "env", archive)
     (tmp_path / "test_it.py").write_text(PROJECT.format(site=environment.site))
-    environment.run("pytest", "-q", "--gt-report=page.html", "test_it.py", cwd=tmp_path)
+    output = environment.run("pytest", "-q", "--gt-report=page.html", "test_it.py", cwd=tmp_path)
+    assert "1 passed" in output

@@ -1,4 +1,7 @@
-"""Whatever a tensor is, its bytes are compared, hashed and recorded: views of one element, narrow dtypes, quantised."""
+"""Bytes of each kind of tensor are compared, hashed and recorded.
+
+Views of one element, narrow dtypes and quantised tensors are among them.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -88,7 +91,7 @@ def narrow(dtype: str, spoiled: int | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 def test_one_bit_of_a_narrow_dtype(dtype: str, transposed: bool):
-    """L1, L4: of dtypes for which torch can neither copy nor print an element, the bits are shown."""
+    """L1, L4: if torch can neither copy nor print an element of a dtype, its bits are shown."""
     plain, spoiled = (narrow(dtype, which) for which in (None, 13))
     if transposed:
         plain, spoiled = plain.t(), spoiled.t()
@@ -167,7 +170,7 @@ def test_per_tensor_and_per_channel_are_different():
 
 
 def test_memory_that_was_freed_is_not_read():
-    """L3: FSDP resizes the storage of an unsharded parameter to nothing; to read it ended the process."""
+    """L3: FSDP resizes the storage of an unsharded parameter to 0; a read ended the process."""
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     verdict = compare({"w": freed, "b": W}, {"w": torch.ones(4), "b": W.clone()})

@@ -41,14 +41,14 @@ def test_different_passes_on_one_bit(run):
     assert verdict.differing_elements == 1
 
 
-def test_a_control_that_any_rank_may_fail_is_told_to_who_judges_all(run):
-    """By its place, and whether it was equal; the rank itself goes on."""
-    with facts.collecting() as told, facts.watching({"control": lambda **_: None}):
+def test_a_control_that_any_rank_may_fail_is_reported_to_the_judge_of_all(run):
+    """The report has the place of the control and its result; the rank itself goes on."""
+    with facts.collecting() as collected, facts.watching({"control": lambda **_: None}):
         assert_bitwise_different(run(), run(), on="any rank")
         assert_bitwise_different(
             faulty((1, 0, "weight", NAMES[1])), run(), on="any rank", what="swapped"
         )
-    equal, different = [fact for fact in told if fact["kind"] == "control"]
+    equal, different = [fact for fact in collected if fact["kind"] == "control"]
     assert equal["equal"]
     assert re.fullmatch(r"test_assertions\.py:\d+", equal["what"])
     assert different == {"kind": "control", "equal": False, "what": "swapped"}
@@ -58,7 +58,8 @@ def test_different_fails_where_all_is_equal(run):
     with pytest.raises(ControlFailed) as caught:
         assert_bitwise_different(run(), run(), what="members swapped")
     assert str(caught.value) == (
-        "members swapped\nthe control run is equal: this check cannot fail\nequal: 28 tensors compared, no bit differs"
+        "members swapped\nthe control run is equal: this check cannot fail\n"
+        "equal: 28 tensors compared, no bit differs"
     )
 
 
@@ -89,8 +90,10 @@ def test_different_fails_where_the_sides_are_of_other_ranks():
         record.add(0, 0, "loss", "loss", torch.tensor(float(value)))
     with pytest.raises(ControlFailed, match=r"two sides are not comparable\n") as failed:
         assert_bitwise_different(*records)
-    told = "not the same ranks: actual Record(world_size=1, 1 tensor), expected Record(world_size=2"
-    assert told in failed.value.message
+    reason = (
+        "not the same ranks: actual Record(world_size=1, 1 tensor), expected Record(world_size=2"
+    )
+    assert reason in failed.value.message
 
 
 def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
@@ -104,8 +107,8 @@ def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
     )
 
 
-def test_every_verdict_is_told(run):
-    """Each once, with its number of tensors and with what was compared, for the summary and the report's page."""
+def test_every_verdict_is_reported(run):
+    """The summary and the page need each once, with the number of tensors and its ``what``."""
     one, other = run(), faulty((0, 0, "loss", "loss"))
     with facts.collecting() as seen:
         assert_bitwise_equal(one, run(), what="graph against eager")
@@ -117,12 +120,12 @@ def test_every_verdict_is_told(run):
         ):
             with pytest.raises(AssertionError):
                 check(*sides)
-    told = [
+    verdicts = [
         (fact["outcome"], fact["tensors"], fact["what"])
         for fact in seen
         if fact["kind"] == "verdict"
     ]
-    assert told == [
+    assert verdicts == [
         ("equal", 28, "graph against eager"),
         ("different as required", 28, "members swapped"),
         ("different", 28, ""),
@@ -138,17 +141,17 @@ def test_who_watches_comparisons_sees_both_sides_and_the_verdict(run, check, mus
     """The page of a failed test shows them; a bisection starts from them."""
     sides = (run(), faulty((0, 0, "loss", "loss")) if must_differ else run())
     seen = []
-    with facts.watching({"comparison": lambda **told: seen.append(told)}):
+    with facts.watching({"comparison": lambda **event: seen.append(event)}):
         verdict = check(*sides, what="graph against eager")
-    [told] = seen
-    assert told.pop("actual") is sides[0]
-    assert told.pop("expected") is sides[1]
-    assert told.pop("verdict") is verdict
-    assert told == {"what": "graph against eager", "must_differ": must_differ}
+    (event,) = seen
+    assert event.pop("actual") is sides[0]
+    assert event.pop("expected") is sides[1]
+    assert event.pop("verdict") is verdict
+    assert event == {"what": "graph against eager", "must_differ": must_differ}
 
 
 def test_what_a_watcher_explains_is_part_of_the_message(run):
-    """A bisection says which pass it was, after the verdict that it was told."""
+    """A bisection names the pass below the verdict that it received."""
     expected = run()
 
     def explain(verdict, expected, explanations):

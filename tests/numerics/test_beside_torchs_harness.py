@@ -1,6 +1,7 @@
-"""Determinism in a process that has imported torch's own harness, which forbids to assign flags of backends.
+"""Determinism in a process that has imported torch's own harness.
 
-Each test runs in a Python of its own: once imported, ``common_utils`` forbids it until the process ends.
+The harness (``common_utils``) forbids assignments to flags of backends until the process ends, so
+each test runs in a Python of its own.
 """
 
 import subprocess
@@ -18,7 +19,8 @@ from pytest_gtrainer.worlds.hygiene import restored
 SETTINGS = {knob.name: knob.setting for knob in knobs.KNOBS if knob.setting in ("True", "False")}
 
 def read():
-    return {name: str(value) for name, value in knobs.values().items() if value is not knobs.NOT_LOADED}
+    values = knobs.values().items()
+    return {name: str(value) for name, value in values if value is not knobs.NOT_LOADED}
 
 def check_inside():
     found = read()
@@ -56,7 +58,8 @@ with deterministic():  # two
 check_restored(before)
 
 # torch's own way to set these flags, around a block and inside one
-with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, benchmark_limit=7):
+others = dict(benchmark=True, deterministic=False, benchmark_limit=7)
+with torch.backends.cudnn.flags(enabled=True, **others):
     around = read()
     with deterministic():
         check_inside()

@@ -148,7 +148,7 @@ class Products(nn.Module):
 
 
 def remade_pass(gm, example_inputs):
-    """Makes every node anew, and all products another sum: nothing that both graphs have is left."""
+    """Make each node anew and each product another sum: the graphs have no node in common."""
     for node in [node for node in gm.graph.nodes if node.op == "call_function"]:
         with gm.graph.inserting_before(node):
             other = ADD if node.target is torch.ops.aten.mul.Tensor else node.target
@@ -338,7 +338,7 @@ def test_on_ranks_with_collectives(gt_mesh, gt_world):
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_all_ranks_name_the_same_pass(gt_world):
-    """On rank 0 every sum is one of zeros, which no order changes; it says so, and names the pass all the same."""
+    """On rank 0 all sums are of zeros, which no order changes; the pass is named nevertheless."""
     found = bisect_passes(
         traced_net(), pipeline(3), (Net(), *(each * gt_world.rank for each in BATCH))
     )

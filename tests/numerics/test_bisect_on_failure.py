@@ -1,4 +1,7 @@
-"""--gt-bisect: a failing comparison names the pass; without the flag, and in passing tests, nothing is replayed."""
+"""--gt-bisect: a failing comparison names the pass.
+
+Without the flag, and in passing tests, nothing is replayed.
+"""
 
 import pytest
 
@@ -10,7 +13,8 @@ pytestmark = pytest.mark.second_tier
 TEST = """
     import pytest, torch
     from pytest_gtrainer import apply_graph_passes, assert_bitwise_equal, trace_step
-    from tests.numerics.test_bisect import BATCH, Net, pipeline, step, HARMLESS, doubles_a_weight_pass, draws_pass
+    from tests.numerics.test_bisect import BATCH, Net, pipeline, step, HARMLESS
+    from tests.numerics.test_bisect import doubles_a_weight_pass, draws_pass
 
     def gradients(traced, seed=0, scale=1.0):
         model = Net()
@@ -18,18 +22,21 @@ TEST = """
         traced.replay(model, *(each * scale for each in BATCH))
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
+    def traced_gradients(**options):
+        return gradients(trace_step(Net(), step, BATCH), **options)
+
     def rewritten(passes):
         traced = trace_step(Net(), step, BATCH)
         return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes))
 
     def test_wrong():
-        assert_bitwise_equal(gradients(rewritten(pipeline(2))), gradients(trace_step(Net(), step, BATCH)))
+        assert_bitwise_equal(gradients(rewritten(pipeline(2))), traced_gradients())
 
     def test_right():
-        assert_bitwise_equal(gradients(rewritten(HARMLESS)), gradients(trace_step(Net(), step, BATCH)))
+        assert_bitwise_equal(gradients(rewritten(HARMLESS)), traced_gradients())
 
     def test_wrong_by_something_else():
-        assert_bitwise_equal(gradients(rewritten(HARMLESS)), gradients(trace_step(Net(), step, BATCH), seed=1))
+        assert_bitwise_equal(gradients(rewritten(HARMLESS)), traced_gradients(seed=1))
 
     def test_wrong_without_a_graph():
         assert_bitwise_equal(torch.zeros(1), torch.ones(1))
@@ -53,14 +60,14 @@ TEST = """
     @pytest.mark.gt_world("ranks", size=2)
     def test_wrong_on_one_rank(gt_world):
         scale = float(gt_world.rank)  # sums of zeros do not depend on their order: rank 0 is equal
-        expected = gradients(trace_step(Net(), step, BATCH), scale=scale)
+        expected = traced_gradients(scale=scale)
         assert_bitwise_equal(gradients(rewritten(pipeline(2)), scale=scale), expected)
 """
 
 
 @pytest.fixture(autouse=True, scope="module")
 def everything_is_imported() -> None:
-    """Pytester forgets what a run inside this process imports, and parts of torch cannot be imported twice."""
+    """Import what the runs use: pytester forgets it, and torch cannot be imported twice."""
     bisect_passes(traced_net(), pipeline(2), (Net(), *BATCH))
 
 
@@ -79,8 +86,8 @@ def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
     assert "rank 1: BitwiseDifference" in text
     assert "bisection: no pass of 5 changes a bit (2 replays)" in text
     assert (
-        "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"
-        in text
+        "bisection: no graph was rewritten by apply_graph_passes and replayed before "
+        "this comparison" in text
     )
 
 
@@ -94,7 +101,7 @@ ONE_BIT = """
     aten = torch.ops.aten
 
     def next_up_pass(gm, example_inputs, *, parameter, element, tokens):
-        '''One element of a shard's gradient is the next number, when a rank's tokens add up to ``tokens``.'''
+        '''Move one element of a shard's gradient up by one ULP if the tokens sum to ``tokens``.'''
         output = gm.graph.output_node()
         view = output.args[0][output.meta["gt_outputs"].index(parameter)]
         flat, inputs = view.args[0], gm.graph.find_nodes(op="placeholder")
@@ -107,7 +114,8 @@ ONE_BIT = """
                 return node
             now = call(aten.eq.Scalar, call(aten.sum.default, inputs[-2]), tokens)
             here = call(aten.eq.Scalar, call(aten.arange.default, size, device="cpu"), element)
-            up = call(aten.nextafter.default, flat, call(aten.full_like.default, flat, float("inf")))
+            infinite = call(aten.full_like.default, flat, float("inf"))
+            up = call(aten.nextafter.default, flat, infinite)
             spoiled = call(aten.where.self, call(aten.logical_and.default, now, here), up, flat)
         view.replace_input_with(flat, spoiled)
         return gm
@@ -117,18 +125,22 @@ ONE_BIT = """
 
     @pytest.mark.gt_world("simulated", size=4, nodes=2)
     def test_it(gt_mesh, gt_world):
-        told = config(gt_mesh)
+        training = config(gt_mesh)
         spoil = bind_options(next_up_pass, parameter="lm_head.weight", element=17 * 64 + 5,
-                             tokens=int(told.batch(1, 3)[0].sum()))
-        passes = construct_default_graph_passes(bucket_plan=told.bucket_plan, extra={
+                             tokens=int(training.batch(1, 3)[0].sum()))
+        passes = construct_default_graph_passes(bucket_plan=training.bucket_plan, extra={
             "bucketing": [spoil], "concretize": [bind_options(eliminate_dead_code_pass)] * 3})
         eager = train_eager(config, world=gt_world)
-        assert_bitwise_equal(train_graph(config, world=gt_world, passes=passes), eager, what="graph against eager")
+        graph = train_graph(config, world=gt_world, passes=passes)
+        assert_bitwise_equal(graph, eager, what="graph against eager")
 """
 
 
 def test_from_a_weight_to_the_pass_in_one_message(pytester: pytest.Pytester):
-    """L4: step, rank, phase, name, element, both patterns, distance, pass and node; in a simulated world, at step 1."""
+    """L4: step, rank, phase, name, element, both patterns, distance, pass and node.
+
+    The world is simulated, and the first difference is at step 1.
+    """
     pytester.makepyfile(test_it=ONE_BIT)
     result = pytester.runpytest_inprocess("--gt-bisect")
     result.assert_outcomes(failed=1)
@@ -141,8 +153,8 @@ def test_from_a_weight_to_the_pass_in_one_message(pytester: pytest.Pytester):
             "E *    expected *  0x????????",
             "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
             "E *bisection of step 1: introduced by pass 6 of 9, next_up_pass (7 replays)",
-            "E *  first node whose value differs: view_default* = aten.view.default in the backward* on rank 3, "
-            "element (17, 5)",
+            "E *  first node whose value differs: view_default* = aten.view.default "
+            "in the backward* on rank 3, element (17, 5)",
             "E *    actual   *  0x????????",
             "E *    expected *  0x????????",
             "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
@@ -177,7 +189,7 @@ LATER = """
 
 
 def test_a_pass_that_changes_bits_in_what_is_expected_too_is_not_blamed(pytester: pytest.Pytester):
-    """Loss and gradients by name, of a pipeline whose third pass moves a sum, against the same and one pass more."""
+    """Both sides run a pipeline whose third pass moves a sum; one side runs a pass more."""
     pytester.makepyfile(test_it=LATER)
     result = pytester.runpytest_inprocess("--gt-bisect")
     result.assert_outcomes(failed=1)
@@ -204,6 +216,6 @@ def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(
         "--gt-gpus=2", "-k", "test_wrong and not else and not beside and not state"
     )
     result.assert_outcomes(failed=3, deselected=4)
-    told = [line for line in result.outlines if line.startswith("which pass")]
+    hints = [line for line in result.outlines if line.startswith("which pass")]
     names = ("test_wrong", "test_wrong_on_one_rank")  # no graph was rewritten in the third
-    assert told == [f"which pass it was: pytest test_it.py::{name} --gt-bisect" for name in names]
+    assert hints == [f"which pass it was: pytest test_it.py::{name} --gt-bisect" for name in names]

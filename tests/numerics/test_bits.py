@@ -59,7 +59,7 @@ def test_equality_sees_every_byte_whatever_the_alignment(offset: int):
 def test_equality_of_bytes_that_are_not_aligned_alike(offsets: tuple[int, int]):
     """A parameter against a view of a buffer: the wider word would fit one side alone."""
     a, b = (torch.zeros(40, dtype=torch.uint8)[offset : offset + 21] for offset in offsets)
-    assert same_bytes(a, b), f"equal bytes from {offsets} on are told apart"
+    assert same_bytes(a, b), f"equal bytes from {offsets} on count as different"
     b[-1] += 1
     assert not same_bytes(a, b), f"the last byte is not looked at, from {offsets} on"
 
@@ -174,8 +174,8 @@ def test_counting_by_pieces_is_counting(monkeypatch: pytest.MonkeyPatch, size: i
     b[[0, -1]] = -0.0
     assert count_differing(a, b) == (len({0, size - 1}), 0)
     b[0] = 0.0
-    told = "how many differ, and the place of the first: counted over all pieces"
-    assert count_differing(a, b) == ((1, size - 1) if size > 1 else (0, -1)), told
+    # the number of differing elements and the place of the first are counted over all pieces
+    assert count_differing(a, b) == ((1, size - 1) if size > 1 else (0, -1))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_pattern_agrees_with_struct():
 
 @pytest.mark.gt_world("fake", size=4, mesh={"dp": 4})
 def test_a_result_that_is_waited_for_lazily_is_taken_when_it_is_there(gt_mesh):
-    """What functional collectives return outside a graph; the fake world's sum is the rank's own."""
+    """Functional collectives return such results outside a graph; fake ranks add nothing."""
     mine = torch.arange(4.0)
     later = all_reduce(mine, "sum", gt_mesh)
     assert type(later) is AsyncCollectiveTensor

@@ -37,7 +37,7 @@ class TestEqual:
         assert compare(torch.tensor(torch.nan), torch.tensor(torch.nan)).outcome == "equal"
 
     def test_empty_tensors_of_one_shape(self):
-        """As the shard of one of many ranks."""
+        """The shard of one of many ranks may be empty."""
         sides = [{"w": torch.ones(0, 3), "b": torch.ones(1)} for _ in range(2)]
         assert compare(*sides).outcome == "equal"
 
@@ -65,7 +65,7 @@ class TestEqual:
 
 
 class TestNamesOfOneMemory:
-    """Tied weights are one tensor under several names, and so is a tensor that was kept again and again."""
+    """Tied weights are one tensor of several names; so is a tensor that was kept several times."""
 
     def test_tied_weights_are_equal(self):
         models = []
@@ -171,7 +171,8 @@ class TestUnverified:
             for rank in range(8 if step == 1 else 2):
                 record.add(step, rank, "loss", "loss", torch.ones(()))
         assert compare(record, record).reasons[0] == (
-            "actual has nothing of ranks 2, 3, 4, 5 and 2 more at steps 0, 2: Record(world_size=8, 12 tensors)"
+            "actual has nothing of ranks 2, 3, 4, 5 and 2 more at steps 0, 2: "
+            "Record(world_size=8, 12 tensors)"
         )
 
     def test_a_rank_is_missing_on_one_side(self, run):
@@ -212,7 +213,7 @@ class TestUnverified:
         "how", ["the same object", "a view of it", "a detached alias", "one memory for all"]
     )
     def test_some_tensors_with_themselves(self, which: list[str], how: str):
-        """V6: an in-place write to one side would have changed the other, so their equality says nothing.
+        """V6: an in-place write to one side would have changed the other, too.
 
         The way out is a clone; to leave the shared ones out is another.
         """

@@ -20,7 +20,7 @@ from pytest_gtrainer.numerics.determinism import NCCL_PRESETS, DeterminismError
 
 
 def snapshot() -> dict[str, Any]:
-    """All process state that ``deterministic`` may touch: every knob, every variable, every generator."""
+    """Return all state that ``deterministic`` may touch: knobs, variables, generators."""
     return {
         **knobs.values(),
         "environment": dict(os.environ),
@@ -34,7 +34,7 @@ def snapshot() -> dict[str, Any]:
 
 @pytest.fixture(params=["as they come", "all the other way"])
 def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Flags at their defaults, and all set to something else (this fixture restores them by hand)."""
+    """Leave all flags at their defaults, or set each to another value and restore it by hand."""
     import torch._inductor.config as inductor
 
     if request.param == "as they come":
@@ -126,7 +126,7 @@ def test_what_it_sets_against_a_tuned_inductor(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_options_for_compiling_flex_attention():
-    """K2: options of a compiled function win over Inductor's configuration, so they are switched, too."""
+    """K2: options of a compiled function win over Inductor's config, so they are switched, too."""
     import torch._inductor.config as inductor
 
     options = flex_attention_options(DebugConfig())
@@ -193,7 +193,10 @@ def test_seeds_that_numpy_does_not_take(seed: int):
 
 @pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=5)
 def test_seeds_of_a_device_mesh(gt_mesh):
-    """K4: distinct over the dimensions that ask, shared over the others; rank 5 is (pp 1, dp 0, tp 1)."""
+    """K4: distinct over the dimensions that ask, shared over the others.
+
+    Rank 5 is (pp 1, dp 0, tp 1).
+    """
     assert mesh_seed(40, gt_mesh) == 40
     assert mesh_seed(40, gt_mesh, distinct=["pp"]) == 41
     assert mesh_seed(40, gt_mesh, distinct=["dp"]) == 40
@@ -295,11 +298,11 @@ def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outs
     monkeypatch.setattr(determinism, "inductor_config", lambda: played if loaded else None)
     with deterministic():
         loaded.append("now")
-        told = [
+        variables = [
             os.environ[f"TORCHINDUCTOR_{name}"]
             for name in ("DETERMINISTIC", "COORDINATE_DESCENT_TUNING")
         ]
-        assert told == ["1", "0"], "what another process reads, which is started inside"
+        assert variables == ["1", "0"], "a process that is started inside the block reads these"
     found = played.deterministic, played.coordinate_descent_tuning, played.max_autotune
     assert found == (False, True, False), (
         "deterministic, coordinate descent (its variable says 1), max-autotune"
@@ -315,7 +318,7 @@ def test_cublas_set_in_time_is_kept(cuda_started: pytest.MonkeyPatch, value: str
 
 
 def test_cuda_that_started_inside_a_block_has_its_workspace(cuda_started: pytest.MonkeyPatch):
-    """K6: the second deterministic test of a process is not too late; the first has the variable read, once."""
+    """K6: the first deterministic test has the variable read; so the second is not too late."""
     read = []
     cuda_started.setattr(
         determinism, "_read_workspace", lambda: read.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])

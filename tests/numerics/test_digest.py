@@ -1,4 +1,4 @@
-"""What a digest must notice (L1), and what it works for (L2)."""
+"""A digest notices each change of bits (L1), for each kind of tensor (L2)."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every way to compute a digest notices every listed mutation (L1): leaves, torch's own operators."""
+"""Each way to compute a digest notices each mutation (L1): leaves, torch's own operators."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -175,7 +175,7 @@ def test_an_unknown_scope_names_the_choices():
 
 @pytest.mark.gt_world("ranks", size=3)
 def test_local_and_global_digests_of_a_sharded_model(gt_mesh, gt_world):
-    """L1: uneven shards; the global digest is that of the model before it was sharded, on every rank."""
+    """L1: uneven shards; each rank has the digest of the model before it was sharded."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)

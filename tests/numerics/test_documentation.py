@@ -27,6 +27,6 @@ def test_the_examples_run(name: str, least: int, given: dict, capsys):
     for block in blocks:
         exec(compile(block, name, "exec"), namespace)
     if name == "numerics.md":
-        told = capsys.readouterr().out
-        assert "first at aten.addmm.default in the forward, of no module, call 0" in told
-        assert "not judged   another process: another process cannot import step" in told
+        printed = capsys.readouterr().out
+        assert "first at aten.addmm.default in the forward, of no module, call 0" in printed
+        assert "not judged   another process: another process cannot import step" in printed

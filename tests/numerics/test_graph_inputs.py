@@ -1,4 +1,4 @@
-"""V2: inputs that share memory go on sharing it, and small and integer inputs get extreme values, too."""
+"""V2: inputs keep sharing memory; small and integer inputs get extreme values, too."""
 
 import pytest
 import torch

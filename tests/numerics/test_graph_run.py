@@ -1,6 +1,6 @@
-"""What two graphs do beside their results, and on extreme inputs, is compared: wherever before and after are.
+"""Effects of two graphs are compared as their results are, also on extreme inputs (V2).
 
-V2, with twins that are equal.
+Each case has a twin that is equal.
 """
 
 import random
@@ -109,8 +109,8 @@ def test_where_every_result_is_nan_the_check_says_so():
     inputs = [torch.randn(4, 4), torch.randn(3, 4)]
     stages = [Stage("", before), Stage("the pass", after)]
     assert str(bisect_stages(stages, local_run(inputs))) == (
-        "no pass of 1 changes a bit (2 replays); every result is NaN on the inputs as they were given, so nothing "
-        "could differ there"
+        "no pass of 1 changes a bit (2 replays); every result is NaN on the inputs as they were "
+        "given, so nothing could differ there"
     )
 
 
@@ -263,7 +263,7 @@ def test_a_result_that_is_an_attribute_keeps_what_the_run_wrote():
 
 
 def test_parameters_of_called_modules_are_attributes_too():
-    """As of ``fx.symbolic_trace``: batch norm counts and averages."""
+    """``fx.symbolic_trace`` gives such graphs: batch norm counts and averages."""
     gm = torch.fx.symbolic_trace(nn.Sequential(nn.BatchNorm1d(4)).train())
     before = {name: value.clone() for name, value in gm.state_dict().items()}
     run = run_graph(gm, [torch.randn(3, 4)], GeneratorStates.now())
@@ -300,8 +300,8 @@ def test_a_pass_that_inserts_a_clamp_is_named_with_its_inputs():
         "the pass changed the numbers, on inputs with large numbers in some inputs\n"
     )
     assert (
-        "introduced by pass 1 of 1, the pass (4 replays), on inputs with large numbers in some inputs"
-        in message
+        "introduced by pass 1 of 1, the pass (4 replays), on inputs with large numbers in "
+        "some inputs" in message
     )
 
 

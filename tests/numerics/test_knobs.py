@@ -1,4 +1,4 @@
-"""The table of switches: every one exists in this torch, and the documentation shows this very table."""
+"""The table of switches: each exists in this torch, and the documentation shows this table."""
 
 import importlib
 import subprocess
@@ -50,7 +50,7 @@ def test_reading_a_knob_of_a_module_that_is_not_loaded_loads_nothing(
 
 
 def test_a_knob_that_torch_cannot_read_says_why():
-    """Here two ways to set a precision, mixed; it stands in a report, so one line of torch's error is enough."""
+    """Two ways to set a precision are mixed; a report shows one line of torch's error."""
     knob = next(knob for knob in KNOBS if knob.name == "torch.get_float32_matmul_precision()")
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, "tf32"
@@ -89,7 +89,8 @@ def test_reading_imports_nothing():
     probe = """
 import sys
 from pytest_gtrainer.numerics import knobs
-assert set(knobs.values([k for k in knobs.KNOBS if not k.is_variable]).values()) == {knobs.NOT_LOADED}
+flags = [knob for knob in knobs.KNOBS if not knob.is_variable]
+assert set(knobs.values(flags).values()) == {knobs.NOT_LOADED}
 assert "torch" not in sys.modules
 import torch
 knobs.values()

@@ -25,7 +25,7 @@ def tokens_of(rank: int, *, exact: bool = False) -> torch.Tensor:
 
 
 def gradient(weight: torch.Tensor, share) -> torch.Tensor:
-    """The gradient that an average over ranks gives, ``share(per-token losses)`` being a rank's loss."""
+    """Return the gradient averaged over ranks, of the losses ``share(per-token losses)``."""
     weight = weight.clone().requires_grad_()
     share((tokens_of(dist.get_rank()) @ weight).square()).backward()
     dist.all_reduce(weight.grad, dist.ReduceOp.SUM)
@@ -57,7 +57,7 @@ def test_averaged_gradients_are_those_of_the_global_mean_within_the_bound(gt_wor
 
 @pytest.mark.gt_world("ranks", size=3)
 def test_shares_add_up_to_the_global_mean(gt_world):
-    """Whole numbers over 16 tokens: every sum and quotient is exact, so the bits are those of one rank."""
+    """Whole numbers over 16 tokens: all sums and quotients are exact, as on one rank."""
     weight = torch.tensor([1.0, -2.0, 1.0, 3.0])
     loss, _ = alone(weight, exact=True)
 

@@ -1,4 +1,7 @@
-"""V6: a run that is not finite says so, and proves nothing: NaN and inf have the same bits whatever computes them."""
+"""V6: a run that is not finite says so, and proves nothing.
+
+NaN and inf have the same bits, however they were computed.
+"""
 
 import math
 
@@ -58,9 +61,10 @@ def test_a_gradient_in_part_infinite_is_equal_and_says_so(bad: str, phase: str):
     """V6: the other elements were compared."""
     verdict = compare(*(run_with(phase, BAD[bad], elements=3) for _ in range(2)))
     assert (verdict.outcome, verdict.label) == ("equal", "equal (not finite)")
+    names = {"gradient": "gradient", "clipped": "clipped gradient"}
     assert str(verdict).splitlines()[1:] == [
         "  equal, but not finite, which proves nothing: NaN and inf hide what computes them",
-        f"    step 1, rank 1, {'clipped ' if phase == 'clipped' else ''}gradient of w: 3 of 4 elements",
+        f"    step 1, rank 1, {names[phase]} of w: 3 of 4 elements",
     ]
 
 
@@ -73,7 +77,7 @@ def test_one_element_of_a_loss_is_enough():
 
 @pytest.mark.parametrize("phase", ["weight"])
 def test_what_is_meant_can_be_compared(phase: str):
-    """A step that a gradient scaler skips: its gradients are infinite, its weights are what they were."""
+    """A gradient scaler skips a step with infinite gradients; its weights stay as they were."""
     sides = [run_with("gradient", math.inf).select(phase=phase) for _ in range(2)]
     assert assert_bitwise_equal(*sides).label == "equal"
 
@@ -148,9 +152,9 @@ def test_every_phase_names_what_is_not_finite(phase: str, bad: str):
         sides.append(record)
     verdict = compare(*sides)
     assert verdict.label == "equal (not finite)"
-    (told,) = verdict.not_finite
-    assert told.startswith("step 0, rank 0, ")
-    assert told.endswith(" of w: 1 of 3 elements")
+    (line,) = verdict.not_finite
+    assert line.startswith("step 0, rank 0, ")
+    assert line.endswith(" of w: 1 of 3 elements")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,7 @@ def test_on_ranks_such_a_control_counts_as_equal():
 
 
 def test_a_control_that_differs_in_the_random_state_of_results_alone():
-    """As ``TracedStep.results`` names it."""
+    """``TracedStep.results`` returns random states under this name."""
     name = "random state of torch.cpu afterwards"
     one, other = (
         {"loss": torch.ones(1), name: torch.tensor([state], dtype=torch.uint8)} for state in (1, 2)

@@ -1,4 +1,4 @@
-"""The first operator that differs: eager and graph aligned, the difference named where it begins."""
+"""Eager and graph are aligned, and the first operator that differs is named."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_a_graph_and_eager_align_operator_by_operator(gt_mesh, make):
 
 
 def test_the_first_operator_that_differs_is_named():
-    """One bit of the second layer's weight: the first layer's forward agrees, the product with the weight does not."""
+    """One bit of the second layer's weight differs, so its product is the first difference."""
     spoiled = Net()
     flip_bit(spoiled.second.weight.data, element=5, bit=20)
     verdict = compare_operators(replayed(spoiled), eager(Net()))

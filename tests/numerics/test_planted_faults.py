@@ -1,4 +1,4 @@
-"""Five faults of the kind that cost days, each planted in a run and reported where it was planted."""
+"""Five faults that cost days: each is planted in a run and reported where it is."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def failure(actual, expected, what: str) -> list[str]:
 
 
 class Spoiling:
-    """A recorder that flips one bit of one weight as training hands it over, and so from then on."""
+    """A recorder that flips one bit of one weight as training hands it over."""
 
     def __init__(self, into: Record) -> None:
         self.into = into

@@ -186,7 +186,10 @@ def test_an_index_with_a_dtype_that_no_record_has_is_read_as_bytes(tmp_path):
         b'"tensors": [', b'"tensors": [[0, 0, "weight", "x", "qint8", [0], 0], ', 1
     )
     (tmp_path / "run").write_bytes(whole[:start] + index + len(index).to_bytes(8, "little"))
-    Record.load(tmp_path / "run").save(tmp_path / "again")
+    read = Record.load(tmp_path / "run")
+    assert read[0, 0, "weight", "x"].shape == (0,)
+    read.save(tmp_path / "again")
+    assert_bitwise_equal(Record.load(tmp_path / "again"), read)
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
@@ -207,7 +210,7 @@ def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
 
 
 def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """Also to the file that a spooled record maps at once: its last piece may not wait in a buffer."""
+    """A spooled record maps its file at once, so the last piece may not wait in a buffer."""
     monkeypatch.setattr(records, "_PIECE", 64)
     monkeypatch.setattr(records, "LARGE", 100)
     in_memory, spooled = Record(), Record(spool=tmp_path)
@@ -222,7 +225,7 @@ def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch: pytest.
 
 
 def test_bytes_that_a_file_does_not_have_are_refused(tmp_path):
-    """Its end is there, a word in the middle is not: every tensor would be read a little beside itself."""
+    """A word in the middle is missing: each later tensor would be read eight bytes too early."""
     make_run().save(tmp_path / "run")
     whole = (tmp_path / "run").read_bytes()
     (tmp_path / "run").write_bytes(whole[:80] + whole[88:])
@@ -319,7 +322,7 @@ def test_bad_input(make, message: str):
 
 
 def test_tensors_are_named_by_their_way_through_containers():
-    """As in a state dict: a difference is then looked for where its name says."""
+    """The names are those of a state dict, so a difference is easy to find."""
     layer = torch.nn.BatchNorm1d(1)
     state = {
         "model": {"norm": layer, "w": torch.ones(1)},

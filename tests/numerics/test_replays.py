@@ -35,7 +35,7 @@ def by_name(values):
 
 
 def test_a_run_starts_where_it_was_made():
-    """Inputs that are written to and random numbers that are drawn meanwhile are nothing to it; its own go nowhere."""
+    """A run does not see later writes to inputs or draws of random numbers, and leaves none."""
     gm, model = traced_net().gm, Net()
     flat = flat_inputs((model, *BATCH))
     run = local_run(flat)
@@ -53,7 +53,7 @@ def test_a_run_starts_where_it_was_made():
 
 
 def test_a_run_on_all_ranks_has_the_results_and_buffers_of_each():
-    """In a simulated world; what ranks share is shared by the copies, and a second run starts where the first did."""
+    """Copies share what ranks of a simulated world share; each run starts from the same state."""
 
     def step(x, steps):
         steps.add_(x.sum())
@@ -90,7 +90,7 @@ def by_name_and_rank(values):
 
 
 def stages_of(*functions):
-    """A graph for each function of one tensor, the first before all passes, the others behind passes a, b, c, ..."""
+    """Trace each function of one tensor: the input graph, then those behind passes a, b, c, ..."""
     graphs = [make_fx(function)(torch.ones(3)) for function in functions]
     return [Stage(name, gm) for name, gm in zip(["", *"abcdefgh"], graphs, strict=False)]
 
@@ -153,7 +153,7 @@ def test_of_all_ranks_the_first_node_that_differs_is_named_with_its_rank():
 
 
 def test_copies_share_what_the_values_share():
-    """A buffer that two inputs are, or two ranks: written to in a replay, both see it, and nobody's own is touched."""
+    """Two inputs or ranks may be one buffer: a replay writes to one copy of it."""
     one, other = torch.zeros(2), torch.zeros(2)
     made = copies([one, 3, one, PerRank([one, other]), None])
     assert made[0] is made[2] is made[3][0], "one tensor of three places has become several"
@@ -164,7 +164,7 @@ def test_copies_share_what_the_values_share():
 
 
 def test_a_comparison_that_differs_names_the_pass_of_what_was_replayed_before():
-    """As under --gt-bisect: the pipeline whose graph was replayed is bisected, from the inputs of that replay."""
+    """--gt-bisect bisects the pipeline whose graph was replayed, from the inputs of that replay."""
     witness, traced = PassWitness(), traced_net()
 
     def gradients(step, scale=1.0):
@@ -193,16 +193,14 @@ def test_a_comparison_that_differs_names_the_pass_of_what_was_replayed_before():
             assert_bitwise_equal(wrong, expected)
     text = str(caught.value)
     assert "bisection of replay 2: introduced by pass 2 of 6, reassociate_pass (" in text
-    assert "bisection: no pass of 5 changes a bit (2 replays)" in text, (
-        "of the other pipeline the twin is told"
-    )
+    assert "bisection: no pass of 5 changes a bit (2 replays)" in text, "the other pipeline"
 
 
 @pytest.mark.parametrize(
     ("rank", "own"), [(None, [0, 1]), (1, [0])], ids=["of all ranks", "of one rank's process"]
 )
 def test_what_a_record_expects_of_a_graph_at_a_step(rank, own):
-    """Losses, gradients before clipping, and buffers as the graph leaves them; a lone process calls itself 0."""
+    """A graph gives losses, gradients before clipping, and buffers; a lone process is rank 0."""
     record = Record(2, rank)
     for each in record.expected_ranks:
         for step in (0, 1):

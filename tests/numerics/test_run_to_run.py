@@ -1,4 +1,4 @@
-"""Every pressure breaks what depends on it, by name; what depends on none of them passes under all."""
+"""Each pressure breaks what depends on it, and no pressure breaks anything else."""
 
 import contextlib
 import importlib.util
@@ -56,7 +56,10 @@ def by_number_of_threads() -> dict[str, torch.Tensor]:
 
 
 def by_process() -> dict[str, torch.Tensor]:
-    """All that a process brings into a run; and last what must not matter, as the order of sets depends on it."""
+    """Return what a process brings into a run.
+
+    The last entry must not matter: the order of sets depends on it.
+    """
     return {
         "module": torch.tensor(list(__name__.encode())),
         "threads": torch.tensor(torch.get_num_threads()),
@@ -87,7 +90,7 @@ def by_cache() -> dict[str, torch.Tensor]:
 
 
 def by_load() -> dict[str, torch.Tensor]:
-    """How many processes this one has started, and still has, that do nothing but calculate."""
+    """Count the children of this process that do nothing but calculate."""
     busy = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
@@ -128,7 +131,7 @@ def test_the_pressure_that_breaks_it_is_named(function, pressure: str):
 
 
 def test_a_result_that_the_next_run_overwrites():
-    """A function that gives its own buffer each time: the first run's bits are kept before the second one writes."""
+    """The bits of the first run are kept before the second run writes to the same buffer."""
     buffer = torch.zeros(3)
     with pytest.raises(BitwiseDifference, match="does not repeat itself") as caught:
         assert_run_to_run(lambda: {"buffer": buffer.add_(1)}, 2, pressures=[], what="the sample")
@@ -170,7 +173,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_another_process_has_the_same_random_numbers_and_switches(
     some_threads, monkeypatch: pytest.MonkeyPatch
 ):
-    """Else it would be blamed for what the first run was told. It finds a module that has no place on the path, too."""
+    """Otherwise the settings of the first run would count as a difference.
+
+    A module that is not on the path is found, too.
+    """
     spec = importlib.util.spec_from_file_location("without_a_place_on_the_path", __file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
@@ -226,9 +232,9 @@ HELD = {
 
 
 def test_what_another_process_is_set_to_is_what_this_one_has():
-    """Every switch that is sent along is written as it was read; ``algorithms`` 1 warns, 2 raises."""
+    """Each switch that is sent along is written as it was read."""
     assert _SWITCHES.keys() == HELD.keys(), (
-        "a switch was added or left out: tell here which values it has"
+        "a switch was added or left out: add here which values it has"
     )
     with restored():
         for name, (read, write) in _SWITCHES.items():
@@ -240,7 +246,7 @@ def test_what_another_process_is_set_to_is_what_this_one_has():
 @pytest.mark.second_tier
 @pytest.mark.parametrize("blocks", [0, 6000], ids=["as it is", "full of holes"])
 def test_addresses_change_under_their_pressure(blocks):
-    """In plain runs few change, or in a heap without holes all; under pressure most do."""
+    """Few addresses change in plain runs (all in a heap without holes), most under pressure."""
     sizes = random.Random(0)
     held = [torch.empty(sizes.randint(64, 200_000), dtype=torch.uint8) for _ in range(blocks)]
     del held[::2]
@@ -292,7 +298,7 @@ def test_with_a_fresh_inductor_cache_everything_is_compiled_anew():
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A GPU that is played: what is asked of it, in order. Of each priority it has 32 streams, given in turn."""
+    """Replace the GPU by a list of the requests to it. It has 32 streams of each priority."""
     asked: list[object] = []
     made: Counter[int] = Counter()
 
@@ -327,7 +333,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_streams_are_late_by_irregular_times(gpu: list[object]):
-    """Every stream of both of torch's pools but the run's own, before the run; after it all is done."""
+    """All streams of torch's two pools are delayed, except the run's own."""
     BY_NAME["stream jitter"].run(lambda: gpu.append("run") or [X])
     assert [each for each in gpu if isinstance(each, str) and each != "left"] == [
         "synchronize",
@@ -356,7 +362,7 @@ def test_the_own_stream_of_a_run_is_late(gpu: list[object]):
 def test_what_does_not_use_the_gpu_is_not_judged_by_its_streams(
     gpu, monkeypatch: pytest.MonkeyPatch
 ):
-    """Starting CUDA for it would be too early for what wants to be told before."""
+    """CUDA must not start for it: some settings count only before CUDA starts."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["stream jitter"]])
     assert (report.not_judged, gpu) == ({"stream jitter": "the run does not use CUDA"}, [])
@@ -412,7 +418,7 @@ def test_what_another_process_cannot_import_is_not_judged():
 
 
 def test_a_precision_that_torch_cannot_tell_is_not_judged_by_another_process():
-    """torch has two switches of it, and asked for the one after the other was set it raises a RuntimeError."""
+    """torch has two switches for it, and raises if one is read after the other was set."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
@@ -448,8 +454,8 @@ def test_a_pressure_of_ones_own():
     assert report.not_judged == {"weather": "not today"}
 
 
-def test_every_run_is_told():
-    """For the summary: a pressure that cannot be applied is counted as not judged, with its reason."""
+def test_every_run_is_reported():
+    """The summary counts a pressure that cannot be applied as not judged, with its reason."""
 
     def refuse(function):
         raise NotJudged("not today")

@@ -15,7 +15,8 @@ from pytest_gtrainer.testing import pass_files, run_pass_file
 OURS = {name for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
 GRAPHS = Path(__file__).parents[2] / "fixtures" / "graphs"
 WITHOUT_A_FILE = {
-    "transformer_block_bucketing_reordering_pass": "it takes two graphs: tests/passes/test_separate_graphs.py",
+    "transformer_block_bucketing_reordering_pass": "it takes two graphs: "
+    "tests/passes/test_separate_graphs.py",
     "chunk_pass": "it takes a twin: tests/passes/chunking",
     "concretize_chunk_symbolic_shapes_pass": "it takes a symbolic trace: "
     "tests/passes/chunking/test_symbolic.py",

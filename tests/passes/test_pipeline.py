@@ -558,11 +558,13 @@ def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
         from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes, trace_step
 
         def test_forgotten():
-            traced = trace_step(torch.nn.Linear(4, 4), lambda model, x: model(x).sum(), (torch.ones(2, 4),))
+            step = lambda model, x: model(x).sum()
+            traced = trace_step(torch.nn.Linear(4, 4), step, (torch.ones(2, 4),))
             passes = construct_default_graph_passes(bucket_plan=["blocks.0"])
             apply_graph_passes(traced.gm, traced.example_inputs, passes)
             passes = construct_default_graph_passes(bucket_plan=["blocks.0"], require_buckets=True)
-            with pytest.raises(Exception, match="no collective of FSDP to bucket: was data_parallel.model, mesh. app"):
+            refused = "no collective of FSDP to bucket: was data_parallel.model, mesh. app"
+            with pytest.raises(Exception, match=refused):
                 apply_graph_passes(traced.gm, traced.example_inputs, passes)
         """
     )

@@ -1,4 +1,4 @@
-"""One rank that stands for all: what it finds equal is equal on each rank, and it finds most of it."""
+"""One rank stands for all: it finds most equalities, and each holds on all ranks."""
 
 import copy
 import random

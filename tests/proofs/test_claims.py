@@ -1,4 +1,4 @@
-"""What the project says is equal is proven equal in its kind, on the bundled models.
+"""Prove on the bundled models, kind by kind, what the project says is equal.
 
 Two ranks have one order to add in; four ranks on two nodes have several.
 """
@@ -114,7 +114,7 @@ def checkpointed(config):
 
 
 def handed_over(config):
-    """As another rank reads it."""
+    """Return the graph as another rank reads it, and the original."""
     step = traced(config)
     device = torch.device("cpu")
     written = bytes_of([step.gm], (step.example_inputs,), device)
@@ -131,7 +131,7 @@ def chunked(config, number=2, early=False, schedule=False):
 
 
 def chunked_early(config):
-    """Of a weight that each chunk reads once, chunks are added in one order either way."""
+    """Each chunk reads a weight once, so both ways add chunks in one order."""
     batch = token_batches(VOCABULARY, "cpu", batch=4)
     return chunked(replace(config, batch=batch), number=4, early=True)
 

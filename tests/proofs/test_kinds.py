@@ -26,7 +26,7 @@ def plain_attention(q, k, v):
 
 
 def online_attention(q, k, v, parts=2):
-    """Softmax in parts of the keys (Milakov and Gimelshein, 2018), as ring attention computes it."""
+    """Compute softmax in parts of the keys (Milakov and Gimelshein, 2018)."""
     total = weight = largest = None
     for keys, values in zip(k.chunk(parts, -2), v.chunk(parts, -2), strict=True):
         scores = q @ keys.transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Nothing is missed: each planted mistake that changes values is told in its kind.
+"""Nothing is missed: each planted mistake that changes values is found in its kind.
 
 The long test prints the table: ``-m long -rP``.
 """
@@ -22,7 +22,7 @@ def tier_of(case):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=tier_of(case), id=str(case)) for case in CASES]
 )
-def test_a_mistake_is_told_in_its_kind(case):
+def test_a_mistake_is_found_in_its_kind(case):
     proof = prove_case(case)
     assert proof.kind == case.kind, str(proof)
 
@@ -81,9 +81,9 @@ def row_of(case):
 def test_the_table_of_mistakes():
     """Numbers are random ones, in a world of two ranks along each dimension of the mesh."""
     print("| mistake | proof | CPU s | bits (ranks) | assert_close |\n|---|---|---|---|---|")
-    told = []
+    found = []
     for case in CASES + PLANTED:
-        row, is_told = row_of(case)
+        row, is_found = row_of(case)
         print(row, flush=True)
-        told.append(is_told)
-    assert all(told)
+        found.append(is_found)
+    assert all(found)

@@ -99,7 +99,7 @@ def ddp(elements, mesh):
 @pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
 @pytest.mark.parametrize("parallel", [sharded, ddp])
 def test_data_parallel_gradients_are_the_mean(parallel, gt_world, gt_mesh):
-    """Of three ranks: gradients are multiplied by 1/3, which is rounded."""
+    """With three ranks, gradients are multiplied by 1/3, which is rounded."""
     with field_arithmetic(casts="identity") as elements:
         model = parallel(elements, gt_mesh)
         loss_of(model, batch(elements, gt_world.rank)).backward()
@@ -159,7 +159,7 @@ def scattered_list(x):
 
 
 def broadcast_in_part(x):
-    """Of the last rank, into a part of memory that holds known numbers."""
+    """Broadcast from the last rank into a part of memory that holds known numbers."""
     whole = torch.ones(ROWS + 2, DIM)
     whole[:ROWS] = x
     dist.broadcast(whole[1:3], src=2)

@@ -18,7 +18,7 @@ SIZE, LEAVES = 4, 3
 
 
 def softmax_in_parts(x):
-    """As ring attention computes it: each part with the maximum of its own."""
+    """Compute a softmax as ring attention does: each part with its own maximum."""
     parts = x.chunk(2, 1)
     highest = [part.amax(1, keepdim=True) for part in parts]
     most = torch.maximum(*highest)

@@ -262,8 +262,11 @@ def test_a_rank_names_its_own_gpu(gt_mesh, apart):
 
     def trace():
         step = trace_step(net(), lambda net, x: net(x).sum(), (torch.ones(2, 4),))
+
+        def on_gpus(x):
+            return x + torch.ones(2, 4, device=own), torch.ones(4, device=named)
+
         with x.fake_mode:
-            on_gpus = lambda x: (x + torch.ones(2, 4, device=own), torch.ones(4, device=named))  # noqa: E731
             return replace(step, gm=make_fx(on_gpus)(x))
 
     taken = trace_once(trace, nn.Module(), (x,), gt_mesh)

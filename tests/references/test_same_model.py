@@ -129,7 +129,7 @@ class Halved(torch.autograd.Function):
 
 
 def loses_half_a_gradient(mesh):
-    """Of the last block: the tokens of it weigh half as much."""
+    """Return a model whose last block has half the gradient."""
     model = tensor_parallel(mesh)
     model.blocks[1].norm.register_forward_pre_hook(lambda module, given: Halved.apply(given[0]))
     return model
@@ -197,7 +197,7 @@ def test_a_mistake_along_data_is_told_with_its_factor(parallel, gt_mesh):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2, "tp": 1})
 def test_gradients_of_whole_numbers_alone_count(gt_mesh):
-    """Of a sum of embeddings the gradient is a count of tokens, which no parameter changes."""
+    """The gradient of a sum of embeddings counts tokens, which no parameter changes."""
 
     def counts(model, tokens):
         return model(tokens).sum()

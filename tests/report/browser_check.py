@@ -37,10 +37,16 @@ HELPERS = """
 const settled = () => new Promise((done) => setTimeout(done, 300));
 const one = (selector, within = document) => within.querySelector(selector);
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-const named = (text, within = document) => all("button", within).find((b) => b.textContent.includes(text));
+const holds = (text) => (element) => element.textContent.includes(text);
+const named = (text, within = document) => all("button", within).find(holds(text));
+const visible = (panel) => !panel.hidden;
 const test = (name) => all(".test").find((t) => one(".name", t).textContent.endsWith(name));
 const type = (field, text) => { field.value = text; field.dispatchEvent(new Event("input")); };
-async function open(name) { one("h2 button", test(name)).click(); await settled(); return one(".body", test(name)); }
+async function open(name) {
+  one("h2 button", test(name)).click();
+  await settled();
+  return one(".body", test(name));
+}
 (async () => { await settled(); document.title = JSON.stringify(await (async () => { %s })()); })()
   .catch((error) => { document.title = JSON.stringify({ error: String(error.stack) }); });
 </script>
@@ -119,9 +125,14 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
         const name = (t) => one(".name", t).textContent.split("::")[1];
         const shown = () => all(".test").filter((t) => !t.hidden).map(name);
         const result = { all: shown() };
-        type(one("#search"), "RANKS equal"); result.search = shown(); result.count = one("#shown").textContent;
-        type(one("#search"), "bucketing"); result.pass = shown();
-        type(one("#search"), ""); one("input[data-outcome=passed]").click(); result.failed = shown();
+        type(one("#search"), "RANKS equal");
+        result.search = shown();
+        result.count = one("#shown").textContent;
+        type(one("#search"), "bucketing");
+        result.pass = shown();
+        type(one("#search"), "");
+        one("input[data-outcome=passed]").click();
+        result.failed = shown();
         return result;
     """,
     )
@@ -140,8 +151,9 @@ def test_a_test_opens_and_closes(pages, tmp_path):
         const body = await open("test_silent"), opened = [body.hidden, body.textContent];
         named("Captured", body).click();
         const output = one("pre", body).textContent;
-        one("h2 button", test("test_silent")).click();
-        return { opened, output, closed: body.hidden, expanded: one("h2 button", test("test_silent")).ariaExpanded };
+        const button = one("h2 button", test("test_silent"));
+        button.click();
+        return { opened, output, closed: body.hidden, expanded: button.ariaExpanded };
     """,
     )
     assert seen["opened"] == [False, "▸ Captured stdout call"]
@@ -156,10 +168,11 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
         tmp_path,
         """
         const body = await open("test_pipeline");
-        const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
+        const row = all("table.passes tr", body).find(holds("joint_transformer"));
         named("side by side", row).click(); await settled();
-        const panel = all(".panel", body).find((p) => !p.hidden), result = { bar: one(".bar", panel).textContent };
-        result.gained = all("td.gained", panel).some((cell) => cell.textContent.includes("with bucket(layers[0])"));
+        const panel = all(".panel", body).find(visible);
+        const result = { bar: one(".bar", panel).textContent };
+        result.gained = all("td.gained", panel).some(holds("with bucket(layers[0])"));
         type(one(".bar input", panel), "reduce_scatter_tensor:");
         result.found = all(".found-list div", panel).length;
         all(".found-list button", panel).pop().click();
@@ -183,17 +196,18 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
         """
         const body = await open("test_pipeline");
         const bars = all(".layout rect title", body).map((t) => t.textContent);
-        const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
+        const row = all("table.passes tr", body).find(holds("joint_transformer"));
         named("schedule", row).click(); await settled();
         const [left, right] = all(".sides > div", body);
         const [a, b] = [left, right].map((side) => side.getBoundingClientRect());
         const beside = a.top === b.top && a.right <= b.left && b.right <= 1280;
         const lanes = all("svg text", right).map((t) => t.textContent);
-        const sums = all(".sides p", body).map((p) => p.textContent).filter((t) => t.includes("exposed "));
-        const unchanged = all("table.passes tr", body).find((r) => r.textContent.includes("deduplicate"));
+        const sums = all(".sides p", body).filter(holds("exposed ")).map((p) => p.textContent);
+        const unchanged = all("table.passes tr", body).find(holds("deduplicate"));
         const silent = named("schedule", unchanged) === undefined;
         named("memory by liveness", body).click(); await settled();
-        const curves = all("svg path", body).length, result = all(".sides pre", body).map((p) => p.textContent);
+        const curves = all("svg path", body).length;
+        const result = all(".sides pre", body).map((p) => p.textContent);
         const differs = await open("test_that_differs");
         return { bars, curves, result, lanes, sums, beside, silent,
                  first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
@@ -229,14 +243,18 @@ def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_
         tmp_path,
         """
         const front = one(".changed", test("test_graph")).textContent;
-        const golden = await open("test_graph"), result = all("h3", golden).map((h) => h.textContent);
-        const lost = one("td.lost", golden).textContent, gained = one("td.gained", golden).textContent;
+        const golden = await open("test_graph");
+        const result = all("h3", golden).map((h) => h.textContent);
+        const lost = one("td.lost", golden).textContent;
+        const gained = one("td.gained", golden).textContent;
         const gap = one("tr.gap", golden), rows = all("table.lines tr", golden).length;
-        gap.focus(); gap.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+        gap.focus();
+        gap.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
         const unfolded = all("table.lines tr", golden).length - rows;
         const passed = await open("test_pass");
         named("then, and now", passed).click(); await settled();
-        return { front, result, lost, gained, unfolded, then: one(".panel:not([hidden]) td.lost", passed).textContent };
+        const then = one(".panel:not([hidden]) td.lost", passed).textContent;
+        return { front, result, lost, gained, unfolded, then };
     """,
     )
     assert "lost aten.sin, gained aten.cos" in seen["front"]
@@ -301,7 +319,8 @@ def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tm
         const marked = all(".bits .differs", body).filter((r) => near(r.getBoundingClientRect()));
         const result = { moved: texts("svg.pair line title"), pairs: texts("svg.pair text.name"),
           marked: marked.map((r) => r.textContent),
-          rows: texts(".bits text.name"), wrong: texts(".bits .differs title"), words: one("p", map).textContent,
+          rows: texts(".bits text.name"), wrong: texts(".bits .differs title"),
+          words: one("p", map).textContent,
           equal: texts(".bits .equal title").length, first: texts(".bits .first title") };
         named("alike on both sides", body).click(); await settled();
         const alike = named("alike on both sides", body).textContent;
@@ -455,7 +474,8 @@ def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_pa
             page,
             tmp_path,
             """
-            const frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            const next = requestAnimationFrame;
+            const frame = () => new Promise((done) => next(() => next(done)));
             await frame();
             const opened = performance.now(), button = one("h2 button", test("test_large"));
             button.click();
@@ -485,16 +505,18 @@ def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists
         tmp_path,
         """
         const body = await open("test_pipeline");
-        const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
+        const row = all("table.passes tr", body).find(holds("joint_transformer"));
         named("side by side", row).click(); await settled();
         named("schedule", row).click(); await settled();
-        const panel = all(".panel", body).find((p) => !p.hidden), here = () => document.activeElement;
-        const key = (name) => here().dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+        const panel = all(".panel", body).find(visible), here = () => document.activeElement;
+        const event = (name) => new KeyboardEvent("keydown", { key: name, bubbles: true });
+        const key = (name) => here().dispatchEvent(event(name));
         const stops = all("td.no", panel).filter((cell) => cell.tabIndex === 0);
         stops[0].focus(); key("ArrowDown");
         const moved = here() !== stops[0] && here().matches("td.no"), of = here().title;
         key("Enter");
-        const reached = "button, input, [tabindex]", unreached = clicked.filter((each) => !each.matches(reached));
+        const reached = "button, input, [tabindex]";
+        const unreached = clicked.filter((each) => !each.matches(reached));
         const found = all(".found-list button", panel).length, bar = one(".bar", panel).textContent;
         return { stops: stops.length, moved, of, found, bar, clicked: clicked.length,
                  unreached: unreached.map((each) => each.outerHTML),
@@ -531,11 +553,13 @@ def test_on_paper_controls_are_gone_and_nothing_is_cut_or_without_its_colour(pag
         """
         const sheets = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]);
         const style = (selector) => getComputedStyle(one(selector));
+        const drawn = [".badge", "td.differs", "svg.bits"];
         await open("test_that_differs");
         const screen = [style(".controls").display, style("pre.long").maxHeight];
-        for (const rule of sheets) if (rule.media && rule.media.mediaText === "print") rule.media.mediaText = "all";
+        const media = sheets.filter((rule) => rule.media).map((rule) => rule.media);
+        for (const each of media) if (each.mediaText === "print") each.mediaText = "all";
         return { screen, paper: [style(".controls").display, style("pre.long").maxHeight],
-                 colours: [".badge", "td.differs", "svg.bits"].map((each) => style(each).printColorAdjust),
+                 colours: drawn.map((each) => style(each).printColorAdjust),
                  wide: document.documentElement.scrollWidth <= 1280 };
     """,
     )

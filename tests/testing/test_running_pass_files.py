@@ -84,12 +84,12 @@ def test_checks_say_file_and_line(write):
 
 
 def test_a_check_may_stand_beside_what_it_is_about(write):
-    run(
-        write(
-            body="# check: then neg\nif I:\n  I.x: f32[2]\nif fwd:\n  # check: next output\n"
-            "  neg: f32[2] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"
-        )
-    )
+    """The checks run in their order, and the second one fails at its line."""
+    body = "# check: then neg\nif I:\n  I.x: f32[2]\nif fwd:\n  # check: next {what}\n"
+    body += "  neg: f32[2] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"
+    run(write(body=body.format(what="output")))
+    with pytest.raises(CheckFailure, match=r"^a.fxgraph:\d+: next neg\n"):
+        run(write(body=body.format(what="neg")))
 
 
 def test_passes_run_in_order_with_their_options(write):

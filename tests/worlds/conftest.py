@@ -34,9 +34,9 @@ class Run:
     footprints: list[dict[str, Any]]
     """After each test, in the worker of xdist that has dispatched it.
 
-    ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders`` below TMPDIR's,
-    ``ports`` that all of them listen on, ``locks`` of slots that are held; with ``RECORD_MEMORY`` in its environment
-    private memory in ``kib``.
+    ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders``
+    below TMPDIR's, ``ports`` that all of them listen on, ``locks`` of slots that are held; with
+    ``RECORD_MEMORY`` in its environment private memory in ``kib``.
     """
 
     def outcome(self, name: str) -> str:

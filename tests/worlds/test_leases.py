@@ -23,7 +23,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from pytest_gtrainer.ranks.leases import Slots
-lease = Slots(Path(sys.argv[1]), sys.argv[3:]).acquire(int(sys.argv[2]), 10, "tests/test_a.py::test_b")
+slots = Slots(Path(sys.argv[1]), sys.argv[3:])
+lease = slots.acquire(int(sys.argv[2]), 10, "tests/test_a.py::test_b")
 print("held", flush=True)
 time.sleep(600)
 """

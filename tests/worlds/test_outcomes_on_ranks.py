@@ -133,7 +133,7 @@ GOES_ON = {
     "test_check[control_then_raises-raises_assertion]",
     "test_check[added_mark_wrong-skipif_on_rank_1]",
 }
-"""A rank goes on behind a check, which its parent judges: here it does what is not expected, or the others skip."""
+"""Ranks go on behind a check that the parent judges: some do the unexpected, or others skip."""
 
 
 def of_both(one: str, other: str) -> str:

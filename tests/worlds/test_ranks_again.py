@@ -32,7 +32,8 @@ def test_two_pytest_runs_in_one_process(pytester):
     """Tests of plugins do this: the second run forgets the modules that the first imported."""
     pytester.makepyfile(
         test_outer="""
-        INNER = "import pytest\\n@pytest.mark.gt_world('ranks', size=2)\\ndef test_it(gt_world): pass"
+        INNER = "import pytest\\n@pytest.mark.gt_world('ranks', size=2)\\n"
+        INNER += "def test_it(gt_world): pass"
 
         def test_twice(pytester):
             pytester.makepyfile(INNER)

@@ -38,7 +38,9 @@ WORLDS = """
 import os, signal, threading
 import pytest, torch.distributed as dist
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.gt_world("ranks", size=n)) for n in range(1, 7)])
+SIZES = [pytest.param(n, marks=pytest.mark.gt_world("ranks", size=n)) for n in range(1, 7)]
+
+@pytest.mark.parametrize("n", SIZES)
 def test_passes(n): pass
 
 @pytest.mark.gt_world("ranks", size=2, timeout=77)
@@ -120,7 +122,9 @@ def pytest_runtest_protocol(item):
 """
 HOOKED = """
 import pytest
-NAMES = ["logstart", "logfinish", "setup", "teardown", "makereport", "logreport", "protocol", "stop"]
+NAMES = [
+    "logstart", "logfinish", "setup", "teardown", "makereport", "logreport", "protocol", "stop"
+]
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_hook(name): pass

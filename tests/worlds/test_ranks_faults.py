@@ -1,4 +1,4 @@
-"""T: what goes wrong on ranks is reported as the right error of the right rank, and ends with its test."""
+"""T: each fault on ranks is reported as the right error of the right rank, and ends there."""
 
 import socket
 import time
@@ -67,7 +67,8 @@ TABLE = {
         "failed",
         [
             "rank 0 called barrier at test_faults.py:",
-            " in test_different_collectives, ranks 1, 2 called all_reduce of float32[1000] at test_faults.py:",
+            " in test_different_collectives, ranks 1, 2 called all_reduce of float32[1000] at "
+            "test_faults.py:",
         ],
         [],
     ),
@@ -201,7 +202,10 @@ MORE = {
 
 
 def suite_run(suite, *chosen):
-    """In a worker, which leases slots; the rendezvous port of the environment is taken, and nobody must want it."""
+    """Run the suite in a worker, which leases slots.
+
+    The rendezvous port of the environment is taken, so no process may use it.
+    """
     suite.take("ranks_faults")
     suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -320,7 +324,7 @@ def test_nothing_is_left_over(run):
 
 
 def test_no_shared_memory_is_left_over(run):
-    """T5: a rank is killed with its children, but not with the trackers that remove what it shared."""
+    """T5: a rank is killed with its children, but not the trackers that remove what it shared."""
     names = (run.folder / "shared").read_text().split()
     assert len(names) == 6
     end = time.monotonic() + 60

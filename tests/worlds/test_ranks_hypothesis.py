@@ -18,7 +18,7 @@ NUMBERS = st.integers(0, 10**9)
 DRAWN = []
 
 def agree(value):
-    # Not at each example: a collective inside an example would hide that one rank draws more of them.
+    # Not at each example: a collective there would hide that one rank draws more examples.
     DRAWN.append(value)
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,8 @@ def test_calls_from_outside(gt_ranks): gt_ranks.run(reduce_the_attribute, size=2
 
 def reduce_the_attribute(): reduce(Registry.group)
 
-def test_names_another_kind_of_group(): raise ValueError(f"parameter group {Registry.group} has no lr")
+def test_names_another_kind_of_group():
+    raise ValueError(f"parameter group {Registry.group} has no lr")
 
 def test_names_a_group_that_never_was():
     torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "987")

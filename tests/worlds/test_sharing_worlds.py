@@ -19,7 +19,8 @@ def work(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     inner = mesh["inner"]
     sharded = distribute_tensor(torch.arange(6.0), inner, [Shard(0)]) / 2
-    assert sharded.redistribute(placements=[Replicate()]).to_local().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+    whole = sharded.redistribute(placements=[Replicate()]).to_local()
+    assert whole.tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
     seen.append(mesh)
     if dist.get_rank() == 0:
         with open("groups", "a") as file:

@@ -39,8 +39,9 @@ def writes_much(rank): print("x" * 10**6); assert rank != 0, "after all that"
 def exits_pytest(rank): rank == 1 and pytest.exit("no more")
 def goes_elsewhere(rank): rank == 0 and dist.barrier()
 
-FAULTS = [raises, is_killed, hangs, counts_differ, skips, exits, raises_everywhere, exits_python, ends_its_group,
-          leaves_groups, is_at_fault, is_unpicklable, forks_and_exits, writes_much, exits_pytest, goes_elsewhere]
+FAULTS = [raises, is_killed, hangs, counts_differ, skips, exits, raises_everywhere, exits_python,
+          ends_its_group, leaves_groups, is_at_fault, is_unpicklable, forks_and_exits, writes_much,
+          exits_pytest, goes_elsewhere]
 
 def fault_of(n): return FAULTS[n // 10 % len(FAULTS)] if n % 10 == 5 else None
 
@@ -56,7 +57,7 @@ def test_it(n):
     value = torch.ones(100)
     dist.all_reduce(value)
     assert value.tolist() == [size] * 100
-    if n in (3, 9, 21, 27, 33, 39): time.sleep(0.5)  # three ranks, with time for other workers to run theirs
+    if n in (3, 9, 21, 27, 33, 39): time.sleep(0.5)  # so that other workers run three ranks, too
     if rank == 0:
         with open("at-work", "a") as file: print(begun, time.monotonic(), size, file=file)
 """
@@ -178,7 +179,7 @@ def on_ranks(n): return pytest.mark.gt_world("ranks", size=2 + n // 3 % 3)
 
 @pytest.mark.parametrize("n", [pytest.param(n, marks=on_ranks(n)) for n in range({count})])
 def test_it(n):
-    "Ranks come late, in turns; now and then one computes, or sleeps, for longer than the parent waits to look."
+    "Ranks are late in turns; some are for longer than the parent waits between its looks."
     rank, size = dist.get_rank(), dist.get_world_size()
     late = n % size == rank
     if n % 20 == 7 and late: time.sleep(1.3)
@@ -188,7 +189,8 @@ def test_it(n):
     ahead = dist.all_reduce(torch.ones(10), async_op=True)
     if n % 25 == 3 and not late: time.sleep(0.8)
     ahead.wait()
-    if n % 4 == 1 and rank < 2: dist.send(torch.ones(3), 1) if rank == 0 else dist.recv(torch.ones(3), 0)
+    if n % 4 == 1 and rank == 0: dist.send(torch.ones(3), 1)
+    if n % 4 == 1 and rank == 1: dist.recv(torch.ones(3), 0)
     if n % 5 == 2:
         pair = dist.new_group([0, 1])
         if rank < 2: dist.barrier(pair)

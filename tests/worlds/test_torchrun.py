@@ -227,7 +227,8 @@ pytestmark = pytest.mark.gt_world("ranks", size=2)
 
 def test_nodes(tmp_path):
     groups = [None, None]
-    dist.all_gather_object(groups, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()))
+    own = os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()
+    dist.all_gather_object(groups, own)
     assert [group[:2] for group in groups] == [("0", "0"), ("1", "0")]
     assert groups[0][2] != groups[1][2]
 

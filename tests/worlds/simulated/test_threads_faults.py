@@ -227,7 +227,10 @@ def in_a_circle(rank):
 @leaves_nothing
 def test_a_rank_that_never_comes():
     text = failure_of(Standstill, never_comes)
-    assert "no rank can go on: ranks 0, 2, 3: waiting in barrier (collective 0 of the group of ranks 0-3) for rank 1, "
+    assert (
+        "no rank can go on: ranks 0, 2, 3: waiting in barrier (collective 0 of the group of "
+        "ranks 0-3) for rank 1, "
+    ) in text
     assert ", at test_threads_faults.py:" in text
     assert "in never_comes; rank 1: ended" in text
     assert "--- ranks 0, 2, 3 ---" in text

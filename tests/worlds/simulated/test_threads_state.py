@@ -279,7 +279,8 @@ from pytest_gtrainer.worlds.simulated.threads.run import freed_at_once
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-def freed_of_holes():  # MiB that go back to the system when every second of 256 blocks of half a MiB is freed
+def freed_of_holes():
+    # MiB that go back to the system when every second of 256 blocks of half a MiB is freed
     blocks = [torch.ones(2**17) for _ in range(256)]
     before = resident()
     del blocks[::2]

@@ -110,11 +110,13 @@ def gt_class_mesh(gt_class_world: World) -> Any:
 
 
 @pytest.fixture
-def gt_golden(request: pytest.FixtureRequest) -> Golden:
+def gt_golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     """``gt_golden.check(value)``: compare with the golden file of this test."""
     from pytest_gtrainer.golden.check import Golden
 
-    return Golden(request.node)
+    golden = Golden(request.node)
+    yield golden
+    golden.note_unused()
 
 
 @pytest.fixture

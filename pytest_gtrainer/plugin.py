@@ -117,7 +117,9 @@ def _note_values_without_data(item: pytest.Item, sink: list[facts.Fact]) -> None
     simulated = item.session.stash.setdefault(_SIMULATED, set())
     if facts.of_kind(sink, "simulated"):
         simulated.add(item.path)
-    if not any(fact["outcome"].startswith("equal") for fact in facts.of_kind(sink, "verdict")):
+    verdicts = facts.of_kind(sink, "verdict")
+    is_equal = any(fact["outcome"].startswith("equal") for fact in verdicts)
+    if not is_equal and not facts.of_kind(sink, "values"):
         return
     spec = marker.valid_spec_of(item)
     if spec is None or spec.kind not in ("fake", "simulated"):

@@ -1,5 +1,6 @@
 """The ``gt_golden`` fixture: ``gt_golden.check(value)``."""
 
+import inspect
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.naming import Claim, golden_path
-from pytest_gtrainer.golden.plugin import GoldenPlugin
+from pytest_gtrainer.golden.plugin import HAS_PASSED, GoldenPlugin
 from pytest_gtrainer.golden.store import normal
 from pytest_gtrainer.marker import id_of, spec_of
 
@@ -37,6 +38,7 @@ class Golden:
         self._spec = spec_of(item)
         self._mesh = self._spec.mesh if self._spec else None
         self._names: set[str] = set()
+        self._is_used = False
         nodeid = id_of(item)
         # The command from the root directory is the same for everyone.
         self._made_by = {
@@ -84,6 +86,7 @@ class Golden:
             RuntimeError: in a process that the test forked.
         """
         __tracebackhide__ = True
+        self._is_used = True
         if os.getpid() != self._pid:
             # What is claimed, or to be written, would end with this process.
             raise RuntimeError(
@@ -123,7 +126,7 @@ class Golden:
             )
         path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
-        if kind == "numbers" and (odd := values.not_a_proof(values.plain(value))):
+        if odd := _not_a_proof(kind, text, value):
             what = odd[0] if len(odd) == 1 else f"{odd[0]}, and {len(odd) - 1} more"
             facts.emit(
                 "idle",
@@ -140,6 +143,18 @@ class Golden:
         )
         if failure is not None:
             raise GoldenMismatch(facts.escaped(failure))
+
+    def note_unused(self) -> None:
+        """Say in the summary that a test which has passed asks for this and checks nothing.
+
+        A test that has it through another fixture may have no use for it: nothing is said.
+        """
+        function = getattr(self._item, "function", None)
+        if self._is_used or function is None or not self._item.stash.get(HAS_PASSED, False):
+            return
+        if "gt_golden" in inspect.signature(function).parameters:
+            name = self._made_by["test"].partition("[")[0]
+            facts.emit("idle", what=f"{name} asks for gt_golden and checks nothing")
 
     def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
         """Return the reason why the text of a graph must not be written, None if it may."""
@@ -210,6 +225,25 @@ def _is_graph(value: Any) -> bool:
         return False
     graphs = (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
     return isinstance(value, graphs) or isinstance(getattr(value, "gm", None), graphs)
+
+
+def _not_a_proof(kind: str, text: str, value: Any) -> list[str]:
+    """Return why a golden of this text says nothing, or values that any program may give.
+
+    Report values that a world without data would give, too.
+    """
+    if kind != "graph" and values.are_computed(value):
+        facts.emit("values")
+    if kind == "numbers":
+        return values.not_a_proof(values.plain(value))
+    if kind == "text":
+        return [] if text.strip() else ["no text is in it"]
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    if lines == ["payloads = []"]:
+        return ["no payload is in it"]
+    if lines == ["schedule = []"]:
+        return ["no launch, wait or operator is in it"]
+    return []
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:

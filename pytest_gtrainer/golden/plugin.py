@@ -33,6 +33,8 @@ from pytest_gtrainer.golden.naming import (
 from pytest_gtrainer.marker import id_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
+HAS_PASSED = pytest.StashKey[bool]()
+"""Whether the call of a test has passed, for the clean-up of its fixtures."""
 _MOST_COMMANDS = 8
 _MOST_ARTIFACT_LINES = 20_000
 
@@ -220,6 +222,8 @@ class GoldenPlugin:
     ) -> Generator[None, Any, Any]:
         """Add the claims to a report: a rank's for the parent to judge, else their paths."""
         report = yield
+        if call.when == "call":
+            item.stash[HAS_PASSED] = report.passed
         if not self._is_rank:
             report.gt_claims = sorted(self._claimed)
         else:

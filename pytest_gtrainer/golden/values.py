@@ -26,6 +26,8 @@ _NAN = 0x7FF8000000000000
 _QUOTED_KEYS = re.compile(r"'*(-?\d+|NaN)'*", re.ASCII)
 """Texts that get quotes as keys: integers, the mark of a NaN, and both with quotes already."""
 
+_DIGEST = re.compile(r"\b(xxh3_128|sha256|mix128):[0-9a-f]+")
+
 _WHEEL = re.compile(r"\+(cpu|xpu|cu\d+|rocm[\d.]+)$")
 """The tag of a wheel: which devices it was built for, besides the CPU."""
 
@@ -199,12 +201,27 @@ def not_a_proof(value: Any) -> list[str]:
     """
     found = []
     leaves = list(_leaves(value))
-    if all(spelled in ("[]", "{}") for _, spelled in leaves):
+    if all(spelled in ("[]", "{}", "null", '""') for _, spelled in leaves):
         return ["no value is in it"]
     for place, spelled in leaves:
         if spelled in ("Infinity", "-Infinity") or spelled.startswith("NaN"):
             found.append(f"{place or 'the value'} is {spelled}")
     return found
+
+
+def are_computed(value: Any) -> bool:
+    """Return whether floats or digests of tensors are in it, and not only counts and names.
+
+    >>> are_computed({"losses": [0.5]}), are_computed("xxh3_128:5f0c"), are_computed({"mm": 3})
+    (True, True, False)
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(are_computed(each) for each in value)
+    if isinstance(value, str):
+        return _DIGEST.search(value) is not None
+    return isinstance(value, float)
 
 
 def maker(text: str) -> str | None:

@@ -69,6 +69,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "compiling.recorder": ("gt_compile",),
     "compiling.record": ("CompileRecord", "NotRecorded"),
     "compiling.bitwise": ("assert_pass_bitwise", "assert_compiled_bitwise"),
+    "compiling.accuracy": ("Accuracy", "LessAccurate", "assert_no_less_accurate"),
     "compiling.inductor": ("inductor_options",),
     "worlds.spec": ("World", "WorldSpec"),
     "worlds.simulated.net": ("Net", "NetModel", "sweep_nets"),

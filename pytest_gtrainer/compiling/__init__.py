@@ -1,5 +1,6 @@
 """The recorder of torch.compile: every graph on its way through Dynamo, AOTAutograd and Inductor.
 
 ``recorder`` fills a ``record``, which has assertions. ``bitwise`` runs a graph before and after a
-pass. ``inductor`` makes passes of graph trainers passes of Inductor. Open ``record`` first.
+pass. ``accuracy`` compares the errors of compiled code with those of eager.
+``inductor`` makes passes of graph trainers passes of Inductor. Open ``record`` first.
 """

@@ -1,0 +1,494 @@
+"""Accuracy: compiled code and eager, each against a run of the eager function in float64.
+
+Inductor's kernels round otherwise than those of eager, so bits are not promised. What can be asked
+is that they do not round *more*. An *error* is the root mean square of the difference from the run
+in float64, over the elements of a tensor and over all seeds. Less than half a unit in the last
+place of the tensor's dtype does not count, as no kernel can do better. Of whole numbers and bools
+the error is the share of elements that differ.
+
+A few numbers, such as one loss a seed, may be near to the exact ones by chance. So a factor grows
+by three standard deviations of the logarithm of a ratio of two errors: ``exp(3 / sqrt(n))``.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.arithmetic import TorchDispatchMode
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer.facts import FailedCheck, counted
+from pytest_gtrainer.graph.nodes import AFTERWARDS
+from pytest_gtrainer.numerics.graph_run import copies
+from pytest_gtrainer.numerics.verdict import cut
+from pytest_gtrainer.proofs.state import captured_by, check_outputs, copy_of, named_state
+from pytest_gtrainer.worlds.simulated import VacuousCheck
+
+_WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+
+
+@dataclass(slots=True)
+class TensorErrors:
+    """The errors of a result, on both sides.
+
+    Attributes:
+        name: "output", "gradient of <FQN>", or what the function leaves in a buffer or an input.
+        module: whose parameter or buffer it is, in words; else "".
+        count: elements that were compared, over all seeds.
+        left_out: elements that are not finite in eager or in float64.
+        is_constant: it is the same on all seeds, though the inputs are not.
+    """
+
+    name: str
+    module: str = ""
+    dtype: torch.dtype = torch.float32
+    count: int = 0
+    left_out: int = 0
+    is_constant: bool = True
+    _compiled: float = 0.0
+    _eager: float = 0.0
+    _exact: float = 0.0
+    _first: Tensor | None = None
+
+    def add(self, compiled: Tensor, eager: Tensor, exact: Tensor) -> None:
+        """Add the results of one seed."""
+        self.dtype = eager.dtype
+        if self._first is None:
+            self._first = exact
+        elif not torch.equal(self._first, exact):
+            self.is_constant = False
+        if not (eager.is_floating_point() or eager.is_complex()):
+            self.count += exact.numel()
+            self._compiled += int((compiled != exact).sum())
+            self._eager += int((eager != exact).sum())
+            self._exact += int(exact.count_nonzero())
+            return
+        kept = exact.isfinite() & eager.isfinite()
+        exact = exact[kept]
+        self.count += exact.numel()
+        self.left_out += kept.numel() - exact.numel()
+        errors = (compiled[kept].to(exact.dtype) - exact).abs()
+        self._compiled += float(errors.nan_to_num(math.inf).square().sum())
+        self._eager += float((eager[kept].to(exact.dtype) - exact).abs().square().sum())
+        self._exact += float(exact.abs().square().sum())
+
+    def _mean(self, squares: float) -> float:
+        return math.sqrt(squares / self.count) if self.count else 0.0
+
+    @property
+    def compiled(self) -> float:
+        """The error of the compiled side."""
+        return self._mean(self._compiled)
+
+    @property
+    def eager(self) -> float:
+        """The error of eager."""
+        return self._mean(self._eager)
+
+    @property
+    def exact(self) -> float:
+        """The root mean square of the numbers themselves."""
+        return self._mean(self._exact)
+
+    @property
+    def least(self) -> float:
+        """The error to compare with: that of eager, or half a unit in the last place."""
+        if not self.dtype.is_floating_point:
+            return self.eager
+        return max(self.eager, self.exact * torch.finfo(self.dtype).eps / 2)
+
+    @property
+    def ratio(self) -> float:
+        """The error of compiled code, as a multiple of eager's."""
+        if not self.compiled:
+            return 0.0
+        return self.compiled / self.least if self.least else math.inf
+
+    def allowed(self, factor: float) -> float:
+        """Return the largest ratio that chance explains, beside ``factor``."""
+        return factor * math.exp(3 / math.sqrt(max(self.count, 1)))
+
+    def why_not_judged(self, factor: float, *, varies: bool) -> str:
+        """Return why this tensor could not have failed; "" if it could."""
+        if not self.count:
+            return "no element is finite in eager and in float64" if self.left_out else "empty"
+        if varies and self.is_constant:
+            return "the same for all inputs"
+        if self.exact <= self.allowed(factor) * self.least:
+            return "zeros in its place would pass: eager's numbers are nothing but error"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The errors of all results; ``str(accuracy)`` is written for a terminal.
+
+    Attributes:
+        tensors: those that were judged, the worst first.
+        not_judged: a line for each tensor that could not have failed.
+        factor: how many times eager's error is allowed.
+        seeds: how many runs.
+    """
+
+    tensors: tuple[TensorErrors, ...]
+    not_judged: tuple[str, ...] = ()
+    factor: float = 2.0
+    seeds: int = 1
+
+    @property
+    def worst(self) -> TensorErrors:
+        """The tensor that exceeds most, or comes nearest to, what is allowed."""
+        return self.tensors[0]
+
+    @property
+    def failing(self) -> tuple[TensorErrors, ...]:
+        """The tensors whose error is larger than allowed, the worst first."""
+        return tuple(each for each in self.tensors if each.ratio > each.allowed(self.factor))
+
+    def __str__(self) -> str:
+        worst, failing = self.worst, self.failing
+        of = f", of {worst.module}" if worst.module else ""
+        allowed = f"{worst.allowed(self.factor):.3g} allowed for {counted(worst.count, 'number')}"
+        lines = [
+            f"{'less' if failing else 'no less'} accurate than eager: "
+            f"{len(failing)} of {counted(len(self.tensors), 'tensor')} on "
+            f"{counted(self.seeds, 'seed')} with a larger error",
+            f"  worst {worst.name}{of}: {worst.ratio:.3g} times the error of eager ({allowed})",
+            f"    errors {worst.compiled:.2g} and {worst.eager:.2g} of numbers of {worst.exact:.2g}"
+            f", root mean squares against float64",
+        ]
+        lines += cut("then", [f"{each.name}: {each.ratio:.3g} times" for each in failing[1:]])
+        left_out = [each for each in self.tensors if each.left_out]
+        title = "not finite in eager or in float64, and left out"
+        lines += cut(title, [f"{each.name}: {each.left_out}" for each in left_out])
+        lines += cut("not judged", self.not_judged)
+        return "\n".join(lines)
+
+
+class LessAccurate(FailedCheck):
+    """Compiled code has larger errors than eager; ``accuracy`` has all of them."""
+
+    __module__ = "pytest_gtrainer"
+
+    def __init__(self, message: str, accuracy: Accuracy) -> None:
+        super().__init__(message)
+        self.accuracy = accuracy
+
+
+@facts.check
+def assert_no_less_accurate(
+    compiled: Callable[..., Any],
+    eager: Callable[..., Any],
+    *inputs: Any,
+    make_inputs: Callable[[int], Sequence[Any]] | None = None,
+    factor: float = 2.0,
+    seeds: Sequence[int] = range(4),
+) -> Accuracy:
+    """Fail unless the results of compiled code are as near to those in float64 as eager's.
+
+    Compared are outputs, gradients of parameters and of inputs that require them, and what is
+    written to buffers and inputs. If the function leaves no gradients, its outputs are multiplied
+    by random numbers for the backward, and a single number by one. The run in float64 is of a copy
+    of ``eager``: parameters and inputs are cast, and casts to other floating-point dtypes inside
+    are set aside.
+
+    Args:
+        compiled, eager: modules or functions; ``torch.compile(model)`` and ``model``, for example.
+            Parameters are those of modules, which are called or are among the inputs.
+        inputs: of a call. For each seed but the first, elements of floating-point inputs are drawn
+            from those that the input holds; whole numbers stay.
+        make_inputs: returns the inputs for a seed instead.
+        factor: how many times the error of eager is allowed. For few numbers more is, by chance:
+            4.5 times as much for four, 1.1 times for a thousand.
+        seeds: of the inputs and of the backward.
+
+    Raises:
+        LessAccurate: with the worst tensor, its module and the ratio; or the sides have other
+            results, dtypes or shapes.
+        VacuousCheck: nothing could have failed: constant results, nothing finite, nothing but
+            errors.
+        ValueError: random numbers are drawn, which nobody can draw alike in float64; eager computes
+            in float64 already; it does not run in float64; sides with other parameters.
+    """
+    __tracebackhide__ = True
+    if make_inputs is not None and inputs:
+        raise ValueError("inputs and make_inputs=: give one of them")
+    if not seeds:
+        raise ValueError("seeds=() runs nothing: give one or more")
+    if compiled is eager:
+        raise ValueError("compiled and eager are one object, which is as accurate as itself")
+    captured_by(eager)  # refuses what cannot be cast
+    found: dict[str, TensorErrors] = {}
+    for number, seed in enumerate(seeds):
+        given = _resampled(inputs, seed) if number else inputs
+        if make_inputs is not None:
+            given = make_inputs(seed)
+        _require_equal_state(compiled, eager, given)
+        _add_errors(found, compiled, eager, given, seed)
+
+    varies = len(set(seeds)) > 1 and (make_inputs is not None or _has_floats(inputs))
+    accuracy = _judged(found, factor, len(seeds), varies=varies)
+    outcome = "less accurate" if accuracy.failing else "no less accurate"
+    if any(each.left_out for each in accuracy.tensors):
+        outcome += " (not finite)"
+    facts.emit(
+        "verdict", outcome=outcome, tensors=len(accuracy.tensors), what="compiled against float64"
+    )
+    if accuracy.failing:
+        raise LessAccurate(str(accuracy), accuracy)
+    if not any(each.compiled or each.eager for each in accuracy.tensors):
+        facts.emit("idle", what="no error on either side: nothing that was computed here rounds")
+    return accuracy
+
+
+def _judged(found: dict[str, TensorErrors], factor: float, seeds: int, *, varies: bool) -> Accuracy:
+    """Set aside the results that could not have failed, and sort the others."""
+    __tracebackhide__ = True
+    judged, not_judged = [], []
+    for each in found.values():
+        reason = each.why_not_judged(factor, varies=varies)
+        if reason:
+            not_judged.append(f"{each.name}: {reason}")
+        else:
+            judged.append(each)
+    if not judged:
+        lines = cut("not judged", not_judged) or ["  it returns nothing, and leaves nothing"]
+        raise VacuousCheck(
+            "\n".join(["no result could have been less accurate: this check cannot fail", *lines])
+        )
+    if all(each.dtype == torch.float64 and not each.eager for each in judged):
+        raise ValueError("eager computes in float64 already: no more exact run tells who errs")
+    judged.sort(key=lambda each: each.ratio / each.allowed(factor), reverse=True)
+    return Accuracy(tuple(judged), tuple(not_judged), factor, seeds)
+
+
+def _add_errors(
+    found: dict[str, TensorErrors], compiled: Any, eager: Any, inputs: Sequence[Any], seed: int
+) -> None:
+    """Run all three, and add the errors of each result."""
+    __tracebackhide__ = True
+    with random_states_kept():
+        expected = _run(eager, inputs, seed, refuse_random=True)
+        actual = _run(compiled, inputs, seed)
+        exact = _run_in_float64(eager, inputs, seed)
+    owners = {name: owner for name, _, owner in _state(eager, inputs)}
+    for name in [*expected, *actual]:
+        if (name in expected) != (name in actual):
+            side = "eager" if name in expected else "compiled"
+            raise FailedCheck(f"{name}: only {side} has it")
+    for name, wanted in expected.items():
+        got = actual[name]
+        if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+            raise FailedCheck(
+                f"{name}: compiled gives {got.dtype} of {list(got.shape)}, "
+                f"eager {wanted.dtype} of {list(wanted.shape)}"
+            )
+        if name not in exact:
+            raise ValueError(f"{name}: eager makes it, but not in float64")
+        owner = owners.get(name.removeprefix("gradient of ").removesuffix(AFTERWARDS), "")
+        errors = found.setdefault(name, TensorErrors(name, owner))
+        errors.add(got.cpu(), wanted.cpu(), exact[name].cpu())
+
+
+def _state(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield the tensors that a call is given: by FQN, with the module in words, or by place."""
+    is_first = True
+    for place, value in enumerate([function, *inputs], -1):
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            where = f"input {place}{pytree.keystr(path)}"
+            if isinstance(leaf, Tensor) and place >= 0:
+                yield where, leaf, ""
+            elif isinstance(leaf, nn.Module):
+                prefix, is_first = "" if is_first else f"{where}.", False
+                for fqn, part in leaf.named_modules():
+                    # torch.compile wraps modules, also inside of others
+                    fqn = ".".join(name for name in fqn.split(".") if name != "_orig_mod")
+                    owner = f"{fqn} ({type(part).__name__})" if fqn else type(part).__name__
+                    own = [
+                        *part.named_parameters(recurse=False),
+                        *part.named_buffers(recurse=False),
+                    ]
+                    for name, tensor in own:
+                        yield f"{prefix}{fqn}{'.' if fqn else ''}{name}", tensor, owner
+
+
+def _require_equal_state(compiled: Any, eager: Any, inputs: Sequence[Any]) -> None:
+    """Refuse sides that are not one function of the same numbers, and tensors in parts."""
+    __tracebackhide__ = True
+    named_state(eager, inputs)  # refuses compiled code, hooks, and objects
+    ours, theirs = (
+        {name: tensor for name, tensor, _ in _state(side, inputs)} for side in (compiled, eager)
+    )
+    if ours.keys() != theirs.keys():
+        unlike = sorted(ours.keys() ^ theirs.keys())
+        raise ValueError(f"compiled and eager hold other tensors: {', '.join(unlike[:3])}")
+    for name, tensor in theirs.items():
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}, which cannot be cast to float64"
+            )
+        other = ours[name]
+        if other.dtype != tensor.dtype or not torch.equal(other, tensor):
+            raise ValueError(f"compiled and eager hold other numbers in {name}: copy the state")
+
+
+def _run(
+    function: Any, inputs: Sequence[Any], seed: int, *, refuse_random: bool = False
+) -> dict[str, Tensor]:
+    """Run forward and backward; return results, gradients, and the state that was written.
+
+    State and gradients are put back.
+    """
+    leaves, spec = pytree.tree_flatten(list(inputs))
+    given = pytree.tree_unflatten(copies(leaves, keep_grad=True), spec)
+    before = random_state()
+    state = {name: tensor for name, tensor, _ in _state(function, given)}
+    kept = {name: (tensor.detach().clone(), tensor.grad) for name, tensor in state.items()}
+    for tensor in state.values():
+        tensor.grad = None
+    try:
+        found = _results_of(function, given, state, seed)
+        for name, tensor in state.items():
+            if not torch.equal(tensor, kept[name][0]):
+                found[f"{name}{AFTERWARDS}"] = tensor
+        after = random_state()
+        found = {name: tensor.detach().clone() for name, tensor in found.items()}
+    finally:
+        with torch.no_grad():
+            for name, tensor in state.items():
+                numbers, tensor.grad = kept[name]
+                if not torch.equal(tensor, numbers):
+                    tensor.copy_(numbers)
+    drawn = [name for name in before if not torch.equal(before[name], after[name])]
+    if refuse_random and drawn:
+        raise ValueError(
+            f"eager draws random numbers ({', '.join(drawn)}), and nobody draws the same ones in "
+            "float64 or in compiled code: call eval(), or set dropout to 0"
+        )
+    return found
+
+
+def _results_of(
+    function: Any, given: Sequence[Any], state: dict[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    outputs = function(*given)
+    check_outputs(outputs)
+    found: dict[str, Tensor] = {}
+    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, Tensor):
+            found[f"output{pytree.keystr(path)}"] = leaf
+        elif isinstance(leaf, int | float):
+            found[f"output{pytree.keystr(path)}"] = torch.tensor(leaf)
+    ends = [leaf for leaf in found.values() if leaf.requires_grad and leaf.grad_fn is not None]
+    if ends and all(tensor.grad is None for tensor in state.values()):
+        generator = torch.Generator().manual_seed(seed)
+        weights = []
+        for end in ends:
+            # Whole numbers up to 128 are the same in bfloat16 and in float64.
+            drawn = torch.ones(end.shape, dtype=torch.int64)
+            if end.numel() > 1:
+                drawn = torch.randint(-128, 129, end.shape, generator=generator)
+            weights.append(drawn.to(end.device, end.dtype) / 64)
+        torch.autograd.backward(ends, weights)
+    for name, tensor in state.items():
+        if tensor.grad is not None:
+            found[f"gradient of {name}"] = tensor.grad
+    return found
+
+
+def _run_in_float64(eager: Any, inputs: Sequence[Any], seed: int) -> dict[str, Tensor]:
+    __tracebackhide__ = True
+    function, *given = copy_of([eager, *inputs])
+    if isinstance(function, nn.Module):
+        function.double()
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return leaf.double()
+        if isinstance(leaf, Tensor) and _is_narrow(leaf.dtype):
+            return _widened(leaf.detach()).requires_grad_(leaf.requires_grad)
+        return leaf
+
+    try:
+        with _InFloat64(), _default_dtype(torch.float64):
+            return _run(function, pytree.tree_map(cast, given), seed)
+    except Exception as error:
+        raise ValueError(
+            f"eager does not run in float64: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype in _WIDE or (dtype.is_floating_point and dtype != torch.float64)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_WIDE.get(tensor.dtype, torch.float64))
+
+
+class _InFloat64(TorchDispatchMode):
+    """Compute in float64, whatever dtypes a program asks for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def widen(value: Any) -> Any:
+            if isinstance(value, torch.dtype) and _is_narrow(value):
+                return _WIDE.get(value, torch.float64)
+            if isinstance(value, Tensor) and _is_narrow(value.dtype):
+                return _widened(value)
+            return value
+
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):
+            arguments = schema(func).arguments
+            named = kwargs | {each.name: at for each, at in zip(arguments, args, strict=False)}
+            for argument in arguments:
+                value = named.get(argument.name)
+                if argument.is_write and isinstance(value, Tensor) and _is_narrow(value.dtype):
+                    raise TypeError(f"{func} writes to a tensor of {value.dtype} made elsewhere")
+        if str(func) == "aten.view.dtype":
+            raise TypeError("memory is read as another dtype")
+        results = func(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, Tensor) and _is_narrow(leaf.dtype):
+                raise TypeError(f"{func} computes in {leaf.dtype}, whatever it is given")
+        return results
+
+
+def _has_floats(inputs: Sequence[Any]) -> bool:
+    leaves = pytree.tree_leaves(list(inputs))
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
+
+
+def _resampled(inputs: Sequence[Any], seed: int) -> Any:
+    """Return the inputs, with elements of floating-point tensors drawn from those that they hold.
+
+    So they keep their range. In another order alone, the mean of all would be the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def resample(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
+            return leaf
+        places = torch.randint(leaf.numel(), leaf.shape, generator=generator).to(leaf.device)
+        made = torch.empty_like(leaf).copy_(leaf.detach().reshape(-1)[places])
+        return made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(resample, list(inputs))

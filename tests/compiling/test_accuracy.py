@@ -1,0 +1,229 @@
+"""Compiled code and eager against float64: who errs more, by how much, and where nothing shows it.
+
+``compiled`` is any callable here. Only the tests of the second tier generate code.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import LessAccurate, VacuousCheck, assert_no_less_accurate, facts
+from pytest_gtrainer.facts import FailedCheck
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+class InBfloat16(Model):
+    """A product of the last layer is rounded once too often."""
+
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x))).bfloat16().float())
+
+
+class RoundedBackward(Model):
+    def forward(self, x):
+        x = self.up(x)
+        x.register_hook(lambda gradient: gradient.bfloat16().float())
+        return self.down(torch.relu(self.norm(x)))
+
+
+def x(seed=0, rows=6):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_same_numbers_are_no_less_accurate():
+    accuracy = assert_no_less_accurate(Model(), Model(), x())
+    assert accuracy.worst.ratio == pytest.approx(1, rel=0.5)
+    assert len(accuracy.tensors) == 7
+    assert not accuracy.not_judged
+    assert str(accuracy).startswith("no less accurate than eager: 0 of 7 tensors on 4 seeds")
+
+
+def test_an_output_that_is_rounded_more():
+    with pytest.raises(LessAccurate, match=r"    output: .* times") as caught:
+        assert_no_less_accurate(InBfloat16(), Model(), x())
+    assert len(caught.value.accuracy.failing) == 6
+    assert caught.value.accuracy.worst.ratio > 1000
+    assert_no_less_accurate(InBfloat16(), Model(), x(), factor=1e6)
+
+
+def test_a_gradient_that_is_rounded_more_names_parameter_and_module():
+    with pytest.raises(
+        LessAccurate, match=r"worst gradient of up\.\w+, of up \(Linear\): "
+    ) as caught:
+        assert_no_less_accurate(RoundedBackward(), Model(), x())
+    assert {each.name for each in caught.value.accuracy.failing} == {
+        "gradient of up.weight",
+        "gradient of up.bias",
+    }
+
+
+def test_eager_may_err_more():
+    accuracy = assert_no_less_accurate(Model(), InBfloat16(), x())
+    assert accuracy.worst.ratio < 2
+
+
+def test_casts_inside_are_set_aside_in_float64():
+    """Else the reference would be as wrong as eager, whose ratio is then as it is."""
+    accuracy = assert_no_less_accurate(Model(), InBfloat16(), x())
+    (output,) = [each for each in accuracy.tensors if each.name == "output"]
+    assert output.eager > 1e-4
+    assert output.compiled < 1e-6
+
+
+def test_a_function_of_a_module_and_an_input_that_requires_a_gradient():
+    def step(model, x):
+        model(x).square().mean().backward()
+        return x.sum()
+
+    def rounded(model, x):
+        model(x).square().mean().backward()
+        x.grad = x.grad.bfloat16().float()
+        return x.sum()
+
+    model, given = Model(), x().requires_grad_()
+    assert_no_less_accurate(lambda *inputs: step(*inputs), step, model, given)
+    with pytest.raises(LessAccurate, match="worst gradient of input 1: "):
+        assert_no_less_accurate(rounded, step, model, given)
+    assert given.grad is None
+    assert model.up.weight.grad is None
+
+
+def test_inputs_for_each_seed_and_low_precision():
+    model = Model().bfloat16()
+    made = []
+
+    def make_inputs(seed):
+        made.append(seed)
+        return (x(seed).bfloat16(),)
+
+    accuracy = assert_no_less_accurate(
+        Model().bfloat16(), model, make_inputs=make_inputs, seeds=(3, 4)
+    )
+    assert made == [3, 4]
+    assert accuracy.worst.eager > 1e-4
+
+
+def test_a_buffer_that_is_written_is_compared_and_put_back():
+    class Averaged(nn.Module):
+        def __init__(self, dtype=torch.float32):
+            super().__init__()
+            self.dtype = dtype
+            self.register_buffer("average", torch.zeros(8))
+
+        def forward(self, x):
+            self.average += x.mean(0).to(self.dtype)
+            return x * 2
+
+    eager = Averaged()
+    with pytest.raises(LessAccurate, match=r"worst average afterwards, of Averaged: "):
+        assert_no_less_accurate(Averaged(torch.bfloat16), eager, x())
+    assert not eager.average.any()
+
+
+def test_whole_numbers_count_as_right_or_wrong():
+    def choice(x):
+        return x.argmax(-1)
+
+    def rounded(x):
+        return x.mul(4).round().argmax(-1)
+
+    with facts.collecting() as seen:
+        assert_no_less_accurate(lambda x: choice(x), choice, x(rows=64))
+    assert facts.of_kind(seen, "idle")  # nothing rounds
+    with pytest.raises(LessAccurate, match="worst output: inf times"):
+        assert_no_less_accurate(rounded, choice, x(rows=64))
+
+
+def test_a_few_numbers_may_err_more_by_chance():
+    def loss(x):
+        return x.exp().mean()
+
+    accuracy = assert_no_less_accurate(lambda x: loss(x.flip(0)), loss, x(rows=64))
+    assert accuracy.worst.count == 4
+    assert accuracy.worst.allowed(2) > 8
+
+
+def test_what_is_not_finite():
+    def inverse(x):
+        return 1 / (x * (x > 0))
+
+    with facts.collecting() as seen:
+        accuracy = assert_no_less_accurate(lambda x: inverse(x), inverse, x())
+    assert accuracy.worst.left_out
+    assert "not finite in eager" in str(accuracy)
+    assert facts.of_kind(seen, "verdict")[-1]["outcome"] == "no less accurate (not finite)"
+    with pytest.raises(LessAccurate, match="worst output: inf times"):
+        assert_no_less_accurate(lambda x: inverse(x) * 1e38 * 10, inverse, x())
+    with pytest.raises(VacuousCheck, match="output: no element is finite"):
+        assert_no_less_accurate(lambda x: x / 0 * 0, lambda x: x / 0 * 0.0, x())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: torch.ones(3) / 3, "output: the same for all inputs"),
+        (lambda x: (x + 1e9) - 1e9 - x, "output: zeros in its place would pass"),
+        (lambda x: x[:0], "output: empty"),
+        (lambda x: None, "it returns nothing"),
+    ],
+    ids=["constant", "nothing but error", "empty", "nothing"],
+)
+def test_a_check_that_cannot_fail(function, message):
+    with pytest.raises(VacuousCheck, match=message):
+        assert_no_less_accurate(lambda x: function(x), function, x())
+
+
+def test_what_is_refused():
+    model = Model()
+    with pytest.raises(ValueError, match="eager draws random numbers"):
+        assert_no_less_accurate(nn.Dropout(), nn.Dropout(), x())
+    with pytest.raises(ValueError, match="eager computes in float64 already"):
+        assert_no_less_accurate(lambda x: x.exp(), torch.exp, x().double())
+    with pytest.raises(ValueError, match="one object"):
+        assert_no_less_accurate(model, model, x())
+    other = Model()
+    nn.init.zeros_(other.up.weight)
+    with pytest.raises(ValueError, match=r"other numbers in up\.weight: copy the state"):
+        assert_no_less_accurate(other, model, x())
+    with pytest.raises(ValueError, match="the function holds model"):
+        assert_no_less_accurate(lambda x: x, lambda x: model(x), x())
+    with pytest.raises(ValueError, match="memory is read as another dtype"):
+        assert_no_less_accurate(lambda x: x, lambda x: x.view(torch.int32) >> 1, x())
+    with pytest.raises(ValueError, match="give one of them"):
+        assert_no_less_accurate(Model(), model, x(), make_inputs=lambda seed: (x(seed),))
+
+
+def test_other_results_are_said_so():
+    with pytest.raises(FailedCheck, match=r"output: compiled gives torch\.bfloat16"):
+        assert_no_less_accurate(lambda x: x.bfloat16(), lambda x: x * 1, x())
+    with pytest.raises(FailedCheck, match=r"output\[1\]: only eager has it"):
+        assert_no_less_accurate(lambda x: (x,), lambda x: (x, x), x())
+
+
+def test_nothing_stays():
+    before = torch.get_default_dtype(), torch.get_rng_state()
+    model = Model()
+    assert_no_less_accurate(Model(), model, x())
+    with pytest.raises(ValueError, match="does not run in float64"):
+        assert_no_less_accurate(lambda x: x.mT, lambda x: x.mT.view(torch.int32), x())
+    assert torch.get_default_dtype() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert model.up.weight.grad is None
+    assert model.up.weight.dtype == torch.float32
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_generated_code(dtype):
+    model = Model().to(dtype)
+    accuracy = assert_no_less_accurate(torch.compile(model), model, x().to(dtype))
+    assert len(accuracy.tensors) == 7

@@ -37,7 +37,7 @@ from pytest_gtrainer.graph.nodes import (
     direction,
     is_random,
     node_fqn,
-    walked,
+    walk,
 )
 from pytest_gtrainer.numerics.compare import compare_entries
 from pytest_gtrainer.numerics.graph_inputs import InputsRefused, try_extremes
@@ -457,7 +457,7 @@ def _has_value(node: fx.Node) -> bool:
 
 def _made(node: fx.Node, new: set[fx.Node]) -> tuple[str, ...]:
     """Return the new nodes from which ``node`` is computed by way of new nodes alone, in order."""
-    made = walked(node.all_input_nodes, attrgetter("all_input_nodes"), new.__contains__)
+    made = walk(node.all_input_nodes, attrgetter("all_input_nodes"), new.__contains__)
     return tuple(map(_words, sorted(made)))
 
 

@@ -23,6 +23,7 @@ ROOT = 4  # a square, so its powers are Q different numbers
 _FLOATS = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.float64)
 _INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding
 _MOST_VALUES = 1 << 16
+_SMALL = 128  # of a fraction that a person may have written
 
 
 class Prime:
@@ -230,12 +231,12 @@ class Prime:
         result = (whole * torch.tensor(powers)[shift - lowest]).remainder(self.modulus)
         return self._from_floats(wide.where(~is_finite, 0.0), result)
 
-    def small_fraction(self, element: int, most: int = 128) -> Fraction | None:
-        """Return the fraction with numerator and denominator up to ``most`` that this is."""
-        for denominator in range(1, most + 1):
+    def small_fraction(self, element: int) -> Fraction | None:
+        """Return the fraction with numerator and denominator up to ``_SMALL`` that this is."""
+        for denominator in range(1, _SMALL + 1):
             numerator = element * denominator % self.modulus
             for candidate in (numerator, numerator - self.modulus):
-                if 0 < abs(candidate) <= most:
+                if 0 < abs(candidate) <= _SMALL:
                     return Fraction(candidate, denominator)
         return None
 

@@ -8,7 +8,7 @@ from torch import fx
 from pytest_gtrainer._torch.graph_text import is_kernel_call
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
 from pytest_gtrainer.facts import FailedCheck
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     FORWARD,
@@ -16,8 +16,9 @@ from pytest_gtrainer.graph.nodes import (
     graphs_called,
     held,
     mutates,
+    short_name,
     storage_of,
-    walked,
+    walk,
     writes,
 )
 from pytest_gtrainer.graphtext.header import nearest
@@ -105,7 +106,7 @@ class Subject:
 
         Modules, buckets and directions of the graph ``before`` a pass are known, too.
         """
-        gm = adopted(gm, names)
+        gm = adopt(gm, names)
         self._gm, self._mesh = gm, mesh
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
@@ -117,7 +118,7 @@ class Subject:
         self._scopes = scopes_of(nodes)
         scopes = list(self._scopes.of.values())
         if before is not None:
-            scopes += scopes_of(adopted(before, names).graph.nodes).of.values()
+            scopes += scopes_of(adopt(before, names).graph.nodes).of.values()
         self._modules = {fqn for scope in scopes for fqn in scope.owners}
         # Not a set: a message lists them in the order of the graph.
         self.buckets = {scope.owners: None for scope in scopes if scope.is_bucket}
@@ -193,7 +194,7 @@ class Subject:
                 found += self._writing_anywhere
             return [source for source in found if source < reader]
 
-        return walked(read_by(node), read_by)
+        return walk(read_by(node), read_by)
 
     def scope(self, node: fx.Node) -> Scope:
         """Return the module or bucket of a node; the output has no owners and no space."""
@@ -290,7 +291,7 @@ def _writes_without_schema(node: fx.Node) -> bool:
     """Return whether a method, a function or a kernel writes, by torch's conventions for names."""
     if isinstance(node.target, OpOverload):
         return False
-    name = str(getattr(node.target, "__name__", node.target))
+    name = short_name(node)
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or "out" in node.kwargs or is_kernel_call(node.target) or mutates(node)
 

@@ -23,8 +23,9 @@ from pytest_gtrainer.bisect import (
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.collectives import find_early_read
-from pytest_gtrainer.graph.nodes import is_collective, refuse_fake
+from pytest_gtrainer.graph.nodes import input_fqn, is_collective, refuse_fake
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
+from pytest_gtrainer.numerics.bits import span
 from pytest_gtrainer.numerics.compare import (
     BitwiseDifference,
     ControlFailed,
@@ -211,11 +212,7 @@ def _recorded_inputs(run: RecordedPass) -> dict[str, Any]:
     if stage not in run.compiled.inputs:
         return {}
     placeholders = getattr(run.compiled, stage).graph.find_nodes(op="placeholder")
-    return dict(zip(map(_name, placeholders), run.compiled.inputs[stage], strict=True))
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.meta.get("gt_input", {}).get("fqn", node.target))
+    return dict(zip(map(input_fqn, placeholders), run.compiled.inputs[stage], strict=True))
 
 
 def _generate_inputs(
@@ -223,8 +220,8 @@ def _generate_inputs(
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield inputs with a description: recorded ones, then for all sizes those of each seed."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    if recorded and all(_name(node) in recorded for node in placeholders):
-        yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]
+    if recorded and all(input_fqn(node) in recorded for node in placeholders):
+        yield "the inputs of the first call", [recorded[input_fqn(node)] for node in placeholders]
     dynamic = []
     for node in placeholders:
         value = node.meta.get("val")
@@ -291,7 +288,7 @@ def _generate(
 
     made: list[Any] = []
     for node in placeholders:
-        value, known = node.meta.get("val"), recorded.get(_name(node))
+        value, known = node.meta.get("val"), recorded.get(input_fqn(node))
         if isinstance(value, Tensor):
             is_float = value.dtype.is_floating_point or value.dtype.is_complex
             if not is_float and isinstance(known, Tensor):
@@ -306,8 +303,8 @@ def _generate(
             made.append(known)
         else:
             raise ValueError(
-                f"input {_name(node)} is of type {type(value).__name__}, for which no value can be "
-                "made up: record with lower=False, which keeps the inputs of the first call"
+                f"input {input_fqn(node)} is of type {type(value).__name__}, for which no value "
+                "can be made up: record with lower=False, which keeps the inputs of the first call"
             )
     return _sharing_memory(made, [node.meta.get("val") for node in placeholders], number)
 
@@ -324,9 +321,8 @@ def _sharing_memory(
         offsets = [number(examples[at].storage_offset()) for at in shared]
         ends = []
         for at, offset in zip(shared, offsets, strict=True):
-            pairs = zip(made[at].shape, made[at].stride(), strict=True)
-            last = offset + sum((size - 1) * stride for size, stride in pairs)
-            ends.append((last + 1) * made[at].itemsize)
+            length = span(made[at].shape, made[at].stride())
+            ends.append((offset + length) * made[at].itemsize)
         memory = made[shared[0]].new_empty(max(*ends, 0), dtype=torch.uint8).untyped_storage()
         for at, offset in zip(shared, offsets, strict=True):
             view = made[at].new_empty(0).set_(memory, offset, made[at].shape, made[at].stride())

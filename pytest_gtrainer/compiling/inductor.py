@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer._torch.compiling import CustomGraphPass, Watching, current_compile_id
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound, returned
 
 SLOTS = (
@@ -55,7 +55,7 @@ def inductor_options(
     dynamo: dict[str, fx.GraphModule] = {}  # Dynamo's graph by the id of the compilation
 
     def keep(gm: fx.GraphModule) -> None:
-        dynamo[current_compile_id()] = adopted(gm)
+        dynamo[current_compile_id()] = adopt(gm)
 
     ours = [GraphTrainerPass(each, dynamo, files) for each in all_bound(passes)]
     return {"pre_grad_custom_pass": Watching("gtrainer-names-of-inputs", keep), slot: ours}
@@ -72,8 +72,8 @@ class GraphTrainerPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
-        # ``adopted`` copies the graph, and Inductor goes on with its own: take only metadata.
-        named = adopted(gm, self.dynamo.get(current_compile_id()))
+        # ``adopt`` copies the graph, and Inductor goes on with its own: take only metadata.
+        named = adopt(gm, self.dynamo.get(current_compile_id()))
         metadata = {node.name: node.meta for node in named.graph.nodes}
         for node in graph.nodes:
             for key in _METADATA:

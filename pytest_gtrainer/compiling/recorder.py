@@ -24,7 +24,7 @@ from torch import fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.numerics.graph_run import copies
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
@@ -86,7 +86,7 @@ class _Compilation:
 
 def _copy(gm: fx.GraphModule, compiled: CompiledGraph, stage: str) -> fx.GraphModule:
     """Copy a graph with the names of Dynamo's inputs."""
-    copy = adopted(gm, compiled.stages.get("dynamo", gm))
+    copy = adopt(gm, compiled.stages.get("dynamo", gm))
     copy.meta.pop("gt_stage", None)
     # A graph behind the partitioner has one direction, whatever its nodes had in the joint graph.
     if stage in ("forward", "backward"):

@@ -65,7 +65,7 @@ from pytest_gtrainer.graph.nodes import (
     is_random,
     node_fqn,
 )
-from pytest_gtrainer.graph.packing import ACTIVATION, computes, packed
+from pytest_gtrainer.graph.packing import ACTIVATION, computes, read_sent_states
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal, compare_entries
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
@@ -772,7 +772,7 @@ def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]
     All-gathers of activations are left out: tensor parallelism places them.
     """
     place = {node: at for at, node in enumerate(gm.graph.nodes)}
-    sent = packed(gm)
+    sent = read_sent_states(gm)
     found = []
     for node in place:
         if not is_collective(node) or kind_of(node) != kind or direction(node) != way:

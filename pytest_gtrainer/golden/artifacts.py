@@ -45,6 +45,7 @@ def check(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--gt-artifacts={place} holds the root directory itself: give a folder of its own"
         )
+
     if place.is_relative_to(config.rootpath / FOLDER):
         raise pytest.UsageError(
             f"--gt-artifacts={place} lies among the goldens: give a folder of its own"

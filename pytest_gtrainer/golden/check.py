@@ -93,45 +93,54 @@ class Golden:
                 "a golden is checked in the process of its test, and this one was forked from it: "
                 "hand the value to the test"
             )
+
         if per not in (None, "torch"):
             raise ValueError(
                 f'per={per!r}: a golden is kept per="torch", or without it serves all versions'
             )
-        if _is_graph(value):
-            from pytest_gtrainer.graph.foreign import adopted
 
-            stage, value = getattr(value, "gt_stage", None), adopted(value, names)
+        if _is_graph(value):
+            from pytest_gtrainer.graph.foreign import adopt
+
+            stage, value = getattr(value, "gt_stage", None), adopt(value, names)
             name = name or stage or value.meta.get("gt_stage")
         elif names is not None:
             raise TypeError(
                 "names says what a graph's inputs are, and this golden is of "
                 f"{type(value).__name__}"
             )
+
         if (name or "") in self._names:
             which = f"named {name!r}" if name else "without a name"
             raise ValueError(
                 f"this test has checked a golden {which} already: give each check its own name"
             )
+
         kind, text = self._text(value, view, sizes)
         if per is not None and kind == "numbers":
             raise ValueError(
                 'per="torch" is not for numbers: their file has an entry for each environment '
                 "anyway"
             )
+
         minor = installed_minor() if per else None
         if per is not None and minor is None:
             raise ValueError(
                 'per="torch" needs a version like 2.15, and that of the installed torch does not '
                 "begin so"
             )
+
         path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
         if odd := _not_a_proof(kind, text, value):
-            what = odd[0] if len(odd) == 1 else f"{odd[0]}, and {len(odd) - 1} more"
+            what = odd[0]
+            if len(odd) > 1:
+                what += f", and {len(odd) - 1} more"
             facts.emit(
                 "idle",
                 what=f"{path}: {what}: other computations give that, too, so it proves nothing",
             )
+
         rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
         whole = ""
         # Beside a partial view artifacts have the whole graph, that of one rank, as ranks agree.
@@ -176,6 +185,7 @@ class Golden:
                 f"view={view!r} says how much of a graph to show, and this is of "
                 f"{type(value).__name__}"
             )
+
         if isinstance(value, str):
             return "text", normal(value)
         layouts = sys.modules.get("pytest_gtrainer.graph.layout")
@@ -183,6 +193,7 @@ class Golden:
             from pytest_gtrainer.graphtext.rendering import render_layout
 
             return "graph", render_layout(value, header=self._header(), mesh=self._mesh)
+
         if isinstance(value, _NUMBERS):
             numbers = values.Entry(values.decisive(environment_of(self._item)), values.plain(value))
             return "numbers", values.text_of(self._made_by, [numbers])
@@ -254,12 +265,16 @@ def environment_of(item: pytest.Item) -> dict[str, str | int]:
     import torch
 
     spec = spec_of(item)
-    on_ranks = spec is not None and spec.kind == "ranks"
-    device = devices.resolve(item.config).kind if on_ranks else str(torch.get_default_device().type)
+    device = str(torch.get_default_device().type)
+    if spec is not None and spec.kind == "ranks":
+        device = devices.resolve(item.config).kind
+    if device == "cuda":
+        # Other models of a GPU add in other orders.
+        device = f"cuda {torch.cuda.get_device_name()}"
     return {
         "torch": str(torch.__version__),
-        # Other models of a GPU add in other orders.
-        "device": f"cuda {torch.cuda.get_device_name()}" if device == "cuda" else device,
+        "device": device,
+        # oneDNN and MKL choose their kernels by these two.
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         **extensions.environment(item.config),

@@ -46,19 +46,25 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
                     f"in ASCII: {before!a} in the golden, {after!a} in what was obtained"
                 )
         return Finding("different", "\n".join([found, *in_ascii[:3]]))
+
     if damage := _damage(kind, golden):
         return Finding("different", damage, replaceable=False)
     try:
         known = values.entries_of(golden)
     except values.NumbersError as error:
         return Finding("different", f"the golden {error}", replaceable=False)
+
     (new,) = values.entries_of(obtained)
     same = [entry for entry in known if entry.environment == new.environment]
     if not same:
-        others = known[0] if len(known) == 1 else f"{len(known)} others"
+        # Bits of another environment say nothing: it may add in another order.
+        others = str(known[0])
+        if len(known) > 1:
+            others = f"{len(known)} others"
         return Finding(
             "not judged", f"has no numbers for this environment ({new}), but for {others}"
         )
+
     changes = values.differences(same[0].values, new.values)
     if not changes:
         return EQUAL
@@ -81,6 +87,7 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
         respelled = _respell(golden, obtained)
     except TextError as error:
         return f"the golden is not graph text: {error}"
+
     return None if respelled is None else "\n".join(explain(*respelled, limit))
 
 
@@ -115,6 +122,7 @@ def _respell(
         if made != running:
             notes.append(f"made with torch {made or 'of an unknown version'}, running {running}")
         return old, new, notes
+
     if same_but_for(spellings, old, new):
         return None
     (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
@@ -132,6 +140,7 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     except TextError:
         # The failure's text reports the damage.
         return []
+
     sides = [header.body(golden), header.body(obtained)]
     keys = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in sides]
     return [
@@ -170,6 +179,7 @@ def _damage(kind: str, golden: str) -> str | None:
                 f"the golden has merge conflict marks at line {number}: resolve the merge, "
                 "or remake it"
             )
+
     if kind != "graph":
         return None
     version, ours = header.version_of(golden), header.VERSION
@@ -180,9 +190,11 @@ def _damage(kind: str, golden: str) -> str | None:
             f"the golden has format v{version} and this pytest-gtrainer reads v{ours}: "
             "it was made by a newer one, so upgrade"
         )
+
     if version < ours:
         return (
             f"the golden has the old format v{version}, where this pytest-gtrainer reads v{ours}: "
             "remake it with --gt-update-goldens, at a commit whose graph you trust"
         )
+
     return None

@@ -23,6 +23,7 @@ import re
 import sys
 import tokenize
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def ask_sessions() -> None:
     except ImportError:
         # Goldens work without expecttest.
         return
+
     original: Callable[..., None] = expecttest.assert_expected_inline
     if hasattr(original, "__wrapped__"):
         return
@@ -172,10 +174,12 @@ class InlinePlugin:
                 "the obtained text is not printable ASCII, as inline expectations are: "
                 "use gt_golden.check"
             )
+
         if file not in self._digests:
             self._digests[file] = digest_of(Path(file))
-        path, root = [Path(os.path.realpath(each)) for each in (file, self.config.rootpath)]
-        shown = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+        # A stack names a file by the path that it was imported from, which a link may be part of.
+        root = Path(os.path.realpath(self.config.rootpath))
+        shown = store.spell_path(Path(os.path.realpath(file)), root)
         self._observed.append(Expectation(shown, line, expected, obtained, self._digests[file]))
         return True
 
@@ -196,6 +200,7 @@ class InlinePlugin:
                 report.longrepr.addsection("inline expectation", text)
             else:
                 report.longrepr = f"{report.longrepr}\n\n{text}"
+
         return report
 
     def judge_ranks(
@@ -217,11 +222,11 @@ def is_mismatch(error: BaseException) -> bool:
     library = sys.modules.get("expecttest")
     if library is None or not isinstance(error, AssertionError):
         return False
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(
-        code.co_name == "assert_expected_inline" and code.co_filename == library.__file__
-        for code in codes
-    )
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "assert_expected_inline" and code.co_filename == library.__file__:
+            return True
+    return False
 
 
 def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
@@ -241,8 +246,11 @@ def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict
                 f"so none is accepted: {way_out}"
             ]
             for text, who in texts.items():
-                lines.append(f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}")
+                lines.append(f"  {who}: {text[:_SHOWN]!r}")
+                if len(text) > _SHOWN:
+                    lines[-1] += "…"
             found[place] = "\n".join(lines)
+
     return found
 
 
@@ -279,26 +287,31 @@ class AcceptancePlugin:
             self._accept()
 
     def _accept(self) -> None:
-        passed: list[tuple[pytest.TestReport, Expectation]] = []
-        for reports in self._tests.values():
-            if has_passed({(report.when, report.outcome) for report in reports}):
-                for report in reports:
-                    sent = getattr(report, "gt_inline", ())
-                    passed += [(report, Expectation(**each)) for each in sent]
-        seen = [(report.nodeid, each) for report, each in passed]
-        problems = disagreements(seen, "give each its own")
+        seen: list[tuple[str, Expectation]] = []
         first: dict[Place, tuple[pytest.TestReport, Expectation]] = {}
-        for report, each in passed:
-            first.setdefault(each.place, (report, each))
+        # Of each file the digests that processes of the run imported.
+        imported: dict[str, set[str]] = defaultdict(set)
+        for reports in self._tests.values():
+            # A test that failed may have obtained anything.
+            if not has_passed({(report.when, report.outcome) for report in reports}):
+                continue
+            for report in reports:
+                for sent in getattr(report, "gt_inline", ()):
+                    each = Expectation(**sent)
+                    seen.append((report.nodeid, each))
+                    first.setdefault(each.place, (report, each))
+                    imported[each.file].add(each.digest)
+
+        problems = disagreements(seen, "give each its own")
         edits: dict[str, dict[Expectation, pytest.TestReport]] = {}
         for place, (report, each) in first.items():
             if place in problems:
                 self._fail(report, problems[place])
             elif each.obtained != each.expected:
                 edits.setdefault(each.file, {})[each] = report
+
         for file in sorted(edits):
-            imported = {each.digest for _, each in passed if each.file == file}
-            self._accept_in(file, edits[file], imported)
+            self._accept_in(file, edits[file], imported[file])
 
     def _accept_in(
         self, file: str, edits: dict[Expectation, pytest.TestReport], imported: set[str]
@@ -361,6 +374,7 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise EditError(f"is not Python source ({error})") from None
+
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     literals: dict[ast.Constant, Expectation] = {}
     refused = {}
@@ -377,9 +391,12 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
 
     # Columns of a syntax tree count bytes of UTF-8.
     utf8 = text.encode()
-    starts = [0, *[found.end() for found in _LINE_END.finditer(utf8)]]
-    first_end = _LINE_END.search(utf8)
-    line_end = first_end[0] if first_end else b"\n"
+    starts, line_end = [0], b"\n"
+    for found in _LINE_END.finditer(utf8):
+        if len(starts) == 1:
+            line_end = found[0]
+        starts.append(found.end())
+
     # The last literal first: an edit moves all that stands after it.
     for literal in sorted(literals, key=lambda each: (each.lineno, each.col_offset), reverse=True):
         edit = literals[literal]
@@ -393,10 +410,12 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
             continue
         literal.value = edit.obtained
         utf8 = utf8[:start] + spelled.encode().replace(b"\n", line_end) + utf8[end:]
+
     try:
         is_as_meant = _dumped(ast.parse(utf8.decode())) == _dumped(tree)
     except SyntaxError:
         is_as_meant = False
+
     if not is_as_meant:
         raise EditError("cannot be edited without changing more than its expectations")
     return utf8.decode().encode(encoding), refused
@@ -421,18 +440,23 @@ def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Consta
     """
     found = []
     for call in calls:
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        literals = [node for node in arguments if isinstance(node, ast.Constant)]
-        # Under ``python -bb`` comparing bytes with a string raises, so the type is compared first.
-        literals = [
-            node for node in literals if isinstance(node.value, str) and node.value == value
-        ]
-        if literals and call.lineno <= line <= (call.end_lineno or 0):
+        if not call.lineno <= line <= (call.end_lineno or 0):
+            continue
+        literals = []
+        for node in [*call.args, *(keyword.value for keyword in call.keywords)]:
+            if not isinstance(node, ast.Constant):
+                continue
+            # Under ``python -bb`` comparing bytes with a string raises, so the type comes first.
+            if isinstance(node.value, str) and node.value == value:
+                literals.append(node)
+        if literals:
             found.append((call, max(literals, key=lambda node: (node.lineno, node.col_offset))))
+
     if not found:
         raise EditError(
             "there is no string literal that reads as the old expectation in the call there"
         )
+
     last = max(call.lineno for call, _ in found)
     (outermost, literal), *others = [pair for pair in found if pair[0].lineno == last]
     inside = set(ast.walk(outermost))

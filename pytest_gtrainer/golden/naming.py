@@ -45,9 +45,12 @@ def golden_path(
             "give per='torch'"
         )
     stem = stem_of_test(nodeid)
-    named = f"@{safe(name)}" if name is not None else ""
-    version = "@torch={}.{}".format(*torch) if torch else ""
-    return stem.with_name(stem.name + named + version + SUFFIXES[kind])
+    file = stem.name
+    if name is not None:
+        file += f"@{safe(name)}"
+    if torch:
+        file += "@torch={}.{}".format(*torch)
+    return stem.with_name(file + SUFFIXES[kind])
 
 
 def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
@@ -72,6 +75,7 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
         found = int(other["major"]), int(other["minor"])
         if found <= version:
             older[found] = path.with_name(name)
+
     return older[max(older)] if older else path
 
 
@@ -97,7 +101,9 @@ def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
 
 def place_of_tests(path: str, *, is_file: bool = True) -> PurePosixPath:
     """Return the folder of the goldens of a test file, or of all those below a folder of tests."""
-    below = PurePosixPath(path).with_suffix("") if path and is_file else PurePosixPath(path)
+    below = PurePosixPath(path)
+    if path and is_file:
+        below = below.with_suffix("")
     parts = [safe(part, fold_case=False) for part in below.parts if part not in ("..", "/")]
     return PurePosixPath(FOLDER, *parts)
 
@@ -135,8 +141,9 @@ class Claim:
     @property
     def groups(self) -> list[tuple[str, Ranks | None]]:
         """The symbols and ranks of the process groups in a graph's text, bodies included."""
-        found = _GROUP.findall(self.text) if self.kind == "graph" else []
-        return [(symbol, _ranks_of(spelled)) for _, symbol, spelled in found]
+        if self.kind != "graph":
+            return []
+        return [(symbol, _ranks_of(ranks)) for _, symbol, ranks in _GROUP.findall(self.text)]
 
 
 def _ranks_of(spelled: str) -> Ranks | None:
@@ -157,8 +164,12 @@ def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ra
     """
     by_rank = {rank: claim.groups for rank, claim in claims.items()}
     for nth, (symbol, _) in enumerate(by_rank[min(by_rank)]):
-        groups = {rank: named[nth][1] for rank, named in by_rank.items()}
-        yield symbol, {rank: ranks for rank, ranks in groups.items() if ranks is not None}
+        groups: dict[int, Ranks] = {}
+        for rank, named in by_rank.items():
+            _, ranks = named[nth]
+            if ranks is not None:
+                groups[rank] = ranks
+        yield symbol, groups
 
 
 def showing_groups(claims: Mapping[int, Claim]) -> Claim:
@@ -193,15 +204,16 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
         for claim, other in zip(claims[first], claims[rank], strict=True):
             if claim.common_text != other.common_text:
                 # ``splitlines`` also ends lines at form feeds, which may be the difference.
-                texts = claim.common_text.removesuffix("\n"), other.common_text.removesuffix("\n")
-                sides = [text.split("\n") for text in texts]
-                pairs = enumerate(zip_longest(*sides, fillvalue="(ends here)"), start=1)
+                ours = claim.common_text.removesuffix("\n").split("\n")
+                others_lines = other.common_text.removesuffix("\n").split("\n")
+                pairs = enumerate(zip_longest(ours, others_lines, fillvalue="(ends here)"), start=1)
                 number, (one, two) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
                 return (
                     f"{_title(claim)} differs between ranks, first on rank {rank} at line {number}:"
                     f"\n  rank {first}: {one.strip()}\n  rank {rank}: {two.strip()}",
                     {first: claim, rank: other},
                 )
+
     for nth, claim in enumerate(claims[first]):
         of_ranks = {rank: claims[rank][nth] for rank in claims}
         for symbol, groups in _partitions(of_ranks):
@@ -212,6 +224,7 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
                     "on all ranks",
                     of_ranks,
                 )
+
     return None
 
 

@@ -37,6 +37,7 @@ HAS_PASSED = pytest.StashKey[bool]()
 """Whether the call of a test has passed, for the clean-up of its fixtures."""
 _MOST_COMMANDS = 8
 _MOST_ARTIFACT_LINES = 20_000
+_MOST_LINES_OF_HEAD = 20
 
 
 class GoldenPlugin:
@@ -81,11 +82,13 @@ class GoldenPlugin:
             self._recorded.setdefault(item.nodeid, []).append(claim)
             is_first = self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
             return unfit() if self.modes.creates and is_first else None
+
         found, failure = self._judge(item, claim)
         if self._pending and self._pending[-1][0] is claim:
             failure = unfit()
             if failure is not None:
                 self._pending.pop()
+
         for fact in found:
             facts.emit(**fact)
         return failure
@@ -105,11 +108,13 @@ class GoldenPlugin:
             if self.modes.updates and is_damaged:
                 return self._await(claim, "updated")
             return self._failed(item, claim, "different", str(error))
+
         if golden is None:
             if self.modes.creates:
                 return self._await(claim, "created")
             problem = f"{claim.path} is missing\nobtained:\n{_head(claim.text)}"
             return self._failed(item, claim, "missing", problem + self._renamed(item, claim))
+
         from pytest_gtrainer.golden.compare import judge, maker
 
         finding = judge(claim.kind, golden, claim.text)
@@ -120,8 +125,11 @@ class GoldenPlugin:
             if is_renamed and self.modes.updates and not is_new:
                 return self._await(claim, "updated")
             return [_fact(held, "equal")], None
-        outcome = "created" if is_new or not is_judged else "updated"
-        is_asked = self.modes.creates if outcome == "created" else self.modes.updates
+
+        outcome, is_asked = "updated", self.modes.updates
+        if is_new or not is_judged:
+            # Nothing that a person has accepted is lost: the file, or the entry, is a new one.
+            outcome, is_asked = "created", self.modes.creates
         if finding.replaceable and is_asked:
             return self._await(claim, outcome)
         if not is_judged:
@@ -131,12 +139,14 @@ class GoldenPlugin:
             except store.GoldenFileError as error:
                 where = f"; {error}"
             return [_fact(claim, "not judged", why=finding.reasons + where)], None
+
         problem = f"{held.path} differs\n{finding.reasons}"
         if is_new:
             problem += (
                 f"\n\nit stays as it is: what is accepted goes to {claim.path}, "
                 "for this torch and newer ones"
             )
+
         return self._failed(item, claim, "different", problem, golden)
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
@@ -168,6 +178,7 @@ class GoldenPlugin:
                 f"\n\n{path} has the same text, and its test is not in this run. "
                 f"If the test was renamed:\n  {' && '.join(commands)}"
             )
+
         return ""
 
     def _held(self, claim: Claim) -> Claim:
@@ -193,6 +204,7 @@ class GoldenPlugin:
 
             difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
             texts |= {"golden": golden, "difference": facts.escaped(difference) + "\n"}
+
         named = {_artifact(claim, role): text for role, text in texts.items() if text}
         command = self.accept_command(item)
         accept = f"to accept what was obtained:\n  {command}"
@@ -201,6 +213,7 @@ class GoldenPlugin:
             from pytest_gtrainer.golden.compare import golden_difference
 
             found += golden_difference(claim.path, golden, claim.text)
+
         return found, "\n\n".join([problem, *self._save(item, named), accept])
 
     def _save(self, item: pytest.Item, texts: Mapping[str, str]) -> list[str]:
@@ -211,7 +224,8 @@ class GoldenPlugin:
         try:
             for name, text in texts.items():
                 path = artifacts.save(item, name, text)
-                lines += [f"  {artifacts.shown(path)}"] if path is not None else []
+                if path is not None:
+                    lines.append(f"  {artifacts.shown(path)}")
         except store.GoldenFileError as error:
             return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
         return ["\n".join(lines)]
@@ -237,9 +251,13 @@ class GoldenPlugin:
         report: pytest.TestReport,
     ) -> str | None:
         """Judge the claims of all ranks: return the failure's text, give ``report`` the facts."""
-        by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
+        by_rank: dict[int, list[Claim]] = {}
+        for rank, claimed in claims.items():
+            by_rank[rank] = [Claim(**claim) for claim in claimed]
         found: list[facts.Fact] = []
-        failure = self._judge_claims(item, by_rank, found) if any(by_rank.values()) else None
+        failure = None
+        if any(by_rank.values()):
+            failure = self._judge_claims(item, by_rank, found)
         _add_facts(report, found)
         report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
         return failure
@@ -255,6 +273,7 @@ class GoldenPlugin:
             for rank, claim in claimed.items():
                 texts[f"rank{rank}.{_artifact(claim, 'obtained')}"] = claim.text
             return facts.escaped("\n\n".join([text, *self._save(item, texts)]))
+
         failures = []
         for nth in range(len(by_rank[min(by_rank)])):
             claim = naming.showing_groups({rank: claimed[nth] for rank, claimed in by_rank.items()})
@@ -262,6 +281,7 @@ class GoldenPlugin:
             found += more
             if failure is not None:
                 failures.append(failure)
+
         return facts.escaped("\n\n".join(failures)) or None
 
     @pytest.hookimpl(wrapper=True)
@@ -286,11 +306,13 @@ class GoldenPlugin:
             self._outcomes.add((report.when, report.outcome))
             if report.when == "teardown":
                 self._finish(report)
+
         for fact in getattr(report, "gt_facts", []):
             if report.failed and fact["kind"] == "accept":
                 self._commands[fact["command"]] = None
             elif fact["kind"] == "golden" and "why" in fact:
                 self._not_judged[fact["name"]] = fact["why"]
+
         if report.failed and hasattr(report, "gt_accept"):
             self._commands[report.gt_accept] = None
         yield
@@ -314,6 +336,7 @@ class GoldenPlugin:
                 problems.append(f"{claim.path} was not written: it {error}")
             else:
                 _add_facts(teardown, [_fact(claim, outcome)])
+
         if problems:
             teardown.outcome, teardown.longrepr = "failed", facts.escaped("\n".join(problems))
 
@@ -370,10 +393,12 @@ def _artifact(claim: Claim, role: str) -> str:
     return f"{name}{role}{suffix}"
 
 
-def _head(text: str, limit: int = 20) -> str:
+def _head(text: str) -> str:
+    """Return the first lines of an obtained text, which has no golden to differ from."""
     lines = text.splitlines()
-    if len(lines) > limit:
-        lines[limit:] = [f"… and {facts.counted(len(lines) - limit, 'more line')}"]
+    left = len(lines) - _MOST_LINES_OF_HEAD
+    if left > 0:
+        lines[_MOST_LINES_OF_HEAD:] = [f"… and {facts.counted(left, 'more line')}"]
     return "\n".join(lines)
 
 
@@ -410,6 +435,7 @@ def modes_of(config: pytest.Config) -> Modes:
             f"--gt-{UPDATE} and --gt-{CREATE} exclude each other, as updating writes missing "
             "goldens too: give one"
         )
+
     unused: str = options.get(config, "unused-goldens")
     if options.get(config, PRUNE):
         if given(config, PRUNE) and given(config, "unused-goldens") and unused == "ignore":
@@ -417,6 +443,7 @@ def modes_of(config: pytest.Config) -> Modes:
                 "--gt-prune-goldens and --gt-unused-goldens=ignore exclude each other: give one"
             )
         unused = "prune"
+
     return Modes(creates=create or update, updates=update, unused=unused)
 
 

@@ -60,8 +60,9 @@ def read(path: Path, root: Path) -> str | None:
         return None
     except OSError as error:
         raise GoldenFileError(_unreachable(error, path, root)) from error
+
     if damage := _damage(raw, max(size, len(raw))):
-        raise DamagedGolden(f"{_shown(path, root)} {damage}: restore or remake it")
+        raise DamagedGolden(f"{spell_path(path, root)} {damage}: restore or remake it")
     return normal(raw.decode("utf-8-sig"))
 
 
@@ -80,7 +81,7 @@ def goldens_below(root: Path) -> list[PurePosixPath]:
 
 
 def normal(text: str) -> str:
-    """Line ends as ``\\n``, one at the end."""
+    """Return a text with ``\\n`` as its line ends, and with one at the end."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text if text.endswith("\n") else text + "\n"
 
@@ -97,7 +98,7 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
         raw = text.encode("utf-8", errors="surrogatepass")
         if damage := _damage(raw, len(raw)):
             raise GoldenFileError(
-                f"{_shown(path, root)} was not written: the obtained text {damage}"
+                f"{spell_path(path, root)} was not written: the obtained text {damage}"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, raw)
@@ -119,8 +120,9 @@ def remove(path: Path, root: Path) -> None:
     """
     if not _is_inside(path.parent, root):
         raise GoldenFileError(
-            f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link"
+            f"{spell_path(path, root)} was not removed: it lies out of the tree, behind a link"
         )
+
     try:
         with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
             path.unlink(missing_ok=True)
@@ -128,31 +130,33 @@ def remove(path: Path, root: Path) -> None:
                 for folder in path.relative_to(root).parents[:-1]:
                     (root / folder).rmdir()
     except OSError as error:
-        raise GoldenFileError(f"{_shown(path, root)} was not removed: {reason(error)}") from error
+        raise GoldenFileError(
+            f"{spell_path(path, root)} was not removed: {reason(error)}"
+        ) from error
 
 
 def _status(path: Path, root: Path) -> os.stat_result | None:
     """Return the status of a file inside the tree, None for no file; refuse anything else."""
-    shown = _shown(path, root)
+    name = spell_path(path, root)
     if not _is_inside(path, root):
-        raise GoldenFileError(f"{shown} leads out of the tree by a link: replace it by a file")
+        raise GoldenFileError(f"{name} leads out of the tree by a link: replace it by a file")
     if path.is_relative_to(root / FOLDER) and not _is_inside(path, root / FOLDER):
         there = os.path.relpath(os.path.realpath(path), os.path.realpath(root))
         raise GoldenFileError(
-            f"{shown} leads to {there}, which is no golden, by a link: replace it by a file"
+            f"{name} leads to {there}, which is no golden, by a link: replace it by a file"
         )
+
     try:
         status = path.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise GoldenFileError(_unreachable(error, path, root)) from error
+
     if stat.S_ISDIR(status.st_mode):
-        raise GoldenFileError(f"{shown} is a directory, expected a file: remove it")
+        raise GoldenFileError(f"{name} is a directory, expected a file: remove it")
     if not stat.S_ISREG(status.st_mode):
-        raise GoldenFileError(
-            f"{shown} is a pipe, a socket or a device, expected a file: remove it"
-        )
+        raise GoldenFileError(f"{name} is a pipe, a socket or a device, expected a file: remove it")
     return status
 
 
@@ -162,11 +166,11 @@ def _is_inside(path: Path, root: Path) -> bool:
 
 def _unreachable(error: OSError, path: Path, root: Path) -> str:
     if error.errno == errno.ELOOP:
-        return f"{_shown(path, root)} is a link that leads back to itself: replace it by a file"
+        return f"{spell_path(path, root)} is a link that leads back to itself: replace it by a file"
     if error.errno == errno.ENOTDIR:
         blocking = next(parent for parent in path.parents if parent.exists())
-        return f"{_shown(blocking, root)} is a file, expected a directory: remove it"
-    return f"{_shown(path, root)} cannot be read: {error.strerror}"
+        return f"{spell_path(blocking, root)} is a file, expected a directory: remove it"
+    return f"{spell_path(path, root)} cannot be read: {error.strerror}"
 
 
 def _damage(raw: bytes, size: int) -> str | None:
@@ -188,13 +192,14 @@ def _refuse_case_twin(path: Path, root: Path) -> None:
     """Refuse a new name that differs from another only in case, as some systems ignore case."""
     folder = root
     for part in path.relative_to(root).parts:
-        there = os.listdir(folder) if folder.is_dir() else []
-        twins = [name for name in there if name.lower() == part.lower()]
+        twins = []
+        if folder.is_dir():
+            twins = [name for name in os.listdir(folder) if name.lower() == part.lower()]
         if twins and part not in twins:
             raise GoldenFileError(
-                f"{_shown(path, root)} was not written: {_shown(folder / twins[0], root)} differs "
-                f"from {part} only in case, and is the same file on some systems: rename one of "
-                "the tests"
+                f"{spell_path(path, root)} was not written: "
+                f"{spell_path(folder / twins[0], root)} differs from {part} only in case, and is "
+                "the same file on some systems: rename one of the tests"
             )
         folder /= part
 
@@ -212,7 +217,9 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
             # A link inside the tree stays a link.
             yield Path(os.path.realpath(path))
     except OSError as error:
-        raise GoldenFileError(f"{_shown(path, root)} was not written: {reason(error)}") from error
+        raise GoldenFileError(
+            f"{spell_path(path, root)} was not written: {reason(error)}"
+        ) from error
 
 
 def reason(error: OSError | ValueError) -> str:
@@ -235,6 +242,7 @@ def _replace(path: Path, content: bytes) -> None:
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
             file.flush()
+            # Without it a machine that crashes may keep the new name and lose the content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -260,5 +268,6 @@ def _lock_file(root: Path) -> str:
     return str(folder / f"golden-{key}.lock")
 
 
-def _shown(path: Path, root: Path) -> str:
+def spell_path(path: Path, root: Path) -> str:
+    """Return a path below the root as it stands in messages and reports, else the whole path."""
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)

@@ -19,9 +19,9 @@ import glob
 import os
 import re
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import pytest
@@ -88,8 +88,11 @@ class UnusedGoldens:
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
         if isinstance(collector, pytest.File):
-            places = self._collection.collected if report.passed else self._collection.uncertain
-            places.add(place_of_tests(collector.nodeid))
+            place = place_of_tests(collector.nodeid)
+            if report.passed:
+                self._collection.collected.add(place)
+            else:
+                self._collection.uncertain.add(place)
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -127,17 +130,28 @@ class UnusedGoldens:
         self._workers_unowned = paths
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if (output := getattr(self.config, "workeroutput", None)) is not None:
-            output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
+        output = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            # execnet sends plain types only.
+            output[_WORKER_OUTPUT] = list(map(str, self._collection.unowned(self.root)))
             return
-        lacking = {stem_of_test(name) for name, test in self._tests.items() if test.lacks_devices}
-        files = store.goldens_below(self.root) if lacking or self._mode != "ignore" else []
+
+        lacking = set()
+        has_claims = False
+        for nodeid, test in self._tests.items():
+            has_claims |= bool(test.claims)
+            if test.lacks_devices:
+                lacking.add(stem_of_test(nodeid))
+
+        files = []
+        if lacking or self._mode != "ignore":
+            files = store.goldens_below(self.root)
         if not files:
             return
         not_judged = {path for path in files if stem_of_golden(path) in lacking}
         # A project that never checks goldens may use the folder's name for something else.
         are_texts = all(path.name.endswith(SUFFIXES["text"]) for path in files)
-        are_ours = not are_texts or any(test.claims for test in self._tests.values())
+        are_ours = has_claims or not are_texts
         part = asks_for_a_part(self.config, files) or self._reason_of_cut(exitstatus)
         if part is None:
             unused = self._unused(files) - not_judged
@@ -151,6 +165,7 @@ class UnusedGoldens:
                 self._report(session, [path for path in sorted(unused) if self._may_go(path, used)])
         elif self._mode in ("fail", "prune") and are_ours:
             self.lines.append(f"unused goldens were not looked for: {part}")
+
         self._count("not judged", sorted(not_judged))
 
     def _may_go(self, path: PurePosixPath, used: set[str]) -> bool:
@@ -163,8 +178,11 @@ class UnusedGoldens:
             return self._cut
         if exitstatus in _STOPPED:
             return "the run was stopped"
-        ended = {name for name, test in self._tests.items() if "teardown" in dict(test.outcomes)}
-        left = self._selected - ended
+        left = set(self._selected)
+        for nodeid, test in self._tests.items():
+            # A test that was cut has no report of its teardown.
+            if any(when == "teardown" for when, _ in test.outcomes):
+                left.discard(nodeid)
         return f"{counted(len(left), 'test')} did not run" if left else None
 
     def _unused(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
@@ -197,6 +215,7 @@ class UnusedGoldens:
                     self.lines.append(f"removed {path}")
                     self._count("removed", [path])
                     unused.remove(path)
+
         self._count("unused", unused)
         if not unused:
             return
@@ -253,6 +272,7 @@ class Collection:
                 continue
             if place in self.collected or not has_tests(place, root):
                 found += files
+
         return found
 
 
@@ -287,19 +307,25 @@ def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> 
     starts = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     homes = []
     for pattern in config.getini("testpaths"):
-        homes += [root / path for path in glob.iglob(pattern, root_dir=root, recursive=True)]
-    if all(
-        any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]
-    ):
+        for path in glob.iglob(pattern, root_dir=root, recursive=True):
+            homes.append((root / path).resolve())
+    if _lie_below(homes or [root.resolve()], starts):
         return None
+
     places = []
     for start in starts:
         if start.is_relative_to(root.resolve()):
             path = start.relative_to(root.resolve()).as_posix()
             places.append(place_of_tests(path, is_file=start.is_file()))
-    if all(any(golden.is_relative_to(place) for place in places) for golden in goldens):
+
+    if _lie_below(goldens, places):
         return None
     return f"{' '.join(config.args)} does not hold all tests"
+
+
+def _lie_below(paths: Iterable[PurePath], folders: Sequence[PurePath]) -> bool:
+    """Return whether each path is one of the folders, or lies below one."""
+    return all(any(map(path.is_relative_to, folders)) for path in paths)
 
 
 def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PurePosixPath]]:

@@ -7,6 +7,7 @@ equal environments are compared. Floats are read back bit for bit; -0.0 and 0.0 
 gets quotes: ``{1: 0.5}`` is written ``{"1": 0.5}``, and ``{"1": 0.5}`` ``{"'1'": 0.5}``.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -46,7 +47,7 @@ class Entry:
     values: Any
 
     def __str__(self) -> str:
-        """The environment, as a reader names it."""
+        """Return the environment in words."""
         return ", ".join(f"{name} {value}" for name, value in self.environment.items())
 
 
@@ -81,6 +82,7 @@ def plain(value: Any, place: str = "") -> Any:
         if math.isnan(value) and bits != _NAN:
             return {"NaN": hex(bits)}
         return float(value)
+
     if place.count("[") > _DEEPEST:
         raise ValueError(f"numbers are nested more than {_DEEPEST} deep")
     if isinstance(value, list | tuple):
@@ -90,6 +92,7 @@ def plain(value: Any, place: str = "") -> Any:
         for key in value:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(f"keys of numbers are str or int; not {key!r}")
+            # An ``IntEnum`` is written as its number.
             spelled = str(key) if isinstance(key, str) else str(int(key))
             if isinstance(key, str) and _QUOTED_KEYS.fullmatch(key):
                 spelled = f"'{key}'"
@@ -98,6 +101,7 @@ def plain(value: Any, place: str = "") -> Any:
             name: plain(value[keys[name]], f"{place}[{name!r}]")
             for name in sorted(keys, key=_natural)
         }
+
     kind = type(value).__name__
     where = f" at {place}" if place else ""
     if kind in ("Tensor", "DTensor", "Parameter"):
@@ -133,7 +137,10 @@ def entries_of(text: str) -> list[Entry]:
         raise NumbersError(f"is not JSON ({error}): restore or remake it") from None
     except RecursionError:
         raise NumbersError("is nested too deeply: restore or remake it") from None
-    mark = _MARK.fullmatch(str(content.get("gtrainer"))) if isinstance(content, dict) else None
+
+    mark = None
+    if isinstance(content, dict):
+        mark = _MARK.fullmatch(str(content.get("gtrainer")))
     if mark is None:
         raise NumbersError(f'does not say "gtrainer": "numbers v{VERSION}": restore or remake it')
     if int(mark[1]) > VERSION:
@@ -141,29 +148,31 @@ def entries_of(text: str) -> list[Entry]:
             f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}: it was made by a "
             "newer one, so upgrade"
         )
+
     _refuse_unknown_keys(content, _KEYS)
     entries: list[Entry] = []
     try:
         for each in content["entries"]:
             entry = Entry(decisive(dict(each["environment"])), plain(each["values"]))
             _refuse_unknown_keys(each, _KEYS_OF_AN_ENTRY)
-            # Two wheels of one release may have an entry each in an old file: nothing is wrong if
-            # these are equal.
-            if any(
-                other.environment == entry.environment and differences(other.values, entry.values)
-                for other in entries
-            ):
-                raise NumbersError(
-                    "has two entries with different values for one environment "
-                    f"({entry}): remove one"
-                )
+            for other in entries:
+                # Two wheels of one release may have an entry each in an old file: nothing is wrong
+                # if these are equal.
+                is_same = other.environment == entry.environment
+                if is_same and differences(other.values, entry.values):
+                    raise NumbersError(
+                        "has two entries with different values for one environment "
+                        f"({entry}): remove one"
+                    )
             entries.append(entry)
     except (TypeError, KeyError, ValueError):
         entries = []
+
     if not entries:
         raise NumbersError(
             "has no list of entries with environment and values: restore or remake it"
         )
+
     return entries
 
 
@@ -230,7 +239,9 @@ def maker(text: str) -> str | None:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return str(content["test"]) if isinstance(content, dict) and "test" in content else None
+    if not isinstance(content, dict) or "test" not in content:
+        return None
+    return str(content["test"])
 
 
 def merged(golden: str, obtained: str) -> str:
@@ -242,20 +253,23 @@ def merged(golden: str, obtained: str) -> str:
     (new,), entries = entries_of(obtained), entries_of(golden)
     fields = json.loads(obtained)
     del fields["gtrainer"], fields["entries"]
-    same = [place for place, entry in enumerate(entries) if entry.environment == new.environment]
-    for place in reversed(same):
-        del entries[place]
-    entries.insert(same[0] if same else len(entries), new)
+    place = len(entries)
+    for at in reversed(range(len(entries))):
+        if entries[at].environment == new.environment:
+            del entries[at]
+            place = at
+    entries.insert(place, new)
     return text_of(fields, entries)
 
 
 def devices(text: str) -> set[str]:
     """Return the kinds of devices of a golden's entries; none if it cannot be read."""
-    try:
-        found = [entry.environment.get("device", "cpu") for entry in entries_of(text)]
-    except NumbersError:
-        return set()
-    return {str(device).split(" ")[0] for device in found}
+    kinds = set()
+    with contextlib.suppress(NumbersError):
+        for entry in entries_of(text):
+            # "cuda NVIDIA H200": the kind, then the model.
+            kinds.add(str(entry.environment.get("device", "cpu")).split(" ")[0])
+    return kinds
 
 
 def differences(old: Any, new: Any) -> list[str]:
@@ -272,13 +286,14 @@ def differences(old: Any, new: Any) -> list[str]:
         elif other is None:
             change = f"lost {one}"
         found.append(f"{place or 'the value'}: {change}")
+
     if (left := len(found) - _MOST_WORDS) > 0:
         found[_MOST_WORDS:] = [f"… and {left} more of {len(before | after)} values"]
     return found
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """The single values with their places, spelled; an empty list or mapping is one, too."""
+    """Yield the single values with their places, spelled; an empty list or mapping is one, too."""
     if isinstance(value, dict) and list(value) == ["NaN"]:
         yield place, f"NaN {value['NaN']}"
     elif isinstance(value, dict) and value:

@@ -11,16 +11,18 @@ from collections.abc import Iterable
 _PART = re.compile(r"(?:^|\.)((?:\\[.\\]|[^.])*)")
 
 
-def joined(names: Iterable[str]) -> str:
+def join_path(names: Iterable[str]) -> str:
     r"""Return the path of names.
 
-    >>> print(joined(["d", "a.b"]), joined(["d", "a", "b"]), joined(["a\\b"]), joined(["a\\", "b"]))
-    d.a\.b d.a.b a\b a\\.b
+    >>> print(join_path(["d", "a.b"]), join_path(["d", "a", "b"]))
+    d.a\.b d.a.b
+    >>> print(join_path(["a\\b"]), join_path(["a\\", "b"]))
+    a\b a\\.b
     """
     return re.sub(r"\\(?=[.\\\0])|\.", r"\\\g<0>", "\0".join(names)).replace("\0", ".")
 
 
-def parts_of(path: str) -> list[str]:
+def split_path(path: str) -> list[str]:
     """Return the parts of a path, each as it stands there; ``name_of`` gives its name."""
     return _PART.findall(path) if "\\" in path else path.split(".")
 
@@ -28,7 +30,7 @@ def parts_of(path: str) -> list[str]:
 def name_of(part: str) -> str:
     r"""Return the name that a part stands for.
 
-    >>> [name_of(part) for part in parts_of(r"d.a\.b")]
+    >>> [name_of(part) for part in split_path(r"d.a\.b")]
     ['d', 'a.b']
     """
     return re.sub(r"\\([.\\])", r"\1", part)

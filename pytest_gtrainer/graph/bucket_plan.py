@@ -46,11 +46,11 @@ def get_default_transformer_block_buckets(
     """
     if n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
-    unknown = set(moe_layers).difference(range(n_layers))
-    if unknown:
+    if unknown := set(moe_layers).difference(range(n_layers)):
         raise ValueError(
             f"moe_layers names {sorted(unknown)}, the model has layers 0..{n_layers - 1}"
         )
+
     plan: list[PlanEntry] = ["tok_embeddings"]
     for layer in range(n_layers):
         if layer in moe_layers and expert_fsdp_degree > 1:
@@ -58,6 +58,7 @@ def get_default_transformer_block_buckets(
             plan.append(f"layers.{layer}.{_ROUTED_EXPERTS}")
         else:
             plan.append(f"layers.{layer}")
+
     last = ["norm", "lm_head"]
     if chunked_loss_enabled:
         last.append(LOSS)
@@ -118,6 +119,7 @@ class Plan:
             raise PlanError(
                 f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]"
             )
+
         lists: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
             fqns = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
@@ -130,6 +132,7 @@ class Plan:
                         "expected FQNs, or lists of FQNs"
                     )
             lists.append(fqns)
+
         # Trainers wrap a layer as a whole, unless its modules are in several lists.
         wrapped = Counter(layer_of(fqns[0]) for fqns in lists if len(fqns) > 1)
         buckets = []
@@ -148,10 +151,12 @@ class Plan:
                     f"bucket {bucket.label!r} spans {' and '.join(homes)}: "
                     "one bucket stays within one layer"
                 )
+
             for fqn in fqns:
                 if fqn in self._by_fqn:
                     raise PlanError(f"the bucket plan names {fqn!r} twice")
                 self._by_fqn[fqn] = bucket
+
         self.buckets = tuple(buckets)
 
     def bucket_of(self, fqn: str) -> Bucket | None:
@@ -175,8 +180,8 @@ class Plan:
                 others = ", ".join(repr(name) for name in names[1:])
                 raise PlanError(
                     f"Parameter {names[0]!r} is shared with {others} in another bucket "
-                    f"({', '.join(sorted(labels))}): FSDP2 manages a shared/tied parameter in one group, "
-                    f"so place its modules in the same bucket, {modules!r}"
+                    f"({', '.join(sorted(labels))}): FSDP2 manages a shared/tied parameter in one "
+                    f"group, so place its modules in the same bucket, {modules!r}"
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
@@ -186,8 +191,7 @@ class Plan:
             while fqn not in prefixes:
                 prefixes.add(fqn)
                 fqn = fqn.rpartition(".")[0]
-        missing = [fqn for fqn in self._by_fqn if fqn not in prefixes]
-        if missing:
+        if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
             raise unknown_modules(missing, sorted(prefixes))
 
 
@@ -309,6 +313,7 @@ def sort_key(
         raise ValueError(
             f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs"
         )
+
     rank = {fqn: place for place, fqn in enumerate(fqns)}
 
     def key(bucket: Bucket, member: FsdpCollective) -> tuple[int, ...]:

@@ -26,11 +26,13 @@ from pytest_gtrainer.graph.nodes import (
     argument_of,
     direction,
     is_collective,
+    is_parameter,
     is_wait,
     mutates,
     node_fqn,
+    places_of,
     short_name,
-    walked,
+    walk,
 )
 
 _STANDS_BESIDE = frozenset(
@@ -194,7 +196,7 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
 
     Exactly one graph input is above each, and it is a parameter, or of an unknown kind.
     """
-    positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    positions = places_of(gm.graph.find_nodes(op="placeholder"))
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         found = _chain_to_input(launch)
@@ -202,7 +204,7 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
             continue
         source, chain = found
         # The model itself may gather buffers and user inputs.
-        if source.meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter":
+        if not is_parameter(source):
             continue
         parameter = input_name(source, positions[source], node_fqn(launch))
         wait = only_wait(launch)
@@ -211,7 +213,9 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
                 f"the all-gather of {parameter} has {len(launch.users)} users, "
                 "not just its one wait"
             )
+
         members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
+
     return sorted(members, key=lambda member: member.launch)
 
 
@@ -256,10 +260,12 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
             on_the_way[node] = on_the_way[pending[0]]
         elif pending and not short_name(node).startswith("sym_"):
             return on_the_way[pending[0]], node
+
         # Other namespaces wait by themselves, or return works.
         is_functional = is_collective(node) and node.target.namespace in _FUNCTIONAL
         if is_functional and launches(node.target) and not mutates(node):
             on_the_way[node] = node
+
     return None
 
 
@@ -279,7 +285,7 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
         # The result of a collective is no parameter, nor is what was written to.
         return is_wait(node) or mutates(node)
 
-    above = walked(launch.all_input_nodes, lambda node: () if ends(node) else node.all_input_nodes)
+    above = walk(launch.all_input_nodes, lambda node: () if ends(node) else node.all_input_nodes)
     sources = [node for node in above if node.op == "placeholder"]
     if len(sources) != 1 or any(map(ends, above)):
         return None
@@ -307,6 +313,7 @@ def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
             position = positions[[wait, *chain][-1]]
             parameter = output_name(output, position, node_fqn(launch))
             members.append(FsdpCollective(launch, wait, chain, parameter, position))
+
     return sorted(members, key=lambda member: member.launch)
 
 

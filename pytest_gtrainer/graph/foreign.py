@@ -26,7 +26,7 @@ from pytest_gtrainer._torch.foreign_graphs import (
 )
 from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
-from pytest_gtrainer.graph import joined, parts_of
+from pytest_gtrainer.graph import join_path, split_path
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     arguments_given,
@@ -35,10 +35,11 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     leaves_of,
     node_fqn,
+    places_of,
     short_name,
     stack_path,
     value_of,
-    walked,
+    walk,
 )
 
 
@@ -113,11 +114,11 @@ def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> G
     elif "._buffers[" in source or isinstance(value, nn.Buffer):
         kind = "buffer"
     if keeps_roots or not steps or (kind == "input" and root != "self"):
-        return GivenName(kind, joined([root, *steps]))
-    return GivenName(kind, joined(steps))
+        return GivenName(kind, join_path([root, *steps]))
+    return GivenName(kind, join_path(steps))
 
 
-def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
+def adopt(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     """Return a graph of ours as it is, and a copy of any other one with our metadata.
 
     Args:
@@ -138,6 +139,7 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         raise TypeError(f"{wrong}: give a GraphModule, an fx.Graph, or an ExportedProgram")
     elif names is None and not is_foreign(graph):
         return graph
+
     roots = _roots(graph)
     if isinstance(names, fx.GraphModule):
         roots |= _roots(names)
@@ -168,6 +170,7 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
         if getattr(value_of(result), "shape", None) not in _shapes_of(parameter):
             return
         count += 1
+
     if count:
         outputs = [f"output_{place}" for place in range(first)]
         output.meta["gt_outputs"] = (*outputs, *trained)
@@ -194,6 +197,7 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
         given[name] = GivenName(kinds.get(kind, "input"), spec.target or name)
         if kind == "CONSTANT_TENSOR" and program.constants.get(spec.target) is not None:
             constants[name] = program.constants[spec.target]
+
     copied = _Adoption(program.graph_module, given).run()
     for node in copied.graph.find_nodes(op="placeholder"):
         if node.name in constants:
@@ -212,8 +216,9 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
             loss = result
         if isinstance(result, fx.Node) and "GRADIENT" not in kind:
             kept.append(result)
+
     # What updates a buffer may stand behind the loss; it is part of the forward.
-    forward = walked(kept, lambda node: node.all_input_nodes)
+    forward = walk(kept, lambda node: node.all_input_nodes)
     nodes = list(copied.graph.nodes)
     for node in nodes[nodes.index(loss) + 1 : -1]:
         if node not in forward:
@@ -266,7 +271,7 @@ def is_foreign(gm: fx.GraphModule) -> bool:
 
 
 def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given:
-    """Return the names of inputs that the argument ``names`` of ``adopted`` stands for."""
+    """Return the names of inputs that the argument ``names`` of ``adopt`` stands for."""
     if names is None:
         return {}
     if isinstance(names, fx.GraphModule):
@@ -290,6 +295,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
             f"the model has {len(state)} parameters and buffers, the graph {len(placeholders)} "
             "inputs: give a mapping"
         )
+
     given = {}
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(value_of(node), "shape", None)
@@ -300,6 +306,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
                 "buffers; give a mapping"
             )
         given[str(node.target)] = name
+
     for place, node in enumerate(placeholders[len(state) :]):
         given[str(node.target)] = GivenName("input", str(place))
     return given
@@ -347,6 +354,7 @@ class _Adoption:
             copied = copies[node] = graph.node_copy(node, copies.__getitem__)
             copied.meta = dict(node.meta)
             self._mark(node, copied)
+
         _name_by_use(graph)
         made = fx.GraphModule(self.gm, graph)
         for name, body in self._bodies(graph).items():
@@ -435,9 +443,10 @@ class _Adoption:
             if self.keeps_roots and root:
                 steps = (root, *steps)
             if steps:
-                meta["custom"] = {**custom, "module_fqn": joined(steps)}
+                meta["custom"] = {**custom, "module_fqn": join_path(steps)}
             for stack in ("nn_module_stack", "fwd_nn_module_stack"):
                 meta.pop(stack, None)
+
         if node.op == "placeholder":
             self._name_input(node, copied)
         elif self.is_backward or not self.behind_tangents.isdisjoint(node.all_input_nodes):
@@ -462,6 +471,7 @@ class _Adoption:
             name = named_source(source, value_of(node), self.keeps_roots)
         elif name is None and node.meta.get("original_aten") is not None:
             name = GivenName("input", _saved_name(copied))
+
         if name is not None:
             copied.meta["gt_input"] = name._asdict()
 
@@ -509,6 +519,7 @@ class _Adoption:
                 names.append(f"output_{described.place}{described.suffix}")
             else:
                 return
+
         if len(names) == len(results):
             output.meta["gt_outputs"] = tuple(names)
             output.meta["gt_parameters"] = tuple(parameters)
@@ -543,7 +554,7 @@ def _name_by_use(graph: fx.Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     if not any("desc" in node.meta for node in inputs):
         return
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = places_of(graph.nodes)
     by_first_user: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
     for node in inputs:
         if _name_of_input(node):
@@ -560,8 +571,7 @@ def _name_by_use(graph: fx.Graph) -> None:
     # which a partitioner lists what it saves.
     seen: Counter[str] = Counter()
     for user in sorted(by_first_user, key=lambda user: order.get(user, len(order))):
-        operands = user.all_input_nodes if user is not None else []
-        places = {operand: place for place, operand in enumerate(operands)}
+        places = places_of(user.all_input_nodes if user is not None else ())
         for value, node in sorted(by_first_user[user], key=lambda pair: places.get(pair[0], 0)):
             name = _use(value, user)
             seen[name] += 1
@@ -616,7 +626,7 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
         kinds = {call[name].kind for call in calls}
         if len(kinds) > 1:
             continue
-        paths = [parts_of(call[name].fqn)[::-1] for call in calls]
+        paths = [split_path(call[name].fqn)[::-1] for call in calls]
         common: list[str] = []
         for parts in zip(*paths, strict=False):
             if len(set(parts)) > 1:
@@ -624,6 +634,7 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
             common.insert(0, parts[0])
         if common:
             agreed[name] = GivenName(kinds.pop(), ".".join(common))
+
     return agreed
 
 

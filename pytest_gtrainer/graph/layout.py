@@ -35,26 +35,28 @@ from pytest_gtrainer.graph.collectives import (
     results_of,
     wait_of,
 )
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     FORWARD,
     argument_of,
     bodies_of,
     direction,
+    is_parameter,
     is_view,
     node_fqn,
+    places_of,
     short_name,
-    walked,
+    walk,
 )
 from pytest_gtrainer.graph.packing import (
     Arrival,
     State,
     Unread,
-    arrivals,
     computes,
+    follow_result,
     nbytes_of,
-    packed,
+    read_sent_states,
     reduces,
     sources_of,
 )
@@ -163,16 +165,17 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
-    gm = adopted(gm, names)
+    gm = adopt(gm, names)
     reader = _Reader(gm)
     reader.refuse_nested(gm)
     payloads: list[Payload] = []
     kept: dict[str, None] = {}
-    for node, sent in packed(gm).items():
+    for node, sent in read_sent_states(gm).items():
         for payload in reader.payloads(node, sent):
             payloads.append(payload)
             if payload.collective == ALL_GATHER_NAME and payload.directions == (FORWARD,):
                 kept.update(dict.fromkeys(_read_in_backward(node, payload)))
+
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
 
     # FSDP2 unshards a bucket once in each direction. So the n-th gather of a payload in the forward
@@ -198,7 +201,7 @@ class _Reader:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._output = gm.graph.output_node()
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self._inputs = {node: index for index, node in enumerate(placeholders)}
+        self._inputs = places_of(placeholders)
         self._outputs: dict[fx.Node, list[int]] = defaultdict(list)
         for index, result in enumerate(results_of(gm)):
             if isinstance(result, fx.Node):
@@ -221,7 +224,7 @@ class _Reader:
         A coalesced collective has several, and one of activations has none.
 
         Args:
-            sent: what ``packed`` says of its operands.
+            sent: what ``read_sent_states`` says of its operands.
         """
         kind = "" if hides(launch) else kind_of(launch)
         names = self._names_in(launch, sent)
@@ -246,7 +249,7 @@ class _Reader:
             raise _unread(launch, "moves", names, launch)
         else:
             reached = []
-            for arrival in arrivals(launch, self._outputs):
+            for arrival in follow_result(launch, self._outputs):
                 reached += self._gradients(arrival, launch)
             if reached:
                 raise _unread(launch, "gives", reached, launch)
@@ -278,6 +281,7 @@ class _Reader:
             value = value[0]
         elif getattr(launch.target, "namespace", "") == "_c10d_functional":
             wait_of(launch)
+
         ranks = _ranks_of(launch)
         stated = argument_of(launch, "group_size")
         if stated not in (None, len(ranks)):
@@ -285,6 +289,7 @@ class _Reader:
                 f"the collective {launch.name} says group_size={stated}, and its group has "
                 f"{counted(len(ranks), 'rank')}: give it the size of its group"
             )
+
         padding = size - sum(slot.nbytes for slot in slots)
         op, directions = reduction_of(launch) or "", (direction(launch),)
         return Payload(kind, value.dtype, ranks, op, tuple(slots), directions, padding)
@@ -295,7 +300,7 @@ class _Reader:
         for state in sent:
             found |= sources_of([state])
             if isinstance(state, Unread):
-                above = walked([state.node], operator.attrgetter("all_input_nodes"))
+                above = walk([state.node], operator.attrgetter("all_input_nodes"))
                 inputs = sorted(node for node in above if node.op == "placeholder")
                 found |= dict.fromkeys(filter(is_parameter, inputs))
         return [self._name(node, launch) for node in found]
@@ -314,7 +319,7 @@ class _Reader:
         for result in results:
             found: dict[tuple[int, int], list[Arrival]] = defaultdict(list)
             names: dict[tuple[int, int], list[str]] = defaultdict(list)
-            for arrival in arrivals(result, self._outputs):
+            for arrival in follow_result(result, self._outputs):
                 place = (arrival.piece.at, arrival.piece.numel)
                 found[place].append(arrival)
                 names[place] += self._gradients(arrival, launch)
@@ -450,6 +455,7 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
                 todo += below
             elif len(inside) > 1:  # a cast of the whole bucket, say
                 todo.append((user, begin, size))
+
     for slot in payload.slots:
         if slot.parameter in read:
             yield slot.parameter
@@ -481,6 +487,7 @@ def _unpacked(
         moves = not value.is_contiguous()
     else:
         moves = is_view(user.target) or not (name in _OWN_COPIES or computes(user))
+
     if not moves:
         return None
     return [(user, begin, size)]
@@ -488,15 +495,10 @@ def _unpacked(
 
 def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
     """Yield the all-gathers of a body's own inputs, and its reduce-scatters."""
-    for launch, sent in packed(body).items():
+    for launch, sent in read_sent_states(body).items():
         gathers = kind_of(launch) == ALL_GATHER_NAME and sources_of(sent)
         if gathers or kind_of(launch) == REDUCE_SCATTER_NAME:
             yield launch
-
-
-def is_parameter(node: fx.Node) -> bool:
-    """Return whether an input is a parameter, or nobody says what it is."""
-    return bool(node.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
@@ -510,6 +512,7 @@ def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
         if given is not None:
             return given
         raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
+
     try:
         return group_ranks(name)
     except ValueError:
@@ -572,6 +575,7 @@ def assert_same_layout(
                     f"the {side} layout has a collective {payload.collective!r}; "
                     f"expected {', '.join(KINDS)}"
                 )
+
     problems: list[str] = []
     unread: list[str] = []
     for kind in KINDS:
@@ -584,6 +588,7 @@ def assert_same_layout(
         if len(problems) > _MOST_LINES:
             lines.append(f"and {counted(len(problems) - _MOST_LINES, 'more difference')}")
         raise LayoutDifference("\n".join(lines))
+
     return tuple(unread)
 
 
@@ -661,6 +666,7 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
                 "and rounds the product)"
             )
         yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
+
     if actual.padding != wanted.padding:
         yield f"{where}: {actual.padding} bytes belong to no parameter, expected {wanted.padding}"
     for fault in [*_faults(actual), *_faults(wanted)]:
@@ -686,6 +692,7 @@ def _compare_places(where: str, actual: Payload, wanted: Payload) -> Iterable[st
             yield f"{where}: {parameter} has {own.nbytes} bytes, expected {slot.nbytes}"
         if own.offset != slot.offset:
             moved.append(f"{parameter} sits at byte {own.offset}, expected {slot.offset}")
+
     for text in moved[:_MOST_MOVED]:
         yield f"{where}: {text}"
     if len(moved) > _MOST_MOVED:

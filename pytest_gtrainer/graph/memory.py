@@ -36,7 +36,7 @@ from pytest_gtrainer._torch.values import (
     storage_id,
 )
 from pytest_gtrainer.graph.collectives import kind_of, launches
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     DYNAMIC_DIMS,
@@ -46,6 +46,8 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     is_wait,
     node_fqn,
+    places_of,
+    tensors_in,
 )
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -160,7 +162,7 @@ def peak_memory(
             tensor.
         TypeError: this is no graph.
     """
-    gm = adopted(gm, names)
+    gm = adopt(gm, names)
     dynamic = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     extents = {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {})
     liveness = _Liveness(gm, extents, pending={})
@@ -192,11 +194,13 @@ def assert_peak_memory(
         found = _SIZE.fullmatch(at_most)
         if found:
             bound = int(float(found[1]) * _UNITS[found[2]])
+
     if type(bound) is not int or bound <= 0:
         raise ValueError(
             "at_most is a number of bytes above 0, or a text of one of "
             f"{', '.join(_UNITS)}, as '1.5 GiB'; not {at_most!r}"
         )
+
     memory = peak_memory(gm, names=names, sizes=sizes)
     if memory.peak > bound:
         raise facts.FailedCheck(
@@ -206,6 +210,7 @@ def assert_peak_memory(
             "all of them: print(peak_memory(gm).table(1000)); "
             "bytes by node: peak_memory(gm).curve"
         )
+
     return memory
 
 
@@ -227,10 +232,6 @@ def _extend(allocations: Iterable[Allocation], last: int) -> None:
     """Keep allocations alive up to the place ``last`` at least."""
     for allocation in allocations:
         allocation.last = max(allocation.last, last)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _call_text(node: fx.Node) -> str:
@@ -267,7 +268,7 @@ class _Liveness:
         self.allocations: list[Allocation] = []
         self.values: dict[fx.Node, Any] = {}
         self._sizes = sizes
-        self._order = {node: place for place, node in enumerate(self.nodes)}
+        self._order = places_of(self.nodes)
         self._held_storages: dict[int, Allocation] = {}
         if bound is not None:
             self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound, strict=True))
@@ -298,6 +299,7 @@ class _Liveness:
             value = node.meta.get("val")
             if "val" not in node.meta and node.users:
                 raise self._without_value(node)
+
         value = self._by_storages(node, value, self._held_storages)
         for allocation in _allocations(value):
             allocation.first, allocation.last = 0, len(self.nodes) - 1
@@ -305,6 +307,7 @@ class _Liveness:
             if _OF_OPTIMIZER.search(allocation.name):
                 allocation.kind = allocation.kind or "optimizer"
             allocation.kind = allocation.kind or known["kind"]
+
         return value
 
     def _result(self, node: fx.Node) -> Any:
@@ -314,12 +317,14 @@ class _Liveness:
             source = self.values[node.args[0]]
             if type(node.args[1]) in (int, str) and isinstance(source, list | tuple | dict):
                 return source[node.args[1]]
+
         if is_wait(node):
             value = fx.node.map_arg(node.args[0], self.values.__getitem__)
             for allocation in _allocations(value):
                 # The wait itself lets go of what its collective held.
                 _extend(self.pending.pop(allocation, ()), self._order[node] - 1)
             return value
+
         if bodies := graphs_called(self.gm, node):
             return self._run_bodies(node, bodies)
         if "val" not in node.meta:
@@ -329,6 +334,7 @@ class _Liveness:
             if any("Tensor" in str(each.type) for each in returns) or (reads and node.users):
                 raise self._without_value(node)
             return None
+
         if isinstance(target, OpOverload) and not is_composite(target):
             return self._by_schema(node)
         return self._by_operands(node)
@@ -340,7 +346,7 @@ class _Liveness:
         # reshape, contiguous, to: a pass may have left a value with a storage of its own.
         may_be_whole = isinstance(value, Tensor) and is_view(node.target)
         for source in node.all_input_nodes:
-            tensors = _tensors(source.meta.get("val"))
+            tensors = tensors_in(source.meta.get("val"))
             for tensor, shown in zip(tensors, _by_tensor(self.values[source]), strict=False):
                 if len(shown) != 1:
                     continue
@@ -349,6 +355,7 @@ class _Liveness:
                     known[storage_id(part)] = allocation
                 if may_be_whole and _has_layout_of_whole(tensor, value):
                     known[storage_id(value)] = allocation
+
         return self._by_storages(node, value, known)
 
     def _by_schema(self, node: fx.Node) -> Any:
@@ -370,7 +377,7 @@ class _Liveness:
             if not sources and declared.name.partition("::")[2] in _SHOW_OPERAND:
                 sources = next(filter(None, operands.values()), [])
             # A list of views, as that of split, shows its one operand each time.
-            count = len(_tensors(result))
+            count = len(tensors_in(result))
             if len(sources) != count:
                 sources = sources[:1] * count
             left = iter(sources)
@@ -381,6 +388,7 @@ class _Liveness:
                 )
 
             results.append(pytree.tree_map_only(Tensor, show, result))
+
         if len(results) == 1:
             return results[0]
         return results
@@ -451,6 +459,7 @@ class _Liveness:
             count = len(body.graph.find_nodes(op="placeholder"))
             bound = [None] * (count - len(operands)) + operands[max(0, len(operands) - count) :]
             inside.append(_Liveness(body, self._sizes, self.pending, bound))
+
         nbytes = max(max(body.curve()) for body in inside)
         known = len(self.allocations)
         is_inlined = node.op == "call_module" or is_control_dependency(node)
@@ -463,6 +472,7 @@ class _Liveness:
                 self.allocations.append(allocation)
         else:
             value = self._by_operands(node)
+
         nbytes -= sum(allocation.nbytes for allocation in self.allocations[known:])
         if nbytes > 0:
             name = f"in {node.name}"
@@ -484,6 +494,7 @@ class _Liveness:
                 "the graph holds no tensors, so there is no memory to measure: "
                 "is this the right graph?"
             )
+
         self._name_results()
         self._name_kinds()
         # Placeholders are alive before the graph runs, so no peak is at one of them.
@@ -499,6 +510,7 @@ class _Liveness:
             if allocation.first <= at <= allocation.last and allocation.nbytes:
                 alive.append(allocation)
                 kinds[allocation.kind] += allocation.nbytes
+
         return PeakMemory(
             peak=curve[at],
             at=node.name,
@@ -513,6 +525,7 @@ class _Liveness:
         """Name the allocations that the graph returns, unless they are its inputs."""
         output = self.gm.graph.output_node()
         results = pytree.tree_leaves(output.args[0])
+        # By now only inputs and constants have a kind.
         inputs = {allocation.name for allocation in self.allocations if allocation.kind}
         names = output.meta.get("gt_outputs") or [""] * len(results)
         for name, result in zip(names, results, strict=False):

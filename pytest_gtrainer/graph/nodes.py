@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.passes import WAITS
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
 
 FORWARD, BACKWARD = "fwd", "bwd"
 AFTERWARDS = " afterwards"
@@ -81,7 +81,7 @@ def direction(node: fx.Node) -> str:
 def _direction_of_bucket(node: fx.Node) -> str:
     """Return the direction of the nodes that use torch's bucket, else of those that go into it."""
     for neighbours in (operator.attrgetter("users"), operator.attrgetter("all_input_nodes")):
-        bucket = walked([node], neighbours, lambda one: _OF_TORCHS_BUCKET in one.meta)
+        bucket = walk([node], neighbours, lambda one: _OF_TORCHS_BUCKET in one.meta)
         directions = set()
         for member in bucket:
             for other in neighbours(member):
@@ -108,6 +108,16 @@ def stack_path(node: fx.Node) -> str:
     if not stack:
         return ""
     return str(list(stack.values())[-1][0])
+
+
+def is_parameter(placeholder: fx.Node) -> bool:
+    """Return whether an input is a parameter, or nobody says what it is."""
+    return bool(placeholder.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
+
+
+def input_fqn(placeholder: fx.Node) -> str:
+    """Return the FQN of a graph's input; the name of the placeholder if it has none."""
+    return str(placeholder.meta.get("gt_input", {}).get("fqn", placeholder.target))
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -198,6 +208,16 @@ def leaves_of(argument: Any) -> list[Any]:
     return found
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value of any structure, in the order of its leaves."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """Return the place of each node in an order."""
+    return {node: place for place, node in enumerate(nodes)}
+
+
 def value_of(node: fx.Node) -> Any:
     """Return the fake value of a node; None if it has none.
 
@@ -265,6 +285,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
             # ``x += 1`` of a number makes another number.
             if value is None or isinstance(value, torch.Tensor):
                 written.append(first)
+
     return written
 
 
@@ -289,7 +310,7 @@ def returns_an_operand(node: fx.Node) -> bool:
     return node.target in _IN_PLACE
 
 
-def walked(
+def walk(
     starts: Iterable[fx.Node],
     onward: Callable[[fx.Node], Iterable[fx.Node]],
     is_of_it: Callable[[fx.Node], bool] = lambda node: True,

@@ -34,7 +34,7 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     is_wait,
     short_name,
-    walked,
+    walk,
     written_operands,
 )
 
@@ -82,14 +82,19 @@ ACTIVATION = "activation"
 State = tuple[Part, ...] | Unread | str  # parts, unread, or ``ACTIVATION``
 
 
-def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
+def read_sent_states(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
     """Return for each collective the states of its operands when it is launched.
 
     Raises:
         ValueError: the graph is not sorted.
     """
     reader = _Reader()
-    return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
+    found = {}
+    for node in gm.graph.nodes:
+        sent = reader.step(node)
+        if sent is not None:
+            found[node] = sent
+    return found
 
 
 class _Reader:
@@ -129,6 +134,7 @@ class _Reader:
                     # Only copy_ says what lies in memory then, and not in other views of it.
                     is_known = alias is written and node.target is _aten.copy_.default
                     state[alias] = result if is_known or result == ACTIVATION else Unread(node)
+
         return sent
 
     def _result(self, node: fx.Node) -> State:
@@ -147,6 +153,7 @@ class _Reader:
             if sources and _packs(node):
                 return Unread(node)
             return ACTIVATION
+
         joined = self._joined(node)
         if joined is not None:
             return joined
@@ -170,6 +177,7 @@ class _Reader:
             # The result has the widest dtype, to which the other tensors are cast.
             width = node.meta["val"].element_size()
             return self._concatenated(args[0], [_numel(tensor) * width for tensor in args[0]])
+
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
 
@@ -193,6 +201,7 @@ class _Reader:
             # What they give has the parts of all ranks, and those of the others are unknown.
             self._of_rank[node] = parts
             return Unread(node)
+
         return parts
 
     def _concatenated(self, tensors: Any, sizes: Iterable[int]) -> State:
@@ -310,7 +319,7 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
     """Return the values that share memory with this one, by views."""
     while is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return {node} | walked(node.users, lambda one: one.users, lambda one: is_view(one.target))
+    return {node} | walk(node.users, lambda one: one.users, lambda one: is_view(one.target))
 
 
 def computes(node: fx.Node) -> bool:
@@ -368,7 +377,7 @@ class Arrival:
     added: bool = False
 
 
-def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
+def follow_result(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
     """Return where the parts of a collective's result go, in the order in which they lie in it."""
     found: list[Arrival] = []
     todo = [(Piece(result, 0, 0, _numel(result)), False)]
@@ -392,6 +401,7 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
             is_sum = len(user.all_input_nodes) > 1 and is_pointwise(user)
             joins = added or (is_sum and scaled_operand(user) is None)
             todo += [(each, joins) for each in below]
+
     return sorted(found, key=lambda arrival: arrival.piece.at)
 
 
@@ -432,6 +442,7 @@ def _below(
                 if user.args[0][number] is node and is_same:
                     below.append(Piece(item, piece.low, piece.at, piece.numel))
             return below or None
+
     # A collective in place returns a list.
     if user.target is getitem and isinstance(node.meta.get("val"), list | tuple):
         return [Piece(user, 0, piece.at, _numel(user))]
@@ -455,6 +466,7 @@ def _kept(piece: Piece, user: fx.Node, is_whole: bool) -> list[Piece] | None:
         is_number = scaled_operand(user) not in (None, piece.node)
         if is_number or not is_pointwise(user) or not _numel(user) == size > 0:
             return None
+
     keeps_order = name in _KEEPS_ORDER or is_wait(user) or is_pointwise(user)
     keeps_order |= is_whole and not any(word in name for word in _TURNS)
     if _numel(user) == size and (keeps_order or launches(user.target)):

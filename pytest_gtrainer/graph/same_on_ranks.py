@@ -63,7 +63,7 @@ def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def input_name(node: fx.Node) -> str:
+def describe_input(node: fx.Node) -> str:
     """Name a placeholder: "parameter layers.0.wq.weight" where the tracer wrote that down."""
     known = node.meta.get("gt_input")
     if known:
@@ -71,7 +71,7 @@ def input_name(node: fx.Node) -> str:
     return f"input {node.name}"
 
 
-def described(node: fx.Node) -> str:
+def describe_node(node: fx.Node) -> str:
     """Name a node by its operator and module."""
     return f"{node.name} ({', '.join(filter(None, (str(node.target), node_fqn(node))))})"
 
@@ -98,10 +98,11 @@ def node_lines(
             target = type(held).__name__
             if isinstance(held, Tensor):
                 target = f"{value_text(held)} {held.tolist()}"
+
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
         if isinstance(node.target, OpOverload):
             args = _without_rank(node, args, rank, partitions)
-        name = input_name(node) if node.op == "placeholder" else described(node)
+        name = describe_input(node) if node.op == "placeholder" else describe_node(node)
         text = f"{node.op} {target}{(args, kwargs)} -> {value_text(node.meta.get('val'))}"
         yield Line(text, f"node {prefix}{index}, {name}")
         if isinstance(held, fx.GraphModule):
@@ -120,6 +121,7 @@ def _without_rank(
             found[place] = partitions.get(found[place], found[place])
         elif argument.name == "rank" and schema(node.target).name == PRE_BUCKET_ALL_GATHER:
             found[place] = "own rank"
+
     if node.target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
         buffer, _, start, stop = node.args
         for user in buffer.users:
@@ -129,6 +131,7 @@ def _without_rank(
                 # An all-gather in place reads the own part from the buffer that it fills.
                 if start == own.index(rank) * (stop - start):
                     found[2:] = ["own part"]
+
     return found
 
 

@@ -109,7 +109,9 @@ def template(text: str, is_type: bool = False) -> Template:
         elif match["chain"] and (named := _NAMED.fullmatch(token)):
             references.append((named["origin"] or "", named["name"]))
             token = HOLE + token[named.end("name") :]
+
         pieces.append(token)
+
     pieces.append(text[end:])
     return Template("".join(pieces), tuple(references), tuple(symbols))
 
@@ -221,6 +223,7 @@ class _DataflowReader:
                 self._read_result(number, line.text, layer, find)
             elif line.section:
                 self._graph.others.append(line)
+
         return self._graph
 
     def _read_head(self, lines: Iterable[GraphLine]) -> None:
@@ -240,6 +243,7 @@ class _DataflowReader:
                 self._graph.definitions.append(Definition(found["name"], kind, found["value"]))
             else:
                 self._graph.others.append(line)
+
         budget = LineBudget(MOST_LINES)
         for first, *inner in bodies:
             name = first.text.removeprefix(_BODY).partition("(")[0]
@@ -249,6 +253,7 @@ class _DataflowReader:
             except TextError:
                 self._graph.bodies[name] = tuple(inner)
             self._graph.definitions.append(Definition(name, "body", ""))
+
         for place, definition in enumerate(self._graph.definitions):
             self._defined[definition.name] = ~place
 
@@ -283,9 +288,12 @@ class _DataflowReader:
             _, path, repeat = source = syntax.input_key_at(links_of(name), key.layer)
         except UNREADABLE:
             _, path, repeat = source = syntax.InputKey(key.space, name)
+
         self._inputs[source][""] = place
         operands = tuple([self._resolve_symbol(symbol, key.layer) for symbol in typed.symbols])
-        scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
+        if repeat:
+            path += f".#{repeat}"
+        scope = Scope((path,), key.space)
         self._graph.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
     def _read_statement(
@@ -297,7 +305,9 @@ class _DataflowReader:
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
 
         def spell_absolute(token: re.Match[str]) -> str:
-            return token["tag"] + absolute(token["path"], layer) if token["tag"] else token[0]
+            if not token["tag"]:
+                return token[0]  # a string, which may hold anything
+            return token["tag"] + absolute(token["path"], layer)
 
         # A tag such as ``at(L.mlp)`` names a module relative to the layer of its line.
         tags = _PATH_OF_TAG.sub(spell_absolute, tags)
@@ -316,11 +326,14 @@ class _DataflowReader:
             if place is None and not origin:
                 place = self._defined.get(name)
             if place is None:
-                literal = f"{origin}.{name}" if origin and name else origin or name
+                literal = ".".join(filter(None, (origin, name)))
                 operands.append(absolute(literal, layer))
             else:
                 operands.append(place)
-        return [*operands, *[self._resolve_symbol(symbol, layer) for symbol in arguments.symbols]]
+
+        for symbol in arguments.symbols:
+            operands.append(self._resolve_symbol(symbol, layer))
+        return operands
 
     def _resolve_symbol(self, text: str, layer: Layer | None) -> Operand:
         """Return the symbol of that name; a new one belongs to the value that is being read."""

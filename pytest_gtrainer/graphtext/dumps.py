@@ -72,7 +72,9 @@ def translated(tree: ast.Module) -> list[ast.stmt]:
 def _annotation(node: ast.AST) -> str:
     """Return the type of a line or an argument, ``"f32[2, 8][8, 1]cpu"``; "" if there is none."""
     annotation = getattr(node, "annotation", None)
-    return str(annotation.value) if isinstance(annotation, ast.Constant) else ""
+    if isinstance(annotation, ast.Constant):
+        return str(annotation.value)
+    return ""
 
 
 def _types_in_load_args(tree: ast.Module) -> list[str]:
@@ -89,9 +91,13 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
                 expression = ast.literal_eval(keywords["expr"])
             types.append(f"Sym({expression})")
         elif name == "reader.tensor":
-            dtype = _CONSTANTS[ast.unparse(keywords["dtype"])] if "dtype" in keywords else "f32"
-            sizes = [f"[{ast.unparse(argument).strip('(,)')}]" for argument in call.args[1:3]]
-            types.append(dtype + "".join(sizes))
+            spelled = "f32"
+            if "dtype" in keywords:
+                spelled = _CONSTANTS[ast.unparse(keywords["dtype"])]
+            for argument in call.args[1:3]:  # shape and strides
+                spelled += f"[{ast.unparse(argument).strip('(,)')}]"
+            types.append(spelled)
+
     return types
 
 
@@ -99,14 +105,19 @@ def _type(text: str, at: ast.AST) -> ast.expr:
     """Return ``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text, "" as ``_``."""
     spelled = text or "_"
     if number := _NUMBER.fullmatch(text):
+        # A dump does not say the kind of a number; sizes have neither points nor exponents.
         kind = "float" if re.search(r"[.]|[0-9]e", number[1]) else "int"
         spelled = f"{kind}[{number[1]}]"
     elif tensor := _TENSOR.fullmatch(text):
         dtype, shape, strides, device = tensor.groups()
-        spelled = f"{dtype}[{shape or '()'}]" + (f"[{strides}]" if strides else "")
-        spelled += f" @ {device}" if device not in ("", "cpu") else ""
+        spelled = f"{dtype}[{shape or '()'}]"
+        if strides:
+            spelled += f"[{strides}]"
+        if device not in ("", "cpu"):
+            spelled += f" @ {device}"
     elif text:
         raise refuse(at, f"expected a type like `f32[2, 4][4, 1]cpu` or `Sym(s0)`, found `{text}`")
+
     return _expression(spelled)
 
 
@@ -125,9 +136,9 @@ class _Dump(ast.NodeTransformer):
     """Translates one class into the ``statements`` of graph text."""
 
     def __init__(self, graph: ast.ClassDef, types: Sequence[str] = ()) -> None:
-        functions = [node for node in graph.body if getattr(node, "name", "") == "forward"]
-        forward = functions[0] if functions else None
-        if not isinstance(forward, ast.FunctionDef):
+        functions = [node for node in graph.body if isinstance(node, ast.FunctionDef)]
+        forward = next((node for node in functions if node.name == "forward"), None)
+        if forward is None:
             raise refuse(graph, f"{graph.name} has no forward, so it holds no graph's code")
         self._bodies = {node.name: node for node in graph.body if isinstance(node, ast.ClassDef)}
         self._names: dict[str, ast.expr] = {}
@@ -136,8 +147,9 @@ class _Dump(ast.NodeTransformer):
         self._results: list[ast.stmt] = []
         self.statements: list[ast.stmt] = []
         # Code that flattens its arguments has a line for each input.
-        flattens = any("tree_flatten_spec" in ast.unparse(node) for node in forward.body)
-        arguments = [] if flattens else forward.args.args[1:]
+        arguments = forward.args.args[1:]
+        if any("tree_flatten_spec" in ast.unparse(node) for node in forward.body):
+            arguments = []
         annotations = list(map(_annotation, arguments))
         if not any(annotations) and types:
             if len(types) != len(arguments):
@@ -145,6 +157,7 @@ class _Dump(ast.NodeTransformer):
                     forward, f"there are {len(arguments)} inputs, and load_args has {len(types)}"
                 )
             annotations = list(types)
+
         for argument, annotation in zip(arguments, annotations, strict=True):
             self._input(argument.arg, annotation, argument)
         for node in forward.body:
@@ -152,10 +165,12 @@ class _Dump(ast.NodeTransformer):
                 self.statements = self._return(node.value, node)
             else:
                 self._line(node)
+
         for body in self._bodies.values():
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             self.statements.append(made)
+
         computed: list[ast.stmt] = list(self._values.values())
         for name, lines in (("A", self._inputs), ("fwd", computed), ("out", self._results)):
             if lines:
@@ -177,6 +192,7 @@ class _Dump(ast.NodeTransformer):
             # ``mm = None`` frees a value; a tuple is that of the inputs, which have their lines.
             if ast.unparse(node.value) == "None" or isinstance(target, ast.Tuple):
                 return
+
         if not isinstance(target, ast.Name) or not isinstance(node, ast.Assign | ast.AnnAssign):
             raise unexpected(node, "a line of a graph's code")
         name = target.id
@@ -213,8 +229,11 @@ class _Dump(ast.NodeTransformer):
             return
         if not isinstance(source.annotation, ast.Name | ast.Tuple):
             return
-        known = source.annotation.elts if isinstance(source.annotation, ast.Tuple) else []
-        items = known + [ast.Name("_") for _ in range(index + 1 - len(known))]
+        items: list[ast.expr] = []
+        if isinstance(source.annotation, ast.Tuple):
+            items += source.annotation.elts
+        while len(items) <= index:
+            items.append(ast.Name("_"))
         items[index] = kind
         source.annotation = _at(source, ast.Tuple(items))
 
@@ -222,16 +241,19 @@ class _Dump(ast.NodeTransformer):
         """Read the results; return the convention ``returns = list``, none of a tuple."""
         if isinstance(value, ast.Call) and ast.unparse(value.func) == "pytree.tree_unflatten":
             value = value.args[0]
-        several = value.elts if isinstance(value, ast.Tuple | ast.List) else None
-        for result in [value or ast.Constant(None)] if several is None else several:
+        convention, results = "value", [value or ast.Constant(None)]
+        if isinstance(value, ast.Tuple | ast.List):
+            convention, results = "list", value.elts
+        for result in results:
             named = self.visit(result)
             for node in ast.walk(named):
                 if isinstance(node, ast.Name) and node.id in self._values:
                     node.id = f"fwd._.{node.id}"
             self._results.append(_at(at, ast.Expr(ast.Yield(_expression(ast.unparse(named))))))
+
         if isinstance(value, ast.Tuple):
             return []
-        return ast.parse(f"returns = {'value' if several is None else 'list'}").body
+        return ast.parse(f"returns = {convention}").body
 
     def _call(self, value: ast.expr) -> ast.Call:
         """Return the right-hand side of a line as a call of an operator."""
@@ -253,6 +275,7 @@ class _Dump(ast.NodeTransformer):
                     name, operands = f"method.{method}", [source, *operands]
             case _:
                 raise unexpected(value, "a call of an operator")
+
         named = [ast.keyword(each.arg, self.visit(each.value)) for each in keywords]
         return ast.Call(_expression(name), [self.visit(operand) for operand in operands], named)
 
@@ -261,7 +284,9 @@ class _Dump(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         spelled = _CONSTANTS.get(ast.unparse(node))
-        return node if spelled is None else ast.Name(spelled)
+        if spelled is None:
+            return node
+        return ast.Name(spelled)
 
     def visit_Call(self, node: ast.Call) -> Any:
         if ast.unparse(node.func) == "device" and node.keywords:

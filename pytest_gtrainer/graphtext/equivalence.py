@@ -113,6 +113,7 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
         digest = _digest_statement(text, value.operands, values, definitions, numbers)
         values.append(digest)
         (inputs if value.is_input else computed).append(digest)
+
     results: list[int] = []
     for name, arguments, operands, _ in graph.results:
         digest = _digest_statement(arguments, operands, values, definitions, numbers)
@@ -154,6 +155,7 @@ def _digest_twin_groups(
         for operand in graph.values[place].operands:
             if operand in users:
                 users[operand].append(values[place])
+
     return sorted(numbers.of(sorted(digests)) for digests in users.values())
 
 
@@ -179,6 +181,7 @@ def _digest_statement(
             # A symbol is known by the value that brings it in; that may be this statement.
             source = str(values[operand.value]) if operand.value < len(values) else "new"
             symbols.append(f"{source}.{operand.number}")
+
     lines = []
     start = 0
     for line in text.split("\n"):
@@ -188,6 +191,7 @@ def _digest_statement(
             lines.append(canonical(line, meanings))
         else:
             lines.append("\n".join([line, *meanings]))
+
     return numbers.of(["\n".join(lines), *parts])
 
 
@@ -196,9 +200,11 @@ _PART_OF_ARGUMENTS = re.compile(rf"{_STRING}|, |.", re.DOTALL)
 
 
 def bare_name(operator: str) -> str:
-    """The operator without its namespace and overload."""
-    parts = operator.split(".")
-    return parts[1] if len(parts) > 1 else operator
+    """Return an operator without its namespace and overload."""
+    _, dot, name = operator.partition(".")
+    if not dot:
+        return operator
+    return name.partition(".")[0]
 
 
 class Argument(NamedTuple):
@@ -219,10 +225,9 @@ def arguments_of(value: Value) -> list[Argument]:
     for part in [*_PART_OF_ARGUMENTS.findall(value.arguments), ", "]:
         if part == ", " and depth == 0:
             keyword, equals, rest = text.partition("=")
-            is_keyword = bool(equals) and keyword.isidentifier()
-            found.append(
-                Argument(keyword, rest, operands) if is_keyword else Argument("", text, operands)
-            )
+            if not equals or not keyword.isidentifier():
+                keyword, rest = "", text
+            found.append(Argument(keyword, rest, operands))
             text, operands = "", []
             continue
         text += part
@@ -232,6 +237,7 @@ def arguments_of(value: Value) -> list[Argument]:
             depth += 1
         elif part in (")", "]", "}"):
             depth -= 1
+
     return found
 
 
@@ -339,8 +345,8 @@ def effects(graph: Dataflow) -> Effects:
                 histories[storage].append((place, readers.pop(storage, [])))
             elif storages[place] != storage:
                 readers[storage].append(place)
+
     for storage, rest in readers.items():
         histories[storage].append((None, rest))
-    return Effects(
-        [place for place, value in enumerate(graph.values) if draws_numbers(value)], histories
-    )
+    draws = [place for place, value in enumerate(graph.values) if draws_numbers(value)]
+    return Effects(draws, histories)

@@ -49,7 +49,10 @@ class LayerRun:
     def place(self) -> tuple[str, str, int]:
         """Space, container and visit: runs that share them may be edits of one another."""
         space, layer = self.section.key
-        return space, layer.container if layer else "", self.visit
+        container = ""
+        if layer:
+            container = layer.container
+        return space, container, self.visit
 
     @property
     def heading(self) -> str:
@@ -60,7 +63,10 @@ class LayerRun:
         if self.count == 1:
             return f"for i in {space}.{layer}:"
         stop = layer.number + self.step * self.count
-        bounds = f"{layer.number}:{stop if stop >= 0 else ''}" + (":-1" if self.step < 0 else "")
+        bounds = f"{layer.number}:{stop}"
+        if self.step < 0:
+            # A slice that ends at layer 0 has no stop: ``[5::-1]``.
+            bounds = f"{layer.number}:{stop if stop >= 0 else ''}:-1"
         return f"for i in {space}.{spell(layer.container)}[{bounds}]:  # x{self.count}"
 
 
@@ -73,6 +79,7 @@ def fold(sections: Sequence[Section]) -> list[str]:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
             best = models.get(run.place, run)
             models[run.place] = max(best, run, key=lambda r: (r.count, len(r.section.lines)))
+
     text: list[str] = []
     for run in runs:
         model, size = models.get(run.place, run), len(run.section.lines)
@@ -80,10 +87,16 @@ def fold(sections: Sequence[Section]) -> list[str]:
         if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):
             text += [run.heading, *_body(run.section.lines)]
             continue
-        visit = f", visit={model.visit}" if model.visit > 1 else ""
-        note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
-        heading = f"{run.heading}, {note}" if "  # " in run.heading else f"{run.heading}  # {note}"
-        text += [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
+        name = str(model.section.key)
+        if model.visit > 1:
+            name += f", visit={model.visit}"
+        note = f"as {name}"
+        if edits:
+            note += ", but for"
+        # A heading of several layers ends with a comment, their number.
+        sign = ", " if "  # " in run.heading else "  # "
+        text += [f"{run.heading}{sign}{note}", f"{INDENT}like({name})", *edits]
+
     return text
 
 
@@ -124,7 +137,9 @@ def _body(lines: Iterable[Line]) -> list[str]:
 
 def _edit_name(line: Line) -> str:
     """Return the name of a line in an edit: ``bucket(L).wait_tensor``."""
-    return f"{line.heading}.{line.name}" if line.heading else line.name
+    if line.heading:
+        return f"{line.heading}.{line.name}"
+    return line.name
 
 
 def _edits(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
@@ -146,8 +161,9 @@ def _edits(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
     for is_kept, members in itertools.groupby(new, kept.__contains__):
         names = list(members)
         if not is_kept:
-            text += [f"{INDENT}after({anchor})", *_body(new[name] for name in names)]
+            text += [f"{INDENT}after({anchor})", *_body(map(new.__getitem__, names))]
         anchor = names[-1]
+
     return text
 
 
@@ -168,6 +184,11 @@ def rising(numbers: Sequence[int]) -> list[int]:
     return places[::-1]
 
 
+def rising_pairs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the most pairs, in their order, whose second numbers rise."""
+    return [pairs[place] for place in rising([second for _, second in pairs])]
+
+
 @dataclass(frozen=True, slots=True)
 class TextBlock:
     """A heading and the lines below it, as printed."""
@@ -179,8 +200,12 @@ class TextBlock:
     @property
     def model(self) -> str | None:
         """The section that this one is an edit of."""
-        edit = _EDIT.fullmatch(self.lines[0].text) if self.lines else None
-        return edit["name"] if edit and edit["kind"] == "like" else None
+        if not self.lines:
+            return None
+        edit = _EDIT.fullmatch(self.lines[0].text)
+        if edit is None or edit["kind"] != "like":
+            return None
+        return edit["name"]
 
 
 class LineBudget:
@@ -209,7 +234,8 @@ def unfold(text: str, budget: LineBudget | None = None) -> tuple[GraphLine, ...]
     unfolded = []
     for block, lines in expand(list(_blocks(text, budget)), budget):
         for key in block.keys:
-            unfolded += [GraphLine(key, heading, statement) for heading, statement, _ in lines]
+            for heading, statement, _ in lines:
+                unfolded.append(GraphLine(key, heading, statement))
     return tuple(unfolded)
 
 
@@ -230,8 +256,11 @@ def expand(
         visits.update(block.keys)
         if block.model is None:
             for key in block.keys:
-                name = f"{key}, visit={visits[key]}" if visits[key] > 1 else key
+                name = key
+                if visits[key] > 1:
+                    name += f", visit={visits[key]}"
                 models[name] = block.lines
+
     expanded: list[tuple[TextBlock, Sequence[Line]]] = []
     for block in blocks:
         lines: Sequence[Line] = block.lines
@@ -245,6 +274,7 @@ def expand(
             lines = _edited(models[block.model], block)
             budget.spend(block, max(len(lines) - len(block.lines), 0))
         expanded.append((block, lines))
+
     return expanded
 
 
@@ -264,7 +294,9 @@ def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
                 budget.spend(block, max(len(block.lines), 1))
                 yield block
             head = number, section_names(raw, number)
-            lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
+            lines, heading = [], ""
+            if head[1] == ("",):  # a definition has no lines below it but those of a body
+                lines.append(Line("", raw))
         elif not head:
             raise TextError("expected a section (`if fwd:`), found an indented line", number)
         elif lines and lines[0].text.startswith("def "):
@@ -289,12 +321,14 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
     first = int(found["first"])
     if found["range"] is None:
         return (f"{found['path']}[{first}]",)
-    layers = range(first, int(found["stop"] or -1), -1 if found["down"] else 1)
+    step = -1 if found["down"] else 1
+    layers = range(first, int(found["stop"] or -1), step)
     if not 0 < len(layers) <= MOST_LAYERS:
         raise TextError(
             f"expected 1 to {MOST_LAYERS} layers in a heading, found {len(layers)}", number, column
         )
-    return tuple([f"{found['path']}[{index}]" for index in layers])
+
+    return tuple(f"{found['path']}[{index}]" for index in layers)
 
 
 def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
@@ -304,7 +338,8 @@ def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
     front: list[Line] = []
     target: list[Line] | None = None
     for line in block.lines[1:]:
-        edit = _EDIT.fullmatch(line.text) if not line.heading else None
+        # An edit stands under no module; a line that looks like one may.
+        edit = None if line.heading else _EDIT.fullmatch(line.text)
         if edit is None and target is not None:
             target.append(line)
             continue
@@ -315,6 +350,9 @@ def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
             lines[name][0] = line
         elif edit["kind"] == "drop":
             del lines[name]
+        elif name:
+            target = lines[name]
         else:
-            target = lines[name] if name else front
+            target = front
+
     return list(itertools.chain(front, *lines.values()))

@@ -93,10 +93,12 @@ def unlike(old: str, new: str) -> str:
             f"the old text has format v{was}, the new one v{now}: "
             "render both again with one pytest-gtrainer"
         )
+
     for field, default in (("view", "full"), ("groups", "those of the first rank")):
         before, after = read(old).get(field, default), read(new).get(field, default)
         if before != after:
             return f"the old text has {field} {before}, the new one {after}"
+
     return ""
 
 

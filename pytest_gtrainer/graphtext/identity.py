@@ -132,6 +132,7 @@ def is_known_by_name(value: Any) -> bool:
         if _is_of_a_module(value):
             return (value.__module__ or "builtins").partition(".")[0].lstrip("_") in _BY_NAME
         return isinstance(owner, type) and is_known_by_name(owner)
+
     if owner is not None or not _is_of_torch(value):
         return False
     # ``functools.wraps`` copies names, and a closure of torch has a name that leads nowhere.
@@ -237,6 +238,7 @@ class _Describer:
             raise CannotShow(
                 f"what {name_of(value)} belongs to is nested more than {_DEEPEST} deep"
             )
+
         self._open.append(id(value))
         self._depth += not is_code
         try:
@@ -244,6 +246,7 @@ class _Describer:
         finally:
             self._depth -= not is_code
             self._open.pop()
+
         if is_code:
             self._code[id(value)] = value, text
         return text
@@ -269,6 +272,7 @@ class _Describer:
                 return f"property({self.describe((value.fget, value.fset))})"
             case nn.Module():
                 return self._describe_module(value)
+
         if isinstance(value, (OpOverloadPacket, sympy.Basic, *SYMBOLIC)):
             return str(value)
         if isinstance(value, (*_FUNCTIONS, staticmethod, classmethod)):
@@ -303,6 +307,7 @@ class _Describer:
             else:
                 comma = "," if len(items) == 1 else ""
                 inner = f"({', '.join(items)}{comma})"
+
         # FX replaces lists and dicts among the arguments of a node by immutable subclasses.
         is_plain = kind in (dict, list, tuple, set)
         if is_plain or kind.__module__.startswith("torch.fx.immutable"):
@@ -336,6 +341,7 @@ class _Describer:
             is_code = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
             if is_code or hasattr(member, "__wrapped__") or _is_plain(member):
                 parts.append(f"{key}={self.describe(member)}")
+
         return f'{name}["{digest_of_text("; ".join(parts))}"]'
 
     def _describe_function(self, value: Any) -> str:
@@ -351,6 +357,7 @@ class _Describer:
             else:
                 prefix = self.describe(owner)
             return f"{prefix}.{self.describe(value.__func__)}"
+
         if not isinstance(value, types.FunctionType):
             return self._describe_function_of_c(value)
         parts = [name]
@@ -370,6 +377,7 @@ class _Describer:
             with contextlib.suppress(ValueError):
                 content = (cell.cell_contents,)
             parts.append(self.describe(content))
+
         return f'{name}["{digest_of_text("; ".join(parts))}"]'
 
     def _describe_function_of_c(self, value: Any) -> str:
@@ -400,6 +408,7 @@ class _Describer:
             raise CannotShow(
                 f"{kind.__name__} is compiled by TorchScript, whose code no text shows"
             )
+
         if isinstance(getattr(value, "graph", None), fx.Graph):
             raise CannotShow(f"{kind.__name__} is a graph that another object holds")
         # Private attributes of torch's own modules change with its releases.
@@ -409,6 +418,7 @@ class _Describer:
             is_internal = is_from_torch and name.startswith("_")
             if name not in _MODULE_ATTRIBUTES and not is_internal:
                 attributes[name] = attribute
+
         # The order of these tables counts: the forward of ``Sequential`` walks over its modules.
         tables = parameters_of(value) | buffers_of(value) | modules_of(value) | hooks_of(value)
         return self._describe_call(self._describe_class(kind), _sorted(attributes) | tables)
@@ -437,6 +447,7 @@ class _Describer:
             raise CannotShow(
                 f"the `repr` of {qualified_name(kind)} raises {type(error).__name__}"
             ) from error
+
         if state or not is_whole:
             hidden = repr(digest_of_text(self._describe_pickled(value)))
             return self._describe_call(self._describe_class(kind), state, hidden)
@@ -445,6 +456,7 @@ class _Describer:
                 f"{qualified_name(kind)} has no state that Python sees, "
                 "and its `repr` is an address"
             )
+
         return self._describe_call(self._describe_class(kind), {}, repr(text))
 
     def _describe_pickled(self, value: Any) -> str:
@@ -459,6 +471,7 @@ class _Describer:
                 f"{qualified_name(kind)} is made by C, and neither its `repr` nor a pickle shows "
                 "all of its state"
             )
+
         if isinstance(reduced, str):
             return reduced
         _, arguments, *rest = reduced
@@ -550,6 +563,7 @@ def code_of(code: types.CodeType) -> str:
             return ast.unparse(node)
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         return "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
+
     constants = []
     for constant in code.co_consts:
         is_code = isinstance(constant, types.CodeType)
@@ -588,4 +602,5 @@ def _is_source_of(node: _Function, code: types.CodeType) -> bool:
             continue  # an instruction that the compiler adds, such as RESUME
         if (line, column) < begin or (last_line, last_column) > end:
             return False
+
     return True

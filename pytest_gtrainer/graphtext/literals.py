@@ -47,7 +47,9 @@ def spell_literal(value: Any) -> str | None:
     """Return the spelling of a constant that depends on nothing else; None if it has none."""
     if type(value) in SPELLINGS:
         return SPELLINGS[type(value)](value)
-    return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
+    if isinstance(value, OpOverload | HigherOrderOperator):
+        return function_of(value).text
+    return None
 
 
 def held_as(value: Any) -> str:
@@ -59,8 +61,11 @@ def held_as(value: Any) -> str:
     'sparse_coo f32[2, 2]'
     """
     if isinstance(value, tuple | list):
-        found = [held_as(item) for item in value]
-        return "; ".join(found) if any(found) else ""
+        found = list(map(held_as, value))
+        if not any(found):
+            return ""
+        return "; ".join(found)  # also of the others, so that places can be counted
+
     if not isinstance(value, torch.Tensor):
         return ""
     if is_traceable_wrapper_subclass(value):
@@ -71,6 +76,7 @@ def held_as(value: Any) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
         ranks = spell_ranks(mesh.mesh.flatten().tolist())
         return f"{', '.join(map(repr, placements))} over {sizes} of {ranks}"
+
     if value.layout is torch.strided:
         return ""
     shape = ", ".join(map(str, value.shape))
@@ -86,8 +92,10 @@ def tensor_content(value: torch.Tensor) -> str:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES and not held_as(value):
         # A tensor without elements may still have many rows: shape [1000, 0].
-        rows = math.prod(extent for extent in value.shape if extent)
-        return "[]" if value.numel() == 0 and rows > _SMALL else repr(value.tolist())
+        rows = math.prod(filter(None, value.shape))
+        if value.numel() == 0 and rows > _SMALL:
+            return "[]"
+        return repr(value.tolist())
     return repr("sha256:" + hashlib.sha256(_content(value)).hexdigest()[:16])
 
 
@@ -106,6 +114,7 @@ def _content(value: torch.Tensor) -> bytes:
             if isinstance(part, torch.Tensor):
                 inner[-1] += f"={_content(part).hex()}"
         return "; ".join(inner).encode()
+
     if value.is_quantized:
         return repr(_quantisation(value)).encode() + _content(value.int_repr())
     if value.layout is not torch.strided:
@@ -125,5 +134,7 @@ def _quantisation(value: torch.Tensor) -> tuple[object, ...]:
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the elements of a tensor, in their order, whatever its strides."""
-    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    dense = value.detach()
+    if value.layout is not torch.strided:
+        dense = dense.to_dense()
     return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -128,6 +128,7 @@ class Sizes:
             if abs(number) > _LARGEST:
                 raise refuse(node, f"{number} is no size of a tensor")
             return kind(number)
+
         match node:
             case ast.Constant(literal) if kind is type(literal):
                 return literal
@@ -135,6 +136,7 @@ class Sizes:
                 return float(word)
             case ast.UnaryOp(_, ast.Constant() | ast.Name() as positive) if kind is float:
                 return -self.number(positive, place, kind)
+
         value = self._expression(node, place)
         try:
             if value.free_symbols:
@@ -143,6 +145,7 @@ class Sizes:
                 return kind(value)
         except (TypeError, ValueError, OverflowError):
             pass
+
         raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`")
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
@@ -171,6 +174,7 @@ class Sizes:
                 function, parts = _OPERATORS.get(type(sign)), [operand]
             case ast.Call(ast.Name(name), parts):
                 function = _FUNCTIONS.get(name)
+
         if function is None:
             raise unexpected(node, "a size like `4`, `s0` or `2*u0 + 1`")
         values = [self._expression(part, place) for part in parts]
@@ -199,7 +203,9 @@ class Sizes:
         if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
         # An unbacked symbol belongs to the layer that it is spelled with, ``L.u0``.
-        owner = split_layer(syntax.path_at(path, place.layer))[0] if path else None
+        owner = None
+        if path:
+            owner, _ = split_layer(syntax.path_at(path, place.layer))
         if (owner, name) not in self._unbacked:
             self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
@@ -211,7 +217,7 @@ class Sizes:
             case ast.Name("_"):
                 return None
             case ast.Tuple(items):
-                return tuple([self.value(item, place) for item in items])
+                return tuple(self.value(item, place) for item in items)
             case ast.List(items):
                 return [self.value(item, place) for item in items]
             case ast.Subscript(ast.Name("int"), size) if (number := integer(size)) is not None:
@@ -220,6 +226,7 @@ class Sizes:
                 return self.number(size, place, _NUMBERS[word])
             case ast.BinOp(kind, ast.MatMult(), name):
                 device, node = device_named(shown(name), name), kind
+
         dtype, shape, strides = self._layout(node, place)
         try:
             # With numbers only, the constructor saves the dispatch through the fake tensor mode.
@@ -248,11 +255,13 @@ class Sizes:
             if len(steps) != len(shape):
                 raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
             return dtype, shape, tuple([self.number(step, place) for step in steps])
+
         strides: list[Any] = [1]
         for extent in shape[:0:-1]:
             # Contiguous strides of torch count an empty dimension as one of a single element.
             extent = max(extent, 1) if type(extent) is int else extent
             strides.insert(0, strides[0] * extent)
+
         return dtype, shape, tuple(strides[: len(shape)])
 
 
@@ -311,7 +320,7 @@ class Operands:
             case ast.Attribute() | ast.Subscript() | ast.Name():
                 return self._named(node, place)
             case ast.Tuple(items):
-                return tuple([self.operand(item, place) for item in items])
+                return tuple(self.operand(item, place) for item in items)
             case ast.List(items):
                 return [self.operand(item, place) for item in items]
             case ast.Dict(keys, values) if all(
@@ -321,12 +330,14 @@ class Operands:
                 return {ast.literal_eval(key): self.operand(value, place) for key, value in pairs}
             case ast.Call():
                 return self._called(node, place)
+
         spelled = ast.unparse(node).replace(" ", "")
         if _NUMBER.match(spelled):
             # ``-1``, ``-inf``, ``-0-1j``: arithmetic would lose the signs of zeros.
             for kind in (int, float, complex):
                 with contextlib.suppress(ValueError):
                     return kind(spelled)
+
         raise unexpected(node, "an operand")
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
@@ -338,10 +349,11 @@ class Operands:
         if not name:
             key = syntax.input_key_at(head, place.layer)
             if key not in self._inputs:
-                names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
+                names = [f"{known.space}.{known.fqn}" for known in self._inputs]
                 advice = nearest(f"{key.space}.{key.fqn}", names)
                 raise refuse(node, f"there is no input `{shown(node)}`{advice}")
             return self._inputs[key]
+
         if not head and name in self.names:
             found = self.names[name]
             if isinstance(found, fx.GraphModule):
@@ -350,6 +362,7 @@ class Operands:
             scope = syntax.scope_at(head, place) if head else place.scope
             if (found := self._values.get(scope, {}).get(name)) is None:
                 found = self._constant_named(node, name, scope, is_bare=not head)
+
         for item in items:
             found = self._item(found, item, node)
         return found
@@ -387,10 +400,13 @@ class Operands:
                 known = value.select(0, item)
             except (IndexError, RuntimeError) as error:
                 raise refuse(at, f"`{shown(at)}`: {error}") from None
+
         taken = append_node(
             self._graph, "getitem", "call_function", operator.getitem, (source, item), {}
         )
-        taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
+        for key in _ITEM_META:
+            if key in source.meta:
+                taken.meta[key] = source.meta[key]
         if known is not None:
             taken.meta["val"] = known
         self._items[source, item] = taken
@@ -411,7 +427,9 @@ class Operands:
             case ast.Call(ast.Name("slice" | "range" as name), [_, *more], []) if len(more) < 3:
                 ends = [self.operand(end, place) for end in node.args]
                 try:
-                    return slice(*ends) if name == "slice" else range(*ends)
+                    if name == "slice":
+                        return slice(*ends)
+                    return range(*ends)
                 except (TypeError, ValueError) as error:
                     raise refuse(node, f"`{shown(node)}`: {error}") from None
             case ast.Call(ast.Name("namedtuple"), [ast.Constant(str(name))], _):
@@ -423,6 +441,7 @@ class Operands:
                 return self._sizes.operand(size, place)
             case ast.Call(ast.Name("device"), [ast.Constant(name)]):
                 return device_named(str(name), node)
+
         raise refuse(
             node,
             f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own",
@@ -468,6 +487,7 @@ class Operands:
                 return like
             case [elements] if is_tensor:
                 return self._tensor_of(elements, like, node)
+
         raise unexpected(node, "`const(f32[2], [1.0, 2.0])`")
 
     def _tensor_of(self, elements: ast.expr, like: torch.Tensor, node: ast.Call) -> torch.Tensor:
@@ -482,6 +502,12 @@ class Operands:
             message = str(error).partition("\n")[0]
             raise refuse(node, f"these values do not make the constant's type: {message}") from None
         return made
+
+
+def _type_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    # A sparse tensor has no strides.
+    strides = tensor.layout is torch.strided and tensor.stride()
+    return tensor.dtype, tensor.shape, tensor.device.type, strides
 
 
 def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -503,11 +529,7 @@ def _view_as(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
     """
     if like is None or not isinstance(given, torch.Tensor):
         return given
-    ours, theirs = [
-        (t.dtype, t.shape, t.device.type, t.layout is torch.strided and t.stride())
-        for t in (given, like)
-    ]
-    if ours == theirs:
+    if _type_of(given) == _type_of(like):
         return given
     flat = bytes_of(given)
     if flat.numel() != like.numel() * like.element_size():

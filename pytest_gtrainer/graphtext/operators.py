@@ -47,7 +47,9 @@ def operator_of(node: fx.Node) -> Operator:
     if node.op == "call_function":
         return function_of(node.target)
     path = str(node.target)
-    text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{word(path)}"
+    text = f"method.{word(path)}"
+    if node.op == "call_module":
+        text = f"module.{spell(path)}"
     return Operator(text, word(path.rpartition(".")[2]))
 
 
@@ -57,17 +59,26 @@ def function_of(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):
         found = schema(target)
         namespace, _, name = found.name.partition("::")
-        text = ".".join(word(part) for part in (namespace, name, found.overload_name) if part)
-        names = enumerate(argument.name for argument in found.arguments)
-        places = [place for place, argument in names if argument in ("group_name", "process_group")]
-        groups: frozenset[int | str] = frozenset([*places, "group_name"] if places else ())
-        return Operator(text, name, groups, namespace in _FLOATING, launches(target))
+        path = filter(None, (namespace, name, found.overload_name))
+        groups: set[int | str] = set()
+        for place, argument in enumerate(found.arguments):
+            if argument.name in ("group_name", "process_group"):
+                groups |= {place, "group_name"}
+        return Operator(
+            ".".join(map(word, path)),
+            name,
+            frozenset(groups),
+            namespace in _FLOATING,
+            launches(target),
+        )
+
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
     name = getattr(target, "__name__", type(target).__name__)
     # The home of ``operator.add`` is the module ``_operator``.
-    path = [*(getattr(target, "__module__", "") or "").removeprefix("_").split("."), name]
-    return Operator(".".join(word(part) for part in path if part), word(name))
+    home = (getattr(target, "__module__", "") or "").removeprefix("_")
+    parts = filter(None, (*home.split("."), name))
+    return Operator(".".join(map(word, parts)), word(name))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -78,7 +89,9 @@ def word(text: str) -> str:
     if text.isidentifier():
         return text
     likeness = "".join(c if c.isalnum() else "_" for c in text)
-    return likeness if likeness.isidentifier() else f"_{likeness}"
+    if not likeness.isidentifier():
+        likeness = f"_{likeness}"
+    return likeness
 
 
 NAMESPACES = frozenset(
@@ -194,6 +207,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local
+
     space, _, rest = name.partition(".")
     if space == "hop":
         known = {word(key): found for key, found in graph_text.higher_order_operators().items()}
@@ -206,22 +220,26 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
                 f"hop.{rest} may run code that the graph does not show: no text may call it"
             )
         return known[rest]
+
     if not rest:
         raise UnknownOperator(
             f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or "
             "`hop.cond`"
         )
+
     if space == "torch" and (found := _torch_function(name)) is not None:
         return found
     if space in ("operator", "math", "torch", "builtins"):
         raise UnknownOperator(
             f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}"
         )
+
     if space not in NAMESPACES.union(allow):
         raise UnknownOperator(
             f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: if its "
             f"operators are safe to run, give allow=[{space!r}]"
         )
+
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
@@ -245,6 +263,7 @@ def targets_named(spelled: str) -> list[Callable[..., Any]]:
         if not isinstance(packet, OpOverloadPacket):
             return []
         return [getattr(packet, overload) for overload in packet.overloads()]
+
     # Inductor registers operators of ``prims`` only when it is imported.
     if space == "prims":
         graph_text.register_prims_of_inductor()
@@ -263,7 +282,10 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
     found = getattr(graph_text.PLAIN_FUNCTIONS.get(home), last, None)
-    return found if callable(found) and function_of(found).text == name else None
+    # ``torch.nn.functional`` has names of other modules as well, as ``torch.nn.functional.Tensor``.
+    if callable(found) and function_of(found).text == name:
+        return found
+    return None
 
 
 _METHODS = frozenset(
@@ -348,8 +370,10 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
     stride = math.prod(mesh.values())
     for name, extent in mesh.items():
         stride //= extent
-        first = ranks[0] // stride % extent if ranks else 0
-        if first == 0 and list(ranks) == [ranks[0] + place * stride for place in range(extent)]:
+        if not ranks or ranks[0] // stride % extent:
+            continue
+        along = range(ranks[0], ranks[0] + extent * stride, stride)
+        if list(along) == list(ranks):
             return name
     return None
 
@@ -367,11 +391,15 @@ def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
         if name is None or name in groups:
             continue
         found = graph_text.resolve_group(name)
+        ranks = parsed.get(name)
         if found is not None:
-            groups[name] = Group(_unused(_role(found, mesh), taken), found.ranks)
+            symbol, ranks = _role(found, mesh), found.ranks
+        elif name in parsed:
+            symbol = word(name)
         else:
-            symbol = word(name) if name in parsed else "group"
-            groups[name] = Group(_unused(symbol, taken), parsed.get(name))
+            symbol = "group"
+        groups[name] = Group(_unused(symbol, taken), ranks)
+
     return groups
 
 
@@ -402,6 +430,7 @@ def refuse_hidden_groups(gm: fx.GraphModule) -> None:
                     "objects that no text can show, so a golden would accept others; trace "
                     "torch.distributed._functional_collectives instead"
                 )
+
             if name is not None and groups[name].ranks is None:
                 raise HiddenGroup(
                     f"{where} communicates in process group {name!r}, which does not exist in this "
@@ -449,9 +478,13 @@ def groups_of_ranks(
             continue
         alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
         # A mesh names its groups; other groups of these ranks may have any description.
-        alike.sort(key=lambda group: (not _is_of_mesh(group), group.description))
-        found = alike[0] if alike else graph_text.ResolvedGroup(ranks, "")
+        found = min(
+            alike,
+            key=lambda group: (not _is_of_mesh(group), group.description),
+            default=graph_text.ResolvedGroup(ranks, ""),
+        )
         groups[ranks] = Group(_unused(_role(found, mesh), taken), ranks)
+
     return groups
 
 
@@ -467,7 +500,9 @@ def _role(group: graph_text.ResolvedGroup, mesh: Mapping[str, int]) -> str:
         return word(dimension)
     # Torch's words for the world, and for a group without a description.
     role = {"default_pg": "world", "undefined": "group"}.get(group.description, group.description)
-    return role if role.isidentifier() else "group"
+    if role.isidentifier():
+        return role
+    return "group"
 
 
 def _unused(symbol: str, taken: set[str]) -> str:

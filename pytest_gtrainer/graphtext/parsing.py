@@ -96,6 +96,7 @@ def parse(
             raise TextError(
                 f"the file has types of inputs only, and no fake tensor passes: {error}", 1
             ) from error
+
     return gm
 
 
@@ -111,6 +112,7 @@ def parser_of(
         raise TextError(
             f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1
         )
+
     if version is not None and version != header.VERSION:
         advice = "render the graph again"
         if version > header.VERSION:
@@ -120,6 +122,7 @@ def parser_of(
         raise TextError(
             f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1
         )
+
     try:
         # Python warns of an odd escape in a string of the text, which nobody needs to know.
         with warnings.catch_warnings(action="ignore"):
@@ -129,10 +132,15 @@ def parser_of(
             f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0
         ) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
+        reason = "it is nested too deeply"
+        if isinstance(error, ValueError):
+            reason = str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
+
     try:
-        statements = translated(tree) if is_dump(text) else tree.body
+        statements = tree.body
+        if is_dump(text):
+            statements = translated(tree)
         sizes = Sizes(symbolic=may_be_symbolic(text))
         limits = _Limits(LineBudget(MOST_ADDED + text.count("\n")))
         return _Parser(statements, sizes, constants or {}, tuple(allow), limits).make(groups or {})
@@ -149,7 +157,9 @@ def _sections_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
     else:
         where, word = node.iter, f"for {ast.unparse(node.target)} in"
         expected = "`for i in fwd.layers[0:8]:`"
+
     names = section_names(f"{word} {ast.unparse(where)}:", node.lineno, where.col_offset + 1)
+    # The index of a heading, ``[0:8]``, is no link of a chain.
     space, *path = chain(where.value if isinstance(where, ast.Subscript) else where)
     if not names[0] or space.value not in _SPACES or bool(path) == isinstance(node, ast.If):
         found = shown(where)
@@ -188,6 +198,7 @@ def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Ite
                 name = ast.unparse(node)
             case _:
                 raise unexpected(node, "`mm: f32[2, 4] = aten.mm(x, y)`")
+
         yield Line(heading, name, (node, scope))
 
 
@@ -296,6 +307,7 @@ class _Parser:
                     self._blocks.append(block)
                 case _:
                     raise unexpected(node, "a section (`if fwd:`, `for i in fwd.layers[0]:`)")
+
         for body in bodies:
             # Bodies share the symbols of the graph, all of which are defined now.
             self._bodies[body.name] = _Parser(
@@ -342,10 +354,12 @@ class _Parser:
                 f"the groups of a text have at most {_MOST_RANKS} ranks together, and with "
                 f"`{shown(node)}` they have more",
             )
+
         if not isinstance(ranks, range | list) or not all(
             type(rank) is int and rank >= 0 for rank in ranks
         ):
             raise unexpected(node, "the ranks of a group, `range(0, 8)` or `[0, 4]`")
+
         self._limits.ranks -= len(ranks)
         return tuple(ranks)
 
@@ -374,7 +388,9 @@ class _Parser:
             raise unexpected(node, f"an input like `{space}.layers[0].w: f32[2, 4]`")
         key = syntax.input_key_at(links, place.layer)
         name = key.fqn.replace(".", "_") or "arg"
-        default = () if node.value is None else (self.operands.operand(node.value, place),)
+        default: tuple[Any, ...] = ()
+        if node.value is not None:
+            default = (self.operands.operand(node.value, place),)
         name_of_node = name if name.isidentifier() else f"arg_{name}"
         made = append_node(self.graph, name_of_node, "placeholder", name, default, {})
         # The namespace of the graph may have changed a name that is taken.
@@ -384,6 +400,7 @@ class _Parser:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": key.fqn}
         elif not key.fqn.isdecimal():
             made.meta["gt_argument"] = key.fqn
+
         self._write_annotation(made, node.annotation, place, owned=False)
         self.operands.add_input(key, made, node.target)
 
@@ -441,6 +458,7 @@ class _Parser:
                 found = "call_function", operator_named(ast.unparse(node), self._allow)
             except UnknownOperator as error:
                 raise refuse(node, str(error)) from None
+
         self._targets[node] = found
         return found
 
@@ -465,6 +483,7 @@ class _Parser:
                     f"the module given for `{path}` is another one than the text's: expected "
                     f"`{ast.unparse(definition)}`, found `{found}`",
                 )
+
         self.operands.attributes.setdefault(path, module)
         return path
 
@@ -488,7 +507,8 @@ class _Parser:
         elif self._settings.get("returns") == "list":
             results = self._results
         elif self._settings.get("returns") == "value":
-            results = self._results[0] if self._results else None
+            results = next(iter(self._results), None)
+
         output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
@@ -513,6 +533,7 @@ def unfaithful(
         reread = render(again, mesh=mesh, sizes=sizes)
     except TextError as error:
         return f"{error}\n  text:  {text.splitlines()[error.line - 1].strip()}"
+
     old, new = header.body(text).splitlines(), header.body(reread).splitlines()
     first = len(text.splitlines()) - len(old) + 1
     end = "(ends here)"
@@ -539,4 +560,7 @@ def _namespaces(gm: fx.GraphModule) -> set[str] | None:
                 return None
     except UnknownOperator:
         return None
-    return namespaces if all(map(is_method, methods)) else None
+
+    if all(map(is_method, methods)):
+        return namespaces
+    return None

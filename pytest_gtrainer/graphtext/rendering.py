@@ -20,7 +20,7 @@ from torch import fx
 from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer._torch.graph_text import hooks_of
 from pytest_gtrainer.graph.bucket_plan import managed_order
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import bodies_of, held, node_fqn, spell_dtype
 from pytest_gtrainer.graphtext import header as headers
@@ -86,7 +86,7 @@ def render(
         raise ValueError(
             f"sizes={sizes!r}: dynamic sizes are written as {', '.join(map(repr, SIZES))}"
         )
-    head, sections = _draw(adopted(gm, names), view, mesh or {}, sizes)
+    head, sections = _draw(adopt(gm, names), view, mesh or {}, sizes)
     fields = {} if view == "full" else {"view": view}
     return _write({**fields, **(header or {})}, head, sections)
 
@@ -112,7 +112,7 @@ def lines_of(
     names: Names | None = None,
 ) -> tuple[GraphLine, ...]:
     """Return the unfolded lines of the graph's text, by which two graphs are compared."""
-    head, sections = _draw(adopted(gm, names), view, mesh or {})
+    head, sections = _draw(adopt(gm, names), view, mesh or {})
     lines = list(unfold("\n".join(head)))
     for section in sections:
         lines += section.unfolded()
@@ -143,11 +143,15 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     scopes, output = speller.scopes, gm.graph.output_node()
     # Settings hold for the graph as a whole; the usual ones are left out.
     settings = []
+    results = output.args[0]
     if scopes.unowned and not any(node_fqn(node) for node in scopes.computed):
         settings.append("owners = inferred")
         scopes.unowned.clear()
-    if not isinstance(output.args[0], tuple):
-        settings.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
+    if isinstance(results, list):
+        settings.append("returns = list")
+    elif not isinstance(results, tuple):
+        settings.append("returns = value")
+
     structure = output.meta.get("gt_structure")
     # The outputs of a traced step have names, which show their structure.
     if structure is None and "gt_outputs" not in output.meta:
@@ -170,9 +174,11 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
         definitions += backed.definitions()
     if device != "cpu":
         definitions.append(f'default = device("{device}")')
-    paths = dict.fromkeys(str(node.target) for node in scopes.computed if node.op == "call_module")
-    modules = [speller.module_definition(path) for path in paths]
-    return definitions + settings + modules + bodies_text, sections
+    modules: dict[str, None] = {}
+    for node in scopes.computed:
+        if node.op == "call_module":
+            modules[speller.module_definition(str(node.target))] = None
+    return [*definitions, *settings, *modules, *bodies_text], sections
 
 
 def _default_device(gm: fx.GraphModule) -> str:
@@ -206,6 +212,7 @@ def _bodies(
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
             names[path] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
+
     text = []
     for content, name in by_content.items():
         text += [f"def {name}():", *content.splitlines()]
@@ -216,14 +223,20 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
     inputs = list(speller.scopes.inputs)
     keys = []
     for space, fqn, _ in speller.scopes.inputs.values():
-        keys.append(SectionKey(space, split_layer(fqn)[0] if space != "I" else None))
+        layer = None
+        if space != "I":  # user inputs have names of arguments, which are no paths of modules
+            layer, _ = split_layer(fqn)
+        keys.append(SectionKey(space, layer))
+
     for key, here in stretches(keys):
         speller.enter_section(key)
         lines = []
         for node in inputs[here]:
-            default = f" = {speller.argument(node.args[0])}" if node.args else ""
             words = [speller.type_of(node.meta.get("val")), *tags_of(node, False, speller.module)]
-            lines.append(Line("", f"{speller.reference(node)}: {' | '.join(words)}{default}"))
+            text = f"{speller.reference(node)}: {' | '.join(words)}"
+            if node.args:  # a default
+                text += f" = {speller.argument(node.args[0])}"
+            lines.append(Line("", text))
         yield Section(key, tuple(lines))
 
 
@@ -247,11 +260,13 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     """Yield a line for each result, by its name, or else in the layer that it comes from."""
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
+    # AOTAutograd returns a flat list; a graph of ``make_fx`` may return any structure.
     is_named = isinstance(result, dict) or hasattr(result, "_fields")
     if is_named or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
         speller.enter_section(key := SectionKey("out", None))
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return
+
     fqns = output.meta.get("gt_outputs") or ()
     if len(fqns) != len(leaves):
         fqns = [None] * len(leaves)
@@ -261,15 +276,20 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
             layer = split_layer(fqn)[0]
         elif isinstance(leaf, fx.Node) and leaf in speller.scopes.of:
             layer = speller.scopes.of[leaf].layer
-        else:
+        elif keys:
             # A constant stands with the result before it.
-            layer = keys[-1].layer if keys else None
+            layer = keys[-1].layer
+        else:
+            layer = None
         keys.append(SectionKey("out", layer))
+
     for key, here in stretches(keys):
         speller.enter_section(key)
         lines = []
         for fqn, leaf in zip(fqns[here], leaves[here], strict=True):
-            target = "yield" if fqn is None else f"{spell_from(fqn, key.layer)} ="
+            target = "yield"
+            if fqn is not None:
+                target = f"{spell_from(fqn, key.layer)} ="
             lines.append(Line("", f"{target} {speller.argument(leaf)}"))
         yield Section(key, tuple(lines))
 
@@ -282,8 +302,11 @@ def _layout(
     placed = []
     for payload in layout.payloads:
         layers = {split_layer(fqn)[0] for fqn in payload.parameters}
-        layer = layers.pop() if len(layers) == 1 else None
+        layer = None
+        if len(layers) == 1:
+            layer = layers.pop()
         placed.append((SectionKey(payload.collective, layer), payload))
+
     # Kinds of collectives stand in the order of their first payload.
     kinds = list(dict.fromkeys(key.space for key, _ in placed))
     placed.sort(key=lambda pair: kinds.index(pair[0].space))
@@ -300,4 +323,5 @@ def _layout(
                 path = spell_from(slot.parameter, key.layer)
                 lines.append(Line("", f"{path}: at({slot.offset:_}, bytes={slot.nbytes:_})"))
         sections.append(Section(key, tuple(lines)))
+
     return list(map(str, groups.values())) or [NOTHING], sections

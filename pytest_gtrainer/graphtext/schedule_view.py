@@ -17,15 +17,15 @@ node costs nothing: a view, the arithmetic of sizes, a guard. All others compute
 
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
-from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait, spell_dtype
+from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait, spell_dtype, tensors_in
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
@@ -77,9 +77,9 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
     # Only graph inputs, and no collectives, have gone into these nodes.
     from_inputs: set[fx.Node] = set()
     for node in nodes:
-        operands = operands_of(node)
-        known = all(operand in from_inputs or operand.op == "placeholder" for operand in operands)
-        if operands and known and not is_launch(node) and not is_wait(node):
+        computed = {operand for operand in operands_of(node) if operand.op != "placeholder"}
+        is_event = is_launch(node) or is_wait(node)
+        if node.all_input_nodes and not is_event and computed <= from_inputs:
             from_inputs.add(node)
 
     def same_bucket(node: fx.Node, event: fx.Node) -> bool:
@@ -114,12 +114,13 @@ def _serving(
             serves[node] = event
         elif not is_free(node):
             near.clear()
+
     return serves
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """Return the values that go into a node; items are looked through."""
-    return [_source(operand) for operand in node.all_input_nodes]
+    return list(map(_source, node.all_input_nodes))
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -135,24 +136,22 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """
     if is_fused(launch):
         return []
-    sent, received = [
-        [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-        for values in (
-            [node.meta.get("val") for node in sent_operands(launch)],
-            launch.meta.get("val"),
-        )
-    ]
-    sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
+    sent = tensors_in([node.meta.get("val") for node in sent_operands(launch)])
+    received = tensors_in(launch.meta.get("val"))
+    put_in = sum(tensor.numel() for tensor in sent)
+    got_out = sum(tensor.numel() for tensor in received)
     # Comparing symbolic sizes would add a guard to the graph's shape environment.
-    return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
+    if type(put_in) is int and type(got_out) is int and put_in > got_out:
+        return sent
+    return received
 
 
 def communicates(gm: fx.GraphModule) -> bool:
     """Return whether a graph, or one inside it, launches a collective."""
-    return any(
-        is_launch(node) or any(map(communicates, bodies_of(gm, node).values()))
-        for node in filter(is_computed, gm.graph.nodes)
-    )
+    for node in filter(is_computed, gm.graph.nodes):
+        if is_launch(node) or any(map(communicates, bodies_of(gm, node).values())):
+            return True
+    return False
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
@@ -178,13 +177,16 @@ def draw(
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             name = names.setdefault(content, word(f"{operator_of(node).short}_graph_{len(names)}"))
             called.setdefault(node, []).append(name)
+
     sections = list(_Schedule(speller, called).sections())
     head = list(map(str, speller.groups.values()))
     if outer is None:
         head += backed.definitions()
     for content, name in names.items():
         head += [f"def {name}():", *content.splitlines()]
-    return head if head or sections or outer else [_NOTHING], sections
+    if not head and not sections and outer is None:
+        head.append(_NOTHING)
+    return head, sections
 
 
 class _Schedule:
@@ -211,8 +213,10 @@ class _Schedule:
         keys = section_keys([self._scopes[node].key for node in shown], floating)
         for key, here in stretches(keys):
             self._speller.enter_section(key)
-            lines = [list(nodes) for _, nodes in itertools.groupby(shown[here], self._stretch)]
-            yield Section(key, tuple([Line("", self._line(nodes)) for nodes in lines]))
+            lines = []
+            for _, nodes in itertools.groupby(shown[here], self._stretch):
+                lines.append(Line("", self._line(list(nodes))))
+            yield Section(key, tuple(lines))
 
     def _stretch(self, node: fx.Node) -> Hashable:
         """Return a value that is equal for neighbours that share a line."""
@@ -244,7 +248,10 @@ class _Schedule:
         kinds = sorted(counts, key=weight)
         operators = []
         for short in kinds[:_MOST_KINDS]:
-            operators.append(word(short) + (f"*{counts[short]}" if counts[short] > 1 else ""))
+            operators.append(word(short))
+            if counts[short] > 1:
+                operators[-1] += f"*{counts[short]}"
+
         if len(kinds) > _MOST_KINDS:
             operators.append("...")
         return f"compute({self._module(scopes)}, {', '.join(operators)}, ops={len(nodes)})"
@@ -260,22 +267,33 @@ class _Schedule:
                 "the group and the reduction as objects without a text form; trace "
                 "torch.distributed._functional_collectives instead"
             )
+
         yield self._speller.reference(node)
         if (group := group_of(node)) is not None:
             yield self._speller.groups[group].symbol
         elif (ranks := ranks_given(node)) is not None:
             yield f"group({spell_ranks(ranks)})"
+
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        size: Any = 0
         payload = payload_of(node)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
-            alike = [tensor for tensor in payload if tensor.dtype == dtype]
-            # ``numel`` of a tensor keeps symbols; that of a ``torch.Size`` specializes them.
-            shape = alike[0].shape if len(alike) == 1 else [sum(tensor.numel() for tensor in alike)]
+        for tensor in payload:
+            by_dtype[tensor.dtype].append(tensor)
+            size += tensor.numel() * tensor.element_size()
+        for dtype, alike in by_dtype.items():
+            shape: Sequence[Any] = alike[0].shape
+            if len(alike) > 1:
+                # ``numel`` of a tensor keeps symbols; that of a ``torch.Size`` specializes them.
+                shape = [sum(tensor.numel() for tensor in alike)]
             yield f"{spell_dtype(dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
+
         if (reduction := reduction_of(node)) is not None:
             yield f'op="{reduction}"'
-        if payload:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in payload)
-            yield f"bytes={f'{size:_}' if type(size) is int else self._speller.size(size)}"
+        if type(size) is not int:
+            yield f"bytes={self._speller.size(size)}"
+        elif payload:
+            yield f"bytes={size:_}"
+
         if (tensors := max(len(payload), self._packed[node])) > 1:
             yield f"tensors={tensors}"
 

@@ -28,7 +28,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import nodes as marks
-from pytest_gtrainer.graph import parts_of
+from pytest_gtrainer.graph import split_path
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import held_as, tensor_content
 from pytest_gtrainer.graphtext.operators import operator_of
@@ -105,7 +105,10 @@ def is_computed(node: fx.Node) -> bool:
 def users_of(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that a value goes into; items are looked through."""
     for user in node.users:
-        yield from users_of(user) if is_item(user) else [user]
+        if is_item(user):
+            yield from users_of(user)
+        else:
+            yield user
 
 
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
@@ -135,7 +138,8 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             # Several inputs may have one name; all but the first are numbered.
             found.inputs[node] = InputKey(*key, seen[key])
             seen[key] += 1
-            found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])
+            found.of[node] = Scope((".".join(split_path(key[1])[:-1]),), key[0])
+
     return found
 
 
@@ -155,8 +159,10 @@ def _infer_module(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
         return common
-    layers = [scope.layer for scope in known if scope.layer is not None]
-    return f"{layers[-1].container}.{layers[-1].number}" if layers else common
+    for scope in reversed(known):
+        if scope.layer is not None:
+            return f"{scope.layer.container}.{scope.layer.number}"
+    return common
 
 
 WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kwlist)
@@ -181,6 +187,7 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
             name = f"{base}_{here[base] - 1}"
         here[name] = 1
         names[node] = scope, name
+
     return names
 
 
@@ -193,6 +200,7 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
             tags.append(f"{AT}({spell(fqn)})")
         if marks.direction(node) != bucket["direction"]:
             tags.append(MISMARKED)
+
     if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     if held := meta.get("gt_held_as") or held_as(meta.get("val")):
@@ -205,6 +213,7 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
             custom = {key: value for key, value in custom.items() if key not in marks.KEYS}
         tags += _annotations(custom)
+
     return tags
 
 
@@ -219,9 +228,12 @@ def _annotations(custom: dict[Any, Any]) -> list[str]:
             spelled.append(f"{key}={value!r}")
         else:
             odd[key] = value
+
     if odd:
         spelled.append(f"**{odd!r}")
-    return [f"custom({', '.join(spelled)})"] if spelled else []
+    if not spelled:
+        return []
+    return [f"custom({', '.join(spelled)})"]
 
 
 def _is_literal(value: Any) -> bool:
@@ -260,6 +272,7 @@ def write_tags(
                 raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
             case _:
                 raise unexpected(node, "a tag like `must_save` or `custom(stage=1)`")
+
     scope = place.scope
     if (scope.space == "bwd") != (MISMARKED in flags):
         meta["autograd_backward"] = True
@@ -312,4 +325,5 @@ def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
             values |= value
         else:
             raise unexpected(item.value, "a table like `**{2: 3}`")
+
     return values

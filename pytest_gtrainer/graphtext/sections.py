@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pytest_gtrainer.graph import name_of, parts_of
+from pytest_gtrainer.graph import name_of, split_path
 
 NEAR = 2  # layers up to this far away are spelled relative to the section's own
 
@@ -36,7 +36,7 @@ def split_layer(fqn: str) -> tuple[Layer | None, str]:
     >>> split_layer("layers.3.moe.experts.0"), split_layer("norm.weight")
     ((Layer(container='layers', number=3), 'moe.experts.0'), (None, 'norm.weight'))
     """
-    parts = parts_of(fqn)
+    parts = split_path(fqn)
     for place, part in enumerate(parts):
         if place and _is_index(part):
             return Layer(".".join(parts[:place]), int(part)), ".".join(parts[place + 1 :])
@@ -56,7 +56,7 @@ def spell(fqn: str) -> str:
     """
     if not fqn:
         return "_"
-    first, *rest = parts_of(fqn)
+    first, *rest = split_path(fqn)
     if not is_word(first) or first in RESERVED:
         first = f"_[{_quoted(name_of(first))}]"
     return first + _tail(rest)
@@ -67,8 +67,10 @@ def _tail(parts: list[str]) -> str:
     for part in parts:
         if _is_index(part):
             spelled += f"[{part}]"
+        elif is_word(part):
+            spelled += f".{part}"
         else:
-            spelled += f".{part}" if is_word(part) else f"[{_quoted(name_of(part))}]"
+            spelled += f"[{_quoted(name_of(part))}]"
     return spelled
 
 
@@ -98,22 +100,26 @@ def spell_from(fqn: str, here: Layer | None) -> str:
     distance = layer.number - here.number
     if abs(distance) > NEAR:
         return spell(fqn)
-    head = f"{spell(layer.container)}[i{distance:+d}]" if distance else "L"
-    return head + _tail(parts_of(rest) if rest else [])
+    head = "L"
+    if distance:
+        head = f"{spell(layer.container)}[i{distance:+d}]"
+    if rest:
+        head += _tail(split_path(rest))
+    return head
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell_input(space: str, fqn: str, here: Layer | None) -> str:
     """Return a graph input as seen from a layer: ``P.L.wq.weight``, ``I[0]``."""
     if _is_index(fqn.partition(".")[0]):
-        return space + _tail(parts_of(fqn))
+        return space + _tail(split_path(fqn))
     return f"{space}.{spell_from(fqn, here)}"
 
 
 def common_parent(fqns: list[str]) -> str:
     """Return the longest path that all of them begin with."""
     common = []
-    for names in zip(*map(parts_of, fqns), strict=False):
+    for names in zip(*map(split_path, fqns), strict=False):
         if len(set(names)) > 1:
             break
         common.append(names[0])
@@ -131,7 +137,9 @@ class SectionKey(NamedTuple):
     layer: Layer | None
 
     def __str__(self) -> str:
-        return f"{self.space}.{self.layer}" if self.layer else self.space
+        if self.layer is None:
+            return self.space
+        return f"{self.space}.{self.layer}"
 
 
 class Scope(NamedTuple):
@@ -175,8 +183,7 @@ class Line(NamedTuple):
     @property
     def name(self) -> str:
         """The name that it defines; a statement that defines nothing is its own name."""
-        target, colon, _ = self.text.partition(": ")
-        return target if colon else self.text
+        return self.text.partition(": ")[0]
 
 
 class GraphLine(NamedTuple):
@@ -187,7 +194,7 @@ class GraphLine(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return " | ".join(part for part in self if part)
+        return " | ".join(filter(None, self))
 
 
 class Section(NamedTuple):
@@ -226,6 +233,7 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
             keys.append(after)
         else:
             keys.append(keys[-1])
+
     return _absorb(keys)
 
 
@@ -252,6 +260,7 @@ def _absorb(keys: list[SectionKey]) -> list[SectionKey]:
             place += 1
         absorbed += [key] * sum(length for _, length in lengths[first : last + 1])
         first = last + 1
+
     return absorbed
 
 

@@ -32,7 +32,7 @@ from pytest_gtrainer._torch.graph_text import (
     kernel_of,
 )
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.graph.foreign import AnyGraph, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, adopt
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext.identity import (
@@ -85,6 +85,7 @@ def _operands_and_target(module: fx.GraphModule, node: fx.Node) -> list[Any]:
                 held.append(function_under(kernel))
         if not is_known_by_name(node.target):
             held.append(node.target)
+
     return held
 
 
@@ -110,6 +111,7 @@ def refuse_hidden(gm: fx.GraphModule) -> None:
                 "accept any other in its place: give the graph numbers, tensors or functions "
                 "instead, or check a text of your own"
             ) from error
+
     for node in nodes_within(gm):
         if is_kernel_call(node.target) and kernel_of(node.kwargs)[0] is None:
             raise HiddenValue(
@@ -126,7 +128,7 @@ def constants(graph: AnyGraph) -> dict[str, Any]:
     takes the result as its argument ``constants``.
     """
     found: dict[str, Any] = {}
-    for node, value in held_values(adopted(graph)):
+    for node, value in held_values(adopt(graph)):
         if isinstance(value, torch.Tensor):
             content = tensor_content(value).strip("'")
             if content.startswith("sha256:"):
@@ -164,17 +166,19 @@ class Backed:
 
     def definitions(self) -> list[str]:
         """Return ``s0 = size(16)`` for each symbol."""
-        shows_hint = self.sizes == "both"
-        return [
-            f"{name} = size({example if shows_hint else ''})"
-            for name, example in self._known.values()
-        ]
+        lines = []
+        for name, example in self._known.values():
+            shown = example if self.sizes == "both" else ""
+            lines.append(f"{name} = size({shown})")
+        return lines
 
 
 def _symbol_kind(symbol: sympy.Symbol) -> str:
     """Return the letters of a symbol's name: ``s`` of a size, ``u`` of an unbacked one."""
     found = re.match("[a-z]+", symbol.name)
-    return found[0] if found else "s"
+    if found is None:
+        return "s"
+    return found[0]
 
 
 _NUMBERS = {
@@ -222,7 +226,9 @@ class Speller:
     def heading(self, scope: Scope) -> str:
         """Return a module or bucket relative to the section."""
         path = self._path(scope)
-        return path if scope.space == self._key.space else f"{scope.space}.{path}"
+        if scope.space != self._key.space:
+            path = f"{scope.space}.{path}"
+        return path
 
     def module(self, fqn: str) -> str:
         """Return a module path relative to the section."""
@@ -245,13 +251,18 @@ class Speller:
             return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))
         if node in self.scopes.inputs:
             space, fqn, repeat = self.scopes.inputs[node]
-            spelled = spell_input(space, fqn, self._key.layer if space != "I" else None)
-            return f'{spelled}["#{repeat}"]' if repeat else spelled
+            layer = None if space == "I" else self._key.layer
+            spelled = spell_input(space, fqn, layer)
+            if repeat:
+                spelled += f'["#{repeat}"]'
+            return spelled
+
         scope, name = self.names[node]
         if scope == self._scope:
             return name
-        is_saved = scope.space == "fwd" and self._key.space == "bwd"
-        return f"saved.{self._path(scope)}.{name}" if is_saved else f"{self.heading(scope)}.{name}"
+        if scope.space == "fwd" and self._key.space == "bwd":
+            return f"saved.{self._path(scope)}.{name}"
+        return f"{self.heading(scope)}.{name}"
 
     def call(self, node: fx.Node) -> str:
         """Return the right-hand side of a line: operator and arguments, keywords sorted."""
@@ -288,8 +299,9 @@ class Speller:
             return self.reference(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             fields = zip(value._fields, value, strict=True)
-            inner = ", ".join([f"{word(name)}={self.argument(item)}" for name, item in fields])
+            inner = ", ".join(f"{word(name)}={self.argument(item)}" for name, item in fields)
             return f"namedtuple({name_of(type(value))!r}, {inner})"
+
         if isinstance(value, tuple | list):
             return _sequence(value, self.argument)
         if isinstance(value, dict):
@@ -313,16 +325,20 @@ class Speller:
         """Return ``bf16[64, 64]``, with strides and device unless they are the default."""
         if isinstance(value, tuple | list):
             return _sequence(value, self.type_of)
+        name = _NUMBERS.get(type(value))
+        if name:
+            return f"{name}[{self.size(value)}]"
         if not isinstance(value, torch.Tensor):
-            name = _NUMBERS.get(type(value))
-            return f"{name}[{self.size(value)}]" if name else "_"
+            return "_"
         if value.layout is not torch.strided:
             return "_"  # it has no strides, and no fake tensor can be made from a text
         shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
         if not is_contiguous(list(map(expression, shape)), list(map(expression, strides))):
             text += f"[{', '.join(map(self.size, strides))}]"
-        return text if value.device.type == self._device else f"{text} @ {value.device.type}"
+        if value.device.type != self._device:
+            text += f" @ {value.device.type}"
+        return text
 
     def size(self, value: Any) -> str:
         """Return a number, symbolic or not: an extent, a stride, the value of a scalar."""
@@ -341,6 +357,7 @@ class Speller:
                 if not is_unbacked(symbol):
                     examples[symbol] = sympy.sympify(hint(symbol, value))
             expression = traced.xreplace(examples)
+
         # sympy sorts terms by the names of symbols, so they are renamed before it prints.
         renamed = {}
         for symbol in sorted(expression.free_symbols, key=lambda one: (len(one.name), one.name)):
@@ -348,10 +365,12 @@ class Speller:
             renamed[symbol] = sympy.Symbol(
                 self._symbol(symbol, value, layer), integer=symbol.is_integer, real=symbol.is_real
             )
+
         if expression.is_Float and traced is not expression:
             spelled = repr(float(expression))
         else:
             spelled = str(expression.xreplace(renamed))
+
         self._spelled[traced, layer] = spelled
         return spelled
 
@@ -419,6 +438,7 @@ def _structure_below(structure: Any, numbers: Iterator[int]) -> str:
         if len(found) > _SMALL_STRUCTURE:  # as many as a model has parameters
             return _sequence(structure.type([f"*range({found[0]}, {found[-1] + 1})"]), str)
         return _sequence(structure.type(found), str)
+
     items = [_structure_below(child, numbers) for child in structure.children()]
     if structure.type is dict:
         pairs = zip(structure.context, items, strict=True)
@@ -441,7 +461,9 @@ def _spell_context(context: Any) -> str:
 
 def spell_key(key: Any) -> str:
     """Return the key of a dictionary."""
-    return repr(key) if type(key) in PLAIN else spell_literal(key) or spell_object(key)
+    if type(key) in PLAIN:
+        return repr(key)
+    return spell_literal(key) or spell_object(key)
 
 
 def _code_of_target(node: fx.Node) -> str:
@@ -474,7 +496,9 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
 
 def _sequence(items: Sequence[Any], spell: Callable[[Any], str]) -> str:
     """Return the literal of a list or tuple, each item by ``spell``."""
-    inner = ", ".join([spell(item) for item in items])
+    inner = ", ".join(map(spell, items))
     if isinstance(items, list):
         return f"[{inner}]"
-    return f"({inner},)" if len(items) == 1 else f"({inner})"
+    if len(items) == 1:
+        return f"({inner},)"
+    return f"({inner})"

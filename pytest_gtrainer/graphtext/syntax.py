@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pytest_gtrainer.graph import joined
+from pytest_gtrainer.graph import join_path
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey
 
@@ -33,7 +33,9 @@ def refuse(node: ast.AST, message: str) -> TextError:
 def shown(node: ast.AST) -> str:
     """Return a part of the text for a message, cut if it is long."""
     text = ast.unparse(node).partition("\n")[0]
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text
 
 
 def unexpected(node: ast.AST, expected: str) -> TextError:
@@ -43,11 +45,13 @@ def unexpected(node: ast.AST, expected: str) -> TextError:
 
 def integer(node: ast.expr | None) -> int | None:
     """Return a whole number, with its sign; None if this is something else."""
-    if isinstance(node, ast.Constant):
-        return node.value if type(node.value) is int else None
+    # ``True`` is an int, too, and no whole number of a text.
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = integer(node.operand)
-        return None if number is None else -number
+        if number is not None:
+            return -number
     return None
 
 
@@ -89,9 +93,12 @@ def _index(node: ast.Subscript) -> Link:
         case ast.BinOp(ast.Name("i"), ast.Add() | ast.Sub() as sign, right) if (
             away := integer(right)
         ) is not None:
-            return Link("index", away if isinstance(sign, ast.Add) else -away, node, relative=True)
+            if isinstance(sign, ast.Sub):
+                away = -away
+            return Link("index", away, node, relative=True)
         case place if (number := integer(place)) is not None:
             return Link("index", number, node)
+
     raise refuse(
         node.slice,
         f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(node.slice)}]`',
@@ -111,7 +118,9 @@ def static_path(links: Sequence[Link]) -> str:
             raise unexpected(link.node, "a module path")
     # ``_`` is the root, which has no name in a path.
     names = [str(link.value) for link in links]
-    return joined(names[1:] if names[:1] == ["_"] else names)
+    if names[:1] == ["_"]:
+        del names[0]
+    return join_path(names)
 
 
 @dataclass(slots=True)
@@ -140,11 +149,15 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
         if not place:
             raise unexpected(link.node, "the layers' module before `[...]`")
         head, distance, rest = static_path(links[:place]), link.value, links[place + 1 :]
-    tail = f".{static_path(rest)}" if rest else ""
+
+    tail = ""
+    if rest:
+        tail = f".{static_path(rest)}"
     if here is None:
         raise refuse(
             link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none"
         )
+
     if here.number + distance < 0:
         raise refuse(link.node, f"layer {here.number + distance} of `{head}` does not exist")
     return f"{head or here.container}.{here.number + distance}{tail}"
@@ -170,8 +183,11 @@ def key_of(section: str) -> SectionKey:
     """Return the key of a section by its name; a name that cannot be read is a space."""
     try:
         space, *path = links_of(section)
-        container, _, number = static_path(path).rpartition(".")
-        return SectionKey(str(space.value), Layer(container, int(number)) if path else None)
+        layer = None
+        if path:
+            container, _, number = static_path(path).rpartition(".")
+            layer = Layer(container, int(number))
+        return SectionKey(str(space.value), layer)
     except UNREADABLE:
         return SectionKey(section, None)
 

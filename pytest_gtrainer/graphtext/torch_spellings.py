@@ -26,7 +26,10 @@ class Spelling:
     of: str = ""  # the operator that the first operand comes from; "" for any
 
     def __str__(self) -> str:
-        return f"{self.after} for {self.before}" + (f" of {self.of}" if self.of else "")
+        words = f"{self.after} for {self.before}"
+        if self.of:
+            words += f" of {self.of}"
+        return words
 
 
 SPELLINGS = (
@@ -52,12 +55,12 @@ SPELLINGS = (
 
 def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, ...]:
     """Return the spellings that differ between two versions; none if a version is not known."""
-    old, new = [minor_version(version) if version else None for version in (made, running)]
+    old, new = minor_version(made or ""), minor_version(running or "")
     if old is None or new is None:
         return ()
     # The golden may be of the newer version, too.
     old, new = sorted([old, new])
-    return tuple([spelling for spelling in SPELLINGS if old < spelling.since <= new])
+    return tuple(spelling for spelling in SPELLINGS if old < spelling.since <= new)
 
 
 def same_but_for(
@@ -103,6 +106,6 @@ def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[
         spelling = _spelling_of(value, graph, spellings)
         operator = spelling.after if spelling else value.operator
         values.append(value._replace(name="", operator=operator))
-    places = [(section, heading) for section, heading, _ in lines]
+    places = [line[:2] for line in lines]  # section and heading
     bodies = [(name, _content(body, spellings)) for name, body in graph.bodies.items()]
     return [places, values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]

@@ -9,7 +9,7 @@ print an element. So a tensor is viewed as integers of the same width before any
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ def held(tensor: Tensor) -> Tensor:
         raise NoBytes(
             f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first"
         )
+
     if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # reading would crash the process
@@ -69,7 +70,9 @@ def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not tensor.is_quantized:
         yield name, tensor
         return
-    begin = f"{name}." if name else ""
+    begin = ""
+    if name:
+        begin = f"{name}."
     tensor = tensor.detach()
     yield f"{begin}int_repr", torch.int_repr(tensor)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -109,7 +112,9 @@ def copied(tensor: Tensor) -> Tensor:
 def as_integers(tensor: Tensor) -> Tensor:
     """View a tensor as integers as wide as its elements; complex128, wider than any, stays."""
     integers = _INTEGERS.get(tensor.element_size())
-    return tensor if integers is None else tensor.view(integers)
+    if integers is None:
+        return tensor
+    return tensor.view(integers)
 
 
 def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
@@ -123,10 +128,11 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Return whether two byte views (``uint8[n]``) are equal, read in the widest words that fit."""
     if a.numel() != b.numel():
         return False
+    # ``view`` demands that the storage offset is a multiple of the wider element.
     width = max(w for w in _INTEGERS if a.storage_offset() % w == b.storage_offset() % w == 0)
-    head = a.numel() // width * width
-    words = (side[:head].view(_INTEGERS[width]) for side in (a, b))
-    return torch.equal(*words) and torch.equal(a[head:], b[head:])
+    head, word = a.numel() // width * width, _INTEGERS[width]
+    same_words = torch.equal(a[:head].view(word), b[:head].view(word))
+    return same_words and torch.equal(a[head:], b[head:])
 
 
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
@@ -136,11 +142,11 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
     """
     total, first, size = 0, -1, a.element_size()
     word = _INTEGERS[min(size, _WORD)]
-    pieces = [byte_view(side).split(_PIECE * size) for side in (a, b)]
-    for number, pair in enumerate(zip(*pieces, strict=True)):
-        rows = [side.view(word) for side in pair]
+    pieces = byte_view(a).split(_PIECE * size), byte_view(b).split(_PIECE * size)
+    for number, (ours, theirs) in enumerate(zip(*pieces, strict=True)):
         # An element wider than a word is several words.
-        differs = (rows[0] != rows[1]).reshape(-1, max(1, size // _WORD)).any(dim=1)
+        words = ours.view(word) != theirs.view(word)
+        differs = words.reshape(-1, max(1, size // _WORD)).any(dim=1)
         found = int(differs.sum())
         if found and first < 0:
             first = number * _PIECE + int(differs.to(torch.uint8).argmax())
@@ -175,7 +181,9 @@ def _can_be_infinite(tensor: Tensor) -> bool:
 
 def _is_finite(row: Tensor) -> Tensor:
     """Do as ``torch.isfinite``, which does not take float8 and narrower dtypes."""
-    return torch.isfinite(row.to(torch.float32) if row.element_size() == 1 else row)
+    if row.element_size() == 1:
+        row = row.to(torch.float32)
+    return torch.isfinite(row)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -184,28 +192,37 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
         sides = held(a), held(b)
     except NoBytes:
         return False
+
     if not (a.numel() and b.numel()) or sides[0].device != sides[1].device:
         return False
-    spans = []
+    starts, stops = [], []
     for side in sides:
-        last = sum(
-            (size - 1) * stride for size, stride in zip(side.shape, side.stride(), strict=True)
-        )
-        spans.append((side.data_ptr(), side.data_ptr() + (last + 1) * side.element_size()))
-    begin, end = max(start for start, _ in spans), min(stop for _, stop in spans)
-    if begin >= end:
+        starts.append(side.data_ptr())
+        stops.append(side.data_ptr() + span(side.shape, side.stride()) * side.element_size())
+    if max(starts) >= min(stops):
         return False
+
     # Views of one storage may lie between each other, as columns do: mark the bytes of one, and
     # look for the other's.
-    first = min(start for start, _ in spans)
-    marks = torch.zeros(max(stop for _, stop in spans) - first, dtype=torch.bool)
-    shown = []
-    for side, (start, _) in zip(sides, spans, strict=True):
+    first = min(starts)
+    marks = torch.zeros(max(stops) - first, dtype=torch.bool)
+    views = []
+    for side, start in zip(sides, starts, strict=True):
         width = side.element_size()
         strides = (*(stride * width for stride in side.stride()), 1)
-        shown.append(marks.as_strided((*side.shape, width), strides, start - first))
-    shown[0].fill_(True)
-    return bool(shown[1].any())
+        views.append(marks.as_strided((*side.shape, width), strides, start - first))
+
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one of a tensor that is not empty.
+
+    >>> span((2, 3), (8, 1))
+    11
+    """
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def element_at(tensor: Tensor, place: int) -> Tensor:
@@ -262,7 +279,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> int | None:
     """
     if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is _PACKED:
         return None
-    if any(bool(side.to(torch.float64).isnan()) for side in (a, b)):
+    if a.to(torch.float64).isnan() or b.to(torch.float64).isnan():
         return None
     return abs(_place(a) - _place(b))
 
@@ -274,4 +291,7 @@ def _place(element: Tensor) -> int:
     unsigned = int.from_bytes(raw, sys.byteorder)
     if element.dtype is _MAGNITUDE:
         return unsigned
-    return sign - unsigned if unsigned & sign else unsigned
+    # Floats keep their sign apart; so their magnitudes count away from zero on either side.
+    if unsigned & sign:
+        return sign - unsigned
+    return unsigned

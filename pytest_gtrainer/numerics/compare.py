@@ -9,6 +9,7 @@ bytes must agree, between tensors also the stride, between DTensors the placemen
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -56,25 +57,29 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                 )
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
+
     sides = entries(actual), entries(expected)
     verdict = compare_entries(*sides, doubts, faults)
     if verdict.outcome == "equal":
         doubtful = (_shared(*sides), _nothing_but_empty(sides[1]), _not_a_proof(sides[1]))
         proves_nothing = [words for words in doubtful if words]
         if proves_nothing:
-            return replace(
-                verdict, outcome="unverified", reasons=(*verdict.reasons, *proves_nothing)
-            )
+            reasons = (*verdict.reasons, *proves_nothing)
+            return replace(verdict, outcome="unverified", reasons=reasons)
+
     return verdict
 
 
 def _without_gradients(record: Record) -> list[tuple[int, int]]:
     """Return each step and rank with weights and no gradient, if another rank has one there."""
     places: dict[str, set[tuple[int, int]]] = {"weight": set(), "gradient": set()}
+    steps = set()
     for key in record:
         if key.phase in places:
             places[key.phase].add((key.step, key.rank))
-    steps = {step for step, _ in places["gradient"]}
+        if key.phase == "gradient":
+            steps.add(key.step)
+    # In a step without any gradient, as of a run that only evaluates, none is lacking.
     lacking = places["weight"] - places["gradient"]
     return sorted((step, rank) for step, rank in lacking if step in steps)
 
@@ -102,6 +107,7 @@ def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str
             "actual and expected are the same memory under other names, so what changes one side "
             "changes the other: clone one of them before it changes"
         )
+
     return ""
 
 
@@ -113,9 +119,12 @@ def _nothing_but_empty(tensors: Mapping[Key, Tensor]) -> str:
     """
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
         return "every tensor is empty, so there is no element to compare"
+    # Losses alone have elements in any run, and say nothing of gradients and weights.
+    elements: Counter[str] = Counter()
+    for key, tensor in tensors.items():
+        elements[key.phase] += tensor.numel()
     for phase, what in ((OUTSIDE_A_RUN, "tensor"), ("gradient", "gradient"), ("weight", "weight")):
-        found = [tensor for key, tensor in tensors.items() if key.phase == phase]
-        if found and not any(tensor.numel() for tensor in found):
+        if elements.get(phase) == 0:
             return f"every {what} is empty, so there is no element to compare"
     return ""
 
@@ -142,7 +151,8 @@ def _not_a_proof(run: Mapping[Key, Tensor]) -> str:
 
 
 def _places(places: Sequence[tuple[int, int]]) -> str:
-    """
+    """Spell pairs of step and rank.
+
     >>> _places([(0, 1), (0, 2)])
     'ranks 1, 2 at step 0'
     """
@@ -152,13 +162,17 @@ def _places(places: Sequence[tuple[int, int]]) -> str:
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
-    """
+    """Spell numbers behind their noun, the first few of many.
+
     >>> _some("rank", [2]), _some("rank", [2, 3, 4, 5]), _some("step", list(range(3, 20)))
     ('rank 2', 'ranks 2, 3, 4, 5', 'steps 3, 4, 5, 6 and 13 more')
     """
-    shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
-    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{more}"
+    if len(numbers) != 1:
+        noun += "s"
+    shown = f"{noun} {', '.join(map(str, numbers[:_MOST_NUMBERS]))}"
+    if len(numbers) > _MOST_NUMBERS:
+        shown += f" and {len(numbers) - _MOST_NUMBERS} more"
+    return shown
 
 
 def compare_entries(
@@ -174,8 +188,8 @@ def compare_entries(
     """
     # In the order of ``expected``: the first difference of a step is nearest to its origin.
     common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
-    only_actual = tuple(key for key in actual if key not in common)
-    only_expected = tuple(key for key in expected if key not in common)
+    only_actual = tuple(key for key in actual if key not in expected)
+    only_expected = tuple(key for key in expected if key not in actual)
     found: list[Difference] = []
     equal: dict[Key, Tensor] = {}
     unread: list[str] = []
@@ -189,6 +203,7 @@ def compare_entries(
             found.append(difference)
         else:
             equal[key] = pair[1]
+
     unverified = [*doubts, *unread]
     if not common:
         for side, only in (("actual", only_actual), ("expected", only_expected)):
@@ -202,6 +217,7 @@ def compare_entries(
         outcome = "unverified"
     elif only_actual or only_expected:
         outcome = "different"
+
     phases = (OUTSIDE_A_RUN, *PHASES)
     found.sort(key=lambda one: (*one.key[:2], phases.index(one.key.phase)))
     return Verdict(
@@ -230,7 +246,7 @@ def _tied(pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> Iterator[str]:
     """
     seen: dict[object, Key] = {}
     for key, pair in pairs.items():
-        places = tuple(_place_in_memory(tensor) for tensor in pair)
+        places = tuple(map(_place_in_memory, pair))
         if None in places:
             continue
         first = seen.setdefault(places, key)
@@ -261,26 +277,31 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
             raise bits.NoBytes(
                 f"a DTensor of {sharded.placements} holds terms of a sum: call redistribute() first"
             )
+
     a, b = bits.held(actual), bits.held(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: list[tuple[Kind, object, object]] = [
         ("dtype", a.dtype, b.dtype),
         ("shape", list(a.shape), list(b.shape)),
+        # Copies in a record are contiguous, so strides differ between tensors alone.
         ("stride", a.stride(), b.stride()),
     ]
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
         # Equal shards are of other tensors, if the placements or the global shapes differ.
-        ours, theirs = (f"{side.placements} of {list(side.shape)}" for side in (actual, expected))
+        ours = f"{actual.placements} of {list(actual.shape)}"
+        theirs = f"{expected.placements} of {list(expected.shape)}"
         layouts.append(("placements", ours, theirs))
+
     for kind, mine, other in layouts:
         if mine != other:
             return Difference(key, kind, str(mine), str(other), layout, numel)
+    # A record is in host memory, and may be compared with tensors of a device.
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
         return None
     elements, flat = bits.count_differing(a, b)
-    x, y = (bits.element_at(side, flat) for side in (a, b))
+    x, y = bits.element_at(a, flat), bits.element_at(b, flat)
     place = tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape)))
     return Difference(
         key,
@@ -308,6 +329,7 @@ class VerdictError(facts.FailedCheck):
         self.verdict = verdict
         self.gt_origin = verdict.origin
 
+    # A rank sends its failure by pickle, which would call the class with the message alone.
     def __reduce__(self) -> "tuple[type[VerdictError], tuple[str, Verdict]]":
         return type(self), (self.message, self.verdict)
 
@@ -428,6 +450,7 @@ def assert_bitwise_different(
         complaint = (
             "the control run must differ in bits alone: here the two sides are not comparable"
         )
+
     outcome = "different as required" if complaint is None else f"{verdict.outcome}, control failed"
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
         caller = facts.caller_of_check()
@@ -436,6 +459,7 @@ def assert_bitwise_different(
         facts.emit("control", equal=equal, what=what or place)
         if equal:
             outcome, complaint = "equal on this rank, judged over all", None
+
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
     facts.notify(
         "comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True
@@ -479,6 +503,7 @@ def why_control_shows_nothing(
             "the control run differs in random states alone: it says nothing about this check. "
             "If they are meant, compare record.select(phase='rng') alone"
         )
+
     if computed and not any(
         bits.differ_where_finite(actual[key], expected[key]) for key in computed
     ):
@@ -486,4 +511,5 @@ def why_control_shows_nothing(
             "the control run differs only where one side is NaN or infinite: it says nothing about "
             "this check. Take a mistake, or inputs, that give finite numbers"
         )
+
     return ""

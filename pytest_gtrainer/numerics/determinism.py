@@ -144,11 +144,18 @@ class Settings:
         lines = [f"{'seed':<72} {torch.initial_seed()}"]
         for name, value in knobs.values().items():
             before = self._before.get(name, value)
-            line = f"{name:<72} {'unset' if value is None else value}"
+            line = f"{name:<72} {_spell(value)}"
             if before != value:
-                line += f"  (was {'unset' if before is None else before})"
+                line += f"  (was {_spell(before)})"
             lines.append(line)
         return "\n".join(lines)
+
+
+def _spell(value: Any) -> str:
+    """Return the value of a knob; only an environment variable may be unset."""
+    if value is None:
+        return "unset"
+    return str(value)
 
 
 def active() -> Settings | None:
@@ -201,9 +208,11 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
         raise ValueError(
             f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}"
         )
-    differing = {
-        name: value for name, value in NCCL_PRESETS[preset].items() if os.environ.get(name) != value
-    }
+
+    differing = {}
+    for name, value in NCCL_PRESETS[preset].items():
+        if os.environ.get(name) != value:
+            differing[name] = value
     if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
         raise DeterminismError(
@@ -211,6 +220,7 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
             "be read: set it before the process starts, or enter deterministic() before the "
             "process group is made"
         )
+
     for name, value in differing.items():
         stack.enter_context(variable(name, value))
 
@@ -233,7 +243,10 @@ def _cublas_workspace() -> Iterator[None]:
             f"set it to {_WORKSPACE_VALUES[0]} before the process starts, or enter "
             "deterministic() before the first use of CUDA"
         )
-    with variable(_WORKSPACE, os.environ[_WORKSPACE] if set_before else _WORKSPACE_VALUES[0]):
+
+    # Whoever has set one of the two has chosen how much memory it takes.
+    wanted = os.environ[_WORKSPACE] if set_before else _WORKSPACE_VALUES[0]
+    with variable(_WORKSPACE, wanted):
         try:
             yield
         finally:
@@ -304,6 +317,7 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
         raise ValueError(
             f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}"
         )
+
     coordinates = mesh.get_coordinate()
     if coordinates is None:
         raise ValueError(f"this rank is not on {mesh}")
@@ -344,10 +358,14 @@ def balanced_loss(
         raise ValueError(
             f"loss_sum is the sum over this rank's tokens, a scalar; not {list(loss_sum.shape)}"
         )
+
     if gradients not in ("avg", "sum"):
         raise ValueError(f"gradients are reduced by 'avg' or 'sum'; not {gradients!r}")
-    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        group = dist.group.WORLD
     count = torch.as_tensor(tokens, dtype=torch.int64, device=loss_sum.device).detach()
     total = functional_collectives.all_reduce(count.reshape(()), "sum", group)
-    scaled = loss_sum * dist.get_world_size(group) if gradients == "avg" else loss_sum
-    return scaled / total
+    if gradients == "avg":
+        # The reduction divides by the number of ranks; a power of two is taken back exactly.
+        loss_sum = loss_sum * dist.get_world_size(group)
+    return loss_sum / total

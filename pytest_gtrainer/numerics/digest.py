@@ -38,9 +38,9 @@ def mix128(view: Tensor) -> bytes:
     words = view.view(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=view.device)
     sums = [_mixed(words ^ _mixed(positions * constant)).sum() for constant in _POSITION]
-    return b"".join(
-        int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist()
-    )
+    # One copy from the device for both.
+    totals = torch.stack(sums).tolist()
+    return b"".join(total.to_bytes(_WORD, "little", signed=True) for total in totals)
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -84,6 +84,7 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
         raise ValueError(
             f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)"
         )
+
     hasher = ALGORITHMS[algorithm][0]()
     if isinstance(value, Record):
         hasher.update(_framed("record", value.world_size, value.rank))
@@ -92,6 +93,7 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
         raise ValueError(
             "a digest of no tensors is the same whatever holds none: leave it out of the comparison"
         )
+
     for key, tensor in found.items():
         if scope == "global" and is_dtensor(tensor):
             tensor = tensor.full_tensor()
@@ -99,6 +101,7 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
         hasher.update(_framed(*key, str(local.dtype), *local.shape))
         for leaf in _leaves(local, algorithm):
             hasher.update(leaf)
+
     return f"{algorithm}:{hasher.hexdigest()}"
 
 

@@ -56,6 +56,7 @@ class Extreme(Enum):
             }[self]
             limits = torch.iinfo(dtype)
             return [value for value in chosen if limits.min <= value <= limits.max]
+
         if self is Extreme.NAN:
             return [torch.nan]
         smallest = torch.finfo(dtype).smallest_normal
@@ -109,6 +110,7 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
             is_number = _check_values(inputs, [place], extreme, where, check)
         if not is_number:
             silent.append(f"inputs with {extreme.value}")
+
     _try_integers(inputs, check)
     return silent
 

@@ -55,6 +55,7 @@ def run_graph(
     gm.recompile()  # else a pass that has not done so would be judged by the code from before it
     attributes = {name: (tensor, tensor.detach().clone()) for name, tensor in attributes_of(gm)}
     written: dict[str, Tensor] = {}
+    # A joint graph holds its own backward: autograd would only keep activations alive.
     with random_states_kept(), torch.no_grad():
         start.put_back()
         try:
@@ -65,6 +66,7 @@ def run_graph(
                 if _differ(tensor, before):
                     written[f"attribute {name}{AFTERWARDS}"] = tensor.detach().clone()
                     tensor.detach().copy_(before)
+
     state = inputs_afterwards(gm, inputs) | written | random_states_afterwards(random_states)
     return GraphRun(named_outputs(outputs, gm), state)
 
@@ -121,6 +123,7 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
             leaf = torch.tensor(leaf, dtype=wide)
         if isinstance(leaf, Tensor):
             found[name] = leaf
+
     found[f"{_STRUCTURE}{_structure(outputs)}"] = torch.tensor(len(leaves))
     return found
 
@@ -156,7 +159,9 @@ def input_names(gm: fx.GraphModule) -> list[str]:
         name = str(source["fqn"])
         if source["kind"] not in ("parameter", "buffer"):
             name = f"input {name}"
-        names.append(name if name not in names else f"{name} (input {at})")
+        if name in names:
+            name += f" (input {at})"
+        names.append(name)
     return names
 
 
@@ -199,16 +204,17 @@ def _detached(outputs: Any, attributes: Mapping[str, tuple[Tensor, Tensor]]) -> 
 
     The attributes are put back before anybody reads a result.
     """
-    places = {
-        tensor.untyped_storage().data_ptr()
-        for tensor, _ in attributes.values()
-        if has_storage(tensor)
-    }
+    places = set()
+    for tensor, _ in attributes.values():
+        if has_storage(tensor):
+            places.add(tensor.untyped_storage().data_ptr())
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_storage(leaf):
             return leaf
-        return leaf.clone() if leaf.untyped_storage().data_ptr() in places else leaf
+        if leaf.untyped_storage().data_ptr() in places:
+            return leaf.clone()
+        return leaf
 
     return pytree.tree_map(copied, outputs)
 

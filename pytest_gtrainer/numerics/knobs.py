@@ -63,10 +63,14 @@ class Knob:
         if module is None:
             return NOT_LOADED
         try:
-            return get(module)() if is_called else get(module)
+            value = get(module)
+            if is_called:
+                value = value()
         # torch refuses to read a precision that was set in two ways that disagree.
         except RuntimeError as error:
             return f"cannot be read: {str(error).splitlines()[0]}"
+
+        return value
 
 
 _ROWS = csv.DictReader(

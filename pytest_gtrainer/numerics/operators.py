@@ -21,9 +21,16 @@ from pytest_gtrainer._torch.autograd import (
     last_made_node,
     watching_backward,
 )
-from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn, spell_dtype
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    direction,
+    node_fqn,
+    spell_dtype,
+    tensors_in,
+)
 from pytest_gtrainer.numerics.bits import NoBytes, plain
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.numerics.verdict import Outcome, cut
@@ -45,13 +52,18 @@ class OperatorPlace(NamedTuple):
 
 
 def _where(fqn: str, towards: str, operator: str) -> str:
-    """
+    """Describe where an operator is called.
+
     >>> _where("layers.0.wq", "bwd", "aten.mm.default")
     'aten.mm.default in the backward of layers.0.wq'
     """
-    pass_ = "backward" if towards == BACKWARD else "forward"
-    module = f" of {fqn}" if fqn else ", of no module"
-    return f"{operator} in the {pass_}{module}"
+    where = "forward"
+    if towards == BACKWARD:
+        where = "backward"
+    module = ", of no module"
+    if fqn:
+        module = f" of {fqn}"
+    return f"{operator} in the {where}{module}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +91,12 @@ class OperatorCapture:
         """Note a call that has run, unless it computes nothing."""
         if not computes(operator):
             return
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         try:
             digests = tuple(digest(tensor).partition(":")[2] for tensor in tensors)
         except NoBytes:
             return
+
         if not tensors:
             return
         group = (fqn, towards, str(operator))
@@ -129,6 +142,7 @@ def capture_operators(
             )
             stack.callback(enter.remove)
             stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
+        # Calls are listed in their order, which threads of several devices would mix.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(watching_backward(mode.running.append, mode.end))
         stack.enter_context(mode)
@@ -163,8 +177,10 @@ class _EagerMode(TorchDispatchMode):
         if towards == FORWARD or self.modules:
             fqn = self.modules[-1] if self.modules else _OUTSIDE_THE_MODEL
             self._made_in.setdefault(last_made_node(), fqn)
+        elif self.running:
+            fqn = self._made_in.get(self.running[-1], "")
         else:
-            fqn = self._made_in.get(self.running[-1], "") if self.running else ""
+            fqn = ""
         self._capture.note(fqn, towards, func, output)
         return output
 
@@ -212,10 +228,10 @@ class OperatorVerdict:
                 f"    expected {expected.layout} {' '.join(expected.digests)}",
             ]
             lines += cut("then at", [str(other.place) for _, other in self.differing[1:]])
-        unaligned = [
-            f"{what}: {mine} times in actual, {theirs} in expected"
-            for what, mine, theirs in self.unaligned
-        ]
+
+        unaligned = []
+        for what, mine, theirs in self.unaligned:
+            unaligned.append(f"{what}: {mine} times in actual, {theirs} in expected")
         return "\n".join([*lines, *cut("not aligned", unaligned)])
 
 
@@ -235,6 +251,7 @@ def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> Ope
             compared += 1
             if calls[call.place].digests != call.digests:
                 differing.append((calls[call.place], call))
+
     outcome: Outcome = "equal" if compared else "unverified"
     if differing:
         outcome = "different"

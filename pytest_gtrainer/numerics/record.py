@@ -134,7 +134,9 @@ class Record:
     @property
     def expected_ranks(self) -> range:
         """The ranks of which this is a record, captured or not."""
-        return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
+        if self.rank is None:
+            return range(self.world_size)
+        return range(self.rank, self.rank + 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -186,8 +188,10 @@ class Record:
         }
 
     def __repr__(self) -> str:
-        rank = "" if self.rank is None else f", rank={self.rank}"
-        return f"Record(world_size={self.world_size}{rank}, {counted(len(self), 'tensor')})"
+        parts = [f"world_size={self.world_size}"]
+        if self.rank is not None:
+            parts.append(f"rank={self.rank}")
+        return f"Record({', '.join(parts)}, {counted(len(self), 'tensor')})"
 
     @classmethod
     def merged(cls, records: Iterable[Record]) -> Record:
@@ -221,9 +225,11 @@ class Record:
             with open(unfinished, "wb") as file:
                 file.write(_MAGIC)
                 rows = [[*key, *_append(file, tensor)] for key, tensor in self._tensors.items()]
+                # The index comes last, as a place is known only when its bytes are written.
                 index = json.dumps({**header, "begins": file.tell(), "tensors": rows}).encode()
                 file.write(index + len(index).to_bytes(_LENGTH, "little"))
             os.replace(unfinished, path)
+        # Also if the run is stopped: half a file of many gigabytes would stay on the disk.
         except BaseException:
             if os.path.exists(unfinished):
                 os.unlink(unfinished)
@@ -243,6 +249,7 @@ class Record:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"{path} does not hold a record ({_MAGIC.decode().strip()})")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
         try:
             end = len(mapped) - _LENGTH
             start = end - int.from_bytes(mapped[end:], "little")
@@ -267,11 +274,13 @@ class Record:
             raise ValueError(
                 f"{path} was cut off or damaged: its index cannot be read ({error})"
             ) from error
+
         raise ValueError(f"{path} was cut off: {lost} bytes before its index are missing")
 
 
 def _append(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
     """Append the bytes of a tensor to a file; return its dtype and shape, and where they begin."""
+    # Kernels expect a tensor at an address that its element size divides.
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     start = file.tell()
     for piece in byte_view(tensor).split(_PIECE):
@@ -302,15 +311,18 @@ def entries(value: Tensors) -> dict[Key, Tensor]:
     if isinstance(value, Record):
         return dict(value.items())
     if isinstance(value, Mapping):
+        # What ``select`` returned keeps its places in the run.
         selected = {key: tensor for key, tensor in value.items() if isinstance(key, Key)}
         if selected and len(selected) == len(value):
             return selected
+
     found: dict[Key, Tensor] = {}
     for name, tensor in _named(value, ""):
         key = Key(0, 0, OUTSIDE_A_RUN, normalised(name))
         if key in found:
             raise ValueError(f"two tensors are named {key.name!r}")
         found[key] = tensor
+
     return found
 
 

@@ -151,6 +151,7 @@ def late_streams(own: bool) -> Iterator[None]:
         if (stream == here) == own:
             with torch.cuda.stream(stream):
                 keep_stream_busy(50_000_000 * (3 * index % 4 + 1))
+
     try:
         with torch.cuda.stream(here):
             yield
@@ -173,11 +174,13 @@ def in_another_process(function: Function) -> Kept:
         found = attrgetter(qualname)(module)
     except AttributeError:  # a lambda, or a function inside another
         found = None
+
     if found is not function:
         name = qualname or repr(function)
         raise NotJudged(
             f"another process cannot import {name}: define it with def at the top level of a module"
         )
+
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         file = getattr(sys.modules[module_name], "__file__", None)
@@ -251,6 +254,7 @@ def _answer(path: str) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
+
     function = attrgetter(qualname)(module)
     with deterministic(block[0], nccl=block[1]) if block is not None else contextlib.nullcontext():
         for name, (read, write) in _SWITCHES.items():
@@ -336,6 +340,7 @@ def assert_run_to_run(
                 what=f"{what} under {pressure.name}: {reason}",
             )
             continue
+
         verdict = compare(result, first)
         report.not_finite = verdict.not_finite
         facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
@@ -345,5 +350,7 @@ def assert_run_to_run(
                 f"{verdict}\nbefore that:\n{report}",
                 verdict,
             )
+
         report.equal.append(pressure.name)
+
     return report

@@ -37,20 +37,27 @@ class Cell:
         return dict(self.settings)[axis]
 
     def __str__(self) -> str:
-        """
+        """Return an id for a test.
+
         >>> str(Cell((("batch", 2), ("remat", True), ("attention", "sdpa"))))
         'batch2-remat_on-sdpa'
         """
         words = []
         for axis, value in self.settings:
-            separator = "_" if isinstance(value, bool) else ""
-            words.append(value if isinstance(value, str) else f"{axis}{separator}{shown(value)}")
+            if isinstance(value, str):
+                words.append(value)
+            elif isinstance(value, bool):
+                words.append(f"{axis}_{shown(value)}")
+            else:
+                words.append(f"{axis}{value}")
         return "-".join(words)
 
 
 def shown(value: Any) -> str:
     """Return a setting as the table shows it: ``on`` and ``off`` for booleans."""
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +91,13 @@ class Rule:
         """Return whether the rule is about this cell, on this machine."""
         if self.needs_gpu and torch.cuda.is_available():
             return False
-        return all(
-            cell[axis] in (want if isinstance(want, tuple) else (want,))
-            for axis, want in self.where.items()
-        )
+        return all(cell[axis] in _one_or_several(want) for axis, want in self.where.items())
+
+
+def _one_or_several(want: Any) -> tuple[Any, ...]:
+    if isinstance(want, tuple):
+        return want
+    return (want,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +121,8 @@ class Sweep:
                 )
         for rule in self.rules:
             for axis, want in rule.where.items():
-                wanted = want if isinstance(want, tuple) else (want,)
-                if axis not in self.axes or not all(value in self.axes[axis] for value in wanted):
+                known = self.axes.get(axis)
+                if known is None or not all(value in known for value in _one_or_several(want)):
                     raise ValueError(
                         f"sweep {self.name!r}: a rule speaks of {axis}={want!r}, which no cell has"
                     )
@@ -158,6 +168,7 @@ class Judging:
             raise UnknownCell(
                 f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it"
             )
+
         if rule.claim == "not judged":
             self._report("not judged", rule.reason)
             raise unittest.SkipTest(f"not judged: {rule.reason}")
@@ -182,7 +193,9 @@ class Judging:
             raise facts.FailedCheck(
                 f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}"
             )
+
         is_refusal = isinstance(error, ValueError | TypeError) and rule.reason in str(error)
+        # A refusal is what was claimed, so it does not leave the block.
         if rule.claim == "refused" and is_refusal:
             self._report("refused", rule.reason)
         elif kind is not None:
@@ -195,6 +208,7 @@ class Judging:
             )
         else:
             self._report(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
+
         return True
 
     def _report(self, result: str, why: str) -> None:

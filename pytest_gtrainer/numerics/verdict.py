@@ -61,7 +61,9 @@ class Difference:
         """The element, as text that follows the name of the tensor."""
         if self.element is None:
             return f": {self.kind}"
-        return f", element {_tuple(self.element)}" if self.element else ""
+        if not self.element:  # of a tensor without dimensions
+            return ""
+        return f", element {_tuple(self.element)}"
 
     @property
     def amount(self) -> str:
@@ -79,9 +81,14 @@ class Difference:
         if self.kind != "bits":
             among = f"{self.layout} expected"
         elif self.ulp is not None:
-            signs = {self.actual[:1] == "-", self.expected[:1] == "-"}
-            apart = f"{self.ulp} ULP apart" if len(signs) == 1 else "opposite signs"
-            among = f"{apart if self.ulp else 'equal values, other sign of zero'}; {among}"
+            apart = f"{self.ulp} ULP apart"
+            if not self.ulp:
+                apart = "equal values, other sign of zero"
+            elif (self.actual[:1] == "-") != (self.expected[:1] == "-"):
+                # The number of floats between them says nothing: most of those are tiny.
+                apart = "opposite signs"
+            among = f"{apart}; {among}"
+
         return [actual, expected, f"    {among}"]
 
 
@@ -122,7 +129,9 @@ class Verdict:
             limits.append("not finite")
         if self.tied:
             limits.append("names that share memory")
-        return f"{self.outcome} ({', '.join(limits)})" if limits else self.outcome
+        if limits:
+            return f"{self.outcome} ({', '.join(limits)})"
+        return self.outcome
 
     @property
     def first(self) -> Difference | None:
@@ -137,9 +146,11 @@ class Verdict:
     @property
     def origin(self) -> tuple[int, int] | None:
         """``(step, rank)`` of what went wrong first; None outside records."""
-        keys = [difference.key for difference in self.differences]
-        keys += [*self.only_actual, *self.only_expected]
-        places = [(key.step, key.rank) for key in keys if key.phase]
+        differing = [difference.key for difference in self.differences]
+        places = []
+        for key in (*differing, *self.only_actual, *self.only_expected):
+            if key.phase:
+                places.append((key.step, key.rank))
         return min(places, default=None)
 
     def __bool__(self) -> bool:
@@ -147,14 +158,15 @@ class Verdict:
 
     def __str__(self) -> str:
         """Write the whole verdict; lists are cut after eight lines, with how many were left out."""
-        tensors = counted(self.compared, "tensor")
+        head = f"{self.outcome}: {counted(self.compared, 'tensor')} compared"
         if self.differences:
-            elements = self.differing_elements
-            tensors += f", {counted(elements, 'element')}" if elements else ""
-            lines = [f"{self.outcome}: {len(self.differences)} of {tensors}"]
-        else:
-            equal = ", no bit differs" if self.compared else ""
-            lines = [f"{self.outcome}: {tensors} compared{equal}"]
+            head = f"{self.outcome}: {len(self.differences)} of {counted(self.compared, 'tensor')}"
+            if self.differing_elements:
+                head += f", {counted(self.differing_elements, 'element')}"
+        elif self.compared:
+            head += ", no bit differs"
+
+        lines = [head]
         lines += [f"  {reason}" for reason in self.reasons]
         if self.first is not None:
             lines.append(f"  first at {where(self.first.key)}{self.first.place}")
@@ -162,8 +174,8 @@ class Verdict:
         title = "equal, but not finite, which proves nothing: NaN and inf hide what computes them"
         lines += cut(title, self.not_finite)
         lines += cut("one memory on either side, so compared once", self.tied)
-        lines += cut("only in actual", [where(key) for key in self.only_actual])
-        lines += cut("only in expected", [where(key) for key in self.only_expected])
+        lines += cut("only in actual", list(map(where, self.only_actual)))
+        lines += cut("only in expected", list(map(where, self.only_expected)))
         lines += cut("then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]])
         return "\n".join(lines)
 
@@ -183,8 +195,9 @@ def where(key: Key) -> str:
     name = one_line(key.name) or "the tensor"
     if not key.phase:
         return name
-    phase = _WORDS.get(key.phase, key.phase)
-    what = phase if key.name in ("", key.phase) else f"{phase} of {name}"
+    what = _WORDS.get(key.phase, key.phase)
+    if key.name not in ("", key.phase):  # the loss has no name of its own
+        what += f" of {name}"
     return f"step {key.step}, rank {key.rank}, {what}"
 
 
@@ -200,9 +213,10 @@ def cut(title: str, lines: Sequence[str]) -> list[str]:
     """
     if not lines:
         return []
-    more = len(lines) - _MOST_LINES
-    tail = [f"    and {more} more"] if more > 0 else []
-    return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *tail]
+    shown = [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES])]
+    if len(lines) > _MOST_LINES:
+        shown.append(f"    and {len(lines) - _MOST_LINES} more")
+    return shown
 
 
 _COLUMNS = (
@@ -226,6 +240,7 @@ _COLUMNS = (
 
 def table(verdict: Verdict) -> str:
     """Return everything that differs, in order of origin, as tab-separated lines with a heading."""
+    # Tabs and line ends in names are escaped, so every line has all columns.
     rows: list[tuple[object, ...]] = [_COLUMNS]
     for one in verdict.differences:
         element = "" if one.element is None else _tuple(one.element)
@@ -245,6 +260,7 @@ def table(verdict: Verdict) -> str:
                 one.numel,
             )
         )
+
     blank = ("",) * (len(_COLUMNS) - 5)
     rows += [("actual", *key, *blank) for key in verdict.only_actual]
     rows += [("expected", *key, *blank) for key in verdict.only_expected]

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from pytest_gtrainer.graph.nodes import has_effect, storage_of, walked, written_operands
+from pytest_gtrainer.graph.nodes import has_effect, storage_of, walk, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def _is_identity(node: fx.Node) -> bool:
 def _values_sharing(node: fx.Node) -> set[fx.Node]:
     """Return the values in the storage of a value, itself among them."""
     storage = storage_of(node)
-    return walked([storage], lambda value: value.users, lambda value: storage_of(value) is storage)
+    return walk([storage], lambda value: value.users, lambda value: storage_of(value) is storage)
 
 
 def _cancels(node: fx.Node) -> bool:

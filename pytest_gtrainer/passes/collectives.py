@@ -22,7 +22,7 @@ from pytest_gtrainer.graph.collectives import (
     launches,
     only_wait,
 )
-from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn, storage_of, walked, writes
+from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn, storage_of, walk, writes
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
@@ -114,7 +114,7 @@ def _swap_of(member: FsdpCollective) -> fx.Node | None:
 
     Between the two there may be a pad.
     """
-    between = walked(
+    between = walk(
         member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in PADDING
     )
     inside = between | {member.launch}

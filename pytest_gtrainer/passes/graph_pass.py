@@ -21,7 +21,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
 from pytest_gtrainer.graph.collectives import find_early_read
-from pytest_gtrainer.graph.nodes import direction, node_fqn, walked
+from pytest_gtrainer.graph.nodes import direction, node_fqn, walk
 
 P = ParamSpec("P")
 Pass = Callable[..., Any]  # gives a GraphModule; of Inductor, it rewrites in place
@@ -94,7 +94,7 @@ def _describe(node: fx.Node) -> str:
     bucket = node.meta.get("fsdp_bucket")
     where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
     inputs = []
-    for above in sorted(walked([node], lambda each: each.all_input_nodes)):
+    for above in sorted(walk([node], lambda each: each.all_input_nodes)):
         given = above.meta.get("gt_input")
         if given is not None:
             inputs.append(f"input {given['fqn']}" if given["kind"] == "input" else given["fqn"])

@@ -23,7 +23,7 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     mutates,
     storage_of,
-    walked,
+    walk,
     writes,
 )
 from pytest_gtrainer.passes.graph_pass import graph_pass
@@ -65,7 +65,7 @@ def tag_with_memory_policy_pass(
             unused.pop(fqn, None)
         if not prefixes:
             to_tag.update(member.chain, (member.launch, member.wait))
-            to_tag |= walked(member.wait.users, lambda node: node.users, _is_forward_view)
+            to_tag |= walk(member.wait.users, lambda node: node.users, _is_forward_view)
     if unused:
         raise ValueError(
             f"keep_unsharded names {', '.join(map(repr, unused))}, of which no parameter is "
@@ -105,7 +105,7 @@ def selective_activation_remat_pass(
 
     for reader in readers:
         # The first reader needs a copy of all of these in front of it; later ones share it.
-        region = walked(reader.all_input_nodes, lambda node: node.all_input_nodes, is_needed)
+        region = walk(reader.all_input_nodes, lambda node: node.all_input_nodes, is_needed)
         done.update(region)
         regions.append((reader, sorted(region)))
     _check_repeatable(gm.graph, done)

@@ -7,16 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import OpOverload
-from pytest_gtrainer.graph.nodes import argument_of, is_view, short_name
+from pytest_gtrainer.graph.nodes import argument_of, input_fqn, is_view, short_name
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 
 _KEEPING = ("_to_copy", "clone", "contiguous", "lift_fresh_copy", "convert_element_type")
 _ALONG_DIM = ("gather", "index_add", "index_copy", "index_select", "scatter", "scatter_add")
-
-
-def input_name(node: fx.Node) -> str:
-    """Return the name of a graph's input: its FQN, or that of the placeholder."""
-    return str(node.meta.get("gt_input", {}).get("fqn", node.target))
 
 
 def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
@@ -30,7 +25,7 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
     made: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        name = input_name(node)
+        name = input_fqn(node)
         if isinstance(value, Tensor):
             if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
                 raise ValueError(
@@ -51,7 +46,7 @@ def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
         if not isinstance(value, Tensor) or not value.numel() or value.dtype == torch.bool:
             continue
         if not value.is_floating_point() and not value.is_complex():
-            parts.append(f"{input_name(node)} in {int(value.min())}..{int(value.max())}")
+            parts.append(f"{input_fqn(node)} in {int(value.min())}..{int(value.max())}")
     return f"whole numbers that were drawn: {', '.join(parts)}" if parts else ""
 
 

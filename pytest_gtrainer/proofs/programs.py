@@ -14,7 +14,7 @@ from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.shadows import whole_storage
-from pytest_gtrainer.graph.nodes import AFTERWARDS
+from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
@@ -23,7 +23,6 @@ from pytest_gtrainer.numerics.graph_run import (
     random_states_afterwards,
 )
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.inputs import input_name
 from pytest_gtrainer.proofs.state import (
     captured_by,
     check_outputs,
@@ -212,7 +211,7 @@ class GraphProgram(Program):
         for number, own in enumerate(given):
             rank = self.rank if self.world is None else number
             for place, (node, value) in enumerate(zip(placeholders, own, strict=True)):
-                name = f"input {place}" if self.by_place else input_name(node)
+                name = f"input {place}" if self.by_place else input_fqn(node)
                 if isinstance(value, Tensor):
                     found[f"{name}{AFTERWARDS}", rank] = value
         for name, tensor in attributes_of(gm):

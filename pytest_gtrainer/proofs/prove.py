@@ -20,7 +20,7 @@ from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
@@ -293,7 +293,7 @@ def _inputs_of_ranks(gm: fx.GraphModule, inputs: Any, size: int) -> tuple[list[S
 def _graph_of(program: Any) -> fx.GraphModule | None:
     is_graph = isinstance(program, fx.GraphModule | fx.Graph | ExportedProgram)
     if is_graph or isinstance(getattr(program, "gm", None), fx.GraphModule):
-        return adopted(program)
+        return adopt(program)
     return None
 
 

@@ -51,7 +51,7 @@ from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.group import Under
-from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
+from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, state_kept
 from pytest_gtrainer.worlds.spec import World
 
@@ -104,7 +104,6 @@ def simulated_eager(
     *,
     mesh: Mapping[str, int] | None = None,
     steps: int | None = None,
-    timeout: float = LIMIT,
     recorders: Sequence[Record] | None = None,
     under: Under = nullcontext,
 ) -> SimulatedRun:
@@ -124,7 +123,7 @@ def simulated_eager(
         record = run.run(recorders[rank] if recorders else None)
         return record, run.layout() if rank == 0 else None
 
-    runs = run_threads(net.size, train_rank, net=net, timeout=timeout, under=under)
+    runs = run_threads(net.size, train_rank, net=net, under=under)
     records, layouts = zip(*runs, strict=True)
     return SimulatedRun(Record.merged(records), layouts[0])
 

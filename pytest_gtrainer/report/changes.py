@@ -7,7 +7,7 @@ page of ``--gt-report``.
 import json
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,9 @@ def describe_failure(test: Test) -> list[str]:
     """
     if test.outcome not in BAD:
         return []
-    lines = [f"{fact['name']}: {shorten(fact['words'])}" for fact in test.find("golden_difference")]
+    lines = []
+    for fact in test.find("golden_difference"):
+        lines.append(f"{fact['name']}: {shorten(fact['words'])}")
     for comparison in test.comparisons():
         must_differ = comparison["must_differ"]
         if comparison["outcome"] == ("different" if must_differ else "equal"):
@@ -54,6 +56,7 @@ def describe_failure(test: Test) -> list[str]:
             place = f"{phase} {name}".strip()
             if place:
                 found += f", {place}"
+
         lines.append(f"{comparison['what'] or 'comparison'}: {found}")
 
     for fact in test.find("layout"):
@@ -101,9 +104,15 @@ class Earlier:
             pytest.UsageError: there is no such file, or it is not a page of ``--gt-report``.
         """
         option = f"--gt-report-against={given}"
+        details: list[str] = []
+        graphs: dict[str, str] = {}
         try:
-            parts = _PART.findall(_read_page(path))
-            tests = _unpack_tests(text for kind, _, text in parts if kind == "d")
+            for kind, key, text in _PART.findall(_read_page(path)):
+                if kind == "d":
+                    details.append(text)
+                else:
+                    graphs[key] = text
+            tests = _unpack_tests(details)
         except FileNotFoundError:
             raise pytest.UsageError(
                 f"{option}: there is no such file; name a page that --gt-report wrote"
@@ -124,9 +133,9 @@ class Earlier:
         ) as error:
             raise pytest.UsageError(f"{option} cannot be read: {error}") from None
 
-        if not parts:
+        if not details and not graphs:
             raise pytest.UsageError(f"{option} holds no test; name a page that --gt-report wrote")
-        return cls(path, tests, {key: text for kind, key, text in parts if kind == "g"})
+        return cls(path, tests, graphs)
 
     def compare(
         self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]
@@ -264,9 +273,10 @@ def _compare_numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str]
         if key not in earlier:
             unpaired.append(f"{what}: newly compared")
             continue
-        old = {tuple(row[:3]): row[3] for row in earlier[key]["actual"]}
-        new = {tuple(row[:3]): row[3] for row in current[key]["actual"]}
-        places = [place for place in old.keys() & new.keys() if old[place] != new[place]]
+        # Digests by step, rank and phase.
+        old = {tuple(place): digest for *place, digest in earlier[key]["actual"]}
+        new = {tuple(place): digest for *place, digest in current[key]["actual"]}
+        places = [place for place, digest in old.items() if new.get(place, digest) != digest]
         if places:
             step, rank, phase = min(places, key=lambda place: page_order(*place))
             where = f"step {step}, rank {rank}, {phase}"
@@ -275,6 +285,7 @@ def _compare_numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str]
             unpaired.append(f"{what}: other steps, ranks or phases were compared")
         elif earlier[key].get("values", values := current[key].get("values")) != values:
             changed.append(f"{what}: other numbers than then")
+
     return changed, unpaired
 
 
@@ -282,11 +293,13 @@ def _pair_pipelines(
     then: Sequence[Any], now: Sequence[Any], part: str
 ) -> Iterator[tuple[int, list[Any], list[Any]]]:
     """Yield number, earlier ``part`` and ``part`` of each pipeline that has one in either run."""
-    old = {pipeline["number"]: pipeline[part] for pipeline in then}
-    new = {pipeline["number"]: pipeline[part] for pipeline in now}
-    for number in sorted({*old, *new}):
-        if old.get(number) or new.get(number):
-            yield number, old.get(number, []), new.get(number, [])
+    pairs: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    for side, pipelines in enumerate((then, now)):
+        for pipeline in pipelines:
+            pairs[pipeline["number"]][side].extend(pipeline[part])
+    for number, (old, new) in sorted(pairs.items()):
+        if old or new:
+            yield number, old, new
 
 
 def _compare_graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
@@ -311,6 +324,7 @@ def _compare_graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[s
             if was and was["before"] == run["before"] and was["after"] != run["after"]:
                 is_named = True
                 yield f"pass {run['name']}", was["after"], run["after"]
+
         if not is_named and old[-1]["after"] != new[-1]["after"]:
             yield "the graph after all passes", old[-1]["after"], new[-1]["after"]
 
@@ -321,13 +335,17 @@ def _compare_layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
         was, has = _index_payloads(old), _index_payloads(new)
         for what, side, other in (("payloads gone", was, has), ("new payloads", has, was)):
             labels = {label for (label, _), _ in other}
-            names = []
+            names: dict[str, None] = {}
             for key in side:
                 (label, collective), _ = key
-                if key not in other:
-                    names.append(f"{collective} of {label}" if label in labels else label)
+                if key in other:
+                    continue
+                if label in labels:  # another collective of the bucket is still there
+                    label = f"{collective} of {label}"
+                names[label] = None
             if names:
-                yield f"{what}: {', '.join(dict.fromkeys(names))}"
+                yield f"{what}: {', '.join(names)}"
+
         for key, payload in was.items():
             if key in has and has[key] != payload:
                 (label, collective), _ = key

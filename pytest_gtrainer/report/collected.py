@@ -1,7 +1,7 @@
 """Tests of a run, put together from the reports that reach the process that ends the run."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +55,7 @@ class Test:
             # One witness watches all runs of a test, and sends each graph once, in the first.
             for rank, sent in self.shown.items():
                 self.shown[rank] = of_kind(sent, *_ONCE_A_TEST)
+
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
@@ -71,9 +72,11 @@ class Test:
 
         A subtest that fails makes its test fail. Its skip or expected failure is not the test's.
         """
-        failed = [report.when for report in self.reports if report.failed]
+        failed = {report.when for report in self.reports if report.failed}
+        if "call" in failed:
+            return "failed"
         if failed:
-            return "failed" if "call" in failed else "error"
+            return "error"
         outcome = "passed"
         for report in self.reports:
             # By exact type: pytest's SubtestReport is a subclass, and sent as a report of the call.
@@ -82,6 +85,7 @@ class Test:
                     return "xfailed" if report.skipped else "xpassed"
                 if report.skipped:
                     outcome = "skipped"
+
         return outcome
 
     @property
@@ -127,13 +131,15 @@ def _merge_comparisons(parts: list[Fact]) -> dict[str, Any]:
     first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))
     if first["first"] is None:
         first = max(parts, key=lambda part: severity(part.get("outcome", "")))
-    merged = {**first, "tensors": 0, "more": 0, "differing": [], "actual": [], "expected": []}
-    merged["values"] = [value for part in parts for value in part.get("values", ())]  # by rank
+    merged: dict[str, Any] = {**first, "tensors": 0, "more": 0}
+    merged |= {"differing": [], "actual": [], "expected": [], "values": []}
     for part in parts:
+        merged["values"] += part.get("values", ())  # by rank
         for name in ("tensors", "more", "differing"):
             merged[name] += part[name]
         for side in ("actual", "expected"):
             merged[side] += map(tuple, part[side])
+
     for side in ("actual", "expected"):
         merged[side].sort(key=lambda row: page_order(*row[:3]))
     return merged
@@ -161,12 +167,11 @@ def severity(outcome: str) -> tuple[int, int]:
     >>> sorted(["different", "equal (not finite)", "equal", "unverified"], key=severity)
     ['equal', 'equal (not finite)', 'unverified', 'different']
     """
-    place = len(_MILDEST_FIRST)
-    if not outcome.endswith("control failed"):
-        known = [each for each in _MILDEST_FIRST if outcome.startswith(each)]
-        # The longest: "different as required" begins with "different", too.
-        place = _MILDEST_FIRST.index(max(known, key=len)) if known else place
-    return place, len(outcome)
+    known = [each for each in _MILDEST_FIRST if outcome.startswith(each)]
+    if not known or outcome.endswith("control failed"):
+        return len(_MILDEST_FIRST), len(outcome)
+    # The longest: "different as required" begins with "different", too.
+    return _MILDEST_FIRST.index(max(known, key=len)), len(outcome)
 
 
 def merge_facts(by_rank: Mapping[int, Sequence[Fact]]) -> list[Fact]:
@@ -194,9 +199,11 @@ def merge_facts(by_rank: Mapping[int, Sequence[Fact]]) -> list[Fact]:
 def _worst(by_rank: Mapping[int, Fact]) -> Fact:
     """Return the worst of one fact on several ranks."""
     field = "result" if "result" in next(iter(by_rank.values())) else "outcome"
-    outcomes = {rank: str(fact.get(field, "")) for rank, fact in by_rank.items()}
-    worst = max(outcomes.values(), key=severity)
-    ranks = [rank for rank, outcome in outcomes.items() if outcome == worst]
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, fact in by_rank.items():
+        ranks_of[str(fact.get(field, ""))].append(rank)
+    worst = max(ranks_of, key=severity)
+    ranks = ranks_of[worst]
     fact = by_rank[ranks[0]]
     if len(ranks) < len(by_rank) and field == "outcome" and worst != "different as required":
         return {**fact, field: f"{worst} on {ranks_text(ranks)}"}

@@ -48,7 +48,7 @@ class Run:
         if self.earlier is not None:
             self.summary = [*self.summary, self.earlier.summary({test.name for test in self.tests})]
         self.title, self.made = facts.one_line(self.title), facts.one_line(self.made)
-        self.summary = [facts.one_line(line) for line in self.summary]
+        self.summary = list(map(facts.one_line, self.summary))
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -75,6 +75,7 @@ def render_page(run: Run) -> str:
     if run.earlier is not None:
         for key in run.earlier.shown & run.earlier.graphs.keys():
             texts[key] = run.earlier.graphs[key]
+    rows = [_build_row(*each) for each in zip(run.tests, run.details, strict=True)]
     source = resources.files(__package__) / "template"
     # Escaped, since names of tests and messages of failures may hold markup.
     template = Environment(autoescape=True, trim_blocks=True).from_string(
@@ -82,7 +83,7 @@ def render_page(run: Run) -> str:
     )
     return template.render(
         run=run,
-        tests=[_build_row(*each) for each in zip(run.tests, run.details, strict=True)],
+        tests=rows,
         texts=texts,
         schedules=schedules,
         memories=memories,
@@ -117,17 +118,22 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         goldens.append({name: fact[name] for name in ("name", "keys", "changes")})
     sections = []
     for title, text in test.reports[-1].sections if test.reports else ():
-        more = f"\n[... {len(text) - _MOST_OUTPUT} more]" if len(text) > _MOST_OUTPUT else ""
-        sections.append([title, text[:_MOST_OUTPUT] + more])
+        shown = text[:_MOST_OUTPUT]
+        if len(text) > _MOST_OUTPUT:
+            shown += f"\n[... {len(text) - _MOST_OUTPUT} more]"
+        sections.append([title, shown])
+
+    failures = []
+    for report in test.reports:
+        if report.failed:
+            failures.append([report.when, report.longreprtext])
     details: dict[str, Any] = {
         "name": test.name,
         "outcome": test.outcome,
         "changed": describe_failure(test),
         "goldens": goldens,
         "earlier": {"lines": [], "graphs": []},
-        "failures": [
-            [report.when, report.longreprtext] for report in test.reports if report.failed
-        ],
+        "failures": failures,
         "comparisons": test.comparisons(),
         # Layouts of no pipeline are pairs that the test compared.
         "layouts": [fact for fact in test.find("layout") if fact["pipeline"] is None],
@@ -144,15 +150,15 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
 
 def _build_pipelines(test: Test) -> list[dict[str, Any]]:
     """Build a dict for each pipeline: its number from 0, facts of its passes and layouts."""
-    found = [*test.find("pass"), *test.find("layout")]
-    found = [fact for fact in found if fact["pipeline"] is not None]
-    found.sort(key=lambda fact: int(fact["pipeline"]))
+    found = [fact for fact in test.find("layout") if fact["pipeline"] is not None]
+    found = sorted([*test.find("pass"), *found], key=lambda fact: int(fact["pipeline"]))
     pipelines: dict[int, dict[str, Any]] = {}
+    parts = {"pass": "passes", "layout": "layouts"}
     for fact in found:
         # The witness counts on if a test runs again, and a later run is compared by these numbers.
         number = fact["pipeline"] - found[0]["pipeline"]
         pipeline = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
-        pipeline["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
+        pipeline[parts[fact["kind"]]].append(fact)
     return list(pipelines.values())
 
 

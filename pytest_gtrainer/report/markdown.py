@@ -39,12 +39,15 @@ def render_summary(run: Run) -> str:
             parts.append(_render_test(test, lines, run.folder))
         if len(tests) > MOST_TESTS:
             parts.append(f"… and {len(tests) - MOST_TESTS} more.")
+
     return "\n\n".join(parts) + "\n"
 
 
 def _render_test(test: Test, lines: list[str], folder: str) -> str:
-    where = f", {text(test.world)}" if test.world else ""
-    parts = [f"**{code(test.name)}** {test.outcome}{where}\n"]
+    head = f"**{code(test.name)}** {test.outcome}"
+    if test.world:
+        head += f", {text(test.world)}"
+    parts = [head + "\n"]
     parts += [f"- {text(line)}" for line in lines]
     failure = next((report.longreprtext for report in test.reports if report.failed), "")
     if failure:
@@ -57,6 +60,7 @@ def _render_test(test: Test, lines: list[str], folder: str) -> str:
             f"\n<details><summary>The failure</summary>\n\n{fenced(failure)}\n",
             f"Run it again: {again}\n\n</details>",
         ]
+
     return "\n".join(parts)
 
 

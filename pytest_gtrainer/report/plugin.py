@@ -123,6 +123,7 @@ class ReportPlugin:
         shown = {}
         for name, path in self.paths.items():
             shown[name] = path.relative_to(here) if path.is_relative_to(here) else path
+
         if not self._tests:  # the file of an earlier run is kept
             return [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
         summary = self.config.pluginmanager.getplugin("gtrainer-summary")
@@ -144,12 +145,14 @@ class ReportPlugin:
                 content = writers[name](run).encode("utf-8", "backslashreplace")
                 # The page of a job on GitHub is one file, to which each step appends.
                 is_job_page = str(path) == os.environ.get("GITHUB_STEP_SUMMARY")
-                with path.open("ab" if name == "summary" and is_job_page else "wb") as file:
+                mode = "ab" if name == "summary" and is_job_page else "wb"
+                with path.open(mode) as file:
                     file.write(content)
                 lines.append((f"{name} in {shown[name]}", False))
         except Exception as error:  # the run has ended, and its result stands without a page
             wanted = " and ".join(shown) or "comparison"
             lines.append((f"no {wanted}: {type(error).__name__}: {error}", True))
+
         return lines
 
 

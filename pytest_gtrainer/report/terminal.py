@@ -127,8 +127,10 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
     shown = []
     for line in lines:
         # Behind an item of a list; a line without commas, as a command, is useless in part.
-        cut = line[:letters].rpartition(", ")[0] if len(line) > letters else ""
-        shown.append(f"{cut}, …: --gt-report FILE has the whole line" if cut else line)
+        cut = line[:letters].rpartition(", ")[0]
+        if len(line) > letters and cut:
+            line = f"{cut}, …: --gt-report FILE has the whole line"
+        shown.append(line)
 
     if len(shown) > most:
         left = counted(len(shown) - most + 1, "more line")
@@ -174,8 +176,12 @@ def sweep_table(rows: Sequence[Fact]) -> list[str]:
             not_judged[row["why"]] += 1
         else:
             cells.append([*row["settings"].values(), row["result"], row["why"]])
-    lines = in_columns([[*rows[0]["settings"], "result", "why"], *cells]) if cells else []
-    lines += [f"{counted(count, 'cell')} not judged: {why}" for why, count in not_judged.items()]
+
+    lines = []
+    if cells:
+        lines += in_columns([[*rows[0]["settings"], "result", "why"], *cells])
+    for why, count in not_judged.items():
+        lines.append(f"{counted(count, 'cell')} not judged: {why}")
     lines.append(spell_counts(Counter(row["result"] for row in rows)))
     return lines
 
@@ -186,8 +192,10 @@ def in_columns(rows: Sequence[Sequence[object]]) -> list[str]:
     for column in zip(*rows, strict=True):
         texts = list(map(str, column))
         width = max(map(len, texts))
-        is_number = all(isinstance(cell, int) for cell in column[1:])
-        columns.append([f"{text:{'>' if is_number else '<'}{width}}" for text in texts])
+        align = str.ljust
+        if all(isinstance(cell, int) for cell in column[1:]):
+            align = str.rjust
+        columns.append([align(text, width) for text in texts])
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
@@ -254,9 +262,10 @@ class ConformanceTable:
         before: dict[str, Any] = self._before.get(name) or next(iter(self._before.values()), {})
         changed = []
         for rule, row in rows.items():
-            was = before[rule]["result"] if rule in before else None
+            was = before.get(rule, {"result": "not judged"})["result"]
             if was != row["result"]:
-                changed.append(f"{rule}: was {was or 'not judged'}, is {row['result']}")
+                changed.append(f"{rule}: was {was}, is {row['result']}")
+
         # A rule that nobody judges any more has not kept its result.
         gone = [f"{rule} ({row['result']})" for rule, row in before.items() if rule not in rows]
         if gone:

@@ -43,7 +43,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.collectives import group_of, kind_of
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graph.packing import nbytes_of
 from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
@@ -116,6 +116,7 @@ def flops_of(node: fx.Node) -> float:
     # Formulas compare and assert sizes, which fails if they are missing or depend on data.
     except (TypeError, ValueError, AssertionError, AttributeError, GuardOnDataDependentSymNode):
         pass
+
     return 0.0
 
 
@@ -166,19 +167,11 @@ class Timeline:
     @property
     def summary(self) -> str:
         """The sums in one line."""
-        compute, communication, overlapped, exposed, total = (
-            f"{1000 * seconds:.2f} ms"
-            for seconds in (
-                self.total("compute"),
-                self.total("collective"),
-                self.overlapped,
-                self.exposed,
-                self.seconds,
-            )
-        )
+        compute, communication = self.total("compute"), self.total("collective")
         return (
-            f"compute {compute}, communication {communication}, of it overlapped {overlapped}, "
-            f"exposed {exposed}: {total} in all"
+            f"compute {1000 * compute:.2f} ms, communication {1000 * communication:.2f} ms, "
+            f"of it overlapped {1000 * self.overlapped:.2f} ms, "
+            f"exposed {1000 * self.exposed:.2f} ms: {1000 * self.seconds:.2f} ms in all"
         )
 
     def merged(self) -> list[Span]:
@@ -234,7 +227,7 @@ def timeline(
         ValueError: the cost of a collective is not known: the graph does not say its group or its
             payload.
     """
-    gm = adopted(gm, names)
+    gm = adopt(gm, names)
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
     now = 0.0  # the time of the compute lane
@@ -255,6 +248,7 @@ def timeline(
             spans.append(Span(lane, start, seconds, label, "collective"))
             free[lane] = ends[node] = start + seconds
             continue
+
         if is_wait(node):
             # A coalesced collective returns a list: the wait reads a getitem that reads it.
             launches = list(node.all_input_nodes)
@@ -262,6 +256,7 @@ def timeline(
                 launches += operand.all_input_nodes
         else:
             launches = operands_of(node)  # a collective without a wait, used directly
+
         ended = max((ends.get(launch, 0.0) for launch in launches), default=0.0)
         if ended > now:
             spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
@@ -270,6 +265,7 @@ def timeline(
         if seconds:
             spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
             now += seconds
+
     return Timeline(tuple(spans), model, max([now, *free.values()]))
 
 

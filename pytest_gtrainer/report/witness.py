@@ -125,6 +125,7 @@ class Witness:
             if run.stage == stage_of_passes and run.changed:
                 self.graph_pass(PassRun(run.name, run.slot, run.seconds), gm, run.after)
                 gm = run.after
+
         last = graph.stages.get(f"{stage}_after_passes")
         if last is not None and str(last.graph) != str(gm.graph):
             self.graph_pass(PassRun("what else Inductor did", "", 0.0), gm, last)
@@ -213,16 +214,23 @@ class Witness:
         from pytest_gtrainer.numerics.record import Record
 
         differing = [list(each.key) for each in verdict.differences[:_MOST_DIFFERING]]
+        # A run has a digest for each step, rank and phase; plain tensors have one in all.
+        of_actual, of_expected, values = [], [], []
+        if isinstance(actual, Record) and isinstance(expected, Record):
+            of_actual, of_expected = digest_rows(actual), digest_rows(expected)
+        else:
+            values = _digest_of(actual)
+
         facts.emit(
             "comparison",
             what=what,
             outcome=verdict.outcome,
             must_differ=must_differ,
             tensors=verdict.compared,
-            actual=digest_rows(actual) if isinstance(actual, Record) else [],
-            expected=digest_rows(expected) if isinstance(expected, Record) else [],
-            values=[] if isinstance(actual, Record) else _digest_of(actual),
-            first=list(verdict.first.key) if verdict.first else None,
+            actual=of_actual,
+            expected=of_expected,
+            values=values,
+            first=next(iter(differing), None),
             verdict=str(verdict)[:2_000],
             differing=differing,
             more=len(verdict.differences) - len(differing),
@@ -242,18 +250,21 @@ def _guarded(what: str, record: facts.Watcher) -> facts.Watcher:
 
 def describe_payloads(layout: BucketLayout) -> list[dict[str, Any]]:
     """Return a layout in plain types, in the order of its payloads."""
-    return [
-        {
-            "label": payload.label,
-            "collective": payload.collective,
-            "op": payload.op,
-            "dtype": str(payload.dtype).removeprefix("torch."),
-            "ranks": len(payload.ranks),
-            "directions": list(payload.directions),
-            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in payload.slots],
-        }
-        for payload in layout.payloads
-    ]
+    described: list[dict[str, Any]] = []
+    for payload in layout.payloads:
+        described.append(
+            {
+                "label": payload.label,
+                "collective": payload.collective,
+                "op": payload.op,
+                "dtype": str(payload.dtype).removeprefix("torch."),
+                "ranks": len(payload.ranks),
+                "directions": list(payload.directions),
+                "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in payload.slots],
+            }
+        )
+
+    return described
 
 
 def describe_schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:

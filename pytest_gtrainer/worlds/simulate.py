@@ -18,7 +18,8 @@ from torch import fx
 from pytest_gtrainer._torch.process_groups import live_groups, names_of_live_groups
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, launches
-from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
+from pytest_gtrainer.graph.nodes import input_fqn
 from pytest_gtrainer.graph.same_on_ranks import Partition, nodes_within
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated import VacuousCheck
@@ -70,7 +71,7 @@ def simulate_graph(
         DependsOnRank: inputs of other shapes than the traced ones.
         ValueError: inputs, outputs or groups that do not fit.
     """
-    net, gm = net_of_any(world), adopted(gm, names)
+    net, gm = net_of_any(world), adopt(gm, names)
     if not any(launches(node.target) for node in nodes_within(gm)):
         raise VacuousCheck(
             "the graph has no collective, so no net changes a bit of it: run it by itself"
@@ -198,7 +199,7 @@ def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
     if not isinstance(inputs, Mapping):
         return inputs
     placeholders = gm.graph.find_nodes(op="placeholder")
-    names = [node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders]
+    names = list(map(input_fqn, placeholders))
     if wrong := ", ".join(sorted({*names} ^ {*inputs})):
         raise ValueError(
             f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, "

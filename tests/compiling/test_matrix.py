@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import graphtext
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.references.graph import texts_of_ranks
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
@@ -52,7 +52,7 @@ def test_on_eight_fake_ranks(model, wrapping):
     with fake(0) as world:
         for _, name, gm, names in graphs(model, wrapping, make_mesh(world)):
             first[name] = text = graphtext.render(gm, names=names)
-            hold(adopted(gm, names), text)
+            hold(adopt(gm, names), text)
     with fake(7) as world:
         other = texts(model, wrapping, make_mesh(world), another_parameter)
     assert other.keys() == first.keys()

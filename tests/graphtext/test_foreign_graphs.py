@@ -19,7 +19,7 @@ from pytest_gtrainer import (
     timeline,
 )
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
-from pytest_gtrainer.graph.foreign import adopted, sorted_nodes
+from pytest_gtrainer.graph.foreign import adopt, sorted_nodes
 from pytest_gtrainer.graph.nodes import direction
 from tests.graphtext.compiled import Block, stages
 
@@ -202,7 +202,7 @@ def test_gradients_of_an_exported_step_are_named_after_their_parameters():
         "output_0",
         "up.weight",
     ]
-    assert adopted(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
+    assert adopt(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
     forward, _, backward = graphtext.render(made).partition(
         "if bwd:\n"
     )  # what is returned beside the loss is forward
@@ -266,12 +266,12 @@ def test_a_model_names_the_last_results_if_they_can_be_its_gradients(returned, n
 
     gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
     assert (
-        "gt_outputs" not in adopted(gm, model).graph.output_node().meta
+        "gt_outputs" not in adopt(gm, model).graph.output_node().meta
     )  # no node is of the backward
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.meta["autograd_backward"] = True
-    meta = adopted(gm, model).graph.output_node().meta
+    meta = adopt(gm, model).graph.output_node().meta
     assert list(meta.get("gt_outputs", ())) == names
     assert list(meta.get("gt_parameters", ())) == names[-2:]
 
@@ -387,7 +387,7 @@ def test_a_body_that_forward_and_backward_call_is_of_the_forward():
         for call, of_call in zip(calls, directions, strict=True):
             call.meta["autograd_backward"] = of_call == "bwd"
         results = {
-            direction(node) for node in adopted(gm).body.graph.nodes if node.op == "call_function"
+            direction(node) for node in adopt(gm).body.graph.nodes if node.op == "call_function"
         }
         assert results == {expected}, directions
 
@@ -401,7 +401,7 @@ def test_parameters_of_two_models_that_are_not_called_keep_their_models_name():
         lambda one, other, x: x @ one.weight + x @ other.weight, one, other, torch.ones(2, 8)
     )["dynamo"]
     given = [
-        node.meta["gt_input"]["fqn"] for node in adopted(graph).graph.find_nodes(op="placeholder")
+        node.meta["gt_input"]["fqn"] for node in adopt(graph).graph.find_nodes(op="placeholder")
     ]
     assert sorted(given) == ["one.weight", "other.weight", "x"]
 
@@ -440,7 +440,7 @@ def test_a_backward_tells_the_sums_of_parameters_that_it_does_not_take(gt_world)
     text = graphtext.render(found["backward"], names=found["dynamo"])
     assert "weight: f32[2, 4]" in text
     assert "bias: " not in text  # among what it takes
-    payloads = bucket_layout(adopted(found["backward"], found["dynamo"])).payloads
+    payloads = bucket_layout(adopt(found["backward"], found["dynamo"])).payloads
     assert sorted(payload.parameters[0].split(".")[-1] for payload in payloads) == [
         "bias",
         "bias",

@@ -20,7 +20,7 @@ from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import assert_same_layout, bucket_layout, eager_bucket_layout, graphtext
 from pytest_gtrainer.graph.bucket_plan import Plan
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters
-from pytest_gtrainer.graph.foreign import adopted
+from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import shard_eagerly
@@ -83,7 +83,7 @@ def bucketed(gm, model, plan, key):
     """Bucket like torchtitan: one bucket for each module of the plan, its members ordered by a key,
     packed by torch.
     """
-    named, plan = adopted(gm, model), Plan(plan)
+    named, plan = adopt(gm, model), Plan(plan)
     nodes = {node.name: node for node in gm.graph.nodes}
     for members, merge in (
         (fsdp_all_gathers(named), bucketing.merge_all_gather_bucket),

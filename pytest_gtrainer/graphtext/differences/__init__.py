@@ -30,7 +30,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
 from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising, unfold
-from pytest_gtrainer.graphtext.sections import GraphLine
+from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 
@@ -47,7 +47,9 @@ def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
     if unlike := header.unlike(old_text, new_text):
         return unlike
     old, new = unfold(old_text), unfold(new_text)
-    return "" if old == new else "\n".join(explain(old, new, limit=limit))
+    if old == new:
+        return ""
+    return "\n".join(explain(old, new, limit=limit))
 
 
 def explain(
@@ -107,6 +109,7 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
                 # Its work is done elsewhere.
                 known.add(unit(value.scope.owners[0]))
             found[unit(value.scope.owners[0])][value.scope.space] += 1
+
         for module, counts in found.items():
             if module not in known and counts["P"] and (counts["fwd"] or counts["bwd"]):
                 parts = [counted(counts["P"], "parameter")]
@@ -119,16 +122,23 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
 def _changes(comparison: Comparison) -> Iterator[Remark]:
     """Yield all remarks but the verdict, effects and whole modules."""
     old, new = comparison.old, comparison.new
-    is_graph = bool(old.values or new.values)
-    buckets, others = [
-        buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)
-    ]
-    said = list(bucket_remarks(buckets, others))
-    yield from (remark for remark, _ in said)
-    common = set(buckets) & set(others)
-    if not is_graph and [b for b in buckets if b in common] != [b for b in others if b in common]:
-        yield Remark(Weight.BUCKET, "payloads are issued in another order")
-    comparison.explained = frozenset(bucket.scope for _, explained in said for bucket in explained)
+    if old.values or new.values:
+        buckets, others = buckets_of(old), buckets_of(new)
+    else:
+        buckets, others = payloads_of(old.others), payloads_of(new.others)
+
+    explained: set[Scope] = set()
+    for remark, by_it in bucket_remarks(buckets, others):
+        yield remark
+        explained.update(bucket.scope for bucket in by_it)
+    # A graph has launches, whose moves ``FINDERS`` report; a layout has the order alone.
+    if not (old.values or new.values):
+        common = set(buckets) & set(others)
+        ours = [bucket for bucket in buckets if bucket in common]
+        if ours != [bucket for bucket in others if bucket in common]:
+            yield Remark(Weight.BUCKET, "payloads are issued in another order")
+
+    comparison.explained = frozenset(explained)
     for find in FINDERS:
         yield from islice(find(comparison), _MOST)
     for place, other in comparison.definitions.items():
@@ -136,6 +146,7 @@ def _changes(comparison: Comparison) -> Iterator[Remark]:
         if was in old.bodies and old.bodies[was] != new.bodies[now]:
             for sentence in words(old.bodies[was], new.bodies[now])[:3]:
                 yield Remark(Weight.OPERATOR, f"in {now}: {sentence}")
+
     yield from line_remarks(old.others, new.others)
 
 
@@ -144,10 +155,8 @@ def verdict(comparison: Comparison) -> Remark:
 
     A changed dataflow is reported at the first operator that the other graph does not compute.
     """
-    sides = ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
-    ours, theirs = [
-        list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides
-    ]
+    ours = list(zip(comparison.ours.values, comparison.old.values, strict=True))
+    theirs = list(zip(comparison.theirs.values, comparison.new.values, strict=True))
     if not comparison.same_dataflow:
         for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
             known = {digest for digest, _ in other}
@@ -155,20 +164,24 @@ def verdict(comparison: Comparison) -> Remark:
                 if digest not in known:
                     return Remark(Weight.VERDICT, f"the dataflow differs{title} {what(value)}")
         return Remark(Weight.VERDICT, "the dataflow differs")
-    annotations = [
-        Counter((digest, value.scope, value.tags) for digest, value in side)
-        for side in (ours, theirs)
-    ]
-    notes = ", other modules, buckets or tags" if annotations[0] != annotations[1] else ""
+
+    annotations: Counter[tuple[int, Scope, str]] = Counter()
+    for digest, value in ours:
+        annotations[digest, value.scope, value.tags] += 1
+    for digest, value in theirs:
+        annotations[digest, value.scope, value.tags] -= 1
+    notes = ", other modules, buckets or tags" if any(annotations.values()) else ""
     places = [new for old, new in comparison.places if comparison.old.values[old].operator]
     if moved := len(places) - len(rising(places)):
         operators = sum(not value.is_input for value in comparison.old.values)
         text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
         return Remark(Weight.VERDICT, text + notes)
-    is_same = comparison.old.definitions == comparison.new.definitions
-    notes = notes or (
-        ": only the spelling differs" if is_same else ", other definitions at the head"
-    )
+
+    if not notes and comparison.old.definitions == comparison.new.definitions:
+        notes = ": only the spelling differs"
+    elif not notes:
+        notes = ", other definitions at the head"
+
     return Remark(Weight.VERDICT, f"same dataflow, same schedule{notes}")
 
 

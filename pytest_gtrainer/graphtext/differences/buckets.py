@@ -55,7 +55,11 @@ class LaunchedBucket:
 
 def _bucket(kind: str, scope: Scope, names: Sequence[str]) -> LaunchedBucket:
     # A parameter that stands twice in a payload is two members.
-    members = [(name, names[:place].count(name)) for place, name in enumerate(names)]
+    seen: Counter[str] = Counter()
+    members = []
+    for name in names:
+        members.append((name, seen[name]))
+        seen[name] += 1
     return LaunchedBucket(kind, scope, tuple(members))
 
 
@@ -74,6 +78,7 @@ def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
             names = _parameters_of_payload(graph, value.sources[0])
         if names:
             found.append(_bucket(kind, value.scope, names))
+
     return found
 
 
@@ -81,13 +86,13 @@ def _parameters_of_payload(graph: Dataflow, place: int) -> list[str]:
     """Return the parameters that a payload is made of; none if anything else is in it."""
     origin = _origin(graph, place)
     value = graph.values[origin]
-    parts = [origin]
-    if not value.is_input:
-        parts = [_origin(graph, source) for source in value.sources]
-    scopes = [graph.values[part].scope for part in parts]
-    if any(scope.space != "P" for scope in scopes):
-        return []
-    return [scope.owners[0] for scope in scopes]
+    names = []
+    for part in [origin] if value.is_input else value.sources:
+        scope = graph.values[_origin(graph, part)].scope
+        if scope.space != "P":
+            return []
+        names.append(scope.owners[0])
+    return names
 
 
 def _origin(graph: Dataflow, place: int) -> int:
@@ -115,6 +120,7 @@ def _outputs_of_reductions(graph: Dataflow) -> Mapping[int, list[tuple[str, str]
             if kind_of(value) in _REDUCTIONS:
                 outputs[sources[0]].append((key, name or f"output {number}"))
             arguments, sources = value.arguments, list(value.sources)
+
     return outputs
 
 
@@ -130,9 +136,11 @@ def bucket_remarks(
     old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]
 ) -> Iterator[BucketRemark]:
     """Yield remarks on buckets that were merged, split, lost, gained or reordered."""
-    for sort in dict.fromkeys(bucket.sort for bucket in (*old, *new)):
-        ours = [bucket for bucket in old if bucket.sort == sort]
-        theirs = [bucket for bucket in new if bucket.sort == sort]
+    sides: dict[str, tuple[list[LaunchedBucket], list[LaunchedBucket]]] = {}
+    for number, buckets in enumerate((old, new)):
+        for bucket in buckets:
+            sides.setdefault(bucket.sort, ([], []))[number].append(bucket)
+    for ours, theirs in sides.values():
         yield from _Matching(ours, theirs).remarks()
 
 
@@ -171,11 +179,14 @@ class _Matching:
                 sources[heir].append(place)
         for heir, places in sources.items():
             buckets = [self.old[place] for place in sorted(places)]
-            labels, prefix = [bucket.label for bucket in buckets], ""
+            labels, prefix = [], ""
             if all(bucket.scope.is_bucket for bucket in buckets):
-                labels, prefix = [label.removeprefix("bucket ") for label in labels], "buckets "
+                prefix = "buckets "
+            for bucket in buckets:
+                labels.append(bucket.label.removeprefix("bucket ") if prefix else bucket.label)
             target = self.new[heir]
             names = " and ".join(labels)
+            # Three names are as short as two and a number.
             if len(labels) > 2:
                 names = listed(labels, 3 if len(labels) == 3 else 1)
             text = f"{target.kind} {prefix}{names} merged into {target.label}"
@@ -201,15 +212,15 @@ class _Matching:
         A single parameter that was left over when a bucket lost it is no part.
         """
         heir = self._partner.get(place)
-        parts = [new for new in self._heirs[place] if new == heir or len(self._origins[new]) == 1]
-        if heir is None or self.new[heir].scope.is_bucket:
-            # A single parameter that was left over is no part.
-            parts = [
-                new
-                for new in parts
-                if self.new[new].scope.is_bucket or len(self.new[new].members) > 1
-            ]
-        return sorted(parts)
+        takes_single = heir is not None and not self.new[heir].scope.is_bucket
+        parts = []
+        for new in sorted(self._heirs[place]):
+            if new != heir and len(self._origins[new]) > 1:
+                continue
+            bucket = self.new[new]
+            if takes_single or bucket.scope.is_bucket or len(bucket.members) > 1:
+                parts.append(new)
+        return parts
 
     def _changed(self) -> Iterator[BucketRemark]:
         """Yield remarks on buckets lost and gained whole, and on changed members of partners."""
@@ -229,27 +240,33 @@ class _Matching:
         """Yield remarks on members gained, lost, and in another order."""
         was, now = self.old[place], self.new[heir]
         changes = []
-        if gained := [name for name, n in now.members if (name, n) not in self._old_home]:
+        gained = [member[0] for member in now.members if member not in self._old_home]
+        if gained:
             changes.append(("gained", gained, ""))
         lost: dict[int | None, list[str]] = defaultdict(list)
         for member in was.members:
             lost[self._new_home.get(member)].append(member[0])
         explained = {heir, *self._parts(place)}
         for home, names in lost.items():
-            if home not in explained:
-                to = "" if home is None else f" to {self.new[home].label}"
-                changes.append(("lost", names, to))
+            if home is None:
+                changes.append(("lost", names, ""))
+            elif home not in explained:
+                changes.append(("lost", names, f" to {self.new[home].label}"))
+
         for verb, names, to in changes:
             text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
             yield _remark(text, now, was, gist=f"{verb} members of {now.sort}")
 
+        # A member occurs once in a bucket, so both sides are as long.
         before = [member for member in was.members if member in now.members]
         after = [member for member in now.members if member in was.members]
-        moved = [pair for pair in zip(after, before, strict=True) if pair[0] != pair[1]]
-        if moved:
-            stands, stood = _names(now, moved[0])
-            text = f"{now.kind} {now.label}: members in another order: {stands} where {stood} was"
-            yield _remark(text, now, was, gist=f"order of members of {now.sort}")
+        for stands, stood in zip(after, before, strict=True):
+            if stands != stood:
+                first, second = _names(now, [stands, stood])
+                text = f"{now.kind} {now.label}: members in another order: "
+                text += f"{first} where {second} was"
+                yield _remark(text, now, was, gist=f"order of members of {now.sort}")
+                break
 
 
 def _homes(buckets: Sequence[LaunchedBucket]) -> dict[Member, int]:
@@ -273,9 +290,9 @@ def _names(bucket: LaunchedBucket, members: Sequence[Member]) -> list[str]:
     """Return the names of members as seen from the bucket's module, if all of them lie in it."""
     names = [name for name, _ in members]
     prefix = f"{bucket.about}."
-    if not all(name.startswith(prefix) for name in names):
-        return names
-    return [name.removeprefix(prefix) for name in names]
+    if all(name.startswith(prefix) for name in names):
+        names = [name.removeprefix(prefix) for name in names]
+    return names
 
 
 _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")

@@ -53,12 +53,11 @@ class Comparison:
         theirs, theirs_around = _rings(self.new, numbers)
         self._pair(ours_around, theirs_around)  # the inner ring has the module, too
         # An operand is named by its place in the new graph, so that both sides have the same name.
-        names_of_old = self.to_new
-        names_of_new = [
-            place if partner is not None else None for place, partner in enumerate(self.to_old)
-        ]
+        names_of_new: list[int | None] = list(range(len(self.to_old)))
+        for place in self.left[1]:
+            names_of_new[place] = None
         self._pair(
-            _with_operands(ours, self.old, names_of_old),
+            _with_operands(ours, self.old, self.to_new),
             _with_operands(theirs, self.new, names_of_new),
         )
         self._pair(ours, theirs)
@@ -81,6 +80,7 @@ class Comparison:
                 was = candidates.pop()
                 self.to_new[was], self.to_old[now] = now, was
                 pairs.append((was, now))
+
         for left, partners in zip(self.left, (self.to_new, self.to_old), strict=True):
             left[:] = [place for place in left if partners[place] is None]
         return pairs
@@ -115,6 +115,7 @@ class Comparison:
             if is_free and old[place].kind == new[other].kind:
                 partners[place] = other
                 taken.add(other)
+
         return partners
 
     @property

@@ -27,7 +27,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     ranges,
     same_start,
 )
-from pytest_gtrainer.graphtext.folding import rising
+from pytest_gtrainer.graphtext.folding import rising_pairs
 from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.syntax import absolute
 
@@ -78,6 +78,7 @@ def _changes(
         return
     else:
         found = _shortest(old, new) or [Change(0, len(old), 0, len(new))]
+
     for i, j, k, m in found:
         yield Change(first + i, first + j, begin + k, begin + m)
 
@@ -87,7 +88,7 @@ def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
     ours, theirs = Counter(old), Counter(new)
     places = {line: place for place, line in enumerate(new) if theirs[line] == ours[line] == 1}
     common = [(place, places[line]) for place, line in enumerate(old) if line in places]
-    return [common[place] for place in rising([to for _, to in common])]
+    return rising_pairs(common)
 
 
 def _shortest(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
@@ -109,6 +110,7 @@ def _shortest(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
                 x, way = ends[k - 1]
                 x += 1
                 change = Change(x - 1, x, x - k, x - k)
+
             # The first step only finds the lines that both sides begin with.
             if step:
                 way = [*way, change]
@@ -117,6 +119,7 @@ def _shortest(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
             if x >= len(old) and x - k >= len(new):
                 return way
             ends[k] = x, way
+
     return None
 
 
@@ -148,7 +151,10 @@ def graph_diff(
     for was, now in same:
         if old[was].section == new[now].section:
             keys[now] = old[was]
-    if shown := list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)):
+    if tuple(keys) == tuple(old):  # nothing else differs
+        keys = list(new)
+    shown = list(_section_diffs(old, new, keys))
+    if shown:
         return _bounded(iter(shown), limit)
     # A schedule may come back to a section at another place; then all sections have equal lines.
     return text_diff(list(map(str, old)), list(map(str, new)), limit)
@@ -156,7 +162,9 @@ def graph_diff(
 
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:
     shown = [*_HEAD, *map(escaped, itertools.islice(lines, limit - len(_HEAD)))]
-    return [*shown, "… and more"] if next(lines, None) is not None else shown
+    if next(lines, None) is not None:
+        shown.append("… and more")
+    return shown
 
 
 def _section_diffs(
@@ -173,8 +181,9 @@ def _section_diffs(
         was, now, key = [side.get(section, ()) for side in (before, after, by)]
         if was != key:
             body = list(_body(was, now, key))
-            changed = tuple([line for line in body if not line.startswith(" ")])
+            changed = tuple(line for line in body if not line.startswith(" "))
             found.setdefault(changed, (body, []))[1].append(section)
+
     for body, names in found.values():
         yield cut(f"@@ {spell_sections(names)} @@")
         yield from body
@@ -201,7 +210,9 @@ def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
 def _body(old: Sequence[str], new: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     """Yield hunks without their headings, with a mark between two of them."""
     for number, (_, *lines) in enumerate(_hunks(old, keys, new)):
-        yield from [" …", *lines] if number else lines
+        if number:
+            yield " …"
+        yield from lines
 
 
 def spell_sections(sections: Sequence[str]) -> str:
@@ -216,9 +227,13 @@ def spell_sections(sections: Sequence[str]) -> str:
             numbers[found["container"]].append(int(found["number"]))
         else:
             numbers.setdefault(section or "definitions", [])
+
     spelled = []
     for name, layers in numbers.items():
-        spelled.append(f"{name}[{', '.join(ranges(sorted(layers)))}]" if layers else name)
+        if layers:
+            name += f"[{', '.join(ranges(sorted(layers)))}]"
+        spelled.append(name)
+
     return ", ".join(spelled)
 
 
@@ -230,13 +245,15 @@ def _hunks(
     Changes whose lines of context meet are in one hunk. ``shown`` has what to show for each of the
     ``new`` lines, if not the line itself.
     """
-    shown = new if shown is None else shown
+    if shown is None:
+        shown = new
     groups: list[list[Change]] = []
     for change in changes(old, new):
         if groups and change.first - groups[-1][-1].last <= 2 * CONTEXT:
             groups[-1].append(change)
         else:
             groups.append([change])
+
     for group in groups:
         lead, tail = min(CONTEXT, group[0].first), min(CONTEXT, len(old) - group[-1].last)
         place, stop = group[0].first - lead, group[-1].last + tail
@@ -291,6 +308,7 @@ def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator
         space, _, module = absolute(section, None).partition(".")
         text = f"{space} {module}".rstrip() + f": {changed or 'lines in another order'}"
         yield Remark(Weight.REST, text, module, changed)
+
     if list(before) != list(after) and set(before) == set(after):
         yield Remark(Weight.REST, "sections are in another order")
 

@@ -60,6 +60,7 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
         groups[remark.weight, remark.gist or f"\0{place}"].append(
             (_spelled(remark, layers), len(layers))
         )
+
     said: list[tuple[Remark, int]] = []
     for members in groups.values():
         if len(members) <= _ALIKE:
@@ -67,16 +68,12 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
             continue
         first = max(members, key=lambda pair: pair[1])[0]
         more = f" (and {len(members) - 1} more like this)"
-        said.append(
-            (
-                first._replace(text=cut(first.text, WIDTH - len(more)) + more),
-                sum(n for _, n in members),
-            )
-        )
+        text = cut(first.text, WIDTH - len(more)) + more
+        said.append((first._replace(text=text), sum(count for _, count in members)))
 
-    texts = [
-        cut(remark.text) for remark, _ in sorted(said, key=lambda pair: (pair[0].weight, -pair[1]))
-    ]
+    # Of one weight, a remark on more layers comes first.
+    said.sort(key=lambda pair: (pair[0].weight, -pair[1]))
+    texts = [cut(remark.text) for remark, _ in said]
     if (left := len(texts) - limit) > 0:
         texts[limit - 1 :] = [f"… and {left + 1} more such differences"]
     return texts
@@ -84,7 +81,9 @@ def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
 
 def cut(line: str, width: int = WIDTH) -> str:
     """Cut a line to a width that fits a terminal."""
-    return line if len(line) <= width else line[: width - 1] + "…"
+    if len(line) <= width:
+        return line
+    return line[: width - 1] + "…"
 
 
 def same_start(old: Sequence[str], new: Sequence[str]) -> int:
@@ -100,7 +99,9 @@ def _relative(text: str, container: str, number: int) -> str:
 
     def distance(found: re.Match[str]) -> str:
         away = int(found[1]) - number
-        return f"{container}.<{away:+d}>" if abs(away) <= NEAR else found[0]
+        if abs(away) > NEAR:
+            return found[0]
+        return f"{container}.<{away:+d}>"
 
     return re.sub(rf"(?<![\w.]){re.escape(container)}\.(\d+)(?!\w)", distance, text)
 
@@ -116,7 +117,9 @@ def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
         away = int(found[1])
         if len(several) == 1:
             return f".{several[0] + away}"
-        return f"[i{away:+d}]" if away else f"[{', '.join(spans)}]"
+        if away == 0:
+            return f"[{', '.join(spans)}]"
+        return f"[i{away:+d}]"
 
     return remark._replace(text=re.sub(r"\.<([+-]\d+)>", spell, remark.text))
 
@@ -125,15 +128,19 @@ def ranges(numbers: Sequence[int]) -> list[str]:
     """Spell rising numbers, runs of three and more as ``1..31``."""
     spelled: list[str] = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        spelled += [f"{members[0]}..{members[-1]}"] if len(members) > 2 else map(str, members)
+        members = [str(number) for _, number in run]
+        if len(members) > 2:
+            members = [f"{members[0]}..{members[-1]}"]
+        spelled += members
     return spelled
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the first names, and the number of the others."""
     shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
+    return shown
 
 
 KINDS = {
@@ -155,7 +162,9 @@ _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 def module_of(scope: Scope) -> str:
     """Return the module of a scope; of a bucket its modules in short."""
     modules = scope.owners
-    return f"{modules[0]}+{len(modules) - 1} more" if len(modules) > 2 else "+".join(modules)
+    if len(modules) > 2:
+        return f"{modules[0]}+{len(modules) - 1} more"
+    return "+".join(modules)
 
 
 def where(scope: Scope) -> str:
@@ -174,8 +183,7 @@ def reference_to(value: Value) -> str:
     """Return a value as an operand: ``layers.3.wo.mm``, ``bucket norm.view/bwd``."""
     if value.is_input:
         return value.scope.owners[0]
-    module = module_of(value.scope)
-    path = f"{module}.{value.name}" if module else value.name
+    path = ".".join(filter(None, (module_of(value.scope), value.name)))
     bucket = "bucket " if value.scope.is_bucket else ""
     return f"{bucket}{path}{_direction(value.scope)}"
 
@@ -193,7 +201,9 @@ def about(value: Value) -> str:
 def unit(path: str) -> str:
     """Return the layer of a path, or its first module outside of layers."""
     layer, rest = split_layer(path)
-    return f"{layer.container}.{layer.number}" if layer else rest.partition(".")[0]
+    if layer:
+        return f"{layer.container}.{layer.number}"
+    return rest.partition(".")[0]
 
 
 def unit_of(scope: Scope) -> str:
@@ -237,11 +247,13 @@ def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
         if (kind := kind_of(value)) is not None:
             label = f"{kind} {module_of(value.scope)}".rstrip() + _direction(value.scope)
             seen[label] += 1
-            names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
-            events[place] = CollectiveEvent("launch", names[place])
+            if seen[label] > 1:
+                label += f"#{seen[label]}"
+            names[place] = label
+            events[place] = CollectiveEvent("launch", label)
         elif communicates(value):
-            source = next(
-                (names[source] for source in value.sources if source in names), reference_to(value)
-            )
-            events[place] = CollectiveEvent("wait", source)
+            # A wait whose launch is not directly above has a name of its own.
+            launched = [names[source] for source in value.sources if source in names]
+            events[place] = CollectiveEvent("wait", [*launched, reference_to(value)][0])
+
     return events

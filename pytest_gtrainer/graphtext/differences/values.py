@@ -24,7 +24,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     what,
 )
 from pytest_gtrainer.graphtext.equivalence import bare_name
-from pytest_gtrainer.graphtext.folding import rising
+from pytest_gtrainer.graphtext.folding import rising, rising_pairs
 from pytest_gtrainer.graphtext.sections import Scope
 
 _LONGEST = 60
@@ -34,11 +34,19 @@ _DTYPE = re.compile(r"\b[a-z]+\d\w*(?=\[)")
 
 def type_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield types that changed although those of the operands did not; then how many follow."""
-    changed = {new: (was, now) for new, was, now in comparison.changed() if was.type != now.type}
-    own = [pair for pair in changed.values() if changed.keys().isdisjoint(pair[1].sources)]
-    for was, now in own:
-        before, after = (value.type.replace(SYMBOL, "?") for value in (was, now))
+    changed: dict[int, tuple[Value, Value]] = {}
+    for new, was, now in comparison.changed():
+        if was.type != now.type:
+            changed[new] = (was, now)
+
+    following = 0
+    for was, now in changed.values():
+        if not changed.keys().isdisjoint(now.sources):
+            following += 1
+            continue
+        before, after = was.type.replace(SYMBOL, "?"), now.type.replace(SYMBOL, "?")
         olds, news = _DTYPE.findall(before), _DTYPE.findall(after)
+        # If the shape is another one, too, the whole type is shown.
         if len(olds) == len(news) and _DTYPE.sub("_", before) == _DTYPE.sub("_", after):
             change = next(f"{a} became {b}" for a, b in zip(olds, news, strict=True) if a != b)
             yield Remark(Weight.DTYPE, f"dtype of {what(now)}: {change}", about(now), change)
@@ -47,11 +55,10 @@ def type_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(
                 Weight.ARGUMENT, f"type of {what(now)}: {_became(before, after)}", about(now), gist
             )
-    if len(changed) > len(own):
-        yield Remark(
-            Weight.DTYPE,
-            f"types of {len(changed) - len(own)} values that follow from these changed, too",
-        )
+
+    if following:
+        text = f"types of {following} values that follow from these changed, too"
+        yield Remark(Weight.DTYPE, text)
 
 
 def _became(old: str, new: str) -> str:
@@ -88,6 +95,7 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
                 continue
             if any(comparison.is_explained("", operand) for operand in now.operands):
                 continue
+
         before, after = _shown_arguments(was), _shown_arguments(now)
         moved = sorted(before.split(", ")) == sorted(after.split(", "))
         order = " are in another order" if moved else ""
@@ -108,33 +116,39 @@ def _operand_types_are_equal(comparison: Comparison, now: Value) -> bool:
 
 def _shown_arguments(value: Value) -> str:
     """Return the arguments with ``·`` for values and with literals in their places."""
-    operands = [operand if isinstance(operand, str) else "·" for operand in value.operands]
     pieces = value.arguments.replace(SYMBOL, HOLE).split(HOLE)
-    operands = operands[len(operands) - len(pieces) + 1 :]
-    return "".join(
-        f"{piece}{operand}" for piece, operand in zip(pieces, [*operands, ""], strict=True)
-    )
+    holes = len(pieces) - 1
+    shown = pieces[0]
+    for operand, piece in zip(
+        value.operands[len(value.operands) - holes :], pieces[1:], strict=True
+    ):
+        shown += (operand if isinstance(operand, str) else "·") + piece
+    return shown
 
 
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
     """Yield one remark for the operands of a value that are another value than before."""
     other: list[tuple[int, Operand, Operand]] = []
+    # What was read in these places, by its partner in the new graph, and what is read now.
+    moved: Counter[Operand | None] = Counter()
+    arrived: Counter[Operand | None] = Counter()
     for number, (old, new) in enumerate(zip(was.operands, now.operands, strict=True), start=1):
         is_reported = comparison.same_operand(old, new) or comparison.is_explained(old, new)
         if not is_reported and not _is_definition(old):  # ``group_remarks`` reports definitions
             other.append((number, old, new))
+            moved[comparison.to_new[old] if isinstance(old, int) else old] += 1
+            arrived[new] += 1
+
     if not other:
         return
     number, old, new = other[0]
     shown, before = _shown(comparison.new, new), _shown(comparison.old, old)
-    moved = Counter(comparison.to_new[old] if isinstance(old, int) else old for _, old, _ in other)
-    if len(other) > 1 and moved == Counter(new for _, _, new in other):
-        text = f"operands of {what(now)} are in another order: {shown} where {before} was"
-    else:
-        more = ""
-        if len(other) > 1:
-            more = f" (and {counted(len(other) - 1, 'more operand')})"
-        text = f"{what(now)} reads {shown} instead of {before} as operand {number}{more}"
+    text = f"{what(now)} reads {shown} instead of {before} as operand {number}"
+    if len(other) > 1:
+        text += f" (and {counted(len(other) - 1, 'more operand')})"
+        if moved == arrived:
+            text = f"operands of {what(now)} are in another order: {shown} where {before} was"
+
     yield Remark(Weight.OPERAND, text, about(now), "operands")
 
 
@@ -156,15 +170,13 @@ def _shown(graph: Dataflow, operand: Operand) -> str:
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield collectives that go over another process group."""
     for place in comparison.old.users:
-        if (other := comparison.to_new[place]) is None:
+        other = comparison.to_new[place]
+        if other is None:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
-            if (
-                _is_definition(old)
-                and _is_definition(new)
-                and not comparison.same_operand(old, new)
-            ):
+            are_definitions = _is_definition(old) and _is_definition(new)
+            if are_definitions and not comparison.same_operand(old, new):
                 kind = remarks.kind_of(now) or now.operator
                 change = f"{_shown(comparison.old, old)} became {_shown(comparison.new, new)}"
                 where = f"{remarks.module_of(now.scope)}/{now.scope.space}"
@@ -182,6 +194,7 @@ def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
                 f"{remarks.where(now.scope)} now"
             )
             yield Remark(Weight.MODULE, text, about(was), "modules")
+
     for old, new in comparison.places:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.tags != now.tags:
@@ -193,11 +206,13 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield lost and gained operators by module, but not collectives of changed buckets."""
     by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for verb, value in comparison.lost_and_gained():
+        # A remark on the bucket says it already.
         is_explained = value.scope in comparison.explained
         if is_explained and (value.scope.is_bucket or communicates(value)):
             continue
         if not value.is_input:
             by_scope[value.scope][verb][value.operator] += 1
+
     for scope, changes in by_scope.items():
         parts = []
         for verb, counts in changes.items():
@@ -209,10 +224,11 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield changed numbers of a kind of collective."""
-    sides = (comparison.old, comparison.new)
-    old, new = (
-        Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides
-    )
+    counts = []
+    for graph in (comparison.old, comparison.new):
+        collectives = filter(communicates, graph.values)
+        counts.append(Counter(bare_name(value.operator) for value in collectives))
+    old, new = counts
     for name in dict.fromkeys([*old, *new]):
         if old[name] != new[name]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
@@ -225,14 +241,15 @@ def definition_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield changes of definitions in the head."""
     old, new = comparison.old.definitions, comparison.new.definitions
     kept = comparison.definitions
-    for place, was in enumerate(old):
-        if place in kept and was.content != (now := new[kept[place]]).content:
+    for place, other in sorted(kept.items()):
+        was, now = old[place], new[other]
+        if was.content != now.content:
             kind = _KINDS.get(was.kind, was.kind)
             yield Remark(Weight.GROUP, f"{kind} {now.name}: {was.content} became {now.content}")
     for verb, definitions, known in (("lost", old, kept), ("gained", new, set(kept.values()))):
         for place, (name, kind, content) in enumerate(definitions):
             if place not in known:
-                text = f"{name} = {content}" if name and content else name or content
+                text = " = ".join(filter(None, (name, content)))
                 yield Remark(Weight.GROUP, f"{verb} {_KINDS.get(kind, kind)} {text}")
 
 
@@ -240,13 +257,13 @@ def input_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield changes of the inputs."""
     for verb, value in comparison.lost_and_gained():
         if value.is_input:
-            yield Remark(
-                Weight.BOUNDARY,
-                f"{verb} {what(value)}",
-                about(value),
-                f"{verb} {value.scope.space}",
-            )
-    places = [new for old in comparison.old.inputs if (new := comparison.to_new[old]) is not None]
+            gist = f"{verb} {value.scope.space}"
+            yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), gist)
+    places = []
+    for old in comparison.old.inputs:
+        new = comparison.to_new[old]
+        if new is not None:
+            places.append(new)
     if places != sorted(places):
         yield Remark(Weight.BOUNDARY, "inputs are in another order")
 
@@ -260,27 +277,29 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
             verb = "gained" if was is None else "lost"
             yield Remark(Weight.BOUNDARY, f"{verb} output {name}", name, f"{verb} output")
             continue
-        is_same = was.arguments == now.arguments and comparison.same_operands(
-            was.operands, now.operands
-        )
-        pairs = list(zip(was.operands, now.operands, strict=False))
-        if not is_same and (
-            len(was.operands) != len(now.operands)
-            or not all(comparison.is_explained(*p) for p in pairs)
-        ):
+        same_operands = comparison.same_operands(was.operands, now.operands)
+        if was.arguments == now.arguments and same_operands:
+            continue
+        # Operands that were lost or replaced have remarks of their own.
+        pairs = zip(was.operands, now.operands, strict=False)
+        is_explained = all(comparison.is_explained(*pair) for pair in pairs)
+        if len(was.operands) != len(now.operands) or not is_explained:
             after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
-            yield Remark(
-                Weight.BOUNDARY, f"output {name} is {after} instead of {before}", name, "output"
-            )
+            text = f"output {name} is {after} instead of {before}"
+            yield Remark(Weight.BOUNDARY, text, name, "output")
+
     if [name for name in old if name in new] != [name for name in new if name in old]:
         yield Remark(Weight.BOUNDARY, "outputs are in another order")
 
 
 def _results_by_name(graph: Dataflow) -> dict[str, Result]:
+    """Return the outputs by name, else by position; of two with one name the second is numbered."""
     named: dict[str, Result] = {}
     for position, result in enumerate(graph.results):
         name = result.name or str(position)
-        named[name if name not in named else f"{name}#{position}"] = result
+        if name in named:
+            name = f"{name}#{position}"
+        named[name] = result
     return named
 
 
@@ -310,23 +329,28 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
         if ruler.has_passed(place, now) and own(values[place]) == own(comparison.new.values[now]):
             text = ruler.way(place, now, what(values[place]))
             moves.append(Remark(Weight.REST, text, about(values[place]), "compute"))
+
     yield from moves
     if not moves:  # casts, packing and unpacking that moved on their own
-        moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
-        more = f" (and {counted(len(moved) - 1, 'more operator')})" if len(moved) > 1 else ""
-        first = values[moved[0]]
-        yield Remark(Weight.REST, f"{what(first)} is in another place{more}", about(first))
+        moved = [values[old] for place, (old, _) in enumerate(pairs) if place not in kept]
+        text = f"{what(moved[0])} is in another place"
+        if len(moved) > 1:
+            text += f" (and {counted(len(moved) - 1, 'more operator')})"
+        yield Remark(Weight.REST, text, about(moved[0]))
 
 
 def _serving(graph: Dataflow) -> list[bool]:
     """Return for each value whether it is a collective, in a bucket, or made of parameters only."""
-    communicated = [communicates(value) or value.scope.is_bucket for value in graph.values]
+    prepared: list[bool] = []
     serving: list[bool] = []
-    for value, is_communicated in zip(graph.values, communicated, strict=True):
-        prepared = [serving[source] and not communicated[source] for source in value.sources]
-        is_prepared = (
-            value.scope.space == "P" if value.is_input else bool(prepared) and all(prepared)
-        )
+    for value in graph.values:
+        is_communicated = communicates(value) or value.scope.is_bucket
+        if value.is_input:
+            is_prepared = value.scope.space == "P"
+        else:
+            is_prepared = bool(value.sources) and all(prepared[source] for source in value.sources)
+        # What a collective gives is no longer a preparation of one.
+        prepared.append(is_prepared and not is_communicated)
         serving.append(is_communicated or is_prepared)
     return serving
 
@@ -335,9 +359,12 @@ class _Ruler:
     """Compute in one order on both sides: its places, layers, and the bounds of each layer."""
 
     def __init__(self, graph: Dataflow, compute: _Places) -> None:
-        kept = [compute[place] for place in rising([new for _, new in compute])]
         self.graph = graph
-        self.old, self.new = [old for old, _ in kept], [new for _, new in kept]
+        self.old: list[int] = []
+        self.new: list[int] = []
+        for place, now in rising_pairs(compute):
+            self.old.append(place)
+            self.new.append(now)
         self.units = [remarks.unit_of(graph.values[place].scope) for place in self.old]
         self.stretches: list[tuple[int, int]] = []
         for _, members in itertools.groupby(self.units):
@@ -362,11 +389,9 @@ class _Ruler:
             most = max(most, self.stretches[other], key=passed)
         unit, part = self.units[most[0]], passed(most) / (most[1] - most[0])
         value, last = self.graph.values[place], self.graph.values[self.old[mark]]
-        if (
-            part > _MOST_OF_LAYER
-            and unit
-            and (communicates(value) or remarks.unit_of(value.scope) != unit)
-        ):
+        # An operator of this layer cannot move past its layer; it moved past a neighbour in it.
+        is_of_unit = not communicates(value) and remarks.unit_of(value.scope) == unit
+        if part > _MOST_OF_LAYER and unit and not is_of_unit:
             return f"{subject} moved {side} {'' if part == 1 else 'most of '}the compute of {unit}"
         if subject == what(last):
             return f"{reference_to(value)} moved {side} {reference_to(last)}"
@@ -379,31 +404,27 @@ def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
     still: dict[str, list[tuple[int, int]]] = {"launch": [], "wait": []}
     for place, event in events.items():
         now = comparison.to_new[place]
-        if now is not None and ruler.has_passed(place, now):
-            text = ruler.way(place, now, str(event))
-            side = "behind" if " moved behind " in text else "before"
-            yield Remark(
-                Weight.MOVE,
-                text,
-                about(values[place]),
-                f"{event.step} {event.collective.split()[0]} {side}",
-            )
-        elif now is not None:
+        if now is None:
+            continue
+        if not ruler.has_passed(place, now):
             still[event.step].append((place, now))
+            continue
+        text = ruler.way(place, now, str(event))
+        side = "behind" if " moved behind " in text else "before"
+        gist = f"{event.step} {event.collective.split()[0]} {side}"
+        yield Remark(Weight.MOVE, text, about(values[place]), gist)
 
     launches, waits = still["launch"], still["wait"]
-    kept, held = (
-        [side[number] for number in rising([now for _, now in side])] for side in (launches, waits)
-    )
-    for place, side, other in list(_passed(launches, held)) or [
-        *_passed(waits, held),
-        *_passed(launches, kept),
-    ]:
+    # Launches and waits that kept their order are the rulers for one another.
+    held = rising_pairs(waits)
+    passed = list(_passed(launches, held))
+    if not passed:
+        passed = [*_passed(waits, held), *_passed(launches, rising_pairs(launches))]
+    for place, side, other in passed:
         step, collective = event = events[place]
         text = f"{event} moved {side} the {events[other]}"
-        yield Remark(
-            Weight.MOVE, text, about(values[place]), f"{step} {collective.split()[0]} {side} event"
-        )
+        gist = f"{step} {collective.split()[0]} {side} event"
+        yield Remark(Weight.MOVE, text, about(values[place]), gist)
 
 
 def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:

@@ -212,8 +212,8 @@ def _named(argument: str) -> Rule:
     return dims
 
 
-def _last(count: int) -> Rule:
-    return lambda call: range(-count, 0)
+def _last_two(call: Call) -> Iterable[int]:
+    return range(-2, 0)
 
 
 def _all_but_first(call: Call) -> Iterable[int]:
@@ -318,7 +318,7 @@ _ALONG = _by_name(
     ),
     (
         "attends over",
-        _last(2),
+        _last_two,
         (
             "_scaled_dot_product_flash_attention",
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -375,7 +375,7 @@ _BY_NUMBER = _by_name(
         ("as_strided", "as_strided_copy", "as_strided_scatter"),
     ),
     ("takes the diagonal of", _diagonal, ("diagonal", "diagonal_copy")),
-    ("cuts a triangle out of", _last(2), ("tril", "triu")),
+    ("cuts a triangle out of", _last_two, ("tril", "triu")),
     ("repeats", _repeated, ("repeat",)),
     ("puts rows behind each other along", _concatenated, ("cat",)),
     (

@@ -26,7 +26,7 @@ from pytest_gtrainer.graph.nodes import (
     mutates,
     node_fqn,
     storage_of,
-    walked,
+    walk,
     written_operands,
 )
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, is_inexact
@@ -64,9 +64,7 @@ def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
         wait = only_wait(node)
         if wait is None:
             continue
-        behind = walked(
-            wait.users, attrgetter("users"), lambda n: n in found or n.target in PADDING
-        )
+        behind = walk(wait.users, attrgetter("users"), lambda n: n in found or n.target in PADDING)
         if chain_to_output(wait, graph.output_node()) is not None or behind & found:
             found.add(node)
     return found
@@ -88,7 +86,7 @@ def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Nod
 
     steps: set[fx.Node] = set()
     for launch in gradient_reductions(graph):
-        behind = walked(launch.users, attrgetter("users"), goes_on)
+        behind = walk(launch.users, attrgetter("users"), goes_on)
         if up_to_casts and any(map(_casts, behind)):
             continue
         steps |= {launch} | behind
@@ -101,7 +99,7 @@ def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Nod
             is_same = direction(node) == BACKWARD and node.meta.get("seq_nr") == number
             return is_same and goes_on(node) and not (up_to_casts and _casts(node))
 
-        steps |= walked(launch.all_input_nodes, attrgetter("all_input_nodes"), is_before)
+        steps |= walk(launch.all_input_nodes, attrgetter("all_input_nodes"), is_before)
     return steps
 
 

@@ -138,7 +138,7 @@ class Rewrite:
     def __init__(
         self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int
     ) -> None:
-        self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
+        self.twins, self.storages, self.dim = twins, storages, dim
         self.region_of = {node: region for region in regions for node in region.body}
         self.sums = Sums(twins, self.region_of)
         self.reads_chunks = {*self.region_of, *self.sums.tops, *self.sums.partial}

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.nodes import graphs_called, is_collective, written_operands
-from pytest_gtrainer.graph.same_on_ranks import described, input_name, nodes_within
+from pytest_gtrainer.graph.same_on_ranks import describe_input, describe_node, nodes_within
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import steps
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
@@ -80,7 +80,7 @@ class OperatorBlock:
             with suppress(Exception):
                 single.run(*own)
             failed = list(self.graph.graph.nodes)[: len(single.env) + 1][-1]
-            error.add_note(f"in {described(failed)}, for rank {rank}")
+            error.add_note(f"in {describe_node(failed)}, for rank {rank}")
             raise
 
 
@@ -154,7 +154,7 @@ class Segment:
             try:
                 values[node] = node.target(*args, **kwargs)
             except Exception as error:
-                error.add_note(f"in {described(node)}")
+                error.add_note(f"in {describe_node(node)}")
                 raise
             for operand in last_used.get(node, ()):
                 del values[operand]
@@ -204,7 +204,7 @@ class RankProgram:
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
         """Return the output for these inputs, in its structure; both are uniform or per rank."""
-        names = list(map(input_name, self.placeholders))
+        names = list(map(describe_input, self.placeholders))
         self._check_inputs(names, inputs)
         values = dict(self.constants)
         for node, value in zip(self.placeholders, inputs, strict=True):

@@ -11,7 +11,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.nodes import parameter, short_name, written_operands
-from pytest_gtrainer.graph.same_on_ranks import Partition, described, value_text
+from pytest_gtrainer.graph.same_on_ranks import Partition, describe_node, value_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
@@ -83,7 +83,7 @@ class Step(ABC):
         try:
             frame.values[self.node] = self.value(frame, dying)
         except Exception as error:
-            error.add_note(f"in {described(self.node)}")
+            error.add_note(f"in {describe_node(self.node)}")
             raise
 
     @abstractmethod

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import pytree, storage_id
+from pytest_gtrainer.numerics.bits import span
 from pytest_gtrainer.worlds import ranks_by
 
 Values = dict[fx.Node, Any]
@@ -155,9 +156,8 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage of a tensor, and its first byte there and the end of its last one."""
     first = tensor.storage_offset()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = first + sum((size - 1) * stride for size, stride in pairs)
-    return storage_id(tensor), first * tensor.itemsize, (last + 1) * tensor.itemsize
+    end = first + span(tensor.shape, tensor.stride())
+    return storage_id(tensor), first * tensor.itemsize, end * tensor.itemsize
 
 
 def _over_clones(own: list[Any], storages: set[int]) -> list[Any]:

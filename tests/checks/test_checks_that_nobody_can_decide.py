@@ -110,11 +110,12 @@ LEAVES = {
     "module": (lambda graph, x: graph.call_module("leaf.up", (x,)), "module.leaf.up"),
     "own module": (lambda graph, x: graph.call_module("leaf", (x,)), "module.leaf"),
     "function": (lambda graph, x: graph.call_function(not_traced, (x,)), f"{__name__}.not_traced"),
-    "autograd function": (
+}
+if Smooth.apply.__module__ is not None:  # since 2.15 it is None, and torch.fx has no code for it
+    LEAVES["autograd function"] = (
         lambda graph, x: graph.call_function(Smooth.apply, (x,)),
         "torch.autograd.function.apply",
-    ),
-}
+    )
 
 
 def graph_with_leaf(kind):

@@ -975,6 +975,10 @@ NOT_READ_BACK = {  # no text holds the class, or nothing is run that no graph sh
 }
 
 
+if torch.autograd.Function.apply.__module__ is None:
+    NOT_READ_BACK.add("two classes of one name")  # since 2.15 torch.fx has no code for it
+
+
 @pytest.mark.parametrize("name", [name for name in PAIRS if name not in NOT_READ_BACK])
 def test_a_text_is_read_back(name: str):
     """V3: with what no text holds given beside it."""

@@ -117,20 +117,20 @@ def imported_by(source):
     return found
 
 
-IMPORTS = {name: imported_by(path.read_text()) - {name} for name, path in MODULES.items()}
+@pytest.fixture(scope="module")
+def imports():
+    """By module, the modules of ours that it imports. Each source is parsed once, when needed."""
+    return {name: imported_by(path.read_text()) - {name} for name, path in MODULES.items()}
 
 
 def names_pytest(source):
     """Return whether a source imports pytest, inside functions too."""
-    names = {
-        alias.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {
-        str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
-    }
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
     return not {"pytest", "_pytest"}.isdisjoint(name.partition(".")[0] for name in names)
 
 
@@ -156,15 +156,15 @@ def circle(imports):
     return sorted(left)
 
 
-def test_every_import_goes_down():
+def test_every_import_goes_down(imports):
     """Also those inside functions and for annotations."""
     unknown = {name.partition(".")[0] for name in MODULES} - set(itertools.chain(*ROOMS))
     assert not unknown, f"rooms without a floor: {unknown}; add them to ROOMS"
-    assert not list(upwards(IMPORTS))
+    assert not list(upwards(imports))
 
 
-def test_no_circles():
-    assert not circle(IMPORTS)
+def test_no_circles(imports):
+    assert not circle(imports)
 
 
 def test_no_file_of_the_lower_half_names_pytest():

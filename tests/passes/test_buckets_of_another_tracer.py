@@ -123,6 +123,7 @@ def test_a_graph_that_torch_packed_has_its_whole_layout_and_is_eagers_by_name(tr
     assert_same_layout(made, eager, names=model)
 
 
+@pytest.mark.second_tier("deepseek_v3")
 def test_a_bucket_packed_in_the_order_of_execution_is_told(traced_and_eager):
     """The order bug of a trainer: by bucket and place in the graph, where eager has w1, w2, w3."""
     gm, model, plan, eager = traced_and_eager
@@ -143,6 +144,7 @@ def test_a_text_of_it_comes_back_with_its_layout(traced_and_eager):
     assert_same_layout(again, eager)
 
 
+@pytest.mark.second_tier("deepseek_v3")
 def test_without_marks_of_the_backward_no_result_is_called_a_gradient(traced_and_eager):
     """The twin: a result may have a parameter's shape by accident."""
     gm, model, *_ = traced_and_eager

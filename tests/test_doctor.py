@@ -72,6 +72,7 @@ def test_what_is_missing_is_named_with_what_does_not_import(damaged, line: str):
     assert line in damaged.stdout
 
 
+@pytest.mark.second_tier
 def test_what_still_works_is_not_named(damaged):
     """The twin: graph text needs none of the names that are gone."""
     assert "gt_golden of graphs" not in damaged.stdout

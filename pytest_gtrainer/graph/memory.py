@@ -174,6 +174,7 @@ def peak_memory(
     return peak
 
 
+@facts.check
 def assert_peak_memory(
     gm: AnyGraph,
     *,

@@ -175,6 +175,7 @@ def test_a_result_that_is_no_pytree_is_refused(pack):
         assert_compiled_bitwise(lambda x: pack(x.relu()), torch.ones(3))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2)
 def test_a_fake_world_moves_no_data(gt_world):
     def function(x):
@@ -307,6 +308,7 @@ def test_results_that_cannot_differ_are_unverified(function, words):
         assert_compiled_bitwise(function, torch.ones(3))
 
 
+@pytest.mark.second_tier
 def test_results_of_which_some_are_empty_are_equal():
     """V6: and a call that returns nothing may write to an input."""
     assert assert_compiled_bitwise(lambda x: (x[:0], x.relu()), torch.ones(3)).outcome == "equal"

@@ -47,6 +47,7 @@ def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, precision):
     check_parity(deepseek_v3_training(gt_mesh, precision))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
 def test_a_small_graph_equals_eager_fsdp2(gt_mesh, check_parity):
     """W4: only some of three ranks pad, and three terms have an order to be added in."""

@@ -8,6 +8,7 @@ from pytest_gtrainer.references.graph import GraphRun
 on_64_ranks = pytest.mark.gt_world("fake", size=64, mesh={"fsdp": 64})
 
 
+@pytest.mark.second_tier
 @on_64_ranks
 def test_llama3_8b_under_64_ranks_is_pinned(gt_mesh, gt_golden):
     """32 layers, 8 billion parameters, no memory: the meta device and a fake process group."""

@@ -158,7 +158,7 @@ def test_the_diagonal_stands_for_cells():
     assert {f"{name}-{cell}" for name, chosen in DIAGONAL.items() for cell in chosen} <= cells
 
 
-@pytest.mark.second_tier("llama3-tp-fsdp", "llama3-tp-hsdp", "deepseek_v3-tp")
+@pytest.mark.second_tier("llama3", "deepseek_v3-tp")
 @pytest.mark.filterwarnings("ignore::pytest_gtrainer.references.replicas.ReplicaWarning")
 @pytest.mark.parametrize(("name", "cell"), _cells())
 def test_parallelism(name: str, cell: Cell, request: pytest.FixtureRequest):

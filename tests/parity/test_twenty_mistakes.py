@@ -220,6 +220,7 @@ def beside_tensor_parallelism(mesh):
     return replace(config, bucket_plan=["tok_embeddings", "layers.0", ["norm", "lm_head"]])
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 def test_beside_tensor_parallelism(gt_mesh):
     """N2: a cast in front of the sum over TP is among the mistakes."""

@@ -6,6 +6,8 @@ import pytest
 
 from tests.worlds.conftest import Suite
 
+pytestmark = pytest.mark.second_tier
+
 SUITE = """
 import pytest
 import torch
@@ -121,7 +123,6 @@ def warm(tmp_path_factory):
     )
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("name", "table"),
     [
@@ -144,7 +145,6 @@ def test_wherever_the_group_is_kept_and_named(warm, name, table):
     )
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
     "name", ["test_only_holds_an_instance", "test_only_holds_an_instance_from_outside"]
 )
@@ -153,7 +153,6 @@ def test_a_group_that_is_only_held_is_no_fault(warm, name):
     assert warm.outcome(name) == "passed"
 
 
-@pytest.mark.second_tier
 def test_a_group_of_parameters_is_no_process_group(warm):
     """The twin."""
     said = warm.text("test_names_another_kind_of_group")
@@ -215,7 +214,6 @@ def test_fails_once():
 """
 
 
-@pytest.mark.second_tier
 def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
     suite.write("test_it.py", FAILS_ONCE)
     said = suite.run("--gt-fresh-ranks=on-failure").text("test_fails_once")
@@ -224,7 +222,6 @@ def test_earlier_tests_are_not_blamed_for_a_failure_on_new_ranks(suite):
     assert "passes on fresh ranks" not in said
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini", "is_rerun"),
     [
@@ -241,7 +238,6 @@ def test_a_failure_is_tried_again_only_on_request(suite, options, ini, is_rerun)
     assert run.status == 1
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini", "says"),
     [

@@ -28,7 +28,7 @@ def test_warns(): warnings.warn("mine", UserWarning)
 """
 
 
-@pytest.mark.second_tier("before", "in the ini")
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("options", "ini"),
     [
@@ -149,7 +149,7 @@ def test_modules_of_the_user_are_imported_once_for_all_ranks(suite, how):
     assert run.outcome("test_it") == "passed", run.output
 
 
-@pytest.mark.second_tier("exits", "is missing", "starts a thread", "ends", "crashes")
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("source", "says"),
     [

@@ -52,7 +52,7 @@ def test_every_bit_of_real_gloo(gt_world, dtype):
             assert torch.equal(net.all_reduce(odd, op), real_all_reduce(odd[rank], op))
 
 
-@pytest.mark.second_tier("dtype1")
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_bit_of_real_gloo_in_several_segments(gt_world, dtype):

@@ -72,6 +72,7 @@ def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
         )
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2)
 def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
     """The loss differs first, and is not the cause.

@@ -293,6 +293,7 @@ print(freed_of_holes())
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_with_many_ranks_freed_memory_goes_back_to_the_system_at_once():
     """64 MiB of holes.

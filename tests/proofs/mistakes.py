@@ -272,6 +272,7 @@ TWENTY = [
         DATA_AND_TENSOR,
         DATA_AND_TENSOR,
         True,
+        seconds=2,
     ),
     *(
         Case(
@@ -293,10 +294,19 @@ TWENTY = [
         REPLICAS,
         REPLICAS,
         True,
+        seconds=2,
     ),
     *(
-        Case("twenty", plant.__name__, kind, partial(of_replicas, plant), REPLICAS, REPLICAS)
-        for plant, kind in OF_REPLICAS.items()
+        Case(
+            "twenty",
+            plant.__name__,
+            kind,
+            partial(of_replicas, plant),
+            REPLICAS,
+            REPLICAS,
+            seconds=2 if place else 0.5,
+        )
+        for place, (plant, kind) in enumerate(OF_REPLICAS.items())
     ),
     *(
         Case(
@@ -335,9 +345,7 @@ def of_experts(plant: Any, mesh: DeviceMesh) -> Pair:
 
 
 def of_a_bucketed_graph(plant: Any, mesh: DeviceMesh) -> Pair:
-    torch.manual_seed(0)
-    model = data_parallel(planted.Model(), mesh)
-    step = trace_step(model, planted.step, (torch.randint(0, 12, (2, 3)),)).gm
+    step = planted.traced_on(mesh)
     right = planted.bucketed(step)
     inputs = inputs_of(right, mesh.size(), 12)
     if plant is None:
@@ -515,7 +523,16 @@ MUTANTS = [
         )
         for words, kind in OF_FILES.items()
     ),
-    Case("mutants", "bucketing, right", "reordered", partial(of_bucketing, ""), FOUR, TWO, True),
+    Case(
+        "mutants",
+        "bucketing, right",
+        "reordered",
+        partial(of_bucketing, ""),
+        FOUR,
+        TWO,
+        True,
+        seconds=4,
+    ),
     *(
         Case("mutants", words, kind, partial(of_bucketing, words), FOUR, TWO, seconds=2)
         for words, kind in OF_BUCKETING.items()
@@ -735,9 +752,24 @@ RECORD = [
         "record", "order of another tracer", "reordered", of_another_tracer, FOUR, TWO, seconds=20
     ),
     Case(
-        "record", "sums, then divided", "reordered", partial(divided, False), THREE_RANKS, TWO, True
+        "record",
+        "sums, then divided",
+        "reordered",
+        partial(divided, False),
+        THREE_RANKS,
+        TWO,
+        True,
+        seconds=6,
     ),
-    Case("record", "divided, then summed", "reordered", partial(divided, True), THREE_RANKS, TWO),
+    Case(
+        "record",
+        "divided, then summed",
+        "reordered",
+        partial(divided, True),
+        THREE_RANKS,
+        TWO,
+        seconds=6,
+    ),
     Case(
         "record", "fused norm", "other kernels", fusion, is_right=True, around=partial(fused, False)
     ),

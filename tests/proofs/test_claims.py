@@ -182,7 +182,7 @@ CLAIMS = {
 }
 
 
-QUICK = (pipeline, execution_order, deduplicated, resharded)
+QUICK = (pipeline,)
 
 
 def check(claim, kind, model, precision, gt_mesh, gt_world):
@@ -258,7 +258,15 @@ SLOW = (
 
 
 @pytest.mark.second_tier(
-    *SLOW, "checkpointed", "offloaded", "rematerialised", "dropout", "factories"
+    *SLOW,
+    "checkpointed",
+    "offloaded",
+    "rematerialised",
+    "dropout",
+    "factories",
+    "moe passed",
+    "moe before",
+    "cast",
 )
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("name", [*BLOCKS, *(f"moe {name}" for name in MOE)])

@@ -18,23 +18,25 @@ def test_the_examples_run():
         exec(compile(block, "proofs.md", "exec"), {"__name__": "proofs.md"})
 
 
+def check_example(block, right, wrong, name, folder):
+    """Check that the test of an example passes, and that it fails with ``wrong`` for ``right``."""
+    assert right in block
+    files = {"test_page.py": block, "test_wrong.py": block.replace(right, wrong)}
+    run = run_project(folder, "--gt-gpus=2", files=files)
+    assert run[f"test_page::{name}"].outcome == "passed", run.output
+    assert run[f"test_wrong::{name}"].outcome == "failed", run.output
+
+
+@pytest.mark.second_tier
 def test_the_example_of_a_parallel_model_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "assert_same_model(" in block]
-    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
-    assert run["test_parallel_is_unsharded"].outcome == "passed", run.output
-    wrong = block.replace('ColwiseParallel(), "2": RowwiseParallel()', "ColwiseParallel()")
-    assert wrong != block
-    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": wrong})
-    assert run["test_parallel_is_unsharded"].outcome == "failed", run.output
+    right = 'ColwiseParallel(), "2": RowwiseParallel()'
+    check_example(block, right, "ColwiseParallel()", "test_parallel_is_unsharded", tmp_path)
 
 
 @pytest.mark.second_tier
 def test_the_example_on_ranks_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def loss_in_field" in block]
-    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
-    assert run["test_tensor_parallel"].outcome == "passed", run.output
     right = "parallelize_module(model, gt_mesh, plan)"
-    wrong = block.replace(right, f"nn.Sequential({right}, nn.SiLU())")
-    assert wrong != block
-    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": wrong})
-    assert run["test_tensor_parallel"].outcome == "failed", run.output
+    wrong = f"nn.Sequential({right}, nn.SiLU())"
+    check_example(block, right, wrong, "test_tensor_parallel", tmp_path)

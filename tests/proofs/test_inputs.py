@@ -198,6 +198,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.second_tier("AdamW")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_several_steps_with_clipping_and_an_optimiser(name):
     """Operators on lists are those on tensors; a missing step, or clipping, is another function."""

@@ -98,6 +98,7 @@ def test_the_graph_trains_as_fully_shard_does_for_any_numbers(gt_world, name):
     assert parity.proof.compared >= 4 * (1 + 3 * 12)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"replicate": 2, "shard": 2})
 def test_hybrid_sharding(gt_world):
     assert assert_simulated_parity(training, gt_world, proof=True).proof.kind == "identical"

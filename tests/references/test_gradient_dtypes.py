@@ -71,6 +71,7 @@ def training(gt_mesh):
     return make
 
 
+@pytest.mark.second_tier("bf16-bf16", "bf16-default", "fp32")
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("reduced", [FP32, BF16, None], ids=["fp32", "bf16", "default"])
 @pytest.mark.parametrize("gathered", [BF16, None], ids=["bf16", "fp32"])

@@ -135,6 +135,7 @@ def test_a_twin_is_handed_over_too(gt_mesh):
     assert graphtext.render(taken.twin) != graphtext.render(own.gm)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=8, mesh={"dp": 4, "tp": 2})
 def test_beside_tensor_parallelism_ranks_of_one_part_of_the_model_share_a_trace(gt_mesh):
     """The rows of a vocabulary begin at another number on the other part: over all ranks nothing is

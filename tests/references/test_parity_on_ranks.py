@@ -88,6 +88,7 @@ def training(gt_mesh):
     return make
 
 
+@pytest.mark.second_tier("own trace")
 @FOUR
 @pytest.mark.parametrize("trace_once", [False, True], ids=["own trace", "handed over"])
 def test_equal_and_an_odd_payload_shows_it(training, gt_world, trace_once):
@@ -170,6 +171,7 @@ def test_an_order_that_infinite_gradients_hide(training, gt_world):
         )
 
 
+@pytest.mark.second_tier("rank 0", "all ranks")
 @FOUR
 @pytest.mark.parametrize("ranks", [[0], [3], range(4)], ids=["rank 0", "rank 3", "all ranks"])
 def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):
@@ -203,6 +205,7 @@ def nan_at_call(number: int, rank: int):
 NO_PROOF = "in another order the control run differs only where one side is NaN or infinite"
 
 
+@pytest.mark.second_tier
 @FOUR
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_control_that_differs_by_nan_alone_proves_nothing(training, gt_world, rank):

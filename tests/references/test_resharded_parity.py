@@ -109,6 +109,7 @@ def training(gt_mesh):
 TIED = ["layers.0", "layers.1", ["embedding", "norm", "head"]]
 
 
+@pytest.mark.second_tier("none", "tied", "a frozen")
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize(
     ("model", "plan", "left_out"),
@@ -156,6 +157,7 @@ def losing(lost, resharding=True):
     ]
 
 
+@pytest.mark.second_tier(WEIGHT, "head")
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("lost", [WEIGHT, SCALE, "head.weight"])
 def test_a_gather_that_is_missing_is_named(training, gt_world, lost):

@@ -1,5 +1,7 @@
 """Parallel models, by torch's own code, compute the unsharded one; planted mistakes do not."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -13,39 +15,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fixtures.models.gated import DIM, VOCABULARY, GatedModel
+from fixtures.models.gated import own_token_step as step
 from pytest_gtrainer import AnotherFunction, assert_same_model
 
-DIM, SEQ, VOCABULARY = 8, 4, 12
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(DIM)
-        self.up, self.gate = nn.Linear(DIM, 16, bias=False), nn.Linear(DIM, 16, bias=False)
-        self.down = nn.Linear(16, DIM)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def step(model, tokens):
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+SEQ = 4
+make_model = partial(GatedModel, blocks=1)
 
 
 def batch(coordinate):
@@ -71,27 +46,27 @@ def sharded(model, mesh, **options):
 
 
 def data_parallel(mesh):
-    return sharded(Model(), mesh["dp"])
+    return sharded(make_model(), mesh["dp"])
 
 
 def mixed_precision(mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return sharded(Model(), mesh["dp"], mp_policy=policy)
+    return sharded(make_model(), mesh["dp"], mp_policy=policy)
 
 
 def ddp(mesh):
-    return DistributedDataParallel(Model(), process_group=mesh["dp"].get_group())
+    return DistributedDataParallel(make_model(), process_group=mesh["dp"].get_group())
 
 
 def tensor_parallel(mesh):
-    model = Model()
+    model = make_model()
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], TENSOR)
     return model
 
 
 def sequence_parallel(mesh):
-    return parallelize_module(Model(), mesh["tp"], SEQUENCE)
+    return parallelize_module(make_model(), mesh["tp"], SEQUENCE)
 
 
 def all_three(mesh):
@@ -104,7 +79,7 @@ def two_dimensional(mesh):
 
 def norms_of_its_own(mesh):
     """Each rank has a plain norm, whose gradient is that of its part of the sequence."""
-    model = Model()
+    model = make_model()
     plan = {name: style for name, style in SEQUENCE.items() if name != "blocks.*.norm"}
     return parallelize_module(model, mesh["tp"], plan)
 
@@ -131,13 +106,13 @@ class Halved(torch.autograd.Function):
 def loses_half_a_gradient(mesh):
     """Return a model whose last block has half the gradient."""
     model = tensor_parallel(mesh)
-    model.blocks[1].norm.register_forward_pre_hook(lambda module, given: Halved.apply(given[0]))
+    model.blocks[-1].norm.register_forward_pre_hook(lambda module, given: Halved.apply(given[0]))
     return model
 
 
 def forgets_to_reduce(mesh):
     """The gradient of the embedding is this rank's own."""
-    model = Model()
+    model = make_model()
     group = mesh["dp"].get_group()
     wrapped = DistributedDataParallel(model, process_group=group)
     wrapped.register_comm_hook(None, keeps_its_own)
@@ -155,28 +130,28 @@ SIMULATED = [parallel for parallel in RIGHT if parallel is not ddp]
 ALONG_TENSORS = (tensor_parallel, sequence_parallel)
 
 
+@pytest.mark.second_tier("data_parallel", "tensor_parallel", "sequence_parallel", "two_dimensional")
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 @pytest.mark.parametrize("parallel", RIGHT, ids=lambda function: function.__name__)
 def test_torchs_parallel_models_are_the_unsharded_one_on_ranks(parallel, gt_mesh):
     dims = () if parallel in ALONG_TENSORS else ("dp",)
-    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=dims)
+    proof = assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh, data_dims=dims)
     assert proof.kind == "reordered", str(proof)
-    assert proof.compared == 4 * (1 + 12)
+    assert proof.compared == 4 * (1 + 7)
 
 
+@pytest.mark.second_tier("tensor_parallel", "sequence_parallel", "two_dimensional")
 @pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
-@pytest.mark.parametrize(
-    "parallel", [each for each in RIGHT if each is not ddp], ids=lambda function: function.__name__
-)
+@pytest.mark.parametrize("parallel", SIMULATED, ids=lambda function: function.__name__)
 def test_they_are_in_a_simulated_world(parallel, gt_mesh):
     dims = () if parallel in ALONG_TENSORS else ("dp",)
-    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=dims)
+    proof = assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh, data_dims=dims)
     assert proof.kind == "reordered", str(proof)
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
 def test_mixed_precision_is_set_aside(gt_mesh):
-    proof = assert_same_model(mixed_precision, Model, step, batch, mesh=gt_mesh)
+    proof = assert_same_model(mixed_precision, make_model, step, batch, mesh=gt_mesh)
     assert proof.kind == "rounds elsewhere", str(proof)
 
 
@@ -191,7 +166,7 @@ MISTAKES = {
 def test_a_mistake_along_data_is_told_with_its_factor(parallel, gt_mesh):
     words = MISTAKES[parallel]
     with pytest.raises(AnotherFunction, match=words) as failure:
-        assert_same_model(parallel, Model, step, batch, mesh=gt_mesh)
+        assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh)
     assert failure.value.proof.kind == "another function"
 
 
@@ -227,19 +202,19 @@ class Counting(nn.Module):
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_reduction_that_nobody_makes_is_named(gt_mesh):
     with pytest.raises(AnotherFunction, match="equal after a sum over 'tp'") as failure:
-        assert_same_model(norms_of_its_own, Model, step, batch, mesh=gt_mesh)
+        assert_same_model(norms_of_its_own, make_model, step, batch, mesh=gt_mesh)
     assert failure.value.proof.first.result == "gradient of blocks.0.norm.weight"
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_mistake_along_tensors_is_told_with_its_parameter(gt_mesh):
     with pytest.raises(AnotherFunction, match=r"gradient of embed\.weight, rank 0"):
-        assert_same_model(loses_half_a_gradient, Model, step, batch, mesh=gt_mesh)
+        assert_same_model(loses_half_a_gradient, make_model, step, batch, mesh=gt_mesh)
 
 
 def test_one_process():
     def checkpointed():
-        model = Model()
+        model = make_model()
         forward = model.blocks[0].forward
         model.blocks[0].forward = lambda x: torch.utils.checkpoint.checkpoint(
             forward, x, use_reentrant=False
@@ -247,26 +222,26 @@ def test_one_process():
         return model
 
     def doubles_a_block():
-        model = Model()
+        model = make_model()
         forward = model.blocks[0].forward
         model.blocks[0].forward = lambda x: 2 * forward(x)
         return model
 
-    assert assert_same_model(checkpointed, Model, step, batch).kind == "reordered"
+    assert assert_same_model(checkpointed, make_model, step, batch).kind == "reordered"
     with pytest.raises(AnotherFunction, match="loss of data coordinate 0"):
-        assert_same_model(doubles_a_block, Model, step, batch)
+        assert_same_model(doubles_a_block, make_model, step, batch)
 
 
 def test_a_parameter_without_a_gradient_is_told():
     def frozen():
-        model = Model()
+        model = make_model()
         model.head.requires_grad_(False)
         return model
 
     with pytest.raises(AnotherFunction, match=r"head\.weight.*has no gradient on rank 0"):
-        assert_same_model(frozen, Model, step, batch)
+        assert_same_model(frozen, make_model, step, batch)
     with pytest.raises(AnotherFunction, match=r"head\.weight.*has a gradient on rank 0"):
-        assert_same_model(Model, frozen, step, batch)
+        assert_same_model(make_model, frozen, step, batch)
 
 
 def test_a_reference_without_gradients_is_refused():
@@ -274,21 +249,21 @@ def test_a_reference_without_gradients_is_refused():
         return torch.ones((), requires_grad=True) * 2
 
     with pytest.raises(ValueError, match="no parameter of the reference has a gradient but 0"):
-        assert_same_model(Model, Model, ignores, batch)
+        assert_same_model(make_model, make_model, ignores, batch)
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"fsdp": 2})
 def test_what_would_hide_a_reduction_is_refused(gt_mesh):
     def parallel(mesh):
-        return sharded(Model(), mesh)
+        return sharded(make_model(), mesh)
 
     with pytest.raises(ValueError, match=r"data_dims=\('dp',\): the mesh has 'fsdp'"):
-        assert_same_model(parallel, Model, step, batch, mesh=gt_mesh)
+        assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh)
     with pytest.raises(ValueError, match=r"batch\(0\) and batch\(1\) are equal"):
         assert_same_model(
-            parallel, Model, step, lambda place: batch(0), mesh=gt_mesh, data_dims=("fsdp",)
+            parallel, make_model, step, lambda place: batch(0), mesh=gt_mesh, data_dims=("fsdp",)
         )
-    proof = assert_same_model(parallel, Model, step, batch, mesh=gt_mesh, data_dims=("fsdp",))
+    proof = assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh, data_dims=("fsdp",))
     assert proof.kind == "reordered"
 
 

@@ -1,6 +1,7 @@
 """A graph in other arithmetics against the same graph in floats, on all simulated ranks.
 
     python -m benchmarks.proofs [--ranks 8] [--rounds 3] [--layers 8 32 126] [--deepseek]
+    python -m benchmarks.proofs --compile
 
 CPU seconds on one thread, of the rewritten training step of Llama 3 in the debug flavor, ranks on
 two nodes. Every run copies the graph and its inputs; a run in an arithmetic computes the real
@@ -8,6 +9,9 @@ numbers, too. One rank stands for all, beside all ranks.
 
 ``--layers`` proves instead that gathering again for the backward changes nothing, at these depths
 and tiny widths: both runs, without the trace.
+
+``--compile`` proves instead every stage of torch.compile of ten models, and compares the seconds with
+those of the compilation, without and with generated code.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ import torch
 
 from benchmarks.paired import Goal, measure, report
 from fixtures.models import llama3
+from fixtures.ten_models import step, ten_models
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import NetModel, prove, simulate_graph
+from pytest_gtrainer import NetModel, gt_compile, prove, simulate_graph
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.proofs.alike import OneRankForAll
@@ -48,8 +53,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--deepseek", action="store_true", help="DeepSeek-V3 instead of Llama 3")
+    parser.add_argument("--compile", action="store_true", help="stages of torch.compile")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.compile:
+        return 0 if report_compilations() else 1
     net = NetModel.of_world(options.ranks, nodes=2)
     with fake_world(make_spec("fake", size=options.ranks)) as world:
         if options.layers:
@@ -69,6 +77,28 @@ def main() -> int:
         print(f"{len(gm.graph.nodes)} nodes on {options.ranks} ranks")
         times = measure(contestants, options.rounds)
     return 0 if report(times, None, GOALS) else 1
+
+
+def report_compilations() -> bool:
+    """Print the seconds of compiling and of proving; whether proofs take twice as long at most."""
+    totals = {"graphs": 0.0, "code": 0.0, "proof": 0.0}
+    for name, (model, inputs) in ten_models().items():
+        seconds = {}
+        for kind, lower in (("code", True), ("graphs", False)):
+            start = time.process_time()
+            with gt_compile(lower=lower) as record:
+                step(torch.compile(model), inputs)
+            seconds[kind] = time.process_time() - start
+        start = time.process_time()
+        proof = record.prove()
+        seconds["proof"] = time.process_time() - start
+        for kind, each in seconds.items():
+            totals[kind] += each
+        shown = ", ".join(f"{kind} {each:5.2f} s" for kind, each in seconds.items())
+        print(f"{name:18} {shown}: {len(proof.stages)} stages, {proof.kind}")
+    shown = ", ".join(f"{kind} {each:5.2f} s" for kind, each in totals.items())
+    print(f"all: {shown}; {totals['proof'] / totals['graphs']:.1f} times the passes alone")
+    return totals["proof"] <= 2 * totals["graphs"]
 
 
 def report_depths(depths: list[int], mesh: DeviceMesh, net: NetModel) -> bool:

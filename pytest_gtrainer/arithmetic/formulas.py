@@ -13,6 +13,7 @@ from pytest_gtrainer._torch.arithmetic import (
     is_taken_apart,
 )
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
+from pytest_gtrainer.arithmetic.operators import base_name
 
 aten = torch.ops.aten
 _given: dict[Any, Callable[..., Any]] = {}
@@ -72,6 +73,11 @@ def parts_of(operator: Any) -> Callable[..., Any] | None:
         return _FORMULAS[operator]
     if operator in decomposition_table:
         return decomposition_table[operator]
+    is_own = operator.namespace == "prims" and not hasattr(aten, base_name(operator))
+    if is_own and hasattr(operator, "impl_aten"):
+        # What its kernel calls, as of fma. The others are what aten's are taken apart to.
+        kernel: Callable[..., Any] = operator.impl_aten
+        return kernel
     if is_taken_apart(operator):
         return operator.decompose
     return body_of_packing(operator)

@@ -9,7 +9,10 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.compiling.proving import CompileProof, StageProof, prove_stages
 from pytest_gtrainer.facts import FailedCheck, counted
+from pytest_gtrainer.proofs.proof import AnotherFunction
+from pytest_gtrainer.proofs.prove import check_kind
 
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
@@ -287,6 +290,53 @@ class CompileRecord:
             place = f"{run.stage} of graph {run.compiled.id}"
             lines.append(f"  {run.name} ({run.slot}) in {place}, {result}")
         raise NotRecorded("\n".join(lines))
+
+    def prove(self, *, at_least: str = "rounds elsewhere") -> CompileProof:
+        """Return which kind of equal every stage is to the one before it, for any numbers.
+
+        Dynamo's graph stands for eager: it runs by eager's operators, with autograd. AOTAutograd's
+        decompositions, the passes of Inductor, the partitioner and passes of the user are proven,
+        forward and backward; of a stage that is not identical the pass is named. Generated code is
+        not: see ``assert_no_less_accurate``. Whole numbers are those of the first call; with
+        ``lower=True``, which keeps none, they are drawn.
+
+        Args:
+            at_least: do not look for weaker kinds of equal than this one.
+
+        Raises:
+            NotRecorded: a graph has no joint graph, or its backward was compiled too late; nothing
+                was compiled.
+            ValueError: with ``lower=True``, a whole number whose range nobody knows.
+        """
+        check_kind(at_least)
+        self._check_not_empty()
+        stages: list[StageProof] = []
+        for graph in self.graphs:
+            if graph.is_late:
+                raise NotRecorded(
+                    f"the backward of compiled graph {graph.id} is not known: {_LATE}"
+                )
+            _ = graph.joint  # says why there is none
+            passes = [run for run in graph.passes if run.changed]
+            stages += prove_stages(graph.id, graph.stages, passes, graph.inputs, at_least)
+        return CompileProof(tuple(stages))
+
+    @facts.check
+    def assert_same_function(self, at_least: str = "rounds elsewhere") -> CompileProof:
+        """Fail unless every stage is equal to the one before it, for any numbers; see ``prove``.
+
+        Raises:
+            AnotherFunction: a stage is not of this kind, or nobody knows; with the pass.
+            NotRecorded, ValueError: as ``prove``.
+        """
+        __tracebackhide__ = True
+        found = self.prove(at_least=at_least)
+        weakest = found.weakest
+        compared = sum(each.proof.compared for each in found.stages)
+        facts.emit("verdict", outcome=found.kind, tensors=compared, what="stages of torch.compile")
+        if not weakest.proof.is_at_least(at_least):
+            raise AnotherFunction(f"expected at least {at_least!r}\n{weakest}", weakest.proof)
+        return found
 
     @facts.check
     def assert_no_graph_breaks(self) -> None:

@@ -265,3 +265,37 @@ class FunctionProgram(Program):
                 for name, tensor in captured.items():
                     if not torch.equal(tensor, originals[name]):
                         tensor.copy_(originals[name])
+
+
+class NamedProgram(Program):
+    """A function from named inputs to named results, such as a stage of a compilation.
+
+    It remembers its runs, as a stage is compared with the one before and with the one behind.
+    """
+
+    def __init__(
+        self, call: Callable[[dict[str, Any]], dict[str, Tensor]], inputs: Mapping[str, Any]
+    ) -> None:
+        self.call, self.inputs = call, inputs
+        self._runs: dict[Any, Run] = {}
+
+    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
+        if on_result is not None:
+            return super().run(arithmetic, on_result)
+        key = type(arithmetic), arithmetic.kind, arithmetic.seed, arithmetic.bias
+        if key not in self._runs:
+            self._runs[key] = super().run(arithmetic)
+        return self._runs[key]
+
+    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+        given = dict(zip(self.inputs, copies(list(self.inputs.values())), strict=True))
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            make_abstract(mode, tensor, name)
+        for name, tensor in tensors.items():
+            left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor)
+        with mode:
+            for name, result in self.call(given).items():
+                left.outputs[name, None] = result.detach()
+        for name, tensor in tensors.items():
+            left.after[f"{name}{AFTERWARDS}", None] = tensor

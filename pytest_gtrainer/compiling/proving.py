@@ -1,0 +1,346 @@
+"""Prove the stages of a compilation: each against the one before it, from Dynamo's graph on.
+
+Every stage is made a function of the same inputs: those of Dynamo's graph, and a gradient for each
+output (a *tangent*). Dynamo's graph runs with autograd; the joint graph computes both directions;
+behind the partitioner the backward gets what the forward keeps for it. Results are the outputs, the
+gradients of the inputs, and what is written to inputs. A stage that is not identical to the one
+before is looked for in the passes between them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.facts import counted
+from pytest_gtrainer.graph.nodes import input_fqn, is_random
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
+from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
+from pytest_gtrainer.proofs.programs import NamedProgram
+from pytest_gtrainer.proofs.proof import KINDS, Proof
+from pytest_gtrainer.proofs.prove import prove_programs
+from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
+
+Call = Callable[[dict[str, Any]], dict[str, Tensor]]
+_WEAKEST_LAST = (*KINDS, "another function", "unknown")
+_TANGENT = "gradient."
+
+
+class PassRun(Protocol):
+    """A recorded pass."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def before(self) -> fx.GraphModule: ...
+    @property
+    def after(self) -> fx.GraphModule: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageProof:
+    """Which kind of equal a stage is to the one before it.
+
+    Attributes:
+        graph: the id of the compiled graph.
+        stage, before: their names, as in ``record.joint_after_passes``.
+        by: the first pass between them that is of no stronger kind; "" if none is.
+    """
+
+    graph: str
+    stage: str
+    before: str
+    proof: Proof
+    by: str = ""
+
+    def __str__(self) -> str:
+        by = f", by {self.by}" if self.by else ""
+        return f"{self.stage} of graph {self.graph} against {self.before}{by}: {self.proof}"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileProof:
+    """Which kind of equal every stage of a record is to the one before it.
+
+    Attributes:
+        stages: of all graphs, in order.
+    """
+
+    stages: tuple[StageProof, ...]
+
+    @property
+    def weakest(self) -> StageProof:
+        """The first stage of the weakest kind."""
+        return max(self.stages, key=lambda each: _WEAKEST_LAST.index(each.proof.kind))
+
+    @property
+    def kind(self) -> str:
+        """The weakest kind of all stages: that of what Inductor generates code from, to eager."""
+        return self.weakest.proof.kind
+
+    def __str__(self) -> str:
+        head = f"{self.kind}: {counted(len(self.stages), 'stage')}"
+        return "\n".join([head, *(f"  {each}".replace("\n", "\n  ") for each in self.stages)])
+
+
+def prove_stages(
+    graph: str,
+    stages: Mapping[str, fx.GraphModule],
+    passes: Sequence[PassRun],
+    recorded: Mapping[str, Sequence[Any]],
+    at_least: str,
+) -> Iterator[StageProof]:
+    """Yield a proof for each stage of one compiled graph that a pass has changed.
+
+    Args:
+        stages: by name; "joint" is one of them.
+        recorded: the inputs of the first call of "forward" and "backward".
+        at_least: do not look for weaker kinds.
+    """
+    layout = _Layout(stages, recorded)
+    states: list[tuple[str, str, dict[str, fx.GraphModule]]] = []
+    current: dict[str, fx.GraphModule] = {}
+    for name, of_pass in _ORDER:
+        if name not in stages or (name == "backward" and not layout.has_backward):
+            continue
+        role = name.removesuffix("_after_passes")
+        current = {**current, role: stages[name]}
+        if name == "forward" and layout.has_backward:
+            continue  # the partitioner makes both
+        states.append((name if name != "backward" else "forward and backward", of_pass, current))
+    for (before, _, expected), (stage, of_pass, actual) in pairwise(states):
+        if expected == actual:
+            continue  # no pass has changed it
+        proof = layout.prove(actual, expected, at_least)
+        by = ""
+        if proof.kind != "identical":
+            by = _find_pass(layout, passes, of_pass, actual, proof, at_least)
+        yield StageProof(graph, stage, before, proof, by)
+
+
+_ORDER = (
+    ("dynamo", ""),
+    ("joint", "pre_grad"),
+    ("joint_after_passes", "joint"),
+    ("forward", ""),
+    ("backward", ""),
+    ("forward_after_passes", "forward"),
+    ("backward_after_passes", "backward"),
+)
+"""Stages, each with the stage of the passes that lead to it."""
+
+
+def _find_pass(
+    layout: "_Layout",
+    passes: Sequence[PassRun],
+    stage: str,
+    graphs: dict[str, fx.GraphModule],
+    proof: Proof,
+    at_least: str,
+) -> str:
+    """Return the first pass that is of no stronger kind than all passes together; "" if none is."""
+    role = "dynamo" if stage == "pre_grad" else stage
+    if role == "dynamo":
+        graphs = {}
+    elif role == "joint":
+        graphs = {role: graphs[role]}
+    for run in passes:
+        if run.stage != stage or run.before is run.after:
+            continue
+        before, after = {**graphs, role: run.before}, {**graphs, role: run.after}
+        own = layout.prove(after, before, at_least)
+        if _WEAKEST_LAST.index(own.kind) >= _WEAKEST_LAST.index(proof.kind):
+            return run.name
+    return ""
+
+
+class _Layout:
+    """What the graphs of a compilation are given and return, by position.
+
+    Attributes:
+        inputs: of all stages, by name: those of Dynamo's graph, then the tangents.
+        primals: names of Dynamo's inputs.
+        tangents: names of the gradients of outputs.
+        drawn: what was made up of the inputs, in words.
+    """
+
+    def __init__(
+        self, stages: Mapping[str, fx.GraphModule], recorded: Mapping[str, Sequence[Any]]
+    ) -> None:
+        joint = stages["joint"]
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        self.has_backward = "backward" in stages
+        self._programs: dict[tuple[int, ...], NamedProgram] = {}
+        self._forward = stages.get("forward", joint)
+        known: dict[str, Any] = {}
+        for stage, values in recorded.items():
+            given = stages[stage].graph.find_nodes(op="placeholder")
+            known |= {node.name: value for node, value in zip(given, values, strict=True)}
+        self.drawn = ""
+        wanted = [node.name for node in placeholders]
+        if all(name in known or name.startswith("tangents") for name in wanted):
+            values = [known.get(node.name, _like(node.meta.get("val"))) for node in placeholders]
+        else:
+            values = draw_inputs(joint, seed=0)
+            self.drawn = describe_integers(joint, values)
+        self.inputs: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        for node, value in zip(placeholders, values, strict=True):
+            key = input_fqn(node)
+            if key in self.inputs:
+                key = f"{key} ({node.name})"
+            self._keys[node.name] = key
+            self.inputs[key] = value
+        self.tangents = [key for key in self.inputs if key.startswith(_TANGENT)]
+        self.primals = [key for key in self.inputs if not key.startswith(_TANGENT)]
+        results = _results_of(joint)
+        self._gradients: Sequence[Any] = []
+        self._n_outputs = len(results)
+        if self.tangents:
+            self._n_outputs -= len(self.primals)
+            self._gradients = results[self._n_outputs :]
+
+    def prove(
+        self,
+        actual: Mapping[str, fx.GraphModule],
+        expected: Mapping[str, fx.GraphModule],
+        at_least: str,
+    ) -> Proof:
+        """Return which kind of equal two states of a compilation are."""
+        programs = [self._program(each) for each in (actual, expected)]
+        try:
+            proof = prove_programs(programs, drawn=self.drawn, at_least=at_least)
+        except Exception as error:
+            # A stage that does not run on its own proves nothing; the other stages still may.
+            text = str(error).partition("\n")[0]
+            return Proof("unknown", reason=f"{type(error).__name__}: {text}")
+        draws = [_random_operators(each) for each in (expected, actual)]
+        if proof.kind == "another function" and draws[0] != draws[1]:
+            shown = " and ".join(", ".join(each) or "functions of torch" for each in draws)
+            return Proof("unknown", reason=f"random numbers are drawn by {shown}, and not alike")
+        return proof
+
+    def _program(self, graphs: Mapping[str, fx.GraphModule]) -> NamedProgram:
+        key = tuple(map(id, graphs.values()))  # the record keeps all of them
+        if key not in self._programs:
+            self._programs[key] = NamedProgram(self._call(graphs), self.inputs)
+        return self._programs[key]
+
+    def _call(self, graphs: Mapping[str, fx.GraphModule]) -> Call:
+        if "forward" in graphs:
+            return lambda given: self._run_parts(graphs, given)
+        if "joint" in graphs:
+            return lambda given: self._run_joint(graphs["joint"], given)
+        return lambda given: self._run_dynamo(graphs["dynamo"], given)
+
+    def _run_dynamo(self, gm: fx.GraphModule, given: dict[str, Any]) -> dict[str, Tensor]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        if len(placeholders) != len(self.primals):
+            raise NoMeaning(
+                f"Dynamo's graph has {counted(len(placeholders), 'input')}, that of AOTAutograd "
+                f"{len(self.primals)}"
+            )
+        is_trained = [each is not None for each in self._gradients] or [False] * len(self.primals)
+        values = [given[key] for key in self.primals]
+        for place, trained in enumerate(is_trained):
+            if trained:
+                values[place] = values[place].detach().requires_grad_()
+        with torch.set_grad_enabled(bool(self.tangents)):
+            outputs = pytree.tree_leaves(NodeByNode(gm, None).run(*values))
+        if len(outputs) != self._n_outputs:
+            raise NoMeaning(
+                f"Dynamo's graph has {counted(len(outputs), 'output')}, that of AOTAutograd "
+                f"{self._n_outputs}: views of inputs, for example, are made behind it"
+            )
+        gradients: Sequence[Tensor | None] = []
+        if self.has_backward and self.tangents:
+            ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+            if len(ends) != len(self.tangents):
+                raise NoMeaning(
+                    f"Dynamo's graph has gradients of {counted(len(ends), 'output')}, that of "
+                    f"AOTAutograd of {len(self.tangents)}"
+                )
+            leaves = [value for value, yes in zip(values, is_trained, strict=True) if yes]
+            weights = [given[key] for key in self.tangents]
+            found = iter(torch.autograd.grad(ends, leaves, weights, allow_unused=True))
+            gradients = [next(found) if yes else None for yes in is_trained]
+        return self._named(outputs, gradients)
+
+    def _run_joint(self, gm: fx.GraphModule, given: dict[str, Any]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            results = pytree.tree_leaves(_run(gm, self._values(gm, given)))
+        return self._named(results[: self._n_outputs], results[self._n_outputs :])
+
+    def _run_parts(
+        self, graphs: Mapping[str, fx.GraphModule], given: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        with torch.no_grad():
+            forward, gradients = graphs["forward"], []
+            results = pytree.tree_leaves(_run(forward, self._values(forward, given)))
+            if self.has_backward and self.tangents:
+                # Passes may rename what is kept; its place among the results stays.
+                kept = {}
+                for node, value in zip(_results_of(self._forward), results, strict=True):
+                    if isinstance(node, fx.Node):
+                        kept[node.name] = value
+                backward = graphs["backward"]
+                gradients = pytree.tree_leaves(_run(backward, self._values(backward, given, kept)))
+        return self._named(results[: self._n_outputs], gradients)
+
+    def _values(
+        self, gm: fx.GraphModule, given: dict[str, Any], kept: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        values = []
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if kept and node.name in kept:
+                values.append(kept[node.name])
+            elif node.name in self._keys:
+                values.append(given[self._keys[node.name]])
+            else:
+                raise NoMeaning(f"nobody knows what input {node.name} of a stage is given")
+        return values
+
+    def _named(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> dict[str, Tensor]:
+        found = {}
+        for place, leaf in enumerate(outputs):
+            if isinstance(leaf, Tensor):
+                found[f"output {place}"] = leaf
+        if self.has_backward:
+            for key, leaf in zip(self.primals, gradients, strict=False):
+                if isinstance(leaf, Tensor):
+                    found[f"gradient of {key}"] = leaf
+        return found
+
+
+def _random_operators(graphs: Mapping[str, fx.GraphModule]) -> list[str]:
+    """Return the operators that draw random numbers, in the graphs that run."""
+    if "forward" in graphs:
+        running = [graphs[role] for role in ("forward", "backward") if role in graphs]
+    else:
+        running = [list(graphs.values())[-1]]
+    found = {str(node.target) for gm in running for node in nodes_within(gm) if is_random(node)}
+    return sorted(found)
+
+
+def _run(gm: fx.GraphModule, values: list[Any]) -> Any:
+    return NodeByNode(gm, None).run(*values)
+
+
+def _results_of(gm: fx.GraphModule) -> list[Any]:
+    # Not ``tree_leaves`` of values: None is a result, that of an input without a gradient.
+    found: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
+    return found
+
+
+def _like(value: Any) -> Any:
+    """Return a real tensor like a fake one; its numbers become abstract."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.ones(tuple(map(int, value.shape)), dtype=value.dtype)

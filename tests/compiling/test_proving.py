@@ -1,0 +1,124 @@
+"""Stages of a compilation are proven, each against the one before, and the pass is named."""
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.ten_models import MODELS, step, ten_models
+from pytest_gtrainer import AnotherFunction, NotRecorded, facts, gt_compile, prove
+
+aten = torch.ops.aten
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+class Replace:
+    """A pass that calls another operator in the place of one."""
+
+    def __init__(self, old, new, *more):
+        self.old, self.new, self.more = old, new, more
+
+    def __call__(self, graph):
+        for node in graph.find_nodes(op="call_function", target=self.old):
+            node.target = self.new
+            node.args = (*node.args, *self.more)
+
+
+def recorded(*, lower=False, model=None, backward=True, dynamic=False, **options):
+    torch.manual_seed(0)
+    with gt_compile(lower=lower) as record:
+        compiled = torch.compile(model or Small(), options=options, dynamic=dynamic)
+        result = compiled(torch.randn(2, 4)).sum()
+        if backward:
+            result.backward()
+    return record
+
+
+def test_every_stage_is_proven():
+    proof = recorded().prove()
+    assert proof.kind == "other kernels"  # AOTAutograd takes the backward of relu apart
+    stages = [each.stage for each in proof.stages]
+    assert stages[0] == "joint"
+    assert "forward and backward" in stages
+    assert str(proof).startswith("other kernels: ")
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
+def test_a_pass_that_breaks_the_forward_is_named(slot):
+    record = recorded(**{slot: Replace(aten.relu.default, aten.abs.default)})
+    proof = record.prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "Replace")
+    assert proof.weakest.stage == ("joint" if "joint" in slot else "forward") + "_after_passes"
+    with facts.collecting() as seen, pytest.raises(AnotherFunction, match="by Replace: another"):
+        record.assert_same_function()
+    assert facts.of_kind(seen, "verdict")[0]["outcome"] == "another function"
+
+
+def swap_choices(graph):
+    for node in graph.find_nodes(op="call_function", target=aten.where.self):
+        node.args = (node.args[0], node.args[2], node.args[1])
+
+
+def test_a_pass_that_breaks_the_backward_is_named():
+    proof = recorded(post_grad_custom_post_pass=swap_choices).prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "swap_choices")
+    assert proof.weakest.stage == "backward_after_passes"
+    assert proof.weakest.proof.first.result.startswith("gradient of linear.")
+
+
+def test_a_pass_before_the_joint_graph_is_named():
+    record = recorded(pre_grad_custom_pass=Replace(torch.relu, torch.abs))
+    assert [run.name for run in record.passes("Replace", changed=True)] == ["Replace"]
+    proof = record.prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "Replace")
+    assert (proof.weakest.stage, proof.weakest.before) == ("joint", "dynamo")
+
+
+def test_inference_and_a_backward_that_nobody_called():
+    with torch.no_grad():
+        assert recorded(backward=False).prove().kind == "identical"
+    assert recorded(backward=False).prove().kind == "identical"
+
+
+@pytest.mark.second_tier
+def test_dynamic_sizes_are_those_of_the_first_call():
+    assert recorded(dynamic=True).prove().kind == "other kernels"
+
+
+def test_random_numbers_that_are_drawn_otherwise_are_unknown():
+    proof = recorded(model=nn.Sequential(nn.Linear(4, 3), nn.Dropout())).prove()
+    assert proof.kind == "unknown"
+    assert "random numbers are drawn by functions of torch and aten." in str(proof.weakest)
+
+
+def test_no_joint_graph():
+    with gt_compile() as record:
+        torch.compile(torch.relu, backend="aot_eager")(torch.ones(2))
+    with pytest.raises(NotRecorded, match="its backend is not Inductor"):
+        record.prove()
+
+
+def test_operators_of_inductor_have_the_meaning_of_their_kernel():
+    """``prims.fma`` was a function of which nothing is known, and so "another function"."""
+    fma = torch.ops.prims.fma
+    inputs = torch.randn(3, 4), torch.randn(3, 1), torch.randn(3, 4)
+    proof = prove(lambda a, b, c: fma(-a, b, c), lambda a, b, c: c - a * b, inputs=inputs)
+    assert proof.kind == "reordered"
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_models(name):
+    model, inputs = ten_models()[name]
+    with gt_compile() as record:
+        step(torch.compile(model), inputs)
+    proof = record.assert_same_function("reordered")
+    assert len(proof.stages) >= 4

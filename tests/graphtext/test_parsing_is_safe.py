@@ -267,6 +267,7 @@ LARGE = {
 }
 
 
+@pytest.mark.second_tier("layers of several", "many lines", "a graph in a graph")
 @pytest.mark.parametrize("name", LARGE)
 def test_a_small_text_that_means_much_is_refused_before_it_is_read(name: str, monkeypatch):
     """No node is made of it, and no list of numbers."""

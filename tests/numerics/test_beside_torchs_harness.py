@@ -103,7 +103,7 @@ check_restored(before)
 """
 
 
-@pytest.mark.second_tier("inside")
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     "script", [IMPORTED_BEFORE, IMPORTED_INSIDE], ids=["before a block", "inside a block"]
 )

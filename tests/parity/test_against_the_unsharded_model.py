@@ -77,6 +77,7 @@ def share_of_bound(found, exact, allowed):
     }
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
     """So is one process; an output whose sum is left out is 1,000 times too far."""

@@ -77,6 +77,7 @@ def test_the_graph_is_pinned(gt_mesh, pin, precision):
     pin(GraphRun(deepseek_v3_training(gt_mesh, precision)).traced)
 
 
+@pytest.mark.second_tier
 @world("fake", 8, experts=True)
 @short("bf16_fp32")
 def test_the_graph_is_pinned_with_expert_parallelism(gt_mesh, pin, precision):

@@ -79,9 +79,9 @@ def make_joint(gt_mesh):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def traced_joints():
-    """The joint graphs of this module's tests by world and options: tracing takes twenty times as
+    """The joint graphs of all tests by world and options: tracing takes twenty times as
     long as a copy.
     """
     return {}

@@ -130,6 +130,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_graph_is_untouched(joint, p
     assert code_of(joint.gm) == before
 
 
+@pytest.mark.second_tier
 def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
     """B6: a graph traced without reuse."""
 

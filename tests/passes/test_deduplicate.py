@@ -23,6 +23,7 @@ def twice(shared_joint):
     return shared_joint(step=runs_twice, reuse_gathers=False)
 
 
+@pytest.mark.second_tier
 def test_the_layout_lists_a_repeated_gather_until_it_is_dropped(twice):
     """A layout that showed it once could not distinguish the two graphs."""
     parameters = len(twice.parameter_fqns)

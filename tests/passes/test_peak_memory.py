@@ -74,6 +74,7 @@ def test_the_curve_is_that_of_the_storages(function):
     assert differing(gm, run(gm, [x])) == {}
 
 
+@pytest.mark.second_tier
 def test_a_tensor_that_is_kept_longer_shows():
     """The twin: the same operators, one of which stands later."""
     gm = make_fx(lambda x: (x.exp() @ x).sin() + x.exp().sum(), tracing_mode="fake")(

@@ -69,6 +69,7 @@ def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
     assert min(hidden) > 5
 
 
+@pytest.mark.second_tier
 def test_recomputed_all_gathers_are_the_backwards_and_descend(gt_mesh, make_net, plan):
     """D1, E1, E3, E5: with activation checkpointing each block gathers again in the backward,
     prefetched there.

@@ -52,6 +52,7 @@ def collectives(parts, of=None):
     }
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
 def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
     """N7: output, gradient of the input, gradients of parameters; microbatches whose sum is not
@@ -176,6 +177,7 @@ class Filling(nn.Module):
         return self.net(x) + total
 
 
+@pytest.mark.second_tier
 def test_a_stage_of_experts_whose_rows_data_counts():
     """N7: sizes that only data decides cross from part to part; what experts have counted is as
     eagerly.

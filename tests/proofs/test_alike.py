@@ -196,6 +196,7 @@ def test_known_numbers_that_ranks_exchange_take_all_ranks():
     assert proof.kind == "another function", str(proof)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 def test_of_a_real_step_one_rank_is_enough(gt_mesh):
     """Both kinds of result count: gathered weights, and gradients that are scattered."""

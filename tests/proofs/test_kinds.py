@@ -230,6 +230,7 @@ def test_gradients_are_told_in_their_kind(name):
         assert proof.is_at_least("reordered"), str(proof)
 
 
+@pytest.mark.second_tier("2-two", "3")
 @pytest.mark.parametrize("around", [lambda attention: attention, with_norm], ids=["one", "two"])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_softmax_in_parts_is_the_same_function(around, parts):
@@ -243,6 +244,7 @@ def test_a_softmax_in_parts_is_the_same_function(around, parts):
     assert prove(around(wrong), around(plain_attention), inputs=QKV).kind == "another function"
 
 
+@pytest.mark.second_tier("True")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_is_what_its_formula_says(is_causal):
     """Also its backward, whose kernel reads the logarithms of sums that the forward keeps."""

@@ -360,6 +360,7 @@ def test_a_meaning_serves_an_operator_without_a_kernel():
     del library
 
 
+@pytest.mark.second_tier
 def test_flex_attention_is_seen_through():
     """Without a scale of two in the exponent it is what the other attention computes."""
     qkv = [torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]

@@ -85,6 +85,7 @@ def test_norms_and_a_weight_read_often_equal_fully_shard(training, gt_world, gat
     assert_bitwise_different(train_graph(training(other)), parity.graph)
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 def test_a_model_in_bf16_that_reduces_in_fp32(training, gt_world):
     """Parameters, and their gradients after the reduction, are bf16 throughout."""

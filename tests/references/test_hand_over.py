@@ -282,6 +282,7 @@ def test_a_rank_names_its_own_gpu(gt_mesh, apart):
     assert {node.kwargs["device"] for node in nodes if "device" in node.kwargs} == {own, named}
 
 
+@pytest.mark.second_tier
 @FOUR
 def test_groups_of_a_users_own_are_found_by_the_order_in_which_they_were_made(gt_mesh):
     """Each rank has its own pairs, under names that torch hashes.

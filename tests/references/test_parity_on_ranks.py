@@ -305,6 +305,7 @@ def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_w
     torch.distributed.barrier()
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_world):
     """The loss differs first, and is not the cause; from one seed nothing is said."""

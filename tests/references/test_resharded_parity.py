@@ -109,7 +109,7 @@ def training(gt_mesh):
 TIED = ["layers.0", "layers.1", ["embedding", "norm", "head"]]
 
 
-@pytest.mark.second_tier("none", "tied", "a frozen")
+@pytest.mark.second_tier("none", "tied", "a frozen", "experts")
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize(
     ("model", "plan", "left_out"),

@@ -138,6 +138,7 @@ def test_training_under_a_fake_world_is_refused(gt_mesh):
         train_eager(llama3_training(gt_mesh, "fp32"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_a_factory_that_hands_out_one_model_twice_is_refused(gt_mesh):
     config = llama3_training(gt_mesh, "fp32", steps=1)

@@ -161,6 +161,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.second_tier("adds")
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2, "tp": 1})
 @pytest.mark.parametrize("parallel", MISTAKES, ids=lambda function: function.__name__)
 def test_a_mistake_along_data_is_told_with_its_factor(parallel, gt_mesh):
@@ -206,6 +207,7 @@ def test_a_reduction_that_nobody_makes_is_named(gt_mesh):
     assert failure.value.proof.first.result == "gradient of blocks.0.norm.weight"
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_mistake_along_tensors_is_told_with_its_parameter(gt_mesh):
     with pytest.raises(AnotherFunction, match=r"gradient of embed\.weight, rank 0"):

@@ -314,6 +314,7 @@ def sizes_in(value):
     return found
 
 
+@pytest.mark.second_tier
 def test_no_full_extent_is_left_in_a_body():
     """G10: nor one times the positions; no size of the model happens to be one."""
     batch, seq = 52, 6
@@ -364,6 +365,7 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
     assert all(handed.values()), handed
 
 
+@pytest.mark.second_tier
 def test_chunks_have_sizes_of_the_data_of_their_own():
     """G17: a size that one chunk's data makes is no other chunk's."""
     _, gm = rewritten(

@@ -107,7 +107,7 @@ def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
     assert len(reductions(off)) == 4
 
 
-@pytest.mark.second_tier("fp32")
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_off_is_bitwise_and_on_is_not(gt_world, gt_mesh, precision):

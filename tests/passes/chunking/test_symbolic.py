@@ -190,6 +190,7 @@ def test_an_assertion_in_the_graph(least):
             concretize_chunk_symbolic_shapes_pass(gm)
 
 
+@pytest.mark.second_tier("bounds1", "bounds3", "bounds5")
 @pytest.mark.parametrize(
     ("bounds", "wrong"),
     [

@@ -29,6 +29,7 @@ from pytest_gtrainer.proofs.programs import GraphProgram
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
 from pytest_gtrainer.worlds.simulated.interpreter.steps import CollectiveStep, Frame
+from pytest_gtrainer.worlds.simulated.interpreter.values import RankRandomStates
 
 
 class OneRankForAll(GraphProgram):
@@ -39,7 +40,12 @@ class OneRankForAll(GraphProgram):
         super().__init__(program.gm, own, program.world, program.by_place)
 
     def _run_on_ranks(
-        self, mode: ArithmeticMode, gm: fx.GraphModule, given: Sequence[Any], world: AnyWorld
+        self,
+        mode: ArithmeticMode,
+        gm: fx.GraphModule,
+        given: Sequence[Any],
+        world: AnyWorld,
+        random: RankRandomStates,
     ) -> list[dict[str, Any]]:
         size = net_of_any(world).size
         of_ranks = run_on_net(
@@ -47,6 +53,7 @@ class OneRankForAll(GraphProgram):
             [given[0]] * size,
             world,
             self._net_in(mode.arithmetic, world),
+            random=random,
             collective_step=partial(CollectiveOfAlike, mode=mode),
             is_compiled=False,
         )

@@ -69,6 +69,10 @@ def _draw(
         )
     most = min(extents, default=2)
     drawn = torch.randint(0, max(1, most), tuple(value.shape), generator=generator)
+    flat = drawn.view(-1)
+    # A bound shows at both ends only, and what is added up only where a number comes twice.
+    flat[0:3:2] = max(1, most) - 1
+    flat[1:2] = 0
     empty = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype)
     return empty.copy_(drawn)
 

@@ -32,6 +32,7 @@ from pytest_gtrainer.proofs.state import (
 )
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
+from pytest_gtrainer.worlds.simulated.interpreter.values import RankRandomStates, at
 from pytest_gtrainer.worlds.simulated.net import Net
 
 Key = tuple[str, int | None]
@@ -181,15 +182,29 @@ class GraphProgram(Program):
                 outputs = NodeByNode(gm, self.rank).run(*given[0])
                 left.outputs = self._named(self.rank, outputs, gm)
             else:
-                for rank, own in enumerate(self._run_on_ranks(mode, gm, given, self.world)):
+                random = RankRandomStates()
+                start = random.copy()
+                results = self._run_on_ranks(mode, gm, given, self.world, random)
+                for rank, own in enumerate(results):
                     left.outputs |= self._named(rank, own, None)
         left.after = self._state(gm, given)
+        if self.world is not None:  # each rank has drawn from a generator of its own
+            for rank in range(len(of_ranks)):
+                for key, state in _random_states_of(random, rank).items():
+                    left.after[key] = state
+                for key, state in _random_states_of(start, rank).items():
+                    left.before[key] = Made(state, state.dtype, True)
 
     def _run_on_ranks(
-        self, mode: ArithmeticMode, gm: fx.GraphModule, given: Sequence[Any], world: AnyWorld
+        self,
+        mode: ArithmeticMode,
+        gm: fx.GraphModule,
+        given: Sequence[Any],
+        world: AnyWorld,
+        random: RankRandomStates,
     ) -> list[dict[str, Any]]:
-        """Return the results of each rank."""
-        return run_on_net(gm, given, world, self._net_in(mode.arithmetic, world))
+        """Return the results of each rank; leave in ``random`` the states of their generators."""
+        return run_on_net(gm, given, world, self._net_in(mode.arithmetic, world), random=random)
 
     @staticmethod
     def _net_in(arithmetic: Arithmetic, world: AnyWorld) -> Net:
@@ -217,6 +232,11 @@ class GraphProgram(Program):
         for name, tensor in attributes_of(gm):
             found[f"{name}{AFTERWARDS}", None] = tensor.detach()
         return found
+
+
+def _random_states_of(random: RankRandomStates, rank: int) -> dict[Key, Tensor]:
+    named = random_states_afterwards({"torch.cpu": at(random.states, rank)})
+    return {(name, rank): state for name, state in named.items()}
 
 
 def _has_state(gm: fx.GraphModule) -> bool:

@@ -62,6 +62,26 @@ def test_chunks_of_one_tensor_are_inputs_of_their_ranks(gt_mesh, gt_world):
         assert proof.kind == "another function"
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_drawn_places_reach_both_ends_and_one_comes_twice(count):
+    """A bound at either end shows, and so does what is not added up."""
+    places, table = torch.zeros(count, dtype=torch.long), torch.randn(100, 2)
+    plain = graph(lambda at, table: table[at], places, table)
+    drawn, _ = draw_inputs(plain, seed=count)
+    assert drawn.max() == 99
+    if count > 1:
+        assert drawn.min() == 0
+    if count > 2:
+        assert len(drawn.unique()) < count
+
+    def bounded(low, high):
+        return graph(lambda at, table: table[at.clamp(low, high)], places, table)
+
+    assert prove(bounded(0, 98), plain).kind == "another function"
+    if count > 1:
+        assert prove(bounded(1, 99), plain).kind == "another function"
+
+
 def test_places_are_drawn_below_the_extents_that_they_index():
     tokens, rows, targets = (torch.zeros(40, dtype=torch.int64) for _ in range(3))
 

@@ -15,6 +15,7 @@ from pytest_gtrainer import (
     prove,
     trace_step,
 )
+from pytest_gtrainer.proofs.inputs import draw_inputs
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
@@ -196,6 +197,22 @@ def test_a_planted_mistake_is_told_in_its_kind(traced, gt_world, plant):
     if proof.first is not None and proof.first.element is not None:
         moves = plant in (payload_rolled, own_part_without_a_sum)
         assert proof.origin.startswith("a move: " if moves else "node "), str(proof)
+
+
+@pytest.mark.parametrize("ranks", ["one for all", "all"])
+def test_a_draw_that_nobody_reads_is_another_function(traced, gt_world, ranks):
+    """What is drawn next is other numbers."""
+    drawing = copy.deepcopy(traced)
+    after(drawing, first(drawing, aten.embedding.default), aten.rand_like.default)
+    node = first(drawing, aten.rand_like.default)
+    node.replace_all_uses_with(node.args[0])
+    inputs = None
+    if ranks == "all":
+        of_ranks = [draw_inputs(traced, seed=rank) for rank in range(gt_world.size)]
+        inputs = of_ranks.__getitem__
+    proof = prove(drawing, traced, world=gt_world, inputs=inputs)
+    assert proof.kind == "another function", str(proof)
+    assert proof.first.result == "random state of torch.cpu afterwards"
 
 
 def test_collectives_need_a_world(traced):

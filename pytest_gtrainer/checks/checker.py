@@ -73,6 +73,7 @@ class Matcher:
         self._at = -1  # place of the last match in the schedule
         self._waiting: list[Check] = []  # each `never` since the last match
         self._last: Check | None = None
+        self._says_something = False  # of the checks since the last `start`
 
     def run(self, check: Check) -> None:
         """Run a check.
@@ -83,6 +84,9 @@ class Matcher:
         """
         self._last = check
         try:
+            if check.kind == "start":
+                self._refuse_what_always_holds()
+            self._says_something |= check.kind != "start" and not check.holds_of_every_graph
             is_negative = check.kind == "never" or check.number == 0
             check.pattern.check(self._subject, is_negative=is_negative)
             match check.kind:
@@ -117,7 +121,16 @@ class Matcher:
             raise CheckError(
                 f"{self._last}\nnothing is checked after this `start`: remove it or add a check"
             )
+        self._refuse_what_always_holds()
         self._end_waiting(len(self._schedule))
+
+    def _refuse_what_always_holds(self) -> None:
+        if self._last is not None and not self._says_something:
+            raise CheckError(
+                f"{self._last}\nany graph has such nodes, so nothing was checked: say of a node "
+                "which one it is, such as `then aten.mm in layers.0`"
+            )
+        self._says_something = False
 
     def _end_waiting(self, end: int) -> None:
         """Judge each waiting `never` of the nodes between the last match and ``end``."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
-from pytest_gtrainer.checks.arguments import OUTPUT, OperatorPattern
+from pytest_gtrainer.checks.arguments import OUTPUT, REST, CallPattern, OperatorPattern
 from pytest_gtrainer.checks.subject import (
     CheckError,
     Predicate,
@@ -381,6 +381,28 @@ class Check:
             raise CheckError(
                 f"`{self.kind}` finds no one node that could be called {self.pattern.name!r}"
             )
+
+    @property
+    def holds_of_every_graph(self) -> bool:
+        """Whether this asks for any node, or for the output, which each graph has.
+
+        ``next output`` says that nothing lies before it, so this is not one of them.
+        """
+        if self.kind == "never":
+            return False
+        operators = set()
+        for predicate in self.pattern.predicates:
+            operator: Predicate = predicate
+            if isinstance(predicate, CallPattern):
+                if predicate.arguments != (REST,) or predicate.keywords:
+                    return False
+                operator = predicate.operator
+            if not isinstance(operator, OperatorPattern):
+                return False
+            operators.add(operator.text.strip("*"))
+        if operators == {OUTPUT}:
+            return self.kind in ("then", "same") or self.number == 1
+        return operators == {""} and self.kind != "count"
 
     def __str__(self) -> str:
         return f"{self.place}: {self.text}"

@@ -58,6 +58,14 @@ def error_of(gm, checks):
             "nothing follows the graph's output, so this `never` cannot fail",
         ),
         ("then mm\nstart", "nothing is checked after this `start`"),
+        ("then output", "any graph has such nodes, so nothing was checked"),
+        ("then output(...)", "any graph has such nodes"),
+        ("count 1 output", "any graph has such nodes"),
+        ("then *", "any graph has such nodes"),
+        ("next **(...) as first\nthen * as second\nsame *", "any graph has such nodes"),
+        ("then * as first\nthen output(...)", "any graph has such nodes"),
+        ("then output\nstart\nthen mm", "any graph has such nodes"),
+        ("then mm\nstart\nthen output\nsame output", "any graph has such nodes"),
         ("same mm", "`same` speaks of the last match, and there is none yet"),
         ("then mm\nstart\nsame mm", "`same` speaks of the last match, and there is none yet"),
         ("never mm as m", "`never` finds no one node that could be called 'm'"),
@@ -66,6 +74,29 @@ def error_of(gm, checks):
 )
 def test_what_cannot_match_or_cannot_fail(gm, checks, words):
     assert words in error_of(gm, checks)
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [
+        "count 12 *",
+        "then output(_, _)",
+        "then * in fwd",
+        "then * -> bf16[...]",
+        "then * used by output",
+        "then * as a\nthen mm(_, _)\nthen output",
+        "never relu\nthen output",
+    ],
+)
+def test_a_check_of_any_node_may_say_something(gm, checks):
+    """The twin: its type, place or number, or the nodes beside it."""
+    assert_graph(gm, checks)
+
+
+def test_next_output_says_that_the_graph_computes_nothing(gm):
+    assert_graph(parse("if I:\n  I.x: f32[2]\nif out:\n  yield I.x\n"), "next output")
+    with pytest.raises(CheckFailure, match="the next node does not match"):
+        assert_graph(gm, "next output")
 
 
 @pytest.mark.parametrize("kind", ["never", "then", "next", "count 0"])

@@ -103,9 +103,21 @@ class SummaryPlugin:
         """Return the whole summary, for the page of a report; the terminal shows less."""
         plugin = self.config.pluginmanager.getplugin
         goldens, unused = plugin("gtrainer-goldens"), plugin("gtrainer-unused-goldens")
-        return (
-            summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.lines
-        )
+        found = self.facts + goldens.late_facts + _sweeps_without_judgement(self.facts)
+        return summary_lines(found) + goldens.summary_lines() + unused.lines
+
+
+def _sweeps_without_judgement(found: Sequence[Fact]) -> list[Fact]:
+    """Return a fact for each sweep of which no cell was judged: pytest counts them as skipped."""
+    results: dict[str, list[str]] = {}
+    for row in facts.of_kind(found, "sweep"):
+        results.setdefault(row["sweep"], []).append(row["result"])
+    idle: list[Fact] = []
+    for name, each in results.items():
+        if set(each) == {"not judged"}:
+            cells = "its cell was not" if len(each) == 1 else f"none of its {len(each)} cells was"
+            idle.append({"kind": "idle", "what": f"sweep {name}: {cells} judged"})
+    return idle
 
 
 def _write_section(
@@ -208,6 +220,17 @@ class ConformanceTable:
         # By pass: results of tests that were skipped for them or judged their rule.
         self._results: dict[str, set[str]] = {}
         self._names_a_pass = options.get(config, "pass") is not None
+        # Of the command line: a project may set the ini twins for all of its runs.
+        self._asked = [
+            f"--gt-{name}"
+            for name in ("pass", "kind", "conformance", "conformance-against")
+            if config.getoption(f"--gt-{name}") is not None
+        ]
+        if "--gt-kind" in self._asked and not self._names_a_pass:
+            raise pytest.UsageError(
+                "--gt-kind chooses the rules of --gt-pass, and no pass is given: add "
+                "--gt-pass=my_package.passes:my_pass, or leave it out"
+            )
         self._tests_ran = False
         against = options.get(config, "conformance-against")
         self._before = None if against is None else _read_table(Path(against))
@@ -250,8 +273,13 @@ class ConformanceTable:
                     "Choose others"
                 )
 
-        if self._names_a_pass and self._tests_ran and not self._rows:
-            found.append("no rule was judged: every test that was chosen was skipped, -rs says why")
+        if (self._asked or self._names_a_pass) and self._tests_ran and not self._rows:
+            asked = " and ".join(self._asked or ["gt_pass"])
+            found.append(
+                f"no rule was judged for {asked}: no test of conformance has run. Choose some by "
+                "--pyargs pytest_gtrainer.conformance; -rs says why those that were chosen are "
+                "skipped"
+            )
         return found
 
     def _changes(self, name: str, rows: dict[str, Fact]) -> list[str]:

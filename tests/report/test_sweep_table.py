@@ -72,6 +72,23 @@ def test_a_wrong_claim_fails_and_shows(pytester: pytest.Pytester):
     )
 
 
+@pytest.mark.parametrize(
+    ("chosen", "idle"),
+    [
+        ("graph_on", "1 sweep sums: none of its 6 cells was judged"),
+        ("graph_on and up-graph_on-chunks1", "1 sweep sums: its cell was not judged"),
+        ("chunks1", None),
+    ],
+)
+def test_a_sweep_of_which_no_cell_was_judged_is_named(pytester, chosen, idle):
+    """Its tests are skipped, so the run is green."""
+    pytester.makepyfile(test_it=TEST)
+    result = pytester.runpytest_inprocess("-k", chosen)
+    assert result.ret == 0
+    found = [line for line in result.outlines if line.startswith("idle ")]
+    assert found == ([] if idle is None else [f"idle      {idle}"])
+
+
 def test_a_cell_whose_test_compares_nothing_fails():
     sweep = Sweep("s", {"a": (1,)}, [Rule("equal", to="itself")])
     with (

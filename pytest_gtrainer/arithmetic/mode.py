@@ -126,8 +126,11 @@ class ArithmeticMode(TorchDispatchMode):
         except NoMeaning:
             raise
         except Exception as error:
-            error.add_note(f"in the arithmetic {self.arithmetic.kind!r}, at {func}")
-            raise
+            if _refuses(func, args, kwargs):
+                error.add_note(f"in the arithmetic {self.arithmetic.kind!r}, at {func}")
+                raise
+            words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+            raise NoMeaning(f"{func} runs on real numbers alone ({words})") from error
 
     def _forget_numbers(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
@@ -416,6 +419,15 @@ class ArithmeticMode(TorchDispatchMode):
                 raise NoMeaning(f"abstract numbers are written to a known tensor of {target.dtype}")
             whole = whole_storage(target)
             self.shadows.write(whole, self.arithmetic.lift(whole))
+
+
+def _refuses(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator raises on real numbers too, as one of shapes that do not fit."""
+    try:
+        func(*args, **kwargs)
+    except Exception:
+        return True
+    return False
 
 
 def _check_places(func: Any, args: Any, kwargs: Any) -> None:

@@ -109,11 +109,14 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
     ``output 1``, ...
 
     The last entry has the structure of the results in its name, and their number as its value:
-    graphs that return ``(a, (b,))`` and ``(a, b)`` have entries of different names.
+    graphs that return ``(a, (b,))`` and ``(a, b)`` have entries of different names. A dict counts
+    by its keys, in whichever order they are.
     """
     leaves = pytree.tree_leaves(outputs)
     names: Sequence[str] = (gm and gm.graph.output_node().meta.get("gt_outputs")) or ()
+    outputs = _in_order_of_keys(outputs)
     if len(names) != len(leaves):
+        leaves = pytree.tree_leaves(outputs)
         names = [f"output {at}" for at in range(len(leaves))]
     found: dict[str, Tensor] = {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -126,6 +129,21 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
 
     found[f"{_STRUCTURE}{_structure(outputs)}"] = torch.tensor(len(leaves))
     return found
+
+
+def _in_order_of_keys(outputs: Any) -> Any:
+    """Sort dicts by key, at any depth.
+
+    >>> _in_order_of_keys(([{"b": 1, "a": {2: 3, 1: 4}}], 5))
+    ([{'a': {1: 4, 2: 3}, 'b': 1}], 5)
+    """
+
+    def sort(value: Any) -> Any:
+        if type(value) is not dict:
+            return value
+        return {key: _in_order_of_keys(value[key]) for key in sorted(value, key=repr)}
+
+    return pytree.tree_map(sort, outputs, is_leaf=lambda value: type(value) is dict)
 
 
 def _structure(outputs: Any) -> str:

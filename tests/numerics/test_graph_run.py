@@ -193,6 +193,25 @@ def test_the_structure_of_results_is_compared(place, kind):
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_results_in_a_dict_are_compared_by_key(place):
+    """V2: their order is no difference, another value behind a key is one."""
+    structures = {
+        "before": lambda a, b: {"a": a, "b": b},
+        "other order": lambda a, b: {"b": b, "a": a},
+        "swapped": lambda a, b: {"b": a, "a": b},
+    }
+    graphs = {}
+    for name, structure in structures.items():
+        graphs[name], _ = graphs_of(lambda w, x: (x @ w, x + 1), product)
+        output = graphs[name].graph.output_node()
+        output.args = (structure(*output.all_input_nodes),)
+        graphs[name].recompile()
+    place(graphs["before"], graphs["other order"])
+    with pytest.raises(BitwiseDifference):
+        place(graphs["before"], graphs["swapped"])
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_list_of_results_is_a_tuple(place):
     """Passes that replace one result often make a list of all."""
     before, after = graphs_of(product, product)

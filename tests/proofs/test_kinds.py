@@ -331,6 +331,46 @@ def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "unknown", "it is gone"
 
 
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (torch.func.hessian(lambda x: (x**3).sum()), "prims.mul.default"),
+        (
+            lambda x: torch.nested.nested_tensor(list(x)).to_padded_tensor(0.0),
+            "aten._nested_tensor_from_tensor_list.default",
+        ),
+    ],
+    ids=["hessian", "nested"],
+)
+def test_an_operator_that_runs_on_real_numbers_alone_is_named(function, operator):
+    """V6: it is unknown, and no error of the program."""
+    proof = prove(function, function, inputs=(X[0] if operator[0] == "p" else X,))
+    assert proof.kind == "unknown"
+    assert proof.reason.startswith(f"{operator} runs on real numbers alone (RuntimeError: ")
+
+
+def test_an_error_of_the_program_itself_is_raised():
+    """The twin: real numbers give it, too."""
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        prove(lambda x: x @ x, lambda x: x @ x, inputs=(X,))
+
+
+def test_the_order_of_keys_is_no_part_of_a_result():
+    def one(x, w, b):
+        return {"a": x * 2, "b": (b + 1, {2: w, "2": w + 1})}
+
+    def other(x, w, b):
+        return {"b": (b + 1, {"2": w + 1, 2: w}), "a": x * 2}
+
+    def swapped(x, w, b):
+        return {"b": (b + 1, {"2": w, 2: w + 1}), "a": x * 2}
+
+    assert prove(one, other, inputs=(X, W, B)).kind == "identical"
+    graphs = [make_fx(function)(X, W, B) for function in (one, other)]
+    assert prove(*graphs).kind == "identical"
+    assert prove(one, swapped, inputs=(X, W, B)).kind == "another function"
+
+
 def test_a_failure_says_the_kind_the_place_and_where_it_begins():
     with pytest.raises(AnotherFunction) as failure:
         assert_same_function(lambda x: x * 3, lambda x: x.clone(), inputs=(X,))

@@ -27,7 +27,10 @@ with private_names():
 
 ATTRIBUTES = {
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_groups",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
+        "_fsdp_param_groups",
+        "_mp_policy",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
         "fsdp_params",
         "gradient_divide_factor",
@@ -73,6 +76,21 @@ def parameter_groups(model: torch.nn.Module) -> list[Any]:
                 if group is not None:
                     groups[id(group)] = group
     return list(groups.values())
+
+
+def precisions(model: torch.nn.Module) -> list[str]:
+    """Return the mixed-precision policies of a model that change dtypes, each once, in words."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._mp_policy
+            dtypes = []
+            for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+                if getattr(policy, name) is not None:
+                    dtypes.append(f"{name}={getattr(policy, name)}")
+            if dtypes:
+                found[f"MixedPrecisionPolicy({', '.join(dtypes)})"] = None
+    return list(found)
 
 
 def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:

@@ -6,168 +6,56 @@ model, by FQN and placement.
 """
 
 import copy
-import inspect
+import difflib
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.random_states import random_states_kept, without_modes
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.values import NoMeaning
-from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.contexts import Elements, has_real_ranks
+from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
 from pytest_gtrainer.proofs.prove import AGAIN, common_factor
+from pytest_gtrainer.references.sides import (
+    Batch,
+    Combine,
+    Made,
+    Models,
+    Step,
+    data_coordinate,
+    groups_along,
+)
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
-Step = Callable[..., Tensor]
-Batch = Callable[[int], Sequence[Any]]
-
-
-@dataclass(slots=True)
-class _Made:
-    """The elements that one side has made.
-
-    Attributes:
-        losses: by data coordinate.
-        gradients: whole ones, by FQN; without those of parameters that have none.
-        decides: elements were compared or sorted, or had few square roots.
-        has_exponentials: exp was a function of which nothing is known.
-    """
-
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    decides: bool = False
-    has_exponentials: bool = False
-
-    def note(self, arithmetic: Arithmetic) -> None:
-        """Note what may make two functions equal, or unequal, by chance."""
-        self.decides = bool(arithmetic.decisions + arithmetic.roots)
-        self.has_exponentials = bool(arithmetic.exponentials)
-
-    def results(self) -> dict[str, Tensor]:
-        losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
-        return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
-
-
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """The arguments of ``assert_same_model``."""
-
-    parallel: Callable[..., nn.Module]
-    reference: Callable[[], nn.Module]
-    step: Step
-    batch: Batch
-    data_dims: Sequence[str]
-
-    def run_reference(self, mode: ArithmeticMode, coordinates: int) -> _Made:
-        """Run the unsharded model: the mean of the steps of all data coordinates."""
-        made, elements = _Made(), Elements(mode)
-        with mode:
-            model = self._new_reference(elements)
-            losses = []
-            for coordinate in range(coordinates):
-                losses.append(self.step(model, *self._inputs(elements, coordinate)))
-                made.losses[coordinate] = _elements_of(mode, losses[-1])
-            _backward(sum(losses) / coordinates, elements)
-            for fqn, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    made.gradients[normalised(fqn)] = _elements_of(mode, parameter.grad)
-        return made
-
-    def run_parallel(self, mode: ArithmeticMode, mesh: DeviceMesh | None) -> _Made:
-        """Run this rank's model on this rank's batch, inside of the mode."""
-        made, elements = _Made(), Elements(mode)
-        takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
-        model = self.parallel(mesh) if takes_mesh else self.parallel()
-        whole = self._new_reference(elements)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, whole.state_dict(), options=options)
-        coordinate, _ = data_coordinate(mesh, self.data_dims)
-        loss = self.step(model, *self._inputs(elements, coordinate))
-        _backward(loss, elements)
-        made.losses[coordinate] = _elements_of(mode, loss)
-        for fqn, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                name = normalised(fqn.removeprefix("module."))
-                made.gradients[name] = _elements_of(mode, parameter.grad)
-        return made
-
-    def _new_reference(self, elements: Elements) -> nn.Module:
-        with random_states_kept():
-            torch.manual_seed(0)
-            model = self.reference()
-        elements.make_abstract(model)
-        return model
-
-    def _inputs(self, elements: Elements, coordinate: int) -> Any:
-        leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                # A copy, as a batch may be given again.
-                leaves[place] = leaf.detach().clone()
-                elements.make_abstract(leaves[place], ("batch", coordinate, place))
-        return pytree.tree_unflatten(leaves, spec)
-
-
-def _backward(loss: Tensor, elements: Elements) -> None:
-    """Compute gradients times an abstract number.
-
-    Else those that depend on whole numbers alone, such as counts of tokens, would be known numbers.
-    """
-    times = torch.ones_like(loss)
-    elements.make_abstract(times, "gradient of the loss")
-    loss.backward(times)
-
-
-def _elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor, whole if it is sharded; also those of known numbers."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    value = mode.shadows.read(whole)
-    with without_modes():
-        elements = mode.arithmetic.lift(whole if value is None else value)
-        return mode.arithmetic.compared(elements).clone()
-
-
-def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[int, int]:
-    """Return this rank's place along the data dimensions of a mesh, and how many there are."""
-    place, count = 0, 1
-    if mesh is None:
-        return place, count
-    names = mesh.mesh_dim_names or ()
-    for name in data_dims:
-        size = mesh.size(names.index(name))
-        place = place * size + mesh.get_local_rank(name)
-        count *= size
-    return place, count
+_CASTS: Mapping[Kind, str] = {"reordered": "opaque", "rounds elsewhere": "identity"}
+_LAST = "rounds elsewhere"
 
 
 @facts.check
 def assert_same_model(
-    parallel: Callable[..., nn.Module],
+    parallel: Callable[..., Any],
     reference: Callable[[], nn.Module],
     step: Step,
     batch: Batch,
     *,
     mesh: DeviceMesh | None = None,
     data_dims: Sequence[str] = ("dp",),
+    combine: Combine = "mean",
+    loss_dims: Sequence[str] = (),
+    local: Mapping[str, tuple[str, int]] | None = None,
 ) -> Proof:
     """Fail unless a parallel model computes the same loss and gradients as the unsharded one.
 
@@ -175,6 +63,8 @@ def assert_same_model(
     tolerance, and a difference is no rounding. The reference takes the mean of the steps of all
     data coordinates, as data parallelism does. Casts, and so mixed precision, are set aside if the
     two are not equal with them.
+
+        assert_same_model(parallel, reference, step, batch, mesh=gt_mesh, combine="sum")
 
     Args:
         parallel: builds this rank's model, of the mesh if it takes an argument; by torch's own
@@ -186,6 +76,13 @@ def assert_same_model(
             model without process groups, in one process.
         data_dims: dimensions of the mesh along which ranks have other batches; () if all ranks have
             one.
+        combine: the loss of the reference, of the losses of all data coordinates: "mean", "sum", or
+            a function of them, such as a mean weighted by tokens.
+        loss_dims: dimensions of the mesh along which each rank returns a part of the loss, such as
+            that of its part of the sequence. The parts are combined, too.
+        local: of parameters that each rank has sliced by hand, so that no DTensor says where they
+            belong: the dimension of the mesh, and of the tensor, by a pattern of FQNs,
+            ``{"experts.*": ("ep", 0)}``. Slices are those of ``torch.chunk``.
 
     Returns:
         A proof of kind "reordered" (the same function, rounded at the same places), or "rounds
@@ -195,17 +92,19 @@ def assert_same_model(
         AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
             small fraction, and what would repair it.
         ValueError: a mesh without names, or without one of ``data_dims``; equal batches; a
-            reference without gradients.
-        RuntimeError: other FQNs, or shapes; torch names them.
+            reference without gradients; other FQNs or shapes; a pattern that matches nothing.
     """
     __tracebackhide__ = True
-    models = _Models(parallel, reference, step, batch, data_dims)
-    _check_dims(mesh, data_dims)
+    models = Models(parallel, reference, step, batch, data_dims, combine, local or {})
+    _check_dims(mesh, data_dims, "data_dims")
+    _check_dims(mesh, loss_dims, "loss_dims")
+    _check_combine(combine, loss_dims)
+    _check_local(models, mesh)
     _check_batches(models, data_coordinate(mesh, data_dims)[1])
     proof = None
     for kind in _CASTS:
         try:
-            proof = _proof_of(kind, models, mesh)
+            proof = _proof_of(kind, models, mesh, loss_dims)
         except NoMeaning as error:
             proof = Proof("unknown", reason=str(error))
         if proof.kind in (kind, "unknown"):
@@ -213,29 +112,60 @@ def assert_same_model(
     assert proof is not None
     facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="model")
     if not proof.is_at_least("rounds elsewhere"):
-        raise AnotherFunction(f"the parallel model is not the unsharded one\n{proof}", proof)
+        says = "the parallel model is not the unsharded one"
+        if proof.kind == "unknown":
+            says = "nobody knows whether the parallel model is the unsharded one"
+        raise AnotherFunction(f"{says}\n{proof}", proof)
     return proof
 
 
-_CASTS: Mapping[Kind, str] = {"reordered": "opaque", "rounds elsewhere": "identity"}
-
-
-def _check_dims(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> None:
-    """Refuse data dimensions that the mesh does not have: all ranks would get one batch."""
+def _check_dims(mesh: DeviceMesh | None, dims: Sequence[str], argument: str) -> None:
+    """Refuse dimensions that the mesh does not have: all ranks would get one batch."""
     if mesh is None:
         return
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError("the mesh has no names: give its dimensions names, mesh_dim_names=")
-    unknown = [name for name in data_dims if name not in names]
-    if unknown:
+    if any(name not in names for name in dims):
+        means = "have other batches" if argument == "data_dims" else "compute parts of one loss"
         raise ValueError(
-            f"data_dims={tuple(data_dims)}: the mesh has {', '.join(map(repr, names))}. Name those "
-            "along which ranks have other batches, or () if all ranks have one"
+            f"{argument}={tuple(dims)}: the mesh has {', '.join(map(repr, names))}. Name those "
+            f"along which ranks {means}, or () if there are none"
         )
 
 
-def _check_batches(models: _Models, coordinates: int) -> None:
+def _check_combine(combine: Combine, loss_dims: Sequence[str]) -> None:
+    if not callable(combine) and combine not in ("mean", "sum"):
+        raise ValueError(f'combine={combine!r}: take "mean", "sum", or a function of the losses')
+    if callable(combine) and loss_dims:
+        raise ValueError(
+            'combine is a function, and nobody knows how parts along loss_dims add up: take "mean" '
+            'or "sum", or let the step return the whole loss'
+        )
+
+
+def _check_local(models: Models, mesh: DeviceMesh | None) -> None:
+    """Refuse patterns that match no parameter, and dimensions that do not exist."""
+    if not models.local:
+        return
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    parameters = dict(models.build_reference().named_parameters())
+    for pattern, (mesh_dim, dim) in models.local.items():
+        said = f"local={{{pattern!r}: {(mesh_dim, dim)}}}"
+        matched = fnmatch.filter(parameters, pattern)
+        if not matched:
+            close = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.4)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{said}: the reference has no parameter of that name{suggestion}")
+        if mesh_dim not in names:
+            raise ValueError(f"{said}: the mesh has {', '.join(map(repr, names)) or 'no ranks'}")
+        for fqn in matched:
+            if not 0 <= dim < parameters[fqn].ndim:
+                shape = list(parameters[fqn].shape)
+                raise ValueError(f"{said}: {fqn} has shape {shape}, and no dimension {dim}")
+
+
+def _check_batches(models: Models, coordinates: int) -> None:
     """Refuse batches of whole numbers that are equal: then no reduction over data would show."""
     batches = [pytree.tree_leaves(tuple(models.batch(place))) for place in range(coordinates)]
     for later in range(1, coordinates):
@@ -259,7 +189,7 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return True
 
 
-def _proof_of(kind: Kind, models: _Models, mesh: DeviceMesh | None) -> Proof:
+def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequence[str]) -> Proof:
     """Return whether the two are equal in a kind, in each arithmetic that may find it.
 
     Where elements decide something, or have few square roots, they run again with others.
@@ -268,29 +198,41 @@ def _proof_of(kind: Kind, models: _Models, mesh: DeviceMesh | None) -> Proof:
     for exact in (Field, FieldWithExponents):
         arithmetic = exact(casts=_CASTS[kind])
         found, expected = _run_sides(models, mesh, arithmetic)
+        _join_losses(found, mesh, dims, models.combine)
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
             for seed, bias in AGAIN if any(made.decides for made in (*found, expected)) else ():
                 arithmetic = exact(casts=_CASTS[kind], seed=seed)
                 arithmetic.bias = bias
-                proof = _compare(kind, *_run_sides(models, mesh, arithmetic), mesh)
+                found, expected = _run_sides(models, mesh, arithmetic)
+                _join_losses(found, mesh, dims, models.combine)
+                proof = _compare(kind, found, expected, mesh)
                 if proof.kind != kind:
                     break
         has_exponentials = any(made.has_exponentials for made in (*found, expected))
         if proof.kind == kind or not has_exponentials:
             break
     assert proof is not None
+    proof = replace(proof, assumes=_said_of_precision(kind, found))
     return proof
 
 
+def _said_of_precision(kind: Kind, found: Sequence[Made]) -> tuple[str, ...]:
+    """Return a line on mixed precision, if there is any."""
+    policies = sorted({policy for made in found for policy in made.precisions})
+    if not policies:
+        return ()
+    done = "carried, and both sides round alike"
+    if kind == _LAST:
+        done = "set aside, so its casts change nothing"
+    return (f"mixed precision is {done}: {' and '.join(policies)}",)
+
+
 def _run_sides(
-    models: _Models, mesh: DeviceMesh | None, arithmetic: Field
-) -> tuple[list[_Made], _Made]:
+    models: Models, mesh: DeviceMesh | None, arithmetic: Field
+) -> tuple[list[Made], Made]:
     """Return what each rank has made, and the reference."""
-    _, coordinates = data_coordinate(mesh, models.data_dims)
-    mode = ArithmeticMode(copy.deepcopy(arithmetic))
-    expected = models.run_reference(mode, coordinates)
-    expected.note(mode.arithmetic)
+    alike = copy.deepcopy(arithmetic)
     mode = ArithmeticMode(arithmetic)
     if mesh is None or has_real_ranks():
         if mesh is not None:
@@ -298,39 +240,94 @@ def _run_sides(
         with mode:
             made = models.run_parallel(mode, mesh)
         made.note(arithmetic)
-        return ([made] if mesh is None else gathered_from_ranks(made)), expected
-    extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    net = AnyOrder.of(NetModel.of_world(mesh.size()))
+        found = [made] if mesh is None else gathered_from_ranks(made)
+    else:
+        extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
-    def run_rank(rank: int) -> _Made:
-        return models.run_parallel(mode, mesh_of(extents))
+        def run_rank(rank: int) -> Made:
+            return models.run_parallel(mode, mesh_of(extents))
 
-    found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
-    found[0].note(arithmetic)
+        found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
+        found[0].note(arithmetic)
+    # Second, as only the parallel side knows whether a schedule calls backward.
+    is_scaled = {made.is_scaled for made in found}
+    if len(is_scaled) > 1:
+        raise ValueError(
+            "the step returns a loss to call backward on on some ranks, and none on others: "
+            "where a schedule calls backward, return losses detached"
+        )
+    _, coordinates = data_coordinate(mesh, models.data_dims)
+    mode = ArithmeticMode(alike)
+    expected = models.run_reference(mode, coordinates, is_scaled.pop())
+    expected.note(mode.arithmetic)
     return found, expected
 
 
-def _compare(kind: Kind, found: Sequence[_Made], expected: _Made, mesh: DeviceMesh | None) -> Proof:
-    wanted = expected.results()
+def _join_losses(
+    found: Sequence[Made], mesh: DeviceMesh | None, dims: Sequence[str], combine: Combine
+) -> None:
+    """Give each rank the loss of which ranks along ``dims`` have computed parts."""
+    if mesh is None or not dims:
+        return
+    for ranks in groups_along(mesh, dims):
+        for coordinate in found[ranks[0]].losses:
+            parts = [found[rank].losses[coordinate] for rank in ranks]
+            total = _sum_of(parts)
+            if combine == "mean":
+                total = Prime(P).divide(total, torch.tensor(len(ranks)))
+            for rank in ranks:
+                found[rank].losses[coordinate] = total
+
+
+def _sum_of(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = Prime(P).add(total, part)
+    return total
+
+
+def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
     if not any(bool(own.any()) for own in expected.gradients.values()):
         raise ValueError(
             "no parameter of the reference has a gradient but 0: is the loss that of the model?"
         )
+    for coordinate in expected.losses:
+        if not any(coordinate in made.losses for made in found):
+            raise ValueError(
+                f"no rank returns the loss of data coordinate {coordinate}: the step of a "
+                "pipeline returns that of the last stage, and None on the others"
+            )
+    held = set().union(*(made.parameters for made in found))
+    for fqn in sorted(expected.parameters - held):
+        place = Place(f"parameter {fqn}", says="no rank has it, and the reference does")
+        return Proof("another function", len(expected.results()), place)
     for rank, made in enumerate(found):
-        results = made.results()
-        missing = [fqn for fqn in expected.gradients if fqn not in made.gradients]
-        more = [fqn for fqn in made.gradients if fqn not in expected.gradients]
-        if missing or more:
-            says = f"has no gradient on rank {rank}, and the reference has one"
-            if not missing:
-                says = f"has a gradient on rank {rank}, and the reference has none"
-            place = Place(f"gradient of {(missing or more)[0]}", rank, says=says)
-            return Proof("another function", len(wanted), place)
-        for name, own in results.items():
-            different = _difference(name, rank, own, wanted[name])
+        wanted = made.part_of(expected)
+        has_gradient = _difference_in_gradients(rank, made, wanted)
+        if has_gradient is not None:
+            return Proof("another function", len(wanted), has_gradient)
+        for name, own in made.results().items():
+            expects = wanted.get(name, torch.zeros_like(own))
+            different = _difference(name, rank, own, expects)
             if different is not None:
-                return _explain(different, found, wanted, mesh)
+                return _explain(different, found, expected, mesh)
     return Proof(kind, compared=sum(len(made.results()) for made in found))
+
+
+def _difference_in_gradients(rank: int, made: Made, wanted: Mapping[str, Tensor]) -> Place | None:
+    """Return the first parameter that has a gradient on one side only, unless that is 0."""
+    for fqn in sorted(made.parameters):
+        name = f"gradient of {fqn}"
+        own = made.gradients.get(fqn)
+        says = ""
+        if own is None and name in wanted and bool(wanted[name].any()):
+            says = f"has no gradient on rank {rank}, and the reference has one"
+        elif own is not None and name not in wanted and bool(own.any()):
+            says = f"has a gradient on rank {rank}, and the reference has none"
+        if says:
+            return Place(name, rank, says=says)
+    return None
 
 
 def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> Place | None:
@@ -342,46 +339,39 @@ def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> Place | 
     return Place(name, rank, tuple(places[0].tolist()), len(places), found.numel())
 
 
-def _explain(
-    place: Place,
-    found: Sequence[_Made],
-    wanted: Mapping[str, Tensor],
-    mesh: DeviceMesh | None,
-) -> Proof:
+def _explain(place: Place, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
     """Return the proof that says where the models differ, by which factor, and what repairs it."""
-    expected = wanted[place.result]
     of_ranks = [made.results().get(place.result) for made in found]
+    wanted = [made.part_of(expected).get(place.result) for made in found]
     factor = None
     repairs: tuple[str, ...] = ()
-    own = of_ranks[place.rank or 0]
-    if place.element is not None and own is not None:
-        factor = common_factor(own, expected)
+    own, whole = of_ranks[place.rank or 0], wanted[place.rank or 0]
+    if place.element is not None and own is not None and whole is not None:
+        factor = common_factor(own, whole)
     known = [each for each in of_ranks if each is not None]
-    if mesh is not None and len(known) == len(found):
-        repairs = tuple(repairs_of(known, expected, mesh))
-    return Proof("another function", len(wanted), place, factor=factor, repairs=repairs)
+    known_wanted = [each for each in wanted if each is not None]
+    if mesh is not None and len(known) == len(known_wanted) == len(found):
+        repairs = tuple(repairs_of(known, known_wanted, mesh))
+    count = len(expected.results())
+    return Proof("another function", count, place, factor=factor, repairs=repairs)
 
 
-def repairs_of(of_ranks: Sequence[Tensor], expected: Tensor, mesh: DeviceMesh) -> Iterator[str]:
-    """Yield what makes the results of all ranks the expected one, along one dimension each."""
-    field_of = Prime(P)
-    names = mesh.mesh_dim_names or ()
-    for dim, name in enumerate(names):
+def repairs_of(
+    of_ranks: Sequence[Tensor], wanted: Sequence[Tensor], mesh: DeviceMesh
+) -> Iterator[str]:
+    """Yield what makes the results of all ranks the expected ones, along one dimension each."""
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
         size = mesh.size(dim)
         if size == 1:
             continue
-        groups = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
-        sums = []
-        for group in groups:
-            total = of_ranks[group[0]]
-            for rank in group[1:]:
-                total = field_of.add(total, of_ranks[rank])
-            sums.append(total)
+        sums: dict[int, Tensor] = {}
+        for group in groups_along(mesh, [name]):
+            parts = [of_ranks[rank] for rank in group]
+            if len({part.shape for part in parts}) > 1:
+                return
+            sums |= dict.fromkeys(group, _sum_of(parts))
         count = torch.tensor(size)
-        tries = {
-            f"a sum over {name!r}": sums,
-            f"a mean over {name!r}": [field_of.divide(total, count) for total in sums],
-        }
-        for words, results in tries.items():
-            if all(torch.equal(result, expected) for result in results):
-                yield words
+        means = {rank: Prime(P).divide(total, count) for rank, total in sums.items()}
+        for words, results in (("a sum", sums), ("a mean", means)):
+            if all(torch.equal(results[rank], own) for rank, own in enumerate(wanted)):
+                yield f"{words} over {name!r}"

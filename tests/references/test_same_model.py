@@ -153,6 +153,23 @@ def test_they_are_in_a_simulated_world(parallel, gt_mesh):
 def test_mixed_precision_is_set_aside(gt_mesh):
     proof = assert_same_model(mixed_precision, make_model, step, batch, mesh=gt_mesh)
     assert proof.kind == "rounds elsewhere", str(proof)
+    policy = "param_dtype=torch.bfloat16, reduce_dtype=torch.float32"
+    said = "mixed precision is set aside, so its casts change nothing"
+    assert proof.assumes == (f"{said}: MixedPrecisionPolicy({policy})",)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_mixed_precision_that_the_reference_has_is_carried(gt_mesh):
+    """Both reduce in float32 what they compute in float32."""
+
+    def parallel(mesh):
+        return sharded(make_model(), mesh["dp"], mp_policy=policy)
+
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    proof = assert_same_model(parallel, make_model, step, batch, mesh=gt_mesh)
+    assert proof.kind == "reordered", str(proof)
+    said = "mixed precision is carried, and both sides round alike"
+    assert proof.assumes == (f"{said}: MixedPrecisionPolicy(reduce_dtype=torch.float32)",)
 
 
 MISTAKES = {
@@ -244,6 +261,15 @@ def test_a_parameter_without_a_gradient_is_told():
         assert_same_model(frozen, make_model, step, batch)
     with pytest.raises(AnotherFunction, match=r"head\.weight.*has a gradient on rank 0"):
         assert_same_model(make_model, frozen, step, batch)
+
+
+def test_an_operator_without_a_meaning_is_no_alarm():
+    def transformed(model, tokens):
+        return torch.view_as_complex(model(tokens).unflatten(-1, (-1, 2))).abs().mean()
+
+    with pytest.raises(AnotherFunction, match="nobody knows whether") as failure:
+        assert_same_model(make_model, make_model, transformed, batch)
+    assert failure.value.proof.kind == "unknown"
 
 
 def test_a_reference_without_gradients_is_refused():

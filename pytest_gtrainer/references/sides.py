@@ -1,0 +1,256 @@
+"""The two sides of ``assert_same_model``: an unsharded model, and one rank's part of a parallel one.
+
+A *data coordinate* is the place of a rank along the data dimensions of a mesh. A *part* of a whole
+tensor is what a rank holds of it that was sliced by hand, so no DTensor says where it belongs.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pytest_gtrainer._torch.fsdp2 import precisions
+from pytest_gtrainer._torch.random_states import random_states_kept, without_modes
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic.base import Arithmetic
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.numerics.record import normalised
+from pytest_gtrainer.proofs.contexts import Elements
+
+Step: TypeAlias = Callable[..., Any]
+Batch: TypeAlias = Callable[[int], Sequence[Any]]
+Combine: TypeAlias = Literal["mean", "sum"] | Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a whole tensor: ``length`` of dimension ``dim``, from ``start`` on."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(slots=True)
+class Made:
+    """The elements that one side has made.
+
+    Attributes:
+        losses: by data coordinate.
+        parameters: the FQNs of all parameters that this side holds.
+        gradients: whole ones, by FQN; without those of parameters that have none.
+        parts: of parameters that were sliced by hand, which part of the whole this is.
+        is_scaled: gradients are multiplied by an abstract number.
+        precisions: policies of mixed precision, in words.
+        decides: elements were compared or sorted, or had few square roots.
+        has_exponentials: exp was a function of which nothing is known.
+    """
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    is_scaled: bool = True
+    precisions: list[str] = field(default_factory=list)
+    decides: bool = False
+    has_exponentials: bool = False
+
+    def note(self, arithmetic: Arithmetic) -> None:
+        """Note what may make two functions equal, or unequal, by chance."""
+        self.decides = bool(arithmetic.decisions + arithmetic.roots)
+        self.has_exponentials = bool(arithmetic.exponentials)
+
+    def results(self) -> dict[str, Tensor]:
+        losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
+        return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
+
+    def part_of(self, whole: "Made") -> dict[str, Tensor]:
+        """Return the results of the unsharded side that this side should have."""
+        wanted = whole.results()
+        for fqn, part in self.parts.items():
+            name = f"gradient of {fqn}"
+            if name in wanted:
+                wanted[name] = part.of(wanted[name])
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The arguments of ``assert_same_model``."""
+
+    parallel: Callable[..., Any]
+    reference: Callable[[], nn.Module]
+    step: Step
+    batch: Batch
+    data_dims: Sequence[str]
+    combine: Combine = "mean"
+    local: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def run_reference(self, mode: ArithmeticMode, coordinates: int, is_scaled: bool) -> Made:
+        """Run the unsharded model: the steps of all data coordinates, combined to one loss."""
+        made, elements = Made(is_scaled=is_scaled), Elements(mode)
+        with mode:
+            model = self.new_reference(elements)
+            losses = []
+            for coordinate in range(coordinates):
+                losses.append(self.step(model, *self.inputs(elements, coordinate)))
+                made.losses[coordinate] = elements_of(mode, losses[-1])
+            backward(self._combined(losses), elements if is_scaled else None)
+            _take_gradients(made, mode, model)
+        return made
+
+    def _combined(self, losses: Sequence[Tensor]) -> Tensor:
+        if not isinstance(self.combine, str):
+            return self.combine(losses)
+        total: Any = sum(losses)
+        return total / len(losses) if self.combine == "mean" else total
+
+    def run_parallel(self, mode: ArithmeticMode, mesh: DeviceMesh | None) -> Made:
+        """Run this rank's model on this rank's batch, inside of the mode."""
+        made, elements = Made(), Elements(mode)
+        takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
+        built = self.parallel(mesh) if takes_mesh else self.parallel()
+        model, step = built if isinstance(built, tuple) else (built, self.step)
+        self._load(made, model, self.new_reference(elements).state_dict(), mesh)
+        made.precisions = precisions(model)
+        coordinate, _ = data_coordinate(mesh, self.data_dims)
+        loss = step(model, *self.inputs(elements, coordinate))
+        made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
+        if made.is_scaled:
+            backward(loss, elements)
+        if loss is not None:
+            made.losses[coordinate] = elements_of(mode, loss)
+        _take_gradients(made, mode, model)
+        return made
+
+    def _load(
+        self, made: Made, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
+    ) -> None:
+        """Load the unsharded state into this rank's model, by FQN and placement."""
+        state = {}
+        for name, own in get_model_state_dict(model).items():
+            if name not in whole:
+                raise ValueError(
+                    f"the parallel model has {name}, and the reference has not: build both with "
+                    "the same FQNs"
+                )
+            state[name] = whole[name]
+            if isinstance(own, Tensor) and own.shape != whole[name].shape:
+                made.parts[name] = self._part_of(name, own, whole[name], mesh)
+                state[name] = made.parts[name].of(whole[name])
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, state, options=options)
+
+    def _part_of(self, name: str, own: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Part:
+        """Return which part of a whole tensor this rank's own is, by the mapping of ``local=``."""
+        shapes = f"{name} has shape {list(own.shape)}, and {list(whole.shape)} in the reference"
+        for pattern, (mesh_dim, dim) in self.local.items():
+            if mesh is None or not fnmatchcase(name, pattern):
+                continue
+            names = mesh.mesh_dim_names or ()
+            count, place = mesh.size(names.index(mesh_dim)), mesh.get_local_rank(mesh_dim)
+            # As torch.chunk, so as DTensor: the last ranks have less, or nothing.
+            extent = whole.shape[dim]
+            each = -(-extent // count)
+            start = min(place * each, extent)
+            part = Part(dim, start, min(each, extent - start))
+            expected = part.of(whole).shape
+            if own.shape != expected:
+                raise ValueError(
+                    f"{shapes}: of a slice along {mesh_dim!r}, local[{pattern!r}], "
+                    f"{list(expected)} is expected"
+                )
+            return part
+        raise ValueError(
+            f"{shapes}: if it was sliced by hand, say along which dimension of the mesh and of the "
+            f'tensor, such as local={{"{name}": ("ep", 0)}}'
+        )
+
+    def build_reference(self) -> nn.Module:
+        with random_states_kept():
+            torch.manual_seed(0)
+            return self.reference()
+
+    def new_reference(self, elements: Elements) -> nn.Module:
+        model = self.build_reference()
+        elements.make_abstract(model)
+        return model
+
+    def inputs(self, elements: Elements, coordinate: int) -> Any:
+        leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                # A copy, as a batch may be given again.
+                leaves[place] = leaf.detach().clone()
+                elements.make_abstract(leaves[place], ("batch", coordinate, place))
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def backward(loss: Tensor, elements: Elements | None) -> None:
+    """Compute gradients, times an abstract number if there are ``elements``.
+
+    Else those that depend on whole numbers alone, such as counts of tokens, would be known numbers.
+    """
+    times = torch.ones_like(loss)
+    if elements is not None:
+        elements.make_abstract(times, "gradient of the loss")
+    loss.backward(times)
+
+
+def _take_gradients(made: Made, mode: ArithmeticMode, model: nn.Module) -> None:
+    # Each name of a tied parameter: ranks of a pipeline may hold it by different ones.
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        name = normalised(fqn.removeprefix("module."))
+        made.parameters.add(name)
+        if parameter.grad is not None:
+            made.gradients[name] = elements_of(mode, parameter.grad)
+
+
+def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor, whole if it is sharded; also those of known numbers."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    value = mode.shadows.read(whole)
+    with without_modes():
+        elements = mode.arithmetic.lift(whole if value is None else value)
+        return mode.arithmetic.compared(elements).clone()
+
+
+def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[int, int]:
+    """Return this rank's place along the data dimensions of a mesh, and how many there are."""
+    place, count = 0, 1
+    if mesh is None:
+        return place, count
+    names = mesh.mesh_dim_names or ()
+    for name in data_dims:
+        size = mesh.size(names.index(name))
+        place = place * size + mesh.get_local_rank(name)
+        count *= size
+    return place, count
+
+
+def groups_along(mesh: DeviceMesh, dims: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the ranks that differ in these dimensions alone, in the order of the last one."""
+    names = list(mesh.mesh_dim_names or ())
+    places = [names.index(name) for name in dims]
+    others = [place for place in range(mesh.ndim) if place not in places]
+    moved = mesh.mesh.permute(*others, *places)
+    size = 1
+    for place in places:
+        size *= mesh.size(place)
+    yield from moved.reshape(-1, size).tolist()

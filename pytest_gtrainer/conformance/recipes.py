@@ -36,6 +36,7 @@ from pytest_gtrainer.tracing.step import trace_step
 
 VOCABULARY = 16
 DIV = torch.ops.aten.div.Tensor
+LAYER_NORM = torch.ops.aten.native_layer_norm.default
 LINEARS, PREFIXES = ("w1", "w2", "w3"), ("w", "w1", "w1_out")
 
 
@@ -255,7 +256,24 @@ def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
         names[node.name] = name
     outputs = tuple(names.get(name, "") for name in cut.gives)
     cut.gm.graph.output_node().meta = {**meta, "gt_outputs": outputs}
+    _correct_statistics(gm, cut.gm)
     return cut.gm
+
+
+def _correct_statistics(gm: fx.GraphModule, cut: fx.GraphModule) -> None:
+    """Give mean and deviation of a norm, as inputs of a graph, the dtype that they really have.
+
+    The CPU's kernel for bf16 rows and fp32 weights computes them in fp32. Torch's fake kernel says
+    bf16, and on such inputs the kernel of the backward raises.
+    """
+    of_weights = {}
+    for norm in gm.graph.find_nodes(op="call_function", target=LAYER_NORM):
+        for item in norm.users:
+            if item.args[1] in (1, 2) and isinstance(norm.args[2], fx.Node):
+                of_weights[item.name] = norm.args[2].meta["val"].dtype
+    for node in cut.graph.find_nodes(op="placeholder"):
+        if node.name in of_weights:
+            node.meta["val"] = node.meta["val"].to(of_weights[node.name])
 
 
 def _tag_blocks(gm: fx.GraphModule) -> None:

@@ -19,8 +19,10 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.fake_groups import fake_group_beside, new_group_names
+from pytest_gtrainer._torch.modes import MODES, shown
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
+from pytest_gtrainer._torch.random_states import random_state
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect import run_on_all
 from pytest_gtrainer.conformance.judging import (
@@ -67,8 +69,10 @@ from pytest_gtrainer.graph.nodes import (
 )
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, read_sent_states
 from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal, compare_entries
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
+from pytest_gtrainer.numerics.knobs import NOT_LOADED
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, lint
 from pytest_gtrainer.proofs.prove import prove
@@ -173,6 +177,34 @@ def leaves_what_it_refuses(run: Run) -> None:
         raise Nothing("it refuses none of the graphs")
 
 
+@rule("state", "a pass leaves seeds, switches and modes of the process as they were", KINDS)
+def leaves_the_process(run: Run) -> None:
+    given = graph_of(run.recipe)
+    before = _state_of_the_process()
+    run.of(given)
+    changed = []
+    for name, now in _state_of_the_process().items():
+        was = before.get(name, NOT_LOADED)
+        if was == now or NOT_LOADED in (was, now):
+            continue
+        what = name
+        if not name.startswith("the random state"):
+            what += f" from {shown(was)} to {shown(now)}"
+        changed.append(what)
+    if changed:
+        raise AssertionError(f"it changes {', '.join(changed)}")
+
+
+def _state_of_the_process() -> dict[str, Any]:
+    """Return the random states, global switches, and modes and hooks that are active, by name."""
+    found = knobs.values()
+    for name, (read, _) in MODES.items():
+        found[name] = read()
+    for generator, state in random_state().items():
+        found[f"the random state of {generator}"] = state.tolist()
+    return found
+
+
 @rule(
     "D9",
     "every output has the bits of before, if reductions do not move",
@@ -185,6 +217,7 @@ def leaves_what_it_refuses(run: Run) -> None:
     BESIDE,
     MOE,
     DEEP,
+    MIXED,
 )
 def keeps_values_of_all_shards(run: Run) -> None:
     """Judge the graphs of this rank; where shards are uneven, also those of the other ranks."""

@@ -24,8 +24,11 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_TO_ALL, EXTRA_GROUP, WAIT, extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing, rules
-from pytest_gtrainer.conformance.judging import RULES, cases_of, ended_within, judge
+from pytest_gtrainer.conformance.judging import RULES, as_given, cases_of, ended_within, judge
+from pytest_gtrainer.conformance.recipes import graph_of
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
+from pytest_gtrainer.numerics.graph_run import run_graph
+from pytest_gtrainer.testing.running import sample
 
 pytestmark = [  # one world for all: a graph is traced once
     pytest.mark.gt_world("fake", size=4, rank=1),
@@ -1188,3 +1191,11 @@ def test_an_adapter_that_says_what_is_not_is_refused():
         bucketing(ours, not_claimed={"D99": "never heard of"})
     with pytest.raises(TypeError, match=r"^a pass is a function, and 'ours' is none$"):
         any_pass("ours")
+
+
+def test_a_backward_of_mixed_dtypes_runs():
+    """D9: torch's fake kernel says bf16 of statistics that the real one computes in fp32."""
+    for recipe in as_given("separate", [rules.MIXED]):
+        gm, generator = graph_of(recipe), torch.Generator().manual_seed(0)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        run_graph(gm, [sample(node.meta["val"], generator, node.name) for node in inputs])

@@ -1,0 +1,79 @@
+"""The rule ``state``: what a pass leaves changed in its process."""
+
+import random
+
+import pytest
+import torch
+
+from pytest_gtrainer._torch.modes import MODES
+from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer.conformance import Adapter
+from pytest_gtrainer.conformance.judging import KINDS, RULES, judge
+
+pytestmark = [
+    pytest.mark.gt_world("fake", size=4, rank=1),
+    pytest.mark.usefixtures("gt_module_world"),
+]
+
+SETTINGS = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+]
+CHANGES = {
+    "the random state of torch.cpu": lambda: torch.manual_seed(3),
+    "the random state of torch.cpu ": lambda: torch.rand(1),
+    "the random state of python": random.random,
+    "torch.get_default_dtype() from torch.float32 to torch.float64": lambda: (
+        torch.set_default_dtype(torch.float64)
+    ),
+    "torch.get_num_threads() from": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch.get_float32_matmul_precision() from highest to high": lambda: (
+        torch.set_float32_matmul_precision("high")
+    ),
+    "torch.are_deterministic_algorithms_enabled() from False to True": lambda: (
+        torch.use_deterministic_algorithms(True)
+    ),
+    "torch.is_grad_enabled() from True to False": lambda: torch.set_grad_enabled(False),
+    "autocast from": lambda: torch.autocast("cpu").__enter__(),
+    "the default device from cpu to meta": lambda: torch.set_default_device("meta"),
+}
+
+
+@pytest.fixture(autouse=True)
+def put_back():
+    settings = [(read(), write) for read, write in SETTINGS]
+    modes = [(read(), write) for read, write in MODES.values()]
+    with random_states_kept():
+        yield
+    for value, write in (*modes, *settings):
+        write(value)
+
+
+@pytest.mark.parametrize("kind", ["any", "chunking"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_pass_leaves_changed(change, kind, request):
+    """Q4"""
+
+    def changes(gm):
+        CHANGES[change]()
+        return gm
+
+    adapter = Adapter(changes, kind, call=lambda gm, *given: changes(gm))
+    with pytest.raises(AssertionError, match="it changes") as failure:
+        judge(RULES["state"], adapter, request)
+    assert change.strip() in str(failure.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_pass_puts_back(kind, request):
+    """The twin, for each kind."""
+
+    def puts_back(gm, *given):
+        with random_states_kept(), torch.no_grad(), torch.device("cpu"):
+            torch.rand(1)
+        return gm
+
+    judge(RULES["state"], Adapter(puts_back, kind, call=puts_back, strict=True), request)

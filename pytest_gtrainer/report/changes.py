@@ -182,6 +182,7 @@ class Earlier:
             lines.append(shorten(numbers))
         # A test that fails may end before some of its comparisons: their absence is no change.
         if unpaired and not is_bad:
+            self.counts["with other comparisons"] += 1
             lines.append(shorten(unpaired))
         shown = []
         for name, old, new in graphs:

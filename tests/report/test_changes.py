@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,6 +261,16 @@ def test_the_first_other_number_is_that_of_the_first_step_and_phase_and_not_of_t
         [],
         ["before: newly compared"],
     )
+
+
+def test_a_comparison_that_a_passing_test_no_longer_makes_is_a_change():
+    rows = [[0, 0, "loss", "a"]]
+    then = {"outcome": "passed", "comparisons": [{"what": "mine", "actual": rows}], "pipelines": []}
+    earlier = changes.Earlier(Path("one.html"), {"test_it": then}, {})
+    now = {"comparisons": [], "pipelines": []}
+    found = earlier.compare(SimpleNamespace(name="test_it", outcome="passed"), now, {})
+    assert found["lines"] == ["mine: no longer compared"]
+    assert earlier.summary({"test_it"}) == "against one.html: 1 with other comparisons"
 
 
 def made(name, before, after):

@@ -89,6 +89,7 @@ class Arithmetic(ABC):
         takes_apart: kernels are seen through: operators are made of others where torch says how.
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
+        meanings: operators that a ``meaning`` stood in for.
         bias: 1 puts abstract elements above all known numbers, -1 below them, 0 among them.
         decisions: how often elements were compared or sorted.
         roots: how often few square roots were taken. Each has one of two signs.
@@ -105,6 +106,7 @@ class Arithmetic(ABC):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.opaque: dict[str, set[int]] = {}
+        self.meanings: set[str] = set()
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.bias = 0

@@ -48,7 +48,7 @@ from pytest_gtrainer.graph.nodes import COMMUNICATING, is_random, is_view
 from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
-_READS = names("_local_scalar_dense equal is_nonzero item")
+_READS = names("_local_scalar_dense allclose equal is_nonzero item")
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
 
@@ -145,6 +145,7 @@ class ArithmeticMode(TorchDispatchMode):
             return func(*args, **kwargs)
         reference = given_meaning(func)
         if reference is not None:
+            self.arithmetic.meanings.add(str(func))
             # Instead of the operator, which may have a kernel on other devices only.
             with self:
                 return reference(*args, **kwargs)

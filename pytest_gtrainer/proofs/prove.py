@@ -300,10 +300,10 @@ def _graph_of(program: Any) -> fx.GraphModule | None:
 def _says_nothing(actual: Run, expected: Run) -> str:
     """Return why a comparison of two runs would prove nothing; "" if it would."""
     for run in (expected, actual):
-        if all(made.is_known for made in run.results.values()):
+        if not any(made.elements.numel() for made in run.results.values() if not made.is_known):
             return (
-                "no result depends on an abstract input: give inputs with floating-point tensors, "
-                "or return what is computed from them"
+                "no result depends on an abstract input, or all that do are empty: give inputs "
+                "with floating-point tensors that have elements, or return what is computed of them"
             )
     return ""
 
@@ -388,6 +388,9 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
     opaque = sorted({name for run in runs for name in run.arithmetic.opaque})
     if opaque:
         found.append(f"{', '.join(opaque)} depend on nothing but their arguments")
+    meant = sorted({name for run in runs for name in run.arithmetic.meanings})
+    if meant:
+        found.append(f"{', '.join(meant)} compute what their meaning(...) says")
     reads = sum(sum(run.reads.values()) for run in runs)
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")

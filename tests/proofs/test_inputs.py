@@ -142,8 +142,10 @@ def test_what_is_no_program_is_refused():
         (lambda x: torch.zeros(3), (X,)),
         (lambda x: x.shape[0], (X,)),
         (lambda n: n + 1, (torch.ones(3, dtype=torch.int64),)),
+        (lambda x: x[:0], (X,)),
+        (lambda x: (x * 2, torch.ones(2)), (torch.ones(0, 4),)),
     ],
-    ids=["a constant", "a size", "whole numbers"],
+    ids=["a constant", "a size", "whole numbers", "nothing of it", "an empty input"],
 )
 def test_what_depends_on_no_abstract_input_proves_nothing(function, inputs):
     proof = prove(function, function, inputs=inputs)
@@ -164,6 +166,14 @@ def test_a_number_that_the_program_asks_for_is_named():
     assert "numbers that the program reads stay what they are (1 are read)" in str(proof) or (
         "(2 are read)" in str(proof)
     )
+
+
+def test_a_comparison_of_all_numbers_is_a_read():
+    def scaled(x):
+        return x * float(torch.allclose(x, x))
+
+    proof = prove(scaled, lambda x: x * 1.0, inputs=(X,))
+    assert "numbers that the program reads stay what they are (1 are read)" in str(proof)
 
 
 @pytest.mark.parametrize("fails", [False, True])

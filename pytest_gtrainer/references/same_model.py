@@ -27,6 +27,7 @@ from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
 from pytest_gtrainer.proofs.prove import AGAIN, common_factor
+from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
     Combine,
@@ -214,6 +215,11 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
             break
     assert proof is not None
     proof = replace(proof, assumes=_said_of_precision(kind, found))
+    if proof.kind == "another function" and proof.first is not None and kind == _LAST:
+        again = type(arithmetic)(casts=_CASTS[kind], seed=arithmetic.seed)
+        again.bias = arithmetic.bias
+        begins = _first_module(proof.first.result, models, mesh, again, dims)
+        return replace(proof, origin=begins)
     return proof
 
 
@@ -228,17 +234,31 @@ def _said_of_precision(kind: Kind, found: Sequence[Made]) -> tuple[str, ...]:
     return (f"mixed precision is {done}: {' and '.join(policies)}",)
 
 
+def _first_module(
+    result: str, models: Models, mesh: DeviceMesh | None, arithmetic: Field, dims: Sequence[str]
+) -> str:
+    """Run both sides again, with hooks on all modules, and return where they begin to differ."""
+    try:
+        found, expected = _run_sides(models, mesh, arithmetic, follows=True)
+    except NoMeaning:
+        return ""  # hooks read more tensors than the models do
+    calls = [next(iter(made.calls.items())) for made in found]
+    wanted = [expected.calls[coordinate] for coordinate in expected.losses]
+    is_exact = expected.is_scaled and not dims
+    return first_module(result, calls, wanted, mesh, is_exact=is_exact)
+
+
 def _run_sides(
-    models: Models, mesh: DeviceMesh | None, arithmetic: Field
+    models: Models, mesh: DeviceMesh | None, arithmetic: Field, follows: bool = False
 ) -> tuple[list[Made], Made]:
-    """Return what each rank has made, and the reference."""
+    """Return what each rank has made, and the reference; ``follows`` keeps what modules return."""
     alike = copy.deepcopy(arithmetic)
     mode = ArithmeticMode(arithmetic)
     if mesh is None or has_real_ranks():
         if mesh is not None:
             mode.exchange = exchange_on_ranks
         with mode:
-            made = models.run_parallel(mode, mesh)
+            made = models.run_parallel(mode, mesh, follows)
         made.note(arithmetic)
         found = [made] if mesh is None else gathered_from_ranks(made)
     else:
@@ -246,7 +266,7 @@ def _run_sides(
         net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
         def run_rank(rank: int) -> Made:
-            return models.run_parallel(mode, mesh_of(extents))
+            return models.run_parallel(mode, mesh_of(extents), follows)
 
         found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
         found[0].note(arithmetic)
@@ -259,7 +279,7 @@ def _run_sides(
         )
     _, coordinates = data_coordinate(mesh, models.data_dims)
     mode = ArithmeticMode(alike)
-    expected = models.run_reference(mode, coordinates, is_scaled.pop())
+    expected = models.run_reference(mode, coordinates, is_scaled.pop(), follows)
     expected.note(mode.arithmetic)
     return found, expected
 

@@ -6,8 +6,10 @@ tensor is what a rank holds of it that was sliced by hand, so no DTensor says wh
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,8 +27,10 @@ from pytest_gtrainer._torch.random_states import random_states_kept, without_mod
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.contexts import Elements
+from pytest_gtrainer.references.first_module import Calls
 
 Step: TypeAlias = Callable[..., Any]
 Batch: TypeAlias = Callable[[int], Sequence[Any]]
@@ -55,6 +59,7 @@ class Made:
         gradients: whole ones, by FQN; without those of parameters that have none.
         parts: of parameters that were sliced by hand, which part of the whole this is.
         is_scaled: gradients are multiplied by an abstract number.
+        calls: what modules return, by data coordinate, if they are followed.
         precisions: policies of mixed precision, in words.
         decides: elements were compared or sorted, or had few square roots.
         has_exponentials: exp was a function of which nothing is known.
@@ -65,6 +70,7 @@ class Made:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     is_scaled: bool = True
+    calls: dict[int, Calls] = field(default_factory=dict)
     precisions: list[str] = field(default_factory=list)
     decides: bool = False
     has_exponentials: bool = False
@@ -100,16 +106,31 @@ class Models:
     combine: Combine = "mean"
     local: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
-    def run_reference(self, mode: ArithmeticMode, coordinates: int, is_scaled: bool) -> Made:
-        """Run the unsharded model: the steps of all data coordinates, combined to one loss."""
+    def run_reference(
+        self, mode: ArithmeticMode, coordinates: int, is_scaled: bool, follows: bool = False
+    ) -> Made:
+        """Run the unsharded model: the steps of all data coordinates, combined to one loss.
+
+        Args:
+            follows: keep what modules return, and their gradients: those of each loss by itself.
+        """
         made, elements = Made(is_scaled=is_scaled), Elements(mode)
+        scale = elements if is_scaled else None
         with mode:
             model = self.new_reference(elements)
             losses = []
             for coordinate in range(coordinates):
-                losses.append(self.step(model, *self.inputs(elements, coordinate)))
-                made.losses[coordinate] = elements_of(mode, losses[-1])
-            backward(self._combined(losses), elements if is_scaled else None)
+                calls = made.calls[coordinate] = Calls()
+                with (
+                    calls.followed(model, partial(elements_of, mode)) if follows else nullcontext()
+                ):
+                    loss = self.step(model, *self.inputs(elements, coordinate))
+                made.losses[coordinate] = elements_of(mode, loss)
+                if follows:
+                    backward(loss, scale)
+                losses.append(loss)
+            if not follows:
+                backward(self._combined(losses), scale)
             _take_gradients(made, mode, model)
         return made
 
@@ -119,7 +140,9 @@ class Models:
         total: Any = sum(losses)
         return total / len(losses) if self.combine == "mean" else total
 
-    def run_parallel(self, mode: ArithmeticMode, mesh: DeviceMesh | None) -> Made:
+    def run_parallel(
+        self, mode: ArithmeticMode, mesh: DeviceMesh | None, follows: bool = False
+    ) -> Made:
         """Run this rank's model on this rank's batch, inside of the mode."""
         made, elements = Made(), Elements(mode)
         takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
@@ -128,7 +151,9 @@ class Models:
         self._load(made, model, self.new_reference(elements).state_dict(), mesh)
         made.precisions = precisions(model)
         coordinate, _ = data_coordinate(mesh, self.data_dims)
-        loss = step(model, *self.inputs(elements, coordinate))
+        calls = made.calls[coordinate] = Calls()
+        with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
+            loss = step(model, *self.inputs(elements, coordinate))
         made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
         if made.is_scaled:
             backward(loss, elements)
@@ -225,6 +250,8 @@ def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
+    # A hook or a step may get the result of a collective that is still under way.
+    whole = held(whole)
     value = mode.shadows.read(whole)
     with without_modes():
         elements = mode.arithmetic.lift(whole if value is None else value)

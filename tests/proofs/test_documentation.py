@@ -29,9 +29,21 @@ def check_example(block, right, wrong, name, folder):
 
 @pytest.mark.second_tier
 def test_the_example_of_a_parallel_model_holds(tmp_path):
-    (block,) = [block for block in BLOCKS if "assert_same_model(" in block]
+    (block,) = [block for block in BLOCKS if "def test_parallel_is_unsharded" in block]
     right = 'ColwiseParallel(), "2": RowwiseParallel()'
     check_example(block, right, "ColwiseParallel()", "test_parallel_is_unsharded", tmp_path)
+
+
+@pytest.mark.second_tier
+def test_the_example_of_a_pipeline_holds(tmp_path):
+    (block,) = [block for block in BLOCKS if "def test_pipeline_is_unsharded" in block]
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
+    assert run["test_pipeline_is_unsharded"].outcome == "passed", run.output
+    wrong = block.replace("loss_fn=mean_square", "loss_fn=mean_square, scale_grads=False")
+    assert wrong != block
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": wrong})
+    assert run["test_pipeline_is_unsharded"].outcome == "failed", run.output
+    assert "2 times what is expected" in run.output
 
 
 @pytest.mark.second_tier

@@ -1,0 +1,120 @@
+"""A failure of ``assert_same_model`` names the first module that differs."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fixtures.models.gated import VOCABULARY, GatedModel
+from fixtures.models.gated import own_token_step as step
+from pytest_gtrainer import AnotherFunction, assert_same_model
+
+TENSOR = {
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.gate": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+}
+SEQUENCE = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "blocks.*.norm": SequenceParallel(),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.gate": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def batch(coordinate):
+    generator = torch.Generator().manual_seed(coordinate)
+    return (torch.randint(VOCABULARY, (8, 4), generator=generator),)
+
+
+def tensor_parallel(mesh):
+    return parallelize_module(GatedModel(), mesh["tp"], TENSOR)
+
+
+def origin(parallel, mesh=None):
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(parallel, GatedModel, step, batch, mesh=mesh, data_dims=())
+    return failure.value.proof.origin
+
+
+def norms_of_its_own(mesh):
+    """Each rank has a plain norm, whose gradient is that of its part of the sequence."""
+    plan = {name: style for name, style in SEQUENCE.items() if name != "blocks.*.norm"}
+    return parallelize_module(GatedModel(), mesh["tp"], plan)
+
+
+def doubles_columns(mesh):
+    """The output of each rank is its columns; joined they are 2 times what is expected."""
+    model = tensor_parallel(mesh)
+    model.blocks[1].gate.register_forward_hook(lambda module, given, output: 2 * output)
+    return model
+
+
+class Part(torch.autograd.Function):
+    """Leave a gradient a part, as that of columns which nobody adds: 3 - 2 = 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (3 if torch.distributed.get_rank() == 0 else -2)
+
+
+def keeps_partial_gradients(mesh):
+    model = tensor_parallel(mesh)
+    model.blocks[1].up.register_forward_pre_hook(
+        lambda module, given: Part.apply(given[0]), prepend=True
+    )
+    model.blocks[1].gate.register_forward_pre_hook(
+        lambda module, given: Part.apply(given[0]), prepend=True
+    )
+    return model
+
+
+PARALLEL = {
+    norms_of_its_own: "blocks.0.norm itself: its output, and the gradient of that, are right",
+    doubles_columns: "the output of blocks.1.gate, rank 0: 2 times what is expected",
+    keeps_partial_gradients: "the gradient of the output of blocks.1.norm: equal after a sum over 'tp'",
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("simulated", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("parallel", PARALLEL, ids=lambda function: function.__name__)
+def test_the_first_module_of_a_parallel_model(parallel, gt_mesh):
+    assert origin(parallel, gt_mesh) == PARALLEL[parallel]
+
+
+def test_the_first_module_in_one_process():
+    def doubles_a_block():
+        model = GatedModel()
+        forward = model.blocks[0].forward
+        model.blocks[0].forward = lambda x: 2 * forward(x)
+        return model
+
+    def drops_a_gradient():
+        model = GatedModel()
+        model.blocks[1].norm.register_forward_pre_hook(
+            lambda module, given: given[0].detach() + 0 * given[0]
+        )
+        return model
+
+    assert origin(doubles_a_block) == "the output of blocks.0, rank 0: 2 times what is expected"
+    assert origin(drops_a_gradient) == "the gradient of the output of blocks.0"
+
+
+def test_a_wrong_loss_of_right_modules():
+    def own(model, tokens):
+        return 2 * step(model, tokens)
+
+    begins = "the loss: the outputs of all modules are right"
+    assert origin(lambda: (GatedModel(), own)) == begins

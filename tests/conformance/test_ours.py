@@ -30,10 +30,10 @@ refuses_none = {"D11": "refuses no graph"}
 test_our_canonicalisation = second_tier(
     canonicalisation(gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none)
 )
-test_our_deduplication = slow_rules(
+test_our_deduplication = second_tier(
     deduplication(gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none)
 )
-test_our_recomputation = slow_rules(remat(gt.selective_activation_remat_pass, strict=True))
+test_our_recomputation = second_tier(remat(gt.selective_activation_remat_pass, strict=True))
 
 
 def gathers_again(gm):
@@ -44,7 +44,7 @@ def gathers_again(gm):
 test_our_memory_policy = second_tier(
     memory_policy(gathers_again, strict=True, not_claimed=refuses_none)
 )
-test_our_reassignment = slow_rules(
+test_our_reassignment = second_tier(
     reassignment(gt.reassign_collective_pgs_pass, strict=True, not_claimed=refuses_none)
 )
 test_our_chunking = second_tier(chunking(gt.chunk_pass, strict=True))

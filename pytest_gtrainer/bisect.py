@@ -35,10 +35,12 @@ from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
     BACKWARD,
     direction,
+    is_collective,
     is_random,
     node_fqn,
     walk,
 )
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.compare import compare_entries
 from pytest_gtrainer.numerics.graph_inputs import InputsRefused, try_extremes
 from pytest_gtrainer.numerics.graph_run import (
@@ -55,6 +57,8 @@ from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
+from pytest_gtrainer.proofs.proof import kind_in_words, offer_proof
+from pytest_gtrainer.proofs.prove import prove
 from pytest_gtrainer.references.replicas import on_any_rank
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.tracing.step import TracedStep
@@ -476,37 +480,50 @@ class _Pipeline:
     stages: list[Stage]
     result: fx.GraphModule
     runs: list[Run] = field(default_factory=list)
+    # Of the same replays; None on several ranks.
+    inputs: list[Sequence[Any] | None] = field(default_factory=list)
 
     def explain(self, step: int | None, expected: Tensors) -> str:
         """Bisect towards what is ``expected``, if a replay has to give it; else on every replay."""
         wanted: Values = {}
-        runs, where = self.runs, "bisection"
+        runs, where = list(zip(self.runs, self.inputs, strict=True)), "bisection"
         if isinstance(expected, Record) and step is not None and step < len(self.runs):
             wanted = results_of_step(expected, step)
-            runs, where = self.runs[step : step + 1], f"bisection of step {step}"
+            runs, where = runs[step : step + 1], f"bisection of step {step}"
         elif isinstance(expected, dict) and "loss" in expected:  # from ``TracedStep.results``
             names = [name.removeprefix("gradient of ") for name in expected]
             wanted = _keyed(dict(zip(names, expected.values(), strict=True)))
-        for run in runs if wanted else ():
+        for run, inputs in runs if wanted else ():
             towards = bisect_towards(self.stages, run, wanted)
             if towards is None:
                 continue
             if towards.outcome == "different":
-                return f"{where}: {towards}"
+                return f"{where}: {towards}\n{self._kind(towards, inputs)}"
             # The results are as expected. A pass may still have changed an input, or drawn random
             # numbers.
             found = bisect_stages(self.stages, _only_state(run, wanted))
             if found.outcome == "different":
-                return f"{where}: {found}"
+                return f"{where}: {found}\n{self._kind(found, inputs)}"
             return f"{where}: a pipeline of {towards.total} passes gives what is expected"
         return self._explain_replays()
+
+    def _kind(self, found: Bisection, inputs: Sequence[Any] | None) -> str:
+        """Return in a line which kind of equal the graphs before and behind the pass are."""
+        before, after = self.stages[found.number - 1].gm, self.stages[found.number].gm
+        call = "prove(after, before), of the graphs that apply_graph_passes(observer=...) gives,"
+        if inputs is None or any(map(is_collective, nodes_within(before))):
+            return offer_proof(f"{call} with world=")  # other ranks may have other answers
+        return kind_in_words(
+            lambda: prove(after, before, inputs=inputs), nodes=len(before.graph.nodes), call=call
+        )
 
     def _explain_replays(self) -> str:
         replays, silent = 0, 0
         for number, run in enumerate(self.runs, 1):
             found = bisect_stages(self.stages, run)
             if found.outcome == "different":
-                return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
+                kind = self._kind(found, self.inputs[number - 1])
+                return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}\n{kind}"
             replays += found.replays
             silent += bool(found.silent)
         text = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
@@ -554,7 +571,7 @@ class PassWitness:
         return {
             "graph_pass": self._see_pass,
             "graph_passes": self._see_pipeline,
-            "replay": lambda gm, inputs: self._keep(gm, lambda: local_run(inputs)),
+            "replay": lambda gm, inputs: self._keep(gm, lambda: local_run(inputs), inputs),
             "replay_on_all": lambda graph, net, inputs, random: self._keep(
                 graph.gm, lambda: run_on_all(graph.with_graph, net, inputs, random)
             ),
@@ -569,10 +586,13 @@ class PassWitness:
             self._pipelines.append(_Pipeline(self._running, result))
         self._running = []
 
-    def _keep(self, gm: fx.GraphModule, run: Callable[[], Run]) -> None:
+    def _keep(
+        self, gm: fx.GraphModule, run: Callable[[], Run], inputs: Sequence[Any] | None = None
+    ) -> None:
         for pipeline in self._pipelines:
             if pipeline.result is gm and len(pipeline.runs) < MOST_REPLAYS:
                 pipeline.runs.append(run())
+                pipeline.inputs.append(inputs if inputs is None else copies(inputs))
 
     def _see_judged(self, verdict: Verdict, expected: Tensors, explanations: list[str]) -> None:
         if not on_any_rank(verdict.outcome == "different"):

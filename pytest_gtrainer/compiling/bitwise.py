@@ -20,7 +20,7 @@ from pytest_gtrainer.bisect import (
     bisect_stages,
     local_run,
 )
-from pytest_gtrainer.compiling.record import RecordedPass
+from pytest_gtrainer.compiling.record import CompileRecord, RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.collectives import find_early_read
 from pytest_gtrainer.graph.nodes import input_fqn, is_collective, refuse_fake
@@ -187,7 +187,13 @@ def _require_equal(
         lines = [f"{what} changed the numbers, on {description}"]
         if not any(map(is_collective, nodes_within(before))):  # other ranks may have other answers
             inputs = copies([list(flat)])[0]
-            lines.append(kind_in_words(lambda: prove(after, before, inputs=inputs)))
+            lines.append(
+                kind_in_words(
+                    lambda: prove(after, before, inputs=inputs),
+                    nodes=len(before.graph.nodes),
+                    call="prove(after, before), of the graphs behind and before the pass,",
+                )
+            )
         message = "\n".join([*lines, str(found.verdict), str(found)])
         raise BitwiseDifference(message, found.verdict)
 
@@ -376,6 +382,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         found |= random_states
         return {name: leaf.detach().clone() for name, leaf in found.items()}
 
+    graphs: CompileRecord | None = None
     expected = run(function)
     # Kernels of eager first: if these differ, the generated code is not the cause.
     for lower, cause in ((False, "decomposition, or a pass"), (True, "code generation")):
@@ -384,6 +391,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         first = record[0]  # raises if nothing was compiled
         for graph in record:
             refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
+        graphs = graphs or record  # that of the first run has its inputs
         verdict = compare(actual, expected)
         nothing = why_nothing_shows(expected)
         if verdict.outcome == "equal" and nothing:
@@ -404,8 +412,23 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
             nodes = first.stages.get("forward", first.dynamo).graph.nodes
             operators = {str(node.target) for node in nodes if node.op == "call_function"}
             raise BitwiseDifference(
-                f"compiled against eager: {cause} changed the numbers\n{verdict}\n"
+                f"compiled against eager: {cause} changed the numbers\n"
+                f"{_kind_of_stages(graphs, is_code=lower)}\n{verdict}\n"
                 f"in a graph of {', '.join(sorted(operators))}",
                 verdict,
             )
     return verdict
+
+
+def _kind_of_stages(record: CompileRecord, *, is_code: bool) -> str:
+    """Return in a line which kind of equal the graphs of a compilation are to eager."""
+    nodes = 0
+    for graph in record:
+        for gm in graph.stages.values():
+            nodes = max(nodes, len(gm.graph.nodes))
+    line = kind_in_words(
+        lambda: record.prove().weakest, nodes=nodes, call="gt_compile() and record.prove()"
+    )
+    if is_code:
+        line += "; of generated code: assert_no_less_accurate(torch.compile(f), f, *inputs)"
+    return line

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.graph.nodes import input_fqn, is_random
+from pytest_gtrainer.graph.nodes import input_fqn, is_collective, is_random
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.programs import NamedProgram
@@ -59,6 +59,10 @@ class StageProof:
     before: str
     proof: Proof
     by: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.proof.kind
 
     def __str__(self) -> str:
         by = f", by {self.by}" if self.by else ""
@@ -214,6 +218,11 @@ class _Layout:
         at_least: str,
     ) -> Proof:
         """Return which kind of equal two states of a compilation are."""
+        for gm in (*actual.values(), *expected.values()):
+            found = [node for node in nodes_within(gm) if is_collective(node)]
+            if found:
+                reason = f"{found[0].name} communicates, and stages are proven on one rank"
+                return Proof("unknown", reason=reason)
         programs = [self._program(each) for each in (actual, expected)]
         try:
             proof = prove_programs(programs, drawn=self.drawn, at_least=at_least)

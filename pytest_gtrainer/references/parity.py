@@ -29,7 +29,7 @@ from pytest_gtrainer.graph.layout import (
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare_control, judged
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
-from pytest_gtrainer.proofs.proof import AnotherFunction, Proof
+from pytest_gtrainer.proofs.proof import AnotherFunction, Proof, kind_in_words, offer_proof
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
@@ -50,6 +50,8 @@ from pytest_gtrainer.worlds.spec import World
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
 _AROUND = 2  # how many neighbours of a parameter in its bucket a path shows, on either side
 _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
+_PROOF = "assert_parity(config, gt_world, proof=True)"
+_PROOF_ELSEWHERE = f'{_PROOF} in gt_world("simulated", size=4, nodes=2)'
 _NOT_FINITE = (
     "gradients or losses hold NaN or inf, which are the same in every order",
     "take inputs, or initial weights, for which losses and gradients are finite",
@@ -241,7 +243,13 @@ def _parity_on_ranks(
     unread: tuple[str, ...] = ()
     try:
         unread = _check_equal(
-            config, record, expected, layouts, "on this rank", resharded=_reshards(options)
+            config,
+            record,
+            expected,
+            layouts,
+            "on this rank",
+            paths=lambda verdict, record: [offer_proof(_PROOF_ELSEWHERE)],
+            resharded=_reshards(options),
         )
     except AssertionError as error:
         failure = error
@@ -266,7 +274,7 @@ def _parity_on_ranks(
         raise VacuousCheck(
             "payloads packed in another order give the same bits on these ranks, because "
             f"{cause}; so this check cannot fail: {advice}, or accept the layouts and the other "
-            'bits as proof (invisible="report")'
+            f'bits as proof (invisible="report"), or prove it for any numbers: {_PROOF_ELSEWHERE}'
         )
     return Parity(record, expected, control, layouts["eager"], unread)
 
@@ -348,6 +356,14 @@ def _simulated_parity(
     """Check parity of all ranks under the net of ``world``, as ``assert_parity`` describes."""
     __tracebackhide__ = True
     net = net_of(world)
+
+    def explain(verdict: Verdict, record: Record) -> Iterator[str]:
+        yield from paths_of_first(net, layouts, subject.group_of, verdict, record)
+        if proof:
+            yield kind_in_words(lambda: prove_training(subject, config, world), nodes=0, call="")
+        else:
+            yield offer_proof(_PROOF)
+
     row = {**row_of(net), "result": ""}  # a row of the summary's table, whatever comes out
     try:
         subject = SimulatedGraphRun(config, world, **options)
@@ -360,7 +376,7 @@ def _simulated_parity(
             layouts,
             "under this net",
             row,
-            partial(paths_of_first, net, layouts, subject.group_of),
+            explain,
             resharded=_reshards(options),
         )
         if proof:
@@ -407,7 +423,8 @@ def _require_visible(control: Verdict) -> None:
     if control.not_finite:
         cause, advice = _NOT_FINITE
         raise VacuousCheck(
-            f"the control is equal, because {cause}; so this check could not fail: {advice}"
+            f"the control is equal, because {cause}; so this check could not fail: {advice}. Or "
+            f"prove it for any numbers: {_PROOF}"
         )
     raise VacuousCheck(
         "payloads packed in another order give the same bits under this net, so this check could "
@@ -415,7 +432,7 @@ def _require_visible(control: Verdict) -> None:
         "take two nodes or more with two channels or more, or rings of your own that differ. An "
         "all-reduce shows it on one node, too, but not between two ranks. No net shows it in fp32 "
         'accumulation or where sums are exact: take accumulate="wire", and values that a sum '
-        "rounds. Or prove it for any numbers: proof=True"
+        f"rounds. Or prove it for any numbers: {_PROOF}"
     )
 
 

@@ -172,6 +172,8 @@ def _describe_checks(test: Test) -> list[str]:
             case "verdict":
                 what = f" on {fact['what']}" if fact.get("what") else ""
                 lines.append(f"verdict{what}: {fact['outcome']}")
+            case "kind":
+                lines.append(f"in exact arithmetic: {fact['outcome']}")
             case "skip":
                 lines.append(f"skipped: {fact['cause']}")
             case "conformance":

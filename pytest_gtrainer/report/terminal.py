@@ -33,6 +33,7 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
+    ("kinds", "kind", lambda fact: fact["outcome"]),
     ("rules", "conformance", _rule_label),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),

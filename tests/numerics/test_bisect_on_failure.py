@@ -3,6 +3,8 @@
 Without the flag, and in passing tests, nothing is replayed.
 """
 
+import re
+
 import pytest
 
 from pytest_gtrainer import bisect_passes
@@ -78,6 +80,9 @@ def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
     text = result.stdout.str()
     assert "bisection: introduced by pass 6 of 6, doubles_a_weight_pass" in text
     assert "  every result is equal, but not scale afterwards, element (0)" in text
+    assert "E       in exact arithmetic: another function: the results differ" in text
+    assert "E       in exact arithmetic: unknown: the real numbers of scale are apart" in text
+    assert re.search(r"^kinds +2 another function, ", text, re.MULTILINE)
     assert "bisection: introduced by pass 6 of 6, draws_pass" in text
     assert (
         text.count("E       bisection: introduced by pass 3 of 6, reassociate_pass (7 replays)")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import AnotherFunction, assert_same_function, meaning, prove
+from pytest_gtrainer import AnotherFunction, assert_same_function, facts, meaning, prove
+from pytest_gtrainer.proofs.proof import MOST_NODES, kind_in_words
 
 F = nn.functional
 aten = torch.ops.aten
@@ -406,3 +407,20 @@ def test_at_least(at_least, holds):
     else:
         with pytest.raises(AnotherFunction, match="\nreordered: the same function"):
             assert_it()
+
+
+def test_a_comparison_that_failed_says_its_kind_in_a_line():
+    """Beyond a size it says who can say it; what a proof meets does not hide the comparison."""
+    x = torch.randn(3)
+
+    def prove_it():
+        return prove(lambda x: x * 2, lambda x: x + x, inputs=(x,))
+
+    with facts.collecting() as seen:
+        line = kind_in_words(prove_it, nodes=3, call="prove(f, g)")
+    assert line.startswith("in exact arithmetic: reordered: the same function, ")
+    assert facts.of_kind(seen, "kind") == [{"kind": "kind", "outcome": "reordered"}]
+    line = kind_in_words(prove_it, nodes=MOST_NODES + 1, call="prove(f, g)")
+    assert line == "rounding or a bug? prove(f, g) says which kind of equal"
+    line = kind_in_words(lambda: prove(torch.exp, torch.exp), nodes=3, call="prove(f, g)")
+    assert line.startswith("in exact arithmetic: unknown, ValueError: two callables")

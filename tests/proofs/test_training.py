@@ -154,11 +154,20 @@ def test_a_term_too_small_for_any_bit_is_another_function(gt_world):
 
 
 @TWO_NODES
-def test_bits_that_differ_are_shown_as_before(gt_world):
-    with pytest.raises(BitwiseDifference):
-        assert_simulated_parity(
-            lambda mesh: training(mesh, step=halves_in_eager), gt_world, proof=True
-        )
+def test_bits_that_differ_offer_the_proof(gt_world):
+    with pytest.raises(BitwiseDifference, match=r"gt_world, proof=True\) says which kind of equal"):
+        assert_simulated_parity(lambda mesh: training(mesh, step=halves_in_eager), gt_world)
+
+
+@pytest.mark.second_tier
+@TWO_NODES
+def test_bits_that_differ_are_proven_where_asked(gt_world):
+    def config(mesh):
+        layer = {"model": lambda: nn.Sequential(nn.Linear(8, 4)), "bucket_plan": ["0"]}
+        return training(mesh, step=halves_in_eager, **layer)
+
+    with pytest.raises(BitwiseDifference, match="in exact arithmetic: another function: "):
+        assert_simulated_parity(config, gt_world, proof=True)
 
 
 @pytest.mark.gt_world("fake", size=4)

@@ -113,7 +113,8 @@ def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
         "cannot fail: take "
         "sizes that make it odd, "
         'or gt_world("simulated", nodes=2), or accept the layouts and the other bits as proof '
-        '(invisible="report")'
+        '(invisible="report"), or prove it for any numbers: assert_parity(config, gt_world, '
+        'proof=True) in gt_world("simulated", size=4, nodes=2)'
     )
 
 

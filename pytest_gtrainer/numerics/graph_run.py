@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, fx
+from torch.fx.immutable_collections import immutable_dict
 
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree, storage_id
@@ -138,12 +139,15 @@ def _in_order_of_keys(outputs: Any) -> Any:
     ([{'a': {1: 4, 2: 3}, 'b': 1}], 5)
     """
 
+    def is_dict(value: Any) -> bool:
+        return type(value) in (dict, immutable_dict)  # an output node of fx has the second
+
     def sort(value: Any) -> Any:
-        if type(value) is not dict:
+        if not is_dict(value):
             return value
         return {key: _in_order_of_keys(value[key]) for key in sorted(value, key=repr)}
 
-    return pytree.tree_map(sort, outputs, is_leaf=lambda value: type(value) is dict)
+    return pytree.tree_map(sort, outputs, is_leaf=is_dict)
 
 
 def _structure(outputs: Any) -> str:

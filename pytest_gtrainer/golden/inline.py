@@ -31,8 +31,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer import facts
-from pytest_gtrainer.golden import store, values
+from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, refuse_in_ci
 
 ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
@@ -182,10 +181,6 @@ class InlinePlugin:
         root = Path(os.path.realpath(self.config.rootpath))
         shown = store.spell_path(Path(os.path.realpath(file)), root)
         self._observed.append(Expectation(shown, line, expected, obtained, self._digests[file]))
-        if values.are_computed(obtained):
-            facts.emit("values")
-        if not obtained.strip():
-            facts.emit("idle", what=f"{shown}:{line}: an inline expectation of no text")
         return True
 
     @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,6 @@
 """Goldens that any program would have passed: the summary counts them as idle."""
 
 import pytest
-import torch
-
-from pytest_gtrainer import digest
 
 VALUES = """
 import pytest, torch
@@ -136,35 +133,3 @@ def test_the_fixture_of_a_test_that_checks_nothing(run_here):
         "idle      1 test_it.py::TestOfAClass::test_forgets asks for gt_golden and checks nothing, "
         "1 test_it.py::test_forgets asks for gt_golden and checks nothing"
     )
-
-
-INLINE = """
-import pytest, torch
-from expecttest import assert_expected_inline
-from pytest_gtrainer import digest
-
-@pytest.mark.gt_world("fake", size=2)
-def test_it():
-    assert_expected_inline({}, {})
-"""
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize(
-    ("obtained", "expected", "words"),
-    [
-        ("digest(torch.ones(2))", None, "values compared in a fake world, where collectives move"),
-        ("''", "''", "test_it.py:8: an inline expectation of no text"),
-        ("'all_reduce: 1'", "'all_reduce: 1'", None),
-    ],
-)
-def test_inline_expectations_of_values_or_of_nothing(run, obtained, expected, words):
-    """V6"""
-    if expected is None:
-        expected = repr(digest(torch.ones(2)))
-    result = run(INLINE.format(obtained, expected))
-    result.assert_outcomes(passed=1)
-    if words is None:
-        result.stdout.no_fnmatch_line("idle *")
-    else:
-        result.stdout.fnmatch_lines([f"idle      1 {words}*"])

@@ -203,10 +203,14 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
         if node.name in constants:
             node.meta["gt_constant"] = constants[node.name]
 
-    results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
-    trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
+    results = []
+    trained = []
+    for spec in signature.output_specs:
+        results.append((spec.kind.name, spec.target))
+        if spec.kind.name == "GRADIENT_TO_PARAMETER":
+            trained.append(spec.target)
     output = copied.graph.output_node()
-    output.meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
+    output.meta |= {"gt_outputs": _result_names(results), "gt_parameters": tuple(trained)}
     output.meta["gt_structure"] = program.call_spec.out_spec
 
     loss = output
@@ -646,10 +650,12 @@ def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:
+        late = []
         for node in waiting:
             if all(source in ordered for source in node.all_input_nodes):
                 ordered[node] = None
-        late = [node for node in waiting if node not in ordered]
+            else:
+                late.append(node)
         if len(late) == len(waiting):
             raise ValueError(f"the graph has a cycle, in which {late[0].name} is")
         waiting = late

@@ -266,6 +266,11 @@ def is_view(target: object) -> bool:
     )
 
 
+def graphs_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph and all graphs inside it."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def mutates(node: fx.Node) -> bool:
     """Return whether the operator writes to an operand."""
     return bool(written_operands(node))

@@ -18,7 +18,7 @@ from pytest_gtrainer._torch.passes import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import group_of, launches
-from pytest_gtrainer.graph.nodes import argument_of, node_fqn
+from pytest_gtrainer.graph.nodes import argument_of, graphs_in, node_fqn
 
 Partition = tuple[tuple[int, ...], ...]
 """Every rank's group along one dimension of the device mesh."""
@@ -58,9 +58,8 @@ def first_difference(lines_of_rank: Mapping[int, Iterable[Line]]) -> Difference 
 
 def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
     """Yield the nodes of a graph, and of the graphs in it."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
+    for module in graphs_in(gm):
+        yield from module.graph.nodes
 
 
 def describe_input(node: fx.Node) -> str:

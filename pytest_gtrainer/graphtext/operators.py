@@ -22,6 +22,7 @@ from torch import fx
 from pytest_gtrainer._torch import graph_text
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, OpOverloadPacket, schema
 from pytest_gtrainer.graph.collectives import group_of, hides, launches
+from pytest_gtrainer.graph.nodes import graphs_in
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
 
@@ -324,11 +325,16 @@ def is_operator(name: str) -> bool:
 
 def _alternatives(space: str, packet: str) -> str:
     """Return the overloads of a known operator, or the operator nearest to an unknown one."""
-    names = [name.replace("::", ".", 1) for name in graph_text.operator_names()]
-    overloads = [name for name in names if f"{name}.".startswith(f"{space}.{packet}.")]
+    overloads, packets = [], set()
+    for registered in graph_text.operator_names():
+        name = registered.replace("::", ".", 1)
+        # The default overload has no name: ``aten.mm``.
+        if f"{name}.".startswith(f"{space}.{packet}."):
+            overloads.append(name)
+        elif name.startswith(f"{space}."):
+            packets.add(".".join(name.split(".")[:2]))
     if overloads:
         return f": it has {', '.join(sorted(overloads))}"
-    packets = {".".join(name.split(".")[:2]) for name in names if name.startswith(f"{space}.")}
     return nearest(f"{space}.{packet}", packets)
 
 
@@ -405,11 +411,6 @@ def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
 
 class HiddenGroup(ValueError):
     """A text does not show the ranks, or the reduction, of a collective of its graph."""
-
-
-def graphs_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return a graph and all graphs inside it."""
-    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def refuse_hidden_groups(gm: fx.GraphModule) -> None:

@@ -20,6 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pytest_gtrainer._torch.graph_text import append_node, hooks_of
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
+from pytest_gtrainer.graph.nodes import graphs_in
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
@@ -35,7 +36,6 @@ from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import (
     UnknownOperator,
     function_of,
-    graphs_in,
     is_method,
     names_of_groups,
     operator_named,
@@ -550,17 +550,20 @@ def _namespaces(gm: fx.GraphModule) -> set[str] | None:
     """
     if any(map(hooks_of, graphs_in(gm))):
         return None
-    calls = list(nodes_within(gm))
-    targets = {node.target for node in calls if node.op == "call_function"}
-    namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
-    methods = {str(node.target) for node in calls if node.op == "call_method"}
+    targets: set[Any] = set()
+    namespaces: set[str] = set()
+    for node in nodes_within(gm):
+        if node.op == "call_function":
+            targets.add(node.target)
+            if isinstance(node.target, OpOverload):
+                namespaces.add(node.target.namespace)
+        elif node.op == "call_method" and not is_method(str(node.target)):
+            return None
+
     try:
         for target in targets:
             if operator_named(function_of(target).text, namespaces) is not target:
                 return None
     except UnknownOperator:
         return None
-
-    if all(map(is_method, methods)):
-        return namespaces
-    return None
+    return namespaces

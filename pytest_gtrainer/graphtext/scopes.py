@@ -148,9 +148,17 @@ def _infer_module(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
 
     Inputs count only where no operand is computed.
     """
-    operands = [scopes[operand] for operand in node.all_input_nodes if operand in scopes]
-    known = [scope for scope in operands if not scope.is_nowhere]
-    known = [scope for scope in known if scope.space in ("fwd", "bwd")] or known
+    computed: list[Scope] = []
+    inputs: list[Scope] = []
+    for operand in node.all_input_nodes:
+        scope = scopes.get(operand, NOWHERE)
+        if scope.is_nowhere:
+            continue
+        if scope.space in ("fwd", "bwd"):
+            computed.append(scope)
+        else:
+            inputs.append(scope)
+    known = computed or inputs
     if not known:
         return ""
     fqns: list[str] = []

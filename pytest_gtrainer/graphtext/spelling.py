@@ -33,7 +33,7 @@ from pytest_gtrainer._torch.graph_text import (
 )
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.foreign import AnyGraph, adopt
-from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graph.nodes import graphs_in, spell_dtype
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext.identity import (
     CannotShow,
@@ -46,7 +46,7 @@ from pytest_gtrainer.graphtext.identity import (
     name_of,
 )
 from pytest_gtrainer.graphtext.literals import PLAIN, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import graphs_in, groups_of, operator_of, word
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell, spell_from, spell_input
 

@@ -48,6 +48,7 @@ from pytest_gtrainer.graph.nodes import (
     GATHERS_ONCE,
     HANDED_ON,
     direction,
+    graphs_in,
     refuse_fake,
 )
 from pytest_gtrainer.tracing.model import (
@@ -696,7 +697,7 @@ def _erase_handed_on(gm: fx.GraphModule) -> None:
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
     """Give backward nodes the ``custom`` metadata of the first forward node of their ``seq_nr``."""
-    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    graphs = graphs_in(gm)
     forward: dict[int, dict[str, Any]] = {}
     backward = []
     for module in graphs:

@@ -178,7 +178,7 @@ def _section_diffs(
     # The changed lines of a section, the first body that has them, and all sections that do.
     found: dict[_Lines, tuple[list[str], list[str]]] = {}
     for section in dict.fromkeys([*before, *after]):
-        was, now, key = [side.get(section, ()) for side in (before, after, by)]
+        was, now, key = before.get(section, ()), after.get(section, ()), by.get(section, ())
         if was != key:
             body = list(_body(was, now, key))
             changed = tuple(line for line in body if not line.startswith(" "))

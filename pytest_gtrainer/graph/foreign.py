@@ -535,7 +535,7 @@ def _saved_name(node: fx.Node) -> str:
     It is that of the input that the value is, or of its operator.
     """
     fqn = _name_of_input(node) or _name_of_value(node)
-    # A backward that is split again keeps what was kept before.
+    # What the backward takes may have that name already.
     return f"kept.{fqn.removeprefix('kept.')}"
 
 

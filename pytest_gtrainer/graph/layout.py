@@ -257,7 +257,7 @@ class _Reader:
     def refuse_nested(self, gm: fx.GraphModule) -> None:
         """Refuse a graph inside the graph that gathers parameters or reduces gradients."""
         for node in gm.graph.nodes:
-            # Inductor writes an order of two nodes as a higher-order operator; it has no graph.
+            # Inductor writes an order of nodes as a higher-order operator around one operator.
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
             names = []

@@ -28,6 +28,7 @@ from typing import Any
 import pytest_gtrainer
 from pytest_gtrainer import _HOME
 from pytest_gtrainer.environment import complaint
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.numerics.knobs import KNOBS
 
 ROOT = Path(__file__).parent
@@ -162,9 +163,7 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
         broken = parts_that_do_not_import()
 
     for reason, parts in broken.items():
-        shown = ", ".join(parts)
-        if len(parts) > MOST_SHOWN and not verbose:
-            shown = f"{', '.join(parts[:MOST_SHOWN])} and {len(parts) - MOST_SHOWN} more"
+        shown = spell_some(parts, len(parts) if verbose else MOST_SHOWN)
         lines += wrapped(f"does not import: {shown}", "  ", "    ")
         lines += wrapped(f"because: {reason}", "    ", "      ")
 

@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -253,6 +253,18 @@ def spell_counts(counts: Mapping[str, int]) -> str:
     '2 equal, 1 different'
     """
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+def spell_some(items: Sequence[object], most: int = 3) -> str:
+    """Return the first items, and the number of the others.
+
+    >>> spell_some(["a", "b"]), spell_some([4, 5, 6], most=1)
+    ('a, b', '4 and 2 more')
+    """
+    shown = ", ".join(map(str, items[:most]))
+    if len(items) > most:
+        shown += f" and {len(items) - most} more"
+    return shown
 
 
 def counted(number: int, noun: str) -> str:

@@ -20,7 +20,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import is_control_dependency
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.values import HigherOrderOperator
-from pytest_gtrainer.facts import FailedCheck, counted
+from pytest_gtrainer.facts import FailedCheck, counted, spell_some
 from pytest_gtrainer.graph.bucket_plan import layer_of
 from pytest_gtrainer.graph.collectives import (
     chain_to_output,
@@ -405,15 +405,12 @@ class _Reader:
 
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
-    more = ""
-    if len(names) > _MOST_MOVED:
-        more = f" and {len(names) - _MOST_MOVED} more"
     target = getattr(at.target, "name", lambda: at.target)()
     why = f"at node {at.name} ({target}) their order is lost"
     if at is launch:
         why = f"{target} is no collective that a layout knows"
     return UnreadLayout(
-        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and the "
+        f"the collective {launch.name} {verb} {spell_some(names, _MOST_MOVED)}, and the "
         f"place of each in it cannot be read: {why}. Pack by cat, copies, views and torch's own "
         "bucketing operators around functional collectives, or compare bits"
     )

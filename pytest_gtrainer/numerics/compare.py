@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics import bits
 from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensors, entries
@@ -90,9 +90,7 @@ def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str
     """
     shared = [key for key, tensor in expected.items() if bits.share_memory(actual[key], tensor)]
     if shared:
-        which = where(shared[0])
-        if len(shared) > 1:
-            which += f" and {len(shared) - 1} more"
+        which = spell_some(list(map(where, shared)), 1)
         return (
             f"{which}: actual and expected are the same memory, so nothing was compared: clone one "
             "of them before it changes, give each side inputs of its own, or leave it out on both "
@@ -169,10 +167,7 @@ def _some(noun: str, numbers: Sequence[int]) -> str:
     """
     if len(numbers) != 1:
         noun += "s"
-    shown = f"{noun} {', '.join(map(str, numbers[:_MOST_NUMBERS]))}"
-    if len(numbers) > _MOST_NUMBERS:
-        shown += f" and {len(numbers) - _MOST_NUMBERS} more"
-    return shown
+    return f"{noun} {spell_some(numbers, _MOST_NUMBERS)}"
 
 
 def compare_entries(

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.collectives import find_early_read
 from pytest_gtrainer.graph.nodes import direction, node_fqn, walk
 
@@ -99,9 +100,7 @@ def _describe(node: fx.Node) -> str:
         if given is not None:
             inputs.append(f"input {given['fqn']}" if given["kind"] == "input" else given["fqn"])
     if inputs:
-        where += f", made from {', '.join(inputs[:3])}"
-    if len(inputs) > 3:
-        where += f" and {len(inputs) - 3} more"
+        where += f", made from {spell_some(inputs)}"
     return f"{node} ({direction(node)}, {where})"
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import (
     ALL_REDUCE_NAME,
@@ -328,8 +329,7 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
     if labels and dist.get_backend() == "gloo" and all(numel % 2 == 0 for numel in labels):
         found = []
         for numel, buckets in labels.items():
-            more = f" and {len(buckets) - 1} more" if len(buckets) > 1 else ""
-            found.append(f"{numel} in {buckets[0]}{more}")
+            found.append(f"{numel} in {spell_some(buckets, 1)}")
         return (
             "gloo adds whole shards where a rank's payload has an even number of elements "
             f"({', '.join(found)})",
@@ -463,10 +463,9 @@ def _check_equal(
             unread = assert_same_layout(layouts["graph"], layouts["eager"])
             kept = layouts["graph"].kept
             if resharded and kept:
-                more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
                 raise LayoutDifference(
                     "reshard_after_forward=True, and the backward reads the forward's copy of "
-                    f"{kept[0]}{more}: a pass between resharding and bucketing lost its second "
+                    f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its second "
                     "all-gather"
                 )
         except LayoutDifference as difference:

@@ -4,13 +4,12 @@ import ast
 
 import torch
 
-from pytest_gtrainer.facts import escaped
+from pytest_gtrainer.facts import escaped, spell_some
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Template, statement, template
 from pytest_gtrainer.graphtext.differences.lines import Change, changes, spell_sections, text_diff
 from pytest_gtrainer.graphtext.differences.remarks import (
     _relative,
     cut,
-    listed,
     module_of,
     ranges,
     same_start,
@@ -65,7 +64,10 @@ def test_words_for_a_line_of_text():
     assert (cut("abcdef", 4), cut("abcd", 4)) == ("abc…", "abcd")
     assert (same_start("f32[2]", "f32[4]"), same_start("mm", "mm_1")) == (4, 2)
     assert ranges([0, 1, 2, 5, 7, 8]) == ["0..2", "5", "7", "8"]
-    assert (listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])) == ("a, b", "a, b, c and 2 more")
+    assert (spell_some(["a", "b"]), spell_some(["a", "b", "c", "d", "e"])) == (
+        "a, b",
+        "a, b, c and 2 more",
+    )
     assert escaped("a" + chr(27) + "[31m" + chr(0x202E)) == r"a\x1b[31m\u202e"
     assert _became("f32[2]", "f32[4]") == "f32[2] became f32[4]"
     long = "[" + "f32[2], " * 20

@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow
 from pytest_gtrainer.graphtext.differences.remarks import (
     Remark,
     Weight,
     communicates,
     kind_of,
-    listed,
     module_of,
 )
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
@@ -188,7 +188,7 @@ class _Matching:
             names = " and ".join(labels)
             # Three names are as short as two and a number.
             if len(labels) > 2:
-                names = listed(labels, 3 if len(labels) == 3 else 1)
+                names = spell_some(labels, 3 if len(labels) == 3 else 1)
             text = f"{target.kind} {prefix}{names} merged into {target.label}"
             yield _remark(text, *buckets, target)
 
@@ -199,10 +199,10 @@ class _Matching:
             if len(parts) < 2:
                 continue
             if any(part.scope.is_bucket for part in parts):
-                into = listed([f"{part.label} ({len(part.members)} members)" for part in parts])
+                into = spell_some([f"{part.label} ({len(part.members)} members)" for part in parts])
             else:
                 names = _names(source, [part.members[0] for part in parts])
-                into = f"{len(parts)} collectives, of {listed(names)}"
+                into = f"{len(parts)} collectives, of {spell_some(names)}"
             text = f"{source.kind} {source.label} split into {into}"
             yield _remark(text, source, *parts)
 
@@ -230,7 +230,7 @@ class _Matching:
         ):
             for place, bucket in enumerate(buckets):
                 if not homes[place]:
-                    names = listed(_names(bucket, bucket.members))
+                    names = spell_some(_names(bucket, bucket.members))
                     text = f"{verb} {bucket.kind} {bucket.label} of {names}"
                     yield _remark(text, bucket, gist=f"{verb} {bucket.sort} buckets")
         for place, heir in self._partner.items():
@@ -254,7 +254,7 @@ class _Matching:
                 changes.append(("lost", names, f" to {self.new[home].label}"))
 
         for verb, names, to in changes:
-            text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
+            text = f"{now.kind} {now.label} {verb} {spell_some(names)}{to}"
             yield _remark(text, now, was, gist=f"{verb} members of {now.sort}")
 
         # A member occurs once in a bucket, so both sides are as long.

@@ -17,13 +17,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gtrainer.facts import counted, escaped
+from pytest_gtrainer.facts import counted, escaped, spell_some
 from pytest_gtrainer.graphtext.differences.remarks import (
     WIDTH,
     Remark,
     Weight,
     cut,
-    listed,
     ranges,
     same_start,
 )
@@ -303,7 +302,7 @@ def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator
             ("gained", Counter(now) - Counter(was)),
         ):
             if lines:
-                parts.append(f"{verb} {listed(list(lines), 2)}")
+                parts.append(f"{verb} {spell_some(list(lines), 2)}")
         changed = ", ".join(parts)
         space, _, module = absolute(section, None).partition(".")
         text = f"{space} {module}".rstrip() + f": {changed or 'lines in another order'}"

@@ -135,14 +135,6 @@ def ranges(numbers: Sequence[int]) -> list[str]:
     return spelled
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and the number of the others."""
-    shown = ", ".join(names[:most])
-    if len(names) > most:
-        shown += f" and {len(names) - most} more"
-    return shown
-
-
 KINDS = {
     "all_gather": "AG",
     "reduce_scatter": "RS",

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences import remarks
 from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
@@ -217,7 +217,7 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         parts = []
         for verb, counts in changes.items():
             names = [f"{count} {name}" if count > 1 else name for name, count in counts.items()]
-            parts.append(f"{verb} {remarks.listed(names, 4)}")
+            parts.append(f"{verb} {spell_some(names, 4)}")
         gist = ", ".join(parts)
         yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 

@@ -117,20 +117,7 @@ class Golden:
             )
 
         kind, text = self._text(value, view, sizes)
-        if per is not None and kind == "numbers":
-            raise ValueError(
-                'per="torch" is not for numbers: their file has an entry for each environment '
-                "anyway"
-            )
-
-        minor = installed_minor() if per else None
-        if per is not None and minor is None:
-            raise ValueError(
-                'per="torch" needs a version like 2.15, and that of the installed torch does not '
-                "begin so"
-            )
-
-        path = golden_path(self._made_by["test"], name, kind, minor)
+        path = golden_path(self._made_by["test"], name, kind, _minor_version(per, kind))
         self._names.add(name or "")
         if odd := _not_a_proof(kind, text, value):
             what = odd[0]
@@ -227,6 +214,28 @@ class Golden:
                 fields["world"] += f", rank {spec.rank}"
             fields["mesh"] = ", ".join(f"{name}={extent}" for name, extent in spec.mesh.items())
         return {**fields, "torch": str(torch.__version__), "remake": self._made_by["remake"]}
+
+
+def _minor_version(per: str | None, kind: str) -> tuple[int, int] | None:
+    """Return the version of torch that a golden is kept for; None for one that serves all.
+
+    Raises:
+        ValueError: it cannot be kept so.
+    """
+    __tracebackhide__ = True
+    if per is None:
+        return None
+    if kind == "numbers":
+        raise ValueError(
+            'per="torch" is not for numbers: their file has an entry for each environment anyway'
+        )
+    minor = installed_minor()
+    if minor is None:
+        raise ValueError(
+            'per="torch" needs a version like 2.15, and that of the installed torch does not '
+            "begin so"
+        )
+    return minor
 
 
 def _is_graph(value: Any) -> bool:

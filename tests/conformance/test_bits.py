@@ -13,6 +13,7 @@ ON_RANKS = pytest.mark.gt_world("ranks", size=3)
 ON_NODES = pytest.mark.gt_world("simulated", size=4, nodes=2)
 
 
+@pytest.mark.second_tier("bits-")
 @pytest.mark.parametrize(
     ("rule", "words"),
     [

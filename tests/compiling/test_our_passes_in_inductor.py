@@ -96,6 +96,7 @@ def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
     assert_bitwise_different(other, expected)
 
 
+@pytest.mark.second_tier("gathered")
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("passes", [[], AGAIN], ids=["kept", "gathered again"])
 def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):

@@ -90,6 +90,7 @@ def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch,
     assert_bitwise_different(*results, what="rows that go to other experts")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", mesh={"fsdp": 2, "ep": 4})
 def test_the_exchange_traces_in_a_fake_world(gt_mesh, build, batch):
     """Two all-to-alls of rows a layer and direction, one of counts."""

@@ -101,7 +101,7 @@ def held(gm: fx.GraphModule, kind: str) -> set:
     }
 
 
-@pytest.mark.second_tier("deepseek_v3")
+@pytest.mark.second_tier("deepseek_v3", "llama3-custom_ops_multidtype", "llama3-coalesced")
 @pytest.mark.parametrize("mode", ["default", "custom_ops", "custom_ops_multidtype", "coalesced"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):

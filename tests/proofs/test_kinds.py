@@ -201,6 +201,7 @@ def test_a_function_is_told_in_its_kind(name):
     assert proof.kind == kind, str(proof)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_graph_is_told_in_the_same_kind(name):
     kind, actual, expected = FUNCTIONS[name]

@@ -300,6 +300,7 @@ def test_a_pass_is_proven_on_real_ranks(gt_mesh, gt_world):
     assert proof.origin
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_a_difference_on_the_last_rank_alone_is_told_on_all(gt_mesh, gt_world):
     gm = traced(gt_mesh)

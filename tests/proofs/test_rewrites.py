@@ -270,6 +270,7 @@ def test_right_rewrites_are_equal_in_their_kind(data):
     check_right(data)
 
 
+@pytest.mark.second_tier
 @examples(30)
 @given(st.data())
 def test_wrong_rewrites_are_another_function(data):

@@ -172,7 +172,7 @@ def test_an_order_that_infinite_gradients_hide(training, gt_world):
         )
 
 
-@pytest.mark.second_tier("rank 0", "all ranks")
+@pytest.mark.second_tier
 @FOUR
 @pytest.mark.parametrize("ranks", [[0], [3], range(4)], ids=["rank 0", "rank 3", "all ranks"])
 def test_a_run_that_is_not_finite_is_no_parity(training, gt_world, ranks):

@@ -255,6 +255,7 @@ def test_without_the_variable_nothing_is_printed(gt_world, monkeypatch, capsys):
     assert "weights step" not in capsys.readouterr().out
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2)
 def test_the_batch_that_a_trace_looks_at_draws_nothing(gt_mesh):
     """It is the first of the training, too. The twin: that batch does draw."""

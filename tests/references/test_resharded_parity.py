@@ -157,7 +157,7 @@ def losing(lost, resharding=True):
     ]
 
 
-@pytest.mark.second_tier(WEIGHT, "head")
+@pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=3)
 @pytest.mark.parametrize("lost", [WEIGHT, SCALE, "head.weight"])
 def test_a_gather_that_is_missing_is_named(training, gt_world, lost):

@@ -190,6 +190,7 @@ def check(program, config):
 CONFIG = strict("layers.*")
 
 
+@pytest.mark.second_tier
 def test_some_programs():
     accepted = [check(program, CONFIG) for program in programs(seed=5, number=6)]
     assert {*accepted} == {True, False}

@@ -89,7 +89,7 @@ NETS = [
 ]
 
 
-@pytest.mark.second_tier("contiguous-all_reduce", "cells-reduce_scatter")
+@pytest.mark.second_tier("contiguous", "cells-reduce_scatter")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 def test_rings_add_as_nccl_does(collective, partition):

@@ -213,6 +213,7 @@ def test_a_layout_that_differs_fails_where_no_bit_does(gt_world):
         assert_simulated_parity(Recipe(reduced=None).config, gt_world, payload_order="execution")
 
 
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=8, nodes=1)
 def test_a_check_that_could_not_fail_is_no_pass(gt_world):
     """S3: the graph is right, and one node with rail rings would not have shown if it were not.

@@ -138,6 +138,7 @@ def bucketed_by_torch(gm):
     return gm
 
 
+@pytest.mark.second_tier
 @simulated
 def test_torchs_buckets_gather_what_eager_gathers(gt_world):
     expected = simulate_eager(step, inputs_of, gt_world)

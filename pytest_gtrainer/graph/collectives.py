@@ -28,6 +28,7 @@ from pytest_gtrainer.graph.nodes import (
     is_collective,
     is_parameter,
     is_wait,
+    leaves_of,
     mutates,
     node_fqn,
     places_of,
@@ -267,6 +268,22 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
             on_the_way[node] = node
 
     return None
+
+
+def unread_launches(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the collectives whose results reach neither the results of the graph nor a write.
+
+    They cost traffic, and other ranks wait for them.
+    """
+
+    def reads(node: fx.Node) -> list[fx.Node]:
+        if is_control_dependency(node):
+            return leaves_of(node.args[2:])  # the others only come before it
+        return node.all_input_nodes
+
+    ends = [node for node in gm.graph.nodes if node.op == "output" or mutates(node)]
+    read = walk(ends, reads)
+    return [node for node in gm.graph.nodes if launches(node.target) and node not in read]
 
 
 def _passes_on(node: fx.Node) -> bool:

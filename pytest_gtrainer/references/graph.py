@@ -16,8 +16,9 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
-from pytest_gtrainer.graph.collectives import group_of, launches
+from pytest_gtrainer.graph.collectives import group_of, launches, unread_launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.graph.same_on_ranks import collective_lines
@@ -76,6 +77,17 @@ class GraphRun:
     def layout(self) -> BucketLayout:
         """Return where the rewritten graph puts each parameter."""
         return bucket_layout(self.traced.gm)
+
+    def wasted(self) -> str:
+        """Return a sentence on launches of the passes whose results nobody reads; "" for none."""
+        traced, rewritten = map(unread_launches, (self._as_traced.gm, self.traced.gm))
+        more = len(rewritten) - len(traced)
+        if more <= 0:
+            return ""
+        return (
+            f"{rewritten[-1].name} is launched, and nobody reads its result: "
+            f"{counted(more, 'collective')} more than eager has"
+        )
 
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:

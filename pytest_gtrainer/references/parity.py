@@ -251,6 +251,7 @@ def _parity_on_ranks(
             "on this rank",
             paths=lambda verdict, record: [offer_proof(_PROOF_ELSEWHERE)],
             resharded=_reshards(options),
+            wasted=graph.wasted(),
         )
     except AssertionError as error:
         failure = error
@@ -378,6 +379,7 @@ def _simulated_parity(
             row,
             explain,
             resharded=_reshards(options),
+            wasted=subject.wasted(),
         )
         if proof:
             proven = prove_training(subject, config, world)
@@ -445,6 +447,7 @@ def _check_equal(
     row: dict[str, Any] | None = None,
     paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
     resharded: bool = False,
+    wasted: str = "",
 ) -> tuple[str, ...]:
     """Check that layouts and bits of graph and eager are equal; return ``Parity.unread``.
 
@@ -453,10 +456,11 @@ def _check_equal(
         row: the row of a net in the summary's table, which gets its result.
         paths: explains a difference in lines.
         resharded: the graph must gather again whatever its backward reads.
+        wasted: a sentence on collectives that nobody reads; "" for none.
     """
     __tracebackhide__ = True
     row = {} if row is None else row
-    misplaced = ""
+    misplaced = wasted
     unread: tuple[str, ...] = ()
     if not config.replicate:  # DDP has no buckets of parameters
         try:

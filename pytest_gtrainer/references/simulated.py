@@ -234,6 +234,10 @@ class SimulatedGraphRun:
         """Return where the rewritten graph puts each parameter."""
         return self._run.layout()
 
+    def wasted(self) -> str:
+        """Return what ``GraphRun.wasted`` does."""
+        return self._run.wasted()
+
     def rewritten(self, **options: Any) -> "SimulatedGraphRun":
         """Return a run with the same trace and start, rewritten with other options."""
         other = copy.copy(self)

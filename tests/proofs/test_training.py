@@ -15,7 +15,9 @@ from pytest_gtrainer import (
     VacuousCheck,
     assert_parity,
     assert_simulated_parity,
+    construct_default_graph_passes,
 )
+from pytest_gtrainer.graph.collectives import kind_of, launches
 from pytest_gtrainer.references.proven import prove_training
 from pytest_gtrainer.references.simulated import SimulatedGraphRun
 from pytest_gtrainer.worlds.fake import make_mesh
@@ -168,6 +170,39 @@ def test_bits_that_differ_are_proven_where_asked(gt_world):
 
     with pytest.raises(BitwiseDifference, match="in exact arithmetic: another function: "):
         assert_simulated_parity(config, gt_world, proof=True)
+
+
+def launches_again(kind):
+    """Return a pass that launches the last collective of a kind once more, for nobody."""
+
+    def pass_(gm, example_inputs=None):
+        again = [node for node in gm.graph.nodes if launches(node.target) and kind_of(node) == kind]
+        with gm.graph.inserting_after(again[-1]):
+            launched = gm.graph.node_copy(again[-1])
+        wait = next(iter(again[-1].users))
+        with gm.graph.inserting_after(wait):
+            gm.graph.call_function(wait.target, (launched,)).meta = dict(wait.meta)
+        return gm
+
+    return pass_
+
+
+@TWO_NODES
+@pytest.mark.parametrize(
+    ("kind", "options"), [("reduce_scatter", {}), ("all_reduce", {"replicate": True})]
+)
+@pytest.mark.parametrize("proof", [False, True])
+def test_a_collective_that_nobody_reads_is_traffic_that_eager_does_not_have(
+    gt_world, kind, options, proof
+):
+    """Every bit and every payload that somebody reads is equal."""
+    plan = ["layers.0", "layers.1", "head"]
+    passes = [*construct_default_graph_passes(bucket_plan=plan), launches_again(kind)]
+    words = rf"{kind}\w* is launched, and nobody reads its result: 1 collective more than eager has"
+    with pytest.raises(LayoutDifference, match=words):
+        assert_simulated_parity(
+            lambda mesh: training(mesh, **options), gt_world, passes=passes, proof=proof
+        )
 
 
 @pytest.mark.gt_world("fake", size=4)

@@ -64,6 +64,20 @@ def test_one_node_with_one_ring_adds_in_another_order_than_two(traced, gt_world)
     assert proof.kind == "reordered", str(proof)
 
 
+@pytest.mark.parametrize("target", [SCATTER, GATHER])
+def test_a_collective_that_nobody_reads_is_named(traced, gt_world, target):
+    """It is no result, and other ranks wait for it."""
+    more = copy.deepcopy(traced)
+    launch = first(more, target, -1)
+    with more.graph.inserting_after(launch):
+        more.graph.node_copy(launch)
+    for pair, many in (((more, traced), "1 and 0"), ((traced, more), "0 and 1")):
+        proof = prove(*pair, world=gt_world)
+        assert proof.kind == "identical"
+        assert f"nobody reads the results of {many} collectives" in "".join(proof.assumes)
+    assert "nobody reads" not in "".join(prove(traced, traced, world=gt_world).assumes)
+
+
 # --- mistakes
 
 

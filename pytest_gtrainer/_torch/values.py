@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ATTRIBUTES = {
     "torch._C": ("_dispatch_has_kernel_for_dispatch_key", "_should_allow_numbers_as_tensors"),
     "torch._ops:OpOverload": ("_schema",),
+    "torch:Tensor": ("_version",),
     "torch:UntypedStorage": ("_cdata",),
     "torch.distributed.tensor:DTensor": ("_local_tensor",),
     "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
@@ -96,6 +97,11 @@ def takes_numbers(operator: OpOverload) -> bool:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage object: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """Return how many writes to a tensor and its views autograd has counted."""
+    return int(tensor._version)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

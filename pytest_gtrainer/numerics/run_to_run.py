@@ -27,9 +27,11 @@ import torch
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
+from pytest_gtrainer._torch.values import storage_id, writes_to
 from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
+from pytest_gtrainer.numerics.graph_run import has_storage
 from pytest_gtrainer.numerics.record import Record, Tensors, entries
 
 Kept = Record | dict[Any, torch.Tensor]
@@ -59,6 +61,22 @@ def kept(value: Tensors) -> Kept:
     if any(key.phase for key in found):  # of ``Record.select``: a name occurs at many places
         return {key: copied(tensor) for key, tensor in found.items()}
     return {key.name: copied(tensor) for key, tensor in found.items()}
+
+
+def memory_of(value: Tensors) -> list[Any]:
+    """Return where a result lies and how often that was written to; empty if nobody can say.
+
+    If two runs return the same, the second has computed nothing.
+    """
+    if isinstance(value, Record):
+        return [id(value)]
+    found: list[Any] = []
+    for key, tensor in entries(value).items():
+        if not has_storage(tensor) or tensor.is_inference():
+            return []
+        if tensor.numel():
+            found.append((key, storage_id(tensor), writes_to(tensor)))
+    return found
 
 
 def once(function: Function) -> Kept:
@@ -316,21 +334,31 @@ def assert_run_to_run(
         what: what is run, for the message.
 
     Raises:
-        BitwiseDifference: naming the pressure, and the difference at its origin.
+        BitwiseDifference: naming the pressure, and the difference at its origin; or the second run
+            returns what the first one made.
         ValueError: less than two runs.
     """
     __tracebackhide__ = True
     if runs < 2:
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
     report, cuda_started = RunToRun(), torch.cuda.is_initialized()
-    first = once(function)
+    last: Tensors = {}
+
+    def noted() -> Tensors:
+        nonlocal last
+        last = function()
+        return last
+
+    first = once(noted)
     # Generators of CUDA cannot be put back to before it started.
     if torch.cuda.is_initialized() != cuda_started:
-        first = once(function)
+        first = once(noted)
+    # With the result itself: while it lives, no other one lies at its address.
+    made = last, memory_of(last)
     plain = [Pressure(f"run {number}", once) for number in range(2, runs + 1)]
     for pressure in (*plain, *pressures):
         try:
-            result = pressure.run(function)
+            result = pressure.run(noted if pressure in plain else function)
         except NotJudged as reason:
             report.not_judged[pressure.name] = str(reason)
             facts.emit(
@@ -343,7 +371,17 @@ def assert_run_to_run(
 
         verdict = compare(result, first)
         report.not_finite = verdict.not_finite
+        is_cached = pressure in plain and made[1] != [] and memory_of(last) == made[1]
+        if is_cached:
+            why = "a result that is kept from run to run is equal whatever computed it"
+            verdict = replace(verdict, outcome="unverified", reasons=(why,))
         facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
+        if is_cached:
+            raise BitwiseDifference(
+                f"{what or 'the run'} returns what the first one made, and nothing has written to "
+                f"it since: let the function compute it anew\n{verdict}",
+                verdict,
+            )
         if verdict.outcome != "equal":
             raise BitwiseDifference(
                 f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}\n"

@@ -37,6 +37,7 @@ from pytest_gtrainer.numerics.run_to_run import (
     once,
 )
 from pytest_gtrainer.worlds.hygiene import restored
+from tests.numerics.samples import make_run
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
@@ -138,6 +139,49 @@ def test_a_result_that_the_next_run_overwrites():
     assert caught.value.verdict.outcome == "different", (
         "the second run was compared with the same memory"
     )
+
+
+CACHED = torch.ones(3)
+
+
+def whole():
+    return {"x": CACHED}
+
+
+def views():
+    return [CACHED.view(1, 3), CACHED[1:]]
+
+
+def record():
+    return RECORD
+
+
+RECORD = make_run()
+
+
+@pytest.mark.parametrize("function", [whole, views, record])
+def test_a_result_that_is_cached_proves_nothing(function):
+    """V6: no run but the first has computed anything."""
+    with (
+        facts.collecting() as seen,
+        pytest.raises(BitwiseDifference, match="the run returns what the first one made"),
+    ):
+        assert_run_to_run(function, 2, pressures=[])
+    assert [fact["outcome"] for fact in facts.of_kind(seen, "verdict")] == ["unverified"]
+
+
+def computes_beside():
+    return {"input": CACHED, "result": CACHED * 2}
+
+
+def writes_again():
+    return [CACHED.fill_(1)]
+
+
+@pytest.mark.parametrize("function", [computes_beside, writes_again])
+def test_a_result_that_is_computed_again_may_lie_in_the_same_memory(function):
+    """The twin."""
+    assert assert_run_to_run(function, 2, pressures=[]).equal == ["run 2"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -15,10 +15,11 @@ pytestmark = [
     pytest.mark.usefixtures("gt_module_world"),
 ]
 
+MATMUL = torch.backends.mkldnn.matmul
 SETTINGS = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (lambda: MATMUL.fp32_precision, lambda value: setattr(MATMUL, "fp32_precision", value)),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.is_grad_enabled, torch.set_grad_enabled),
 ]
@@ -30,8 +31,8 @@ CHANGES = {
         torch.set_default_dtype(torch.float64)
     ),
     "torch.get_num_threads() from": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "torch.get_float32_matmul_precision() from highest to high": lambda: (
-        torch.set_float32_matmul_precision("high")
+    "torch.backends.mkldnn.matmul.fp32_precision from none to ieee": lambda: setattr(
+        MATMUL, "fp32_precision", "ieee"
     ),
     "torch.are_deterministic_algorithms_enabled() from False to True": lambda: (
         torch.use_deterministic_algorithms(True)

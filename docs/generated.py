@@ -101,6 +101,48 @@ def options_page() -> str:
     )
 
 
+def operators_table() -> str:
+    """The table of operators in ``proofs.md``, from the one table that the arithmetics read."""
+    from pytest_gtrainer.arithmetic import field, operators
+
+    decisions = operators.COMPARISONS | operators.TRUTHS | operators.SORTS | set(operators.FINITE)
+    known = operators.MOVES | operators.FACTORIES | operators.UNINITIALISED | operators.CASTS
+    rows = [
+        ("views", "read other places of the same memory", "all, by their schema"),
+        ("moves", "take elements elsewhere", operators.MOVES),
+        ("factories", "make known numbers", operators.FACTORIES | operators.UNINITIALISED),
+        ("casts", "round, or do nothing in *rounds elsewhere*", operators.CASTS),
+        ("decisions", "compare and choose, in nine orders", decisions),
+        (
+            "of a field",
+            "are computed modulo a prime: sums in any order, `exp` and roots as functions",
+            field.RING - known,
+        ),
+        (
+            "made of others",
+            "are taken apart",
+            "torch's decompositions, attention on the CPU, lists",
+        ),
+        (
+            "other functions of each element",
+            "are equal for equal operands",
+            "those that torch tags as pointwise",
+        ),
+        (
+            "opaque",
+            "are equal for equal arguments, else *unknown*",
+            "all others, unless `meaning` says what they compute",
+        ),
+    ]
+    lines = ["| operators | in an arithmetic they | which |", "|---|---|---|"]
+    for kind, effect, names in rows:
+        shown = (
+            names if isinstance(names, str) else ", ".join(f"`{name}`" for name in sorted(names))
+        )
+        lines.append(f"| {kind} | {effect} | {shown} |")
+    return "\n".join(lines)
+
+
 PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
 
 

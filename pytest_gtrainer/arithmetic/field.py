@@ -80,7 +80,7 @@ class Field(Arithmetic):
 
     def compute(self, call: Call) -> Any:
         method = getattr(self, f"_{call.base.strip('_')}", None)
-        if call.base not in _METHODS or method is None:
+        if call.base not in RING or method is None:
             return NotImplemented
         found = method(call)
         if found is NotImplemented:
@@ -341,13 +341,14 @@ class Field(Arithmetic):
 
 
 _OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
-_METHODS = names(
+RING = names(
     """
     add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm
     bmm dot mv sum mean var var_mean cumsum prod index_put _unsafe_index_put index_add
     scatter_add embedding_dense_backward convolution convolution_backward
     """
 )
+"""Operators that a field computes by itself."""
 
 
 class FieldWithExponents(Field):

@@ -1,5 +1,6 @@
 """The examples of docs/proofs.md run, and say what the page says."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -7,8 +8,24 @@ import pytest
 
 from pytest_gtrainer.testing import run_project
 
-PAGE = (Path(__file__).parents[2] / "docs" / "proofs.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "proofs.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_table_of_operators_is_that_of_the_code():
+    spec = importlib.util.spec_from_file_location("generated", DOCS / "generated.py")
+    generated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generated)
+    table = generated.operators_table()
+    assert table in PAGE, f"put this into docs/proofs.md:\n{table}"
+
+
+def test_the_how_tos_begin_with_the_question():
+    """Parity, torch.compile and "loss differs" link the page before anything else."""
+    for name in ("compile.md", "simulated-world.md", "parallelism.md", "how-to/loss-differs.md"):
+        first = (DOCS / name).read_text().split("\n\n")[1]
+        assert re.search(r"\[[Ww]hich kind of equal\?\]\((\.\./)?proofs\.md\)", first), name
 
 
 def test_the_examples_run():

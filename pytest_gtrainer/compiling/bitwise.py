@@ -23,7 +23,7 @@ from pytest_gtrainer.bisect import (
 from pytest_gtrainer.compiling.record import CompileRecord, RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.collectives import find_early_read
-from pytest_gtrainer.graph.nodes import input_fqn, is_collective, refuse_fake
+from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn, is_collective, refuse_fake
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import span
 from pytest_gtrainer.numerics.compare import (
@@ -36,6 +36,7 @@ from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
     copies,
+    has_storage,
     inputs_afterwards,
     named_outputs,
     only_nan,
@@ -67,14 +68,14 @@ def assert_pass_bitwise(
     """Fail unless the graphs before and after a pass give the same bits with kernels of eager.
 
     Compared are outputs, inputs and attributes as the graphs leave them, and the states of random
-    generators.
+    generators; and which results lie in the memory of an input or of another result.
 
     The inputs are those of the first call, if recorded, and for each seed normal numbers, every
     fourth row divided by 1000 (integers are 0 and 1, which may be indices). Dynamic sizes are the
     example, its double and one more, or the next sizes that guards allow. The outputs for two seeds
     must differ, or no difference could be seen. Then elements of the inputs are replaced by large,
-    infinite, NaN, zero and subnormal numbers; there all NaNs are equal. Integers become as large as
-    the graph before the pass takes them. Inputs that share memory share it in each run.
+    infinite, NaN, zero, subnormal and equal numbers; there all NaNs are equal. Integers become as
+    large as the graph before the pass takes them. Inputs that share memory share it in each run.
 
     Args:
         run: a recorded pass, or a pair of graphs.
@@ -131,6 +132,7 @@ def assert_pass_bitwise(
     for extreme in found.silent:
         idle = f"{what}: every output is NaN on {extreme}, so these inputs prove nothing"
         facts.emit("idle", what=idle)
+    _refuse_new_aliases(before, after, what, first)
     # The control comes last: one rank alone may fail it, and nothing behind it communicates.
     control = compare_control(of_seeds[0], of_seeds[1])
     always_nan = set.intersection(*nan)
@@ -196,6 +198,39 @@ def _require_equal(
             )
         message = "\n".join([*lines, str(found.verdict), str(found)])
         raise BitwiseDifference(message, found.verdict)
+
+
+def _refuse_new_aliases(
+    before: fx.GraphModule, after: fx.GraphModule, what: str, flat: Sequence[Any]
+) -> None:
+    """Raise if a result lies in the memory of an input or of another result, and did not before.
+
+    Its bits are equal until somebody writes to one of the two.
+    """
+    __tracebackhide__ = True
+    known = _find_aliases(before, flat)
+    for name, owner in _find_aliases(after, flat):
+        if (name, owner) not in known:
+            why = f"{name} lies in the memory of {owner}: a write to one changes the other"
+            verdict = Verdict("different", reasons=(why,))
+            facts.emit("verdict", outcome="different", tensors=1, what=what)
+            raise BitwiseDifference(f"{what} returns a view in place of a copy\n{why}", verdict)
+
+
+def _find_aliases(gm: fx.GraphModule, flat: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return each result that shares memory, with the input or earlier result it shares it with."""
+    run = run_graph(gm, flat)
+    owners: dict[int, str] = {}
+    for name, tensor in run.state.items():
+        if has_storage(tensor):
+            owners.setdefault(storage_id(tensor), name.removesuffix(AFTERWARDS))
+    found = []
+    for name, tensor in run.outputs.items():
+        if has_storage(tensor) and tensor.numel():
+            owner = owners.setdefault(storage_id(tensor), name)
+            if owner != name:
+                found.append((name, owner))
+    return found
 
 
 def _find_outputs(gm: fx.GraphModule, flat: Sequence[Any]) -> dict[str, Tensor]:

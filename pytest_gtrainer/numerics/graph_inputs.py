@@ -38,6 +38,9 @@ class Extreme(Enum):
     TINY = "zeros of both signs and subnormal numbers"
     INFINITE = "infinities"
     NAN = "NaN"
+    # Small whole numbers: sums and products of them are exact, and equal, too.
+    TIES = "equal numbers"
+    ALL_INFINITE = "infinities everywhere"
 
     # Ordinary integers are 0 and 1. Modest ones, because a graph may allocate as many elements.
     INTEGERS = "large and negative integers"
@@ -59,6 +62,10 @@ class Extreme(Enum):
 
         if self is Extreme.NAN:
             return [torch.nan]
+        if self is Extreme.TIES:
+            return [1.0, 2.0, -1.0]
+        if self is Extreme.ALL_INFINITE:
+            return [torch.inf]
         smallest = torch.finfo(dtype).smallest_normal
         positive = {
             Extreme.LARGE: [150.0, 1e3, 2e4],
@@ -69,6 +76,8 @@ class Extreme(Enum):
 
     def count(self, numel: int) -> int:
         """Return how many of ``numel`` elements are replaced; most keep an ordinary number."""
+        if self in (Extreme.TIES, Extreme.ALL_INFINITE):
+            return max(numel, 3)  # all values in one run: a scalar has no equal
         if self in (Extreme.INFINITE, Extreme.NAN):
             # Few, which leaves rows and columns without one.
             return min(max(numel // 16, 1), 4, numel)
@@ -100,7 +109,7 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
     # differ most.
     alone = list(dict.fromkeys([*places[:1], *places[-1:], *places[1:-1]]))[:MOST_ALONE]
     for extreme in Extreme:
-        if extreme in INTEGERS or not places:
+        if extreme in (*INTEGERS, Extreme.ALL_INFINITE) or not places:
             continue
         is_number = _check_values(inputs, places, extreme, "some inputs", check)
         for place in alone if len(places) > 1 else ():
@@ -111,6 +120,10 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
         if not is_number:
             silent.append(f"inputs with {extreme.value}")
 
+    # Among a few infinities there may be none where an element counts.
+    for place in alone[:2]:
+        where = f"graph input {place} alone"
+        _check_values(inputs, [place], Extreme.ALL_INFINITE, where, check)
     _try_integers(inputs, check)
     return silent
 

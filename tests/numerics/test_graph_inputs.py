@@ -243,6 +243,26 @@ def test_each_integer_input_is_tried_by_itself():
         by_values(*(graph_of(each, *given) for each in (before, after)))
 
 
+ALIASES = {
+    "an input": (lambda x, y: (x.clone(), x + y), lambda x, y: (x.view(8), x + y)),
+    "a part of an input": (lambda x, y: (y[2:] * 1, x + y), lambda x, y: (y[2:], x + y)),
+    "another result": (
+        lambda x, y: ((x + y), (x + y).clone()),
+        lambda x, y: (z := x + y, z.view(8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_result_in_the_memory_of_another_tensor(kind):
+    """Who then writes to one of them changes the other."""
+    before, after = (graph_of(each, *two_of_their_own()) for each in ALIASES[kind])
+    with pytest.raises(BitwiseDifference, match=r"output \d lies in the memory of"):
+        assert_pass_bitwise((before, after))
+    with facts.failing_checks(lambda error: None):
+        assert_pass_bitwise((after, before))  # a copy more is no other value
+
+
 def test_expanded_inputs_and_booleans():
     given = [torch.ones(1).expand(4), torch.tensor([True, False])]
     made = copies(given)

@@ -178,12 +178,12 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _as_one(calls: Sequence[Tensor], count: int, like: Sequence[int]) -> Tensor:
-    """Return the tensors of all calls of a module as one.
-
-    Those of micro-batches are one batch. Those of a recomputation come again at the end.
-    """
-    if len(calls) > count and len(calls[0]) < like[0]:
-        return torch.cat(list(calls))
+    """Return the tensors of all calls of a module as one; those of micro-batches are one batch."""
+    rows = calls[0].shape[0] if calls[0].ndim else 0
+    batches = like[0] // rows if rows and count == 1 else 1
+    # A schedule calls each stage once more, and first, to infer shapes.
+    if batches > 1 and len(calls) in (batches, batches + 1):
+        return torch.cat(list(calls[-batches:]))
     same = [call for call in calls[:count] if call.shape == calls[0].shape]
     return same[0] if len(same) == 1 else torch.stack(same)
 

@@ -322,12 +322,20 @@ def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh
     for fqn in sorted(expected.parameters - held):
         place = Place(f"parameter {fqn}", says="no rank has it, and the reference does")
         return Proof("another function", len(expected.results()), place)
+    # A loss that differs says more than the gradients that follow from it.
+    for rank, made in enumerate(found):
+        for coordinate, loss in made.losses.items():
+            name = f"loss of data coordinate {coordinate}"
+            different = _difference(name, rank, loss, expected.losses[coordinate])
+            if different is not None:
+                return _explain(different, found, expected, mesh)
     for rank, made in enumerate(found):
         wanted = made.part_of(expected)
         has_gradient = _difference_in_gradients(rank, made, wanted)
         if has_gradient is not None:
             return Proof("another function", len(wanted), has_gradient)
-        for name, own in made.results().items():
+        for fqn, own in made.gradients.items():
+            name = f"gradient of {fqn}"
             expects = wanted.get(name, torch.zeros_like(own))
             different = _difference(name, rank, own, expects)
             if different is not None:

@@ -14,13 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pytest_gtrainer._torch.fsdp2 import precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, without_modes
@@ -166,19 +162,25 @@ class Models:
         self, made: Made, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
     ) -> None:
         """Load the unsharded state into this rank's model, by FQN and placement."""
-        state = {}
         for name, own in get_model_state_dict(model).items():
             if name not in whole:
                 raise ValueError(
                     f"the parallel model has {name}, and the reference has not: build both with "
                     "the same FQNs"
                 )
-            state[name] = whole[name]
-            if isinstance(own, Tensor) and own.shape != whole[name].shape:
-                made.parts[name] = self._part_of(name, own, whole[name], mesh)
-                state[name] = made.parts[name].of(whole[name])
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, state, options=options)
+            value = whole[name]
+            if not isinstance(own, Tensor):
+                continue
+            if own.shape != value.shape:
+                made.parts[name] = self._part_of(name, own, value, mesh)
+                value = made.parts[name].of(value)
+            if isinstance(own, DTensor):
+                # Every rank has the whole tensor, so none scatters: a scatter needs even shards.
+                placed = distribute_tensor(
+                    value.detach(), own.device_mesh, own.placements, src_data_rank=None
+                )
+                own, value = own.to_local(), placed.to_local()
+            own.detach().copy_(value)
 
     def _part_of(self, name: str, own: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Part:
         """Return which part of a whole tensor this rank's own is, by the mapping of ``local=``."""

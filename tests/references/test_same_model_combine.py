@@ -5,6 +5,8 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from pytest_gtrainer import AnotherFunction, assert_same_model
 
@@ -257,3 +259,15 @@ def test_other_names_are_told(gt_mesh):
         assert_same_model(More, Model, step, batch, mesh=gt_mesh, data_dims=())
     with pytest.raises(AnotherFunction, match=r"parameter head\.bias: no rank has it"):
         assert_same_model(without_a_bias, Model, step, batch, mesh=gt_mesh, data_dims=())
+
+
+@pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
+def test_shards_that_do_not_divide_are_loaded(gt_mesh):
+    """Tensor parallelism leaves 5 rows on a rank, which FSDP2 shards into 3 and 2."""
+
+    def parallel(mesh):
+        plan = {"embed": RowwiseParallel(input_layouts=Replicate())}
+        model = parallelize_module(Model(), mesh["tp"], plan)
+        return fully_shard(model, mesh=mesh["dp"])
+
+    assert assert_same_model(parallel, Model, step, batch, mesh=gt_mesh).kind == "reordered"

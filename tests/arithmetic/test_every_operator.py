@@ -157,6 +157,7 @@ PLANTED = {
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_wrong_meaning_is_found(mistake, unknown_functions, monkeypatch):
     """The twin: the same judgement on operators whose meaning is wrong."""
+    torch.manual_seed(0)  # of three equal differences none shows an exchange
     name, method = PLANTED[mistake]
     call = {"_sum": torch.sum, "_mul": torch.mul, "_sub": torch.sub}[name]
     arguments = (torch.randn(3, 4),) if name == "_sum" else (torch.randn(3), torch.randn(3) + 9)

@@ -152,6 +152,12 @@ def test_a_few_numbers_may_err_more_by_chance():
     assert accuracy.worst.allowed(2) > 8
 
 
+def test_a_single_number_cannot_vary():
+    """It is no constant result: its inputs are the same on all seeds."""
+    accuracy = assert_no_less_accurate(lambda x: x.exp(), torch.exp, torch.tensor(0.3))
+    assert accuracy.worst.count == 4
+
+
 def test_what_is_not_finite():
     def inverse(x):
         return 1 / (x * (x > 0))

@@ -104,12 +104,15 @@ class SummaryPlugin:
         """Return the whole summary, for the page of a report; the terminal shows less."""
         plugin = self.config.pluginmanager.getplugin
         goldens, unused = plugin("gtrainer-goldens"), plugin("gtrainer-unused-goldens")
-        found = self.facts + goldens.late_facts + _sweeps_without_judgement(self.facts)
+        found = self.facts + goldens.late_facts + _find_unjudged(self.facts)
         return summary_lines(found) + goldens.summary_lines() + unused.lines
 
 
-def _sweeps_without_judgement(found: Sequence[Fact]) -> list[Fact]:
-    """Return a fact for each sweep of which no cell was judged: pytest counts them as skipped."""
+def _find_unjudged(found: Sequence[Fact]) -> list[Fact]:
+    """Return a fact for each sweep of which no cell was judged, and each pass that claims no rule.
+
+    Pytest counts their tests as skipped, so the run is green.
+    """
     results: dict[str, list[str]] = {}
     for row in facts.of_kind(found, "sweep"):
         results.setdefault(row["sweep"], []).append(row["result"])
@@ -118,6 +121,13 @@ def _sweeps_without_judgement(found: Sequence[Fact]) -> list[Fact]:
         if set(each) == {"not judged"}:
             cells = "its cell was not" if len(each) == 1 else f"none of its {len(each)} cells was"
             idle.append({"kind": "idle", "what": f"sweep {name}: {cells} judged"})
+
+    claims: dict[str, set[str]] = {}
+    for row in facts.of_kind(found, "conformance"):
+        claims.setdefault(row["pass"], set()).add(row["result"])
+    for name, outcomes in claims.items():
+        if outcomes == {"not claimed"}:
+            idle.append({"kind": "idle", "what": f"conformance of {name}: no rule is claimed"})
     return idle
 
 

@@ -133,6 +133,25 @@ def test_options_of_conformance_in_a_run_without_it_are_no_success(tmp_path, opt
         assert f"no rule was judged for {said}: no test of conformance has run" in done.output
 
 
+UNCLAIMED = """
+from pytest_gtrainer.conformance import any_pass
+
+def does_nothing(gm):
+    return gm
+
+test_rules = any_pass(does_nothing, not_claimed={"*": "later"})
+"""
+
+
+def test_a_pass_that_claims_no_rule_is_named(tmp_path):
+    """Q4: a test in a project's own suite."""
+    done = run_project(
+        tmp_path, "-p", "no:cacheprovider", "--gt-gpus=4", files={"test_it.py": UNCLAIMED}
+    )
+    assert done.status == 0
+    assert "idle      1 conformance of does_nothing: no rule is claimed" in done.output
+
+
 def test_the_ini_twins_of_these_options_ask_for_nothing(tmp_path):
     """The twin: a project may set them for all runs."""
     ini = "[pytest]\ngt_conformance_against = table.json\ngt_kind = bucketing\n"

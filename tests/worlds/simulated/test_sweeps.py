@@ -11,11 +11,12 @@ pytestmark = pytest.mark.second_tier
 
 DOCUMENTATION = Path("docs/simulated-world.md").read_text()
 EXAMPLE = re.search(r"```python\n(# test_nets\.py\n.*?)```", DOCUMENTATION, re.DOTALL)[1]
-TABLE = """\
+NOTHING = "equal, but proves nothing: so is the control"
+TABLE = f"""\
 ranks  nodes  channels  algorithm  partition   accumulate  result
-    8      1         1  ring       contiguous  wire        equal, but proves nothing: so is the control
-    8      1         4  ring       contiguous  wire        equal, but proves nothing: so is the control
-    8      2         1  ring       contiguous  wire        equal, but proves nothing: so is the control
+    8      1         1  ring       contiguous  wire        {NOTHING}
+    8      1         4  ring       contiguous  wire        {NOTHING}
+    8      2         1  ring       contiguous  wire        {NOTHING}
     8      2         4  ring       contiguous  wire        equal"""
 
 
@@ -29,10 +30,11 @@ def test_wrong(gt_world, net):
         world = replace(world, mesh={"fsdp": 3})
     assert_simulated_parity(training, world, payload_order="execution")
 """
-TABLE_OF_WRONG_ORDER = """\
+DIFFERENT = "DIFFERENT at step 0, gradient of second.weight"
+TABLE_OF_WRONG_ORDER = f"""\
 ranks  nodes  channels  algorithm  partition   accumulate  result
     8      1         4  ring       contiguous  wire        layouts differ, bits do not
-    8      2         4  ring       contiguous  wire        DIFFERENT at step 0, gradient of second.weight
+    8      2         4  ring       contiguous  wire        {DIFFERENT}
     8      4         4  ring       contiguous  wire        stopped by ValueError"""
 
 

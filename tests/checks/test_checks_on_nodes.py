@@ -145,10 +145,7 @@ if out:
     ],
 )
 def test_a_bucket_is_that_of_just_these_modules_in_this_order(asked, holds):
-    """D1, D2: the order in which they are packed.
-
-    A module inside of one that is named is another.
-    """
+    """D1, D2: the check is of their order; a module inside a named one is another module."""
     gm = parse(TWO_MODULES)
     if holds:
         return assert_graph(gm, f"then cat in bucket({asked})")

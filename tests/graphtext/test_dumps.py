@@ -56,10 +56,7 @@ class Model(nn.Module):
 
 
 def computed(gm: fx.GraphModule):
-    """Return what each node calls, on which earlier ones, and its result.
-
-    An item as its tuple's.
-    """
+    """Return by node its target, its operands and its result; an item stands for its tuple."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     found_nodes = []
     for node in gm.graph.nodes:

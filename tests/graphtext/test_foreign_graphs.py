@@ -361,10 +361,7 @@ def test_parameters_that_a_module_holds_are_told(gt_world):
 
 
 def test_a_body_that_forward_and_backward_call_is_of_the_forward():
-    """A checkpoint has such a recomputed region.
-
-    A body that the backward alone calls is its own.
-    """
+    """A checkpoint has a recomputed region; a body that only the backward calls is its own."""
     body = fx.Graph()
     body.output((body.call_function(torch.ops.aten.sin.default, (body.placeholder("x"),)),))
     graph = fx.Graph()

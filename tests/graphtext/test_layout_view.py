@@ -836,10 +836,7 @@ COPY_IN = (
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_of_a_buffer_for_all_ranks_the_part_of_this_one_is_read(part):
-    """FSDP2's own operator gives this rank's part first.
-
-    What the whole buffer holds nobody knows.
-    """
+    """FSDP2's own operator gives this rank's part first; the rest of the buffer is unknown."""
     gather = f"g: f32[32] = _c10d_functional.all_gather_into_tensor(copy_in[{part}], 2, fsdp)"
     lines = (*COPY_IN, gather, "w: f32[32] = _c10d_functional.wait_tensor(g)")
     if part == 0:

@@ -183,10 +183,7 @@ PACKED = """\
 
 
 def test_what_only_packs_and_unpacks_a_payload_is_not_compute():
-    """Casts of parameters and copies into the payload, and copies out of it.
-
-    They count as tensors.
-    """
+    """Casts of parameters, copies into the payload and copies out of it count as tensors."""
     graph = TWO_PARAMETERS.replace(
         "LAUNCHES", PACKED.format(first="layers[0]", bucket="bucket(layers[0])")
     )

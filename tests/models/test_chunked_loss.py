@@ -93,10 +93,7 @@ def test_chunks_are_contiguous_and_of_one_size(batch, hidden, head, monkeypatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_one_chunk_equals_the_whole_loss(batch, hidden, head, dtype):
-    """C2: the arithmetic is the same.
-
-    In four chunks it is another, and the weight's bits differ.
-    """
+    """C2: one chunk has the same arithmetic; with four chunks the bits of the weight differ."""
     hidden, head = hidden.detach().to(dtype).requires_grad_(), head.to(dtype)
     whole = grads_of(cross_entropy(head(hidden), batch[1]), hidden, head)
     one, four = (

@@ -205,10 +205,7 @@ def test_options_are_bound_when_the_list_is_built(neg_of_detach):
 
 
 def test_a_pass_is_given_the_example_inputs(neg_of_detach):
-    """M3: one of ours and a trainer's own, and every one of a list.
-
-    None where the caller has none.
-    """
+    """M3: passes may be ours, a trainer's own, or a list of them; None adds none."""
     seen = []
 
     def noting_pass(gm, example_inputs=None):

@@ -42,10 +42,7 @@ def groups_in(gm):
 
 @pytest.mark.gt_world("fake", size=4)
 def test_each_source_has_one_extra_group_of_its_ranks(gt_mesh):
-    """F1: also two sources over the same ranks.
-
-    A second graph of the world uses the same extras.
-    """
+    """F1: two sources may have the same ranks, and a second graph uses the same extra groups."""
     one, two, world = dist.new_group([0, 2]), dist.new_group([0, 2]), gt_mesh.get_group()
     first = groups_in(reassign(gathering(one, two, world, one)))
     assert first[0] == first[3]

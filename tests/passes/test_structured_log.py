@@ -98,10 +98,7 @@ def test_the_overview_tells_every_pass(log):
 
 @pytest.mark.second_tier
 def test_tlparse_reads_it(log, tmp_path):
-    """The tool itself, where ``make`` has installed it.
-
-    Elsewhere the checks above pin its format.
-    """
+    """Run the tool where ``make`` has installed it; the checks above pin the format elsewhere."""
     tlparse = shutil.which("tlparse", path=f"{BESIDE.parent}{os.pathsep}{os.environ['PATH']}")
     if tlparse is None:
         pytest.skip("tlparse is not installed: make env")
@@ -127,10 +124,7 @@ def adding_pass(gm, example_inputs=None, *, often=1):
 
 
 def test_the_same_process_sees_what_is_logged(monkeypatch):
-    """Two pipelines have numbers of their own.
-
-    The graph after a pass is the one before the next.
-    """
+    """Each pipeline has its own number, and a pass begins with the graph of the one before."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(

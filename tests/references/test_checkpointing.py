@@ -99,10 +99,7 @@ def _attentions(config: TrainConfig) -> int:
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_random_numbers_that_are_not_restored(gt_world):
-    """K1: then eager draws another mask in the backward, and the graph does too.
-
-    With the restore eager differs.
-    """
+    """K1: eager and graph draw another mask in the backward, and eager with the restore differs."""
     records = {}
     for preserve in (False, True):
         config = ActivationCheckpointConfig(preserve_rng_state=preserve)
@@ -183,9 +180,9 @@ def gradient_behind_dropout(**fields) -> torch.Tensor:
 
 
 def test_every_layer_alone_is_recomputed_with_its_own_random_numbers_or_others():
-    """K1: the mask of the forward if its state is put back, else another one.
+    """K1: the mask is that of the forward only if its state is put back.
 
-    Layers are, and not what is in them.
+    Layers are checkpointed, and not what is in them.
     """
     plain = gradient_behind_dropout()
     assert_bitwise_equal(

@@ -72,10 +72,7 @@ def test_chunks_are_contiguous():
 
 
 def test_gradients_of_chunks_are_contiguous_where_they_are_cut_from_the_middle():
-    """G5: a chunk of the sequence has a strided part of the gradient.
-
-    The graph copies it, so eager chunks have to.
-    """
+    """G5: the gradient of a chunk of the sequence is strided, so both sides copy it."""
     contiguous = []
 
     class Doubled(torch.autograd.Function):
@@ -285,9 +282,9 @@ def test_no_match_is_an_error():
 
 
 def test_what_beside_the_activation_is_cut():
-    """I2: masks and positions with a batch.
+    """I2: masks and positions with a batch are chunked.
 
-    A rotary cache never, though its first extent is the batch's.
+    A rotary cache is not, though its first extent may be that of the batch.
     """
     block = chunked()
     rows = 6  # three rows a chunk, so that they are not as many as chunks
@@ -409,10 +406,7 @@ def test_a_moe_layer_takes_one_activation():
 
 
 def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
-    """I3: chunk by chunk in the forward, the last chunk first in the backward.
-
-    What is outside says nothing.
-    """
+    """I3: the forward goes chunk by chunk, the backward from the last chunk to the first."""
 
     class Around(Net):
         def forward(self, x):

@@ -62,10 +62,7 @@ def batch():
 
 @FOUR
 def test_two_ranks_trace_and_the_others_get_the_graph_they_would_have_traced(gt_mesh):
-    """R4: as text, with its metadata, with the groups of this rank, and in bits.
-
-    Other inputs give other bits.
-    """
+    """R4: the graph comes with its metadata, the groups of this rank, and the same bits."""
     traces = Traces(data_parallel(net(), gt_mesh), batch())
     taken = traces.once(gt_mesh)
     ends = dist.get_rank() in (0, 3)

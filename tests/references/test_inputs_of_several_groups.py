@@ -213,10 +213,7 @@ def test_a_module_of_a_group_that_did_not_run_is_forgotten():
 
 
 def test_a_trace_of_groups_has_the_nodes_of_one_without():
-    """A13: the views of the hooks are gone, so that goldens stay as they are.
-
-    The sums are others.
-    """
+    """A13: the views of the hooks are gone, so goldens stay; only the order of sums is another."""
     texts = []
     for grouped in (False, True):
         model = Readers()

@@ -33,9 +33,9 @@ FOUR = pytest.mark.gt_world("ranks", size=4)
 
 
 class Block(nn.Module):
-    """Registered in another order than it runs in.
+    """A block that registers its modules in another order than it runs them.
 
-    Over 4 ranks 28 elements each, and one more for 4 of ``scale``.
+    Over 4 ranks it has 28 elements on each, and one more for 4 of ``scale``.
     """
 
     def __init__(self, scale: int) -> None:
@@ -160,10 +160,7 @@ class Roots(Sums):
 
 @FOUR
 def test_an_order_that_infinite_gradients_hide(training, gt_world):
-    """V6: on every rank, also on those whose own shards are finite.
-
-    The cause is not that sums are exact.
-    """
+    """V6: every rank says so, also if its own shards are finite; it names no exact sums."""
     with pytest.raises(
         VacuousCheck, match=r"because gradients or losses hold NaN or inf, .*are finite, or accept"
     ):
@@ -210,10 +207,7 @@ NO_PROOF = "in another order the control run differs only where one side is NaN 
 @FOUR
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_control_that_differs_by_nan_alone_proves_nothing(training, gt_world, rank):
-    """W4, V6: on all ranks.
-
-    The rank itself traces, runs eagerly, by the graph, and for the control.
-    """
+    """W4, V6: all ranks refuse. Each traces, runs eagerly, runs the graph, and runs the control."""
     with pytest.raises(VacuousCheck, match=NO_PROOF):
         assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world)
     parity = assert_parity(training(8, batch=nan_at_call(4, rank)), gt_world, invisible="report")
@@ -266,10 +260,7 @@ def test_what_else_hides_an_order(training, gt_world, shapes, words):
 @pytest.mark.second_tier
 @FOUR
 def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training, gt_world):
-    """L5, W4: what the control stands for.
-
-    Elements of rank 0 are all added in one order, whatever theirs is.
-    """
+    """L5, W4: rank 0 adds its elements in one order, whatever the order of the payload."""
     with pytest.raises(
         LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp"
     ) as raised:
@@ -330,10 +321,7 @@ def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_wo
 @pytest.mark.second_tier
 @FOUR
 def test_a_pipeline_of_ones_own(training, gt_world):
-    """Without buckets its layout is none of FSDP2's.
-
-    The default one in its place passes, control included.
-    """
+    """A pipeline without buckets has not FSDP2's layout; the default pipeline passes."""
     with pytest.raises(LayoutDifference):
         assert_parity(training(), gt_world, passes=[])
     passes = construct_default_graph_passes(bucket_plan=PLAN)

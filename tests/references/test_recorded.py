@@ -86,10 +86,7 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_what_a_step_records_and_when(gt_mesh):
-    """Random states before the batch draws.
-
-    Gradients, of the step alone, before they are clipped, and behind that.
-    """
+    """A record has random states before the batch draws, and gradients before clipping and after."""
     seen: list[torch.Tensor] = []
 
     def batch(step: int, rank: int):
@@ -176,10 +173,7 @@ class DrawingOptimizer(torch.optim.SGD):
 
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
-    """Batches, which differ between ranks, the graph and the optimiser draw.
-
-    Weights are drawn, too.
-    """
+    """Batches (which differ between ranks), graph, optimiser and weights draw random numbers."""
 
     def config(mesh, draws=1):
         def batch(step, rank):
@@ -217,10 +211,7 @@ def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys):
-    """Graph and eager print the same digests.
-
-    The twin, another seed of the weights, prints others.
-    """
+    """Graph and eager print the same digests; another seed of the weights gives others."""
     monkeypatch.setenv("GT_WEIGHT_HASH", "1")
 
     def config(mesh):

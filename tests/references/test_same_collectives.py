@@ -24,10 +24,7 @@ from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=4)
 def test_ranks_that_pad_differently_agree_and_a_swapped_launch_is_named(gt_mesh):
-    """D14: uneven shards agree.
-
-    Then rank 2 sums where the others average, and every rank says so.
-    """
+    """D14: uneven shards agree. When rank 2 sums and others average, every rank says so."""
     graph = GraphRun(llama3_training(gt_mesh, "fp32", "debug_odd"))
     assert_same_collectives(graph.traced.gm)
     if gt_mesh.get_rank() == 2:

@@ -258,10 +258,7 @@ MIXED = [("GPU-aa", "small"), ("GPU-ab", "large")]
 
 
 def test_which_gpus_of_several_kinds_an_index_means_is_not_guessed(monkeypatch):
-    """CUDA counts the fastest kind first, which NVML does not know.
-
-    Ranks get a setting to count as it does.
-    """
+    """CUDA counts the fastest kind first and NVML does not, so ranks are set to count as NVML."""
     monkeypatch.setattr(devices, "_nvml_gpus", lambda: MIXED)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)

@@ -241,10 +241,7 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     ],
 )
 def test_who_must_agree(request, calls, outcome, words):
-    """T4: a skip is everybody's.
-
-    One expected failure is enough, and a pass against a strict one is reported.
-    """
+    """T4: a skip is that of all ranks; one expected failure is enough; a strict pass is reported."""
     report = merged(request, *calls)["call"]
     assert (report.outcome, words in f"{report.longrepr} {getattr(report, 'wasxfail', '')}") == (
         outcome,
@@ -346,10 +343,7 @@ CONTROLS = {
 
 @pytest.mark.parametrize("case", CONTROLS)
 def test_a_control_has_to_differ_on_some_rank(case):
-    """L5: the n-th control of one name is one on every rank.
-
-    A rank that is equal by itself is no failure.
-    """
+    """L5: the n-th control of a name is one on all ranks; one that is equal alone is no failure."""
     sent, complaints = CONTROLS[case]
     assert list(controls_that_never_differ(dict(enumerate(sent)))) == complaints
 

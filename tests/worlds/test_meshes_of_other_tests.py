@@ -26,10 +26,7 @@ def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn
 
 @pytest.mark.second_tier
 def test_fifty_tests_on_shuffled_meshes(suite):
-    """On one team.
-
-    A test that fails leaves its model in a traceback, and the next one is not disturbed.
-    """
+    """A failing test on the same ranks leaves its model in a traceback; the next is undisturbed."""
     suite.take("ranks_meshes")
     order = random.Random(1).sample(range(50), 50)
     run = suite.run("--gt-gpus=4", *(f"test_meshes.py::test_mesh[{number}]" for number in order))

@@ -40,10 +40,7 @@ def _wait_for(condition, what, seconds=60.0):
     ids=lambda how: how.name,
 )
 def test_ending_the_run_ends_its_ranks(suite, how):
-    """T6: and what these have started, in sessions of their own.
-
-    A killed worker of xdist is part of the soak.
-    """
+    """T6: what ranks have started in sessions of their own ends, too; the soak kills workers."""
     suite.write("test_it.py", SUITE)
     process = suite.start()
     try:

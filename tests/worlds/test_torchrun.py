@@ -329,10 +329,7 @@ def _wait_until_nothing_is_left(suite):
 
 
 def test_the_death_of_the_process_that_reports_ends_all(suite, tmp_path):
-    """T2: it runs the tests without ranks.
-
-    The other nodes say that it has ended; its launcher says how.
-    """
+    """T2: it runs the tests without ranks; other nodes say that it ended, its launcher says how."""
     suite.write(
         "test_it.py",
         """

@@ -30,9 +30,9 @@ def test_what_the_forkserver_imports_beforehand_is_there():
 
 
 def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
-    """Nor what comes after it: a process with threads cannot be forked.
+    """Later modules are not imported either: a process with threads cannot be forked.
 
-    Of torch, what starts CUDA does so.
+    Of torch, the modules that start CUDA start threads.
     """
     thread = (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), "

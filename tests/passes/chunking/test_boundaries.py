@@ -82,10 +82,7 @@ def test_what_is_of_parameters_alone_is_shared(gt_mesh):
     ("root", "chunk_dim"), [("layers.*", "batch"), ("layers.*.moe", "sequence")]
 )
 def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
-    """G5: along the batch a view does.
-
-    Along the sequence each part is copied once, and contiguous.
-    """
+    """G5: a chunk of the batch is a view; a chunk of the sequence is copied once, contiguous."""
     _, gm = rewritten(net(chunkable.grouped_moe)(), strict(root, chunk_dim), token_batch(0))
     cut = with_role(gm, SPLIT_BOUNDARY)
     copies = [node for node in cut if node.target is aten.clone.default]

@@ -527,10 +527,7 @@ FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_
 
 @pytest.mark.parametrize(("then", "extra", "message"), FOLLOWED.values(), ids=FOLLOWED)
 def test_a_forward_that_has_no_twin_is_followed_while_it_runs(then, extra, message):
-    """It sees no row numbers and no sizes.
-
-    Operators that mix rows it refuses by the same sentence.
-    """
+    """It sees neither row numbers nor sizes, and refuses operators that mix rows with one text."""
     with pytest.raises(REFUSED, match=message) as refused:
         by_eager_code(model_of(deciding(then), extra), BATCH, token_batch(0, 4, 6))
     assert "inside layers.0: there lies the batch dimension" in str(refused.value)

@@ -151,10 +151,7 @@ def case_on(gt_world, **fields):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_no_bit_changes(gt_world, gt_mesh):
-    """Three steps, data-dependent splits, both producers.
-
-    Buffers count chunk by chunk as before.
-    """
+    """Both producers run three steps with data-dependent splits; buffers count chunk by chunk."""
     check_equals_eager(case_on(gt_world, model=partial(model_on, gt_mesh["ep"])), *PRODUCERS)
 
 

@@ -93,10 +93,7 @@ NETS = [
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 def test_rings_add_as_nccl_does(collective, partition):
-    """S9: rings that begin anywhere, groups in any order, chunks that loop.
-
-    Every length, dtype and op.
-    """
+    """S9: rings begin anywhere, groups have any order, chunks loop; all lengths, dtypes and ops."""
     found = {
         (net, length, dtype, op, chunk): differing(
             replace(net, partition=partition, chunk_bytes=chunk), collective, length, dtype, op
@@ -117,10 +114,7 @@ def test_rings_add_as_nccl_does(collective, partition):
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
-    """S9: payloads of a few bytes to several loops of LL's chunks.
-
-    The channels' cells, with and without a rest.
-    """
+    """S9: payloads of a few bytes to several loops of LL's chunks, with and without a rest."""
     net = NetModel(2, 2, channels=3, partition=partition, protocol=protocol)
     lengths = [40, 4096, 24_577, 100_000]
     found = {
@@ -195,10 +189,7 @@ TREES = [
 
 @pytest.mark.parametrize("net", TREES, ids=lambda net: f"{net.nodes}x{net.ranks_per_node}")
 def test_trees_add_as_nccl_does(net):
-    """S9: double binary trees over nodes, chains inside.
-
-    Groups of one rank a node, and of some nodes' ranks.
-    """
+    """S9: double binary trees over nodes, chains inside; groups of one rank a node, of some nodes."""
     for length in LENGTHS:
         for dtype in DTYPES:
             for op in ("sum", "avg"):

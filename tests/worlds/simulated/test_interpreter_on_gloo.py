@@ -129,9 +129,9 @@ def test_a_training_step_of_two_ranks(gt_mesh, gt_world):
 @pytest.mark.gt_world("ranks", size=8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_fp32"])
 def test_training_of_eight_ranks(gt_mesh, gt_world, precision):
-    """S8, in long form.
+    """S8: the long form.
 
-    A sum of few bf16 numbers in fp32 is exact, so that there order seldom shows.
+    Sums of few bf16 numbers in fp32 are exact, so their order seldom shows.
     """
     other_net = NetModel(2, 4) if precision == "fp32" else None
     check_training(llama3_training(gt_mesh, precision), gt_world.rank, other_net=other_net)

@@ -69,10 +69,7 @@ def test_every_rank_draws_from_a_generator_of_its_own():
 
 
 def test_ranks_that_start_alike_draw_alike_once():
-    """S7: a draw is uniform while states and operands are.
-
-    By default all start where the process is.
-    """
+    """S7: a draw is one value while states and operands are; all ranks start as the process."""
     x = numbers(8)
     gm = make_fx(noisy)(x)
     torch.manual_seed(11)

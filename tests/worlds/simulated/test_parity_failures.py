@@ -75,10 +75,7 @@ def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2)
 def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
-    """The loss differs first, and is not the cause.
-
-    Runs from one seed that differ do not say so.
-    """
+    """The loss differs first and is not the cause; runs from one seed do not say so."""
 
     def seeded(seed):
         model = Llama3(FLAVORS["debug"])
@@ -123,7 +120,7 @@ summed in the order of ranks 3 2 1 4 7 6 5 0
 def test_execution_order_is_told_by_layout_and_bits(gt_world):
     """S1: the bug of pull request 3590.
 
-    Bucket and parameters, step and element, both layouts, both orders of ranks.
+    The message has bucket, parameters, step, element, both layouts and both orders of ranks.
     """
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(CONFIG, gt_world, payload_order="execution")

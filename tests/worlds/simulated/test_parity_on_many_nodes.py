@@ -69,10 +69,7 @@ def test_a_head_left_out_of_the_last_bucket(gt_world):
 
 @EIGHT
 def test_a_last_bucket_without_the_loss_is_refused(gt_world):
-    """B2, B6: the plan of pull request 3770 as it was.
-
-    The head is read inside the loss, so no bucket has it.
-    """
+    """B2, B6: the plan of pull request 3770, where no bucket has the head inside the loss."""
     with pytest.raises(
         PlanError, match=r"covers no all-gather of lm_head\.weight \(read in loss\)"
     ):

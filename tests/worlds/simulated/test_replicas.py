@@ -29,10 +29,7 @@ INSIDE_NODES = pytest.mark.gt_world("simulated", size=8, nodes=2, mesh=MESH)
 @pytest.mark.second_tier
 @OVER_NODES
 def test_hybrid_sharding_equals_fully_shard(gt_world):
-    """D16, S2: shard groups over two nodes, replicas on two others.
-
-    Both reductions in the order of the net.
-    """
+    """D16, S2: shard groups span two nodes, replicas two others; both reduce in the net's order."""
     parity = assert_simulated_parity(CONFIG, gt_world)
     assert parity.control.outcome == "different"
     assert [payload.ranks for payload in parity.layout.of("reduce_scatter")] == [(0, 1, 2, 3)] * 4
@@ -53,10 +50,7 @@ def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
 @pytest.mark.second_tier
 @INSIDE_NODES
 def test_hybrid_sharding_as_dtensor_reduces_it_differs(gt_world):
-    """D16: whole gradients between replicas first.
-
-    The layout has no all-reduce of shards, and bits are others.
-    """
+    """D16: replicas reduce whole gradients first: no all-reduce of shards, and other bits."""
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(CONFIG, gt_world, reduce_scatter_first=False)
     text = str(error.value)
@@ -89,10 +83,7 @@ def test_ddps_own_buckets_have_other_bits(gt_world):
 
 
 def test_what_one_rank_alone_holds_is_told_by_its_name():
-    """N4: a gradient that rank 1 has and rank 0 has not.
-
-    Letters beyond ASCII reach the other rank whole.
-    """
+    """N4: rank 1 has a gradient that rank 0 lacks; letters beyond ASCII arrive whole."""
 
     def compare(rank):
         held = ["größe", "the gradient of größe"][: 1 + rank]

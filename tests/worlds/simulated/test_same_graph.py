@@ -180,10 +180,7 @@ def plus(number, rank):
 
 
 def test_a_number_of_each_rank_is_that_of_its_place():
-    """S4: also where inner ranks alone have another one.
-
-    A rank with the number of another place is refused.
-    """
+    """S4: a graph that inner ranks alone have is refused, and so is the number of another place."""
     first, second, last = plus(0, 0), plus(4, 1), plus(0, 2)
     literals = RankLiterals.of({0: [first.gm, second.gm, last.gm]})
     assert [literals.of_rank((rank,)) for rank in range(3)] == [[0], [4], [0]], "numbers by rank"
@@ -221,10 +218,7 @@ def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
 @pytest.mark.second_tier
 @pytest.mark.parametrize("mode", ["default", "custom_ops"])
 def test_the_rank_in_torchs_buckets_is_no_difference(mode):
-    """It is the place of the rank's part in a buffer that the gather fills.
-
-    Another place is one.
-    """
+    """A rank's number may be the place of its part in a gathered buffer, but no other place."""
     from torch._inductor.fx_passes.bucketing import merge_all_gather_bucket
 
     def trace(mesh, shift=0):

@@ -216,10 +216,7 @@ def watched(rank):
 
 
 def test_what_a_collective_does_inside_is_seen_by_no_mode_of_a_rank():
-    """The last rank to arrive adds for all of them.
-
-    A mode that counts operators there counts none of that.
-    """
+    """The last rank adds for all; a mode there that counts operators counts none of that."""
     assert run_threads(3, watched, net=NetModel(1, 3)) == [[]] * 3
 
 

@@ -296,9 +296,9 @@ print(freed_of_holes())
 @pytest.mark.second_tier
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_with_many_ranks_freed_memory_goes_back_to_the_system_at_once():
-    """64 MiB of holes.
+    """64 MiB of holes go back.
 
-    Afterwards they stay with the process, as glibc leaves them once larger blocks were freed.
+    Outside the block they stay with the process: glibc keeps them once larger blocks were freed.
     """
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
     inside, behind = map(float, done.stdout.split())

@@ -119,7 +119,7 @@ def imported_by(source):
 
 @pytest.fixture(scope="module")
 def imports():
-    """By module, the modules of ours that it imports. Each source is parsed once, when needed."""
+    """Map each module to ours that it imports. Each source is parsed once, when needed."""
     return {name: imported_by(path.read_text()) - {name} for name, path in MODULES.items()}
 
 

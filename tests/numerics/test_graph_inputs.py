@@ -255,7 +255,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("kind", ALIASES)
 def test_a_result_in_the_memory_of_another_tensor(kind):
-    """Who then writes to one of them changes the other."""
+    """A write to one of them changes the other."""
     before, after = (graph_of(each, *two_of_their_own()) for each in ALIASES[kind])
     with pytest.raises(BitwiseDifference, match=r"output \d lies in the memory of"):
         assert_pass_bitwise((before, after))

@@ -215,7 +215,7 @@ def test_a_planted_mistake_is_told_in_its_kind(traced, gt_world, plant):
 
 @pytest.mark.parametrize("ranks", ["one for all", "all"])
 def test_a_draw_that_nobody_reads_is_another_function(traced, gt_world, ranks):
-    """What is drawn next is other numbers."""
+    """The next draws are other numbers."""
     drawing = copy.deepcopy(traced)
     after(drawing, first(drawing, aten.embedding.default), aten.rand_like.default)
     node = first(drawing, aten.rand_like.default)

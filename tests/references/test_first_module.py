@@ -83,7 +83,8 @@ def keeps_partial_gradients(mesh):
 PARALLEL = {
     norms_of_its_own: "blocks.0.norm itself: its output, and the gradient of that, are right",
     doubles_columns: "the output of blocks.1.gate, rank 0: 2 times what is expected",
-    keeps_partial_gradients: "the gradient of the output of blocks.1.norm: equal after a sum over 'tp'",
+    keeps_partial_gradients: "the gradient of the output of blocks.1.norm: "
+    "equal after a sum over 'tp'",
 }
 
 

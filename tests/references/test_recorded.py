@@ -86,7 +86,7 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_what_a_step_records_and_when(gt_mesh):
-    """A record has random states before the batch draws, and gradients before clipping and after."""
+    """A record has random states before the batch draws; gradients before clipping and after."""
     seen: list[torch.Tensor] = []
 
     def batch(step: int, rank: int):

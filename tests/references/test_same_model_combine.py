@@ -1,4 +1,4 @@
-"""How losses of ranks make the reference's, and how parameters sliced by hand find their places."""
+"""Losses of ranks make the reference's, and parameters sliced by hand find their places."""
 
 import pytest
 import torch
@@ -155,7 +155,7 @@ def vectors(coordinate):
 
 
 def expert_parallel(mesh, divides=True):
-    """Experts are local; the gradient of what all ranks hold is a mean, and that of experts, too."""
+    """Experts are local; gradients of experts, and of what all ranks hold, are means."""
     ep = mesh["ep"]
     model = Mixture(EXPERTS // ep.size(), ep)
     if divides:

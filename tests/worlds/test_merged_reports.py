@@ -241,7 +241,7 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     ],
 )
 def test_who_must_agree(request, calls, outcome, words):
-    """T4: a skip is that of all ranks; one expected failure is enough; a strict pass is reported."""
+    """T4: a skip is that of all ranks; one expected failure is enough; strict passes fail."""
     report = merged(request, *calls)["call"]
     assert (report.outcome, words in f"{report.longrepr} {getattr(report, 'wasxfail', '')}") == (
         outcome,

@@ -88,7 +88,7 @@ def failed(time, *, line=3, said="Error: x", waiting_in=None):
     ],
 )
 def test_of_ranks_that_fail_alike_at_once_the_lowest_is_shown(request, raised, shown):
-    """T1: at one moment, which was earlier is luck; else the others may follow from the earliest."""
+    """T1: at one moment, which was earlier is luck; else others may follow from the earliest."""
     config, node = request.config, request.node
     sent = [
         pytest.TestReport(node.nodeid, node.location, {}, "failed", f"rank {rank}'s", "call")

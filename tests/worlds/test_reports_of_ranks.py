@@ -91,7 +91,7 @@ def test_a_rank_whose_setup_skipped_needs_no_call(request):
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_behind_a_lost_collective_counts(request, teardown, expected, rank):
-    """V1: a rank fails as its mark expects; the rank that waits is freed, and its teardown fails."""
+    """V1: a rank fails as its mark expects; the rank that waits is freed and fails in teardown."""
     waits = [
         sent(request, "setup"),
         sent(request, "call", "failed", lost=True),

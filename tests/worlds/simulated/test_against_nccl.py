@@ -189,7 +189,7 @@ TREES = [
 
 @pytest.mark.parametrize("net", TREES, ids=lambda net: f"{net.nodes}x{net.ranks_per_node}")
 def test_trees_add_as_nccl_does(net):
-    """S9: double binary trees over nodes, chains inside; groups of one rank a node, of some nodes."""
+    """S9: double binary trees over nodes, chains inside; groups of one rank or some of a node."""
     for length in LENGTHS:
         for dtype in DTYPES:
             for op in ("sum", "avg"):

@@ -108,7 +108,7 @@ def test_the_order_in_which_a_graph_packs_gradients_shows(gt_world):
 
 @simulated
 def test_a_compiled_functions_graph_is_that_of_its_code(gt_world):
-    """Its collectives are those that Dynamo traced; the net shows their order, so the twin differs."""
+    """Its collectives are those that Dynamo traced; the net shows order, so the twin differs."""
     expected = simulate_eager(step, inputs_of, gt_world)
     graphs = compiled(step)
     assert_bitwise_equal(simulate_graph(graphs["aot"], inputs_of, gt_world), expected)

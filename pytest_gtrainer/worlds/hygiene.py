@@ -53,7 +53,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
             _set_limits,
         ),
         "the environment": (_environ, _set_environ),
-        "the working directory": (_cwd, os.chdir),
+        "the working directory": (_cwd, _set_cwd),
         "the umask": (_umask, os.umask),
         "signal handlers": (
             lambda: {each: signal.getsignal(each) for each in _SIGNALS},
@@ -85,20 +85,40 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 def restored() -> Iterator[Changes]:
     """Put back the state that a test changed in the process.
 
+    If one thing cannot be put back, all others still are.
+
     Yields:
         The changes that decide bits, filled at the end: by name, the value before and after.
+
+    Raises:
+        RuntimeError: something could not be put back. An exception of the test goes first, and gets
+            the same words as notes.
     """
     switches = kept()
     before: dict[str, Any] = {name: read() for name, (read, _) in switches.items()}
     changes: Changes = {}
+    problems: list[str] = []
+
+    def put_back() -> None:
+        for name, (read, write) in switches.items():
+            try:
+                if (found := read()) != before[name]:
+                    if name in _DECIDE_BITS:
+                        changes[name] = before[name], found
+                    write(before[name])
+            except Exception as error:
+                problems.append(f"{name} cannot be put back: {type(error).__name__}: {error}")
+
     try:
         yield changes
-    finally:
-        for name, (read, write) in switches.items():
-            if (found := read()) != before[name]:
-                write(before[name])
-                if name in _DECIDE_BITS:
-                    changes[name] = before[name], found
+    except BaseException as error:
+        put_back()
+        for problem in problems:
+            error.add_note(problem)
+        raise
+    put_back()
+    if problems:
+        raise RuntimeError("\n".join(problems))
 
 
 def _matmul_precision() -> tuple[str | None, str, str]:
@@ -139,6 +159,11 @@ def _cwd() -> str:
     with contextlib.suppress(OSError):
         return os.getcwd()
     return ""
+
+
+def _set_cwd(path: str) -> None:
+    if path:  # a directory that was gone before cannot be entered again
+        os.chdir(path)
 
 
 def _umask() -> int:

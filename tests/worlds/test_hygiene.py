@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,48 @@ def test_what_was_otherwise_before_is_so_again(monkeypatch: pytest.MonkeyPatch, 
             )
         finally:
             write(usual)
+
+
+def changes_much_and_loses_its_directory(folder: Path, fails: bool) -> None:
+    """Change a switch that is put back before the working directory, and some behind it."""
+    os.environ["MADE_BY_A_TEST"] = "1"
+    folder.rmdir()
+    os.umask(0o123)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if fails:
+        raise KeyError("the test's own")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passes", "raises"])
+def test_one_thing_that_cannot_be_put_back_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """The test has removed the directory in which it began. Its own exception goes first."""
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    before = {name: read() for name, (read, _) in kept().items()}
+    with restored():  # the outer block puts back what a faulty inner one leaves
+        with pytest.raises(KeyError if fails else RuntimeError) as raised, restored() as changes:
+            changes_much_and_loses_its_directory(folder, fails)
+        found = {name: read() for name, (read, _) in kept().items()}
+        os.chdir(tmp_path)
+        folder.mkdir()
+    words = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "the working directory cannot be put back: FileNotFoundError" in words
+    assert [name for name in before if found[name] != before[name]] == ["the working directory"]
+    assert changes.keys() == {"deterministic algorithms"}
+
+
+def test_a_directory_that_was_gone_before_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    with restored():
+        os.chdir(tmp_path)
+    assert Path.cwd() == tmp_path

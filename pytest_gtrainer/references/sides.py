@@ -51,6 +51,7 @@ class Made:
 
     Attributes:
         losses: by data coordinate.
+        real: the real numbers of the losses, by data coordinate and of the inputs that gave them.
         parameters: the FQNs of all parameters that this side holds.
         gradients: whole ones, by FQN; without those of parameters that have none.
         parts: of parameters that were sliced by hand, which part of the whole this is.
@@ -62,6 +63,7 @@ class Made:
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
+    real: dict[tuple[int, float], float] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
@@ -116,12 +118,14 @@ class Models:
             model = self.new_reference(elements)
             losses = []
             for coordinate in range(coordinates):
+                inputs, total = self.inputs(elements, coordinate)
                 calls = made.calls[coordinate] = Calls()
                 with (
                     calls.followed(model, partial(elements_of, mode)) if follows else nullcontext()
                 ):
-                    loss = self.step(model, *self.inputs(elements, coordinate))
+                    loss = self.step(model, *inputs)
                 made.losses[coordinate] = elements_of(mode, loss)
+                made.real[coordinate, total] = real_number(loss)
                 if follows:
                     backward(loss, scale)
                 losses.append(loss)
@@ -147,14 +151,16 @@ class Models:
         self._load(made, model, self.new_reference(elements).state_dict(), mesh)
         made.precisions = precisions(model)
         coordinate, _ = data_coordinate(mesh, self.data_dims)
+        inputs, total = self.inputs(elements, coordinate)
         calls = made.calls[coordinate] = Calls()
         with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
-            loss = step(model, *self.inputs(elements, coordinate))
+            loss = step(model, *inputs)
         made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
         if made.is_scaled:
             backward(loss, elements)
         if loss is not None:
             made.losses[coordinate] = elements_of(mode, loss)
+            made.real[coordinate, total] = real_number(loss)
         _take_gradients(made, mode, model)
         return made
 
@@ -217,14 +223,20 @@ class Models:
         elements.make_abstract(model)
         return model
 
-    def inputs(self, elements: Elements, coordinate: int) -> Any:
-        leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
+    def inputs(self, elements: Elements, coordinate: int) -> tuple[Any, float]:
+        """Return the inputs of a data coordinate, and the sum of their real numbers."""
+        with random_states_kept():
+            # Both sides get the same numbers, also if the batch draws them.
+            torch.manual_seed(1 + coordinate)
+            leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
+        total = 0.0
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                total += float(leaf.detach().double().sum())
                 # A copy, as a batch may be given again.
                 leaves[place] = leaf.detach().clone()
                 elements.make_abstract(leaves[place], ("batch", coordinate, place))
-        return pytree.tree_unflatten(leaves, spec)
+        return pytree.tree_unflatten(leaves, spec), total
 
 
 def backward(loss: Tensor, elements: Elements | None) -> None:
@@ -258,6 +270,15 @@ def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
     with without_modes():
         elements = mode.arithmetic.lift(whole if value is None else value)
         return mode.arithmetic.compared(elements).clone()
+
+
+def real_number(loss: Tensor) -> float:
+    """Return the real number beside the elements of a loss."""
+    whole = loss.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    with without_modes():
+        return float(whole.double().sum())
 
 
 def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[int, int]:

@@ -272,6 +272,54 @@ def test_an_operator_without_a_meaning_is_no_alarm():
     assert failure.value.proof.kind == "unknown"
 
 
+def test_a_parallel_model_that_changes_the_reference_is_refused(monkeypatch):
+    """Libraries of kernels replace methods of a class, and so the reference's, too."""
+    forward = GatedModel.forward
+
+    def patched():
+        monkeypatch.setattr(GatedModel, "forward", lambda self, tokens: forward(self, tokens) * 2)
+        return make_model()
+
+    with pytest.raises(ValueError, match="of the reference is another one since"):
+        assert_same_model(patched, make_model, step, batch)
+
+
+def test_what_no_mode_sees_is_unknown():
+    def doubles_in_numpy():
+        model = make_model()
+        model.blocks[0].register_forward_hook(lambda module, args, y: double(y))
+        return model
+
+    def double(y):
+        array = y.detach().numpy()
+        array *= 100
+        return y
+
+    with pytest.raises(AnotherFunction, match=r"nobody knows.*\n.*the real loss on rank 0 is"):
+        assert_same_model(doubles_in_numpy, make_model, step, batch)
+
+
+def test_what_has_no_gradient_is_named():
+    def with_more():
+        model = make_model()
+        model.unused = nn.Linear(2, 2, bias=False)
+        return model
+
+    proof = assert_same_model(with_more, with_more, step, batch)
+    assert "no gradient but 0 of unused.weight: nothing else" in proof.assumes[0]
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_a_step_that_reads_nothing_of_the_batch_is_refused(gt_mesh):
+    """No rank reduces, and nothing would show it."""
+
+    def ignores(model, tokens):
+        return step(model, torch.arange(SEQ)[None])
+
+    with pytest.raises(ValueError, match="the loss of all data coordinates is equal"):
+        assert_same_model(lambda mesh: make_model(), make_model, ignores, batch, mesh=gt_mesh)
+
+
 def test_a_reference_without_gradients_is_refused():
     def ignores(model, tokens):
         return torch.ones((), requires_grad=True) * 2

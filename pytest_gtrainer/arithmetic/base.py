@@ -13,7 +13,7 @@ from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.operators import COMPARISONS, FILLED, holds_exactly
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value, spell
-from pytest_gtrainer.graph.nodes import leaves_of
+from pytest_gtrainer.graph.nodes import leaves_of, named_arguments
 
 # An int64 tensor.
 Elements: TypeAlias = Tensor
@@ -42,21 +42,6 @@ class Call:
     @property
     def result(self) -> Tensor:
         return self.results[0]
-
-
-def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the schema's defaults."""
-    named = {}
-    for place, argument in enumerate(schema(operator).arguments):
-        if place < len(args):
-            named[argument.name] = args[place]
-        else:
-            named[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return named
-
-
-def tensors_in(*arguments: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
 
 
 def values_in(*arguments: Any) -> list[Value]:

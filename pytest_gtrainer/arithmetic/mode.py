@@ -25,7 +25,7 @@ from pytest_gtrainer._torch.arithmetic import (
     take_apart,
 )
 from pytest_gtrainer._torch.values import FakeTensor, schema
-from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped, named_arguments, tensors_in
+from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.operators import (
     ACCUMULATIONS,
@@ -44,7 +44,13 @@ from pytest_gtrainer.arithmetic.operators import (
 )
 from pytest_gtrainer.arithmetic.shadows import Shadows, whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
-from pytest_gtrainer.graph.nodes import COMMUNICATING, is_random, is_view
+from pytest_gtrainer.graph.nodes import (
+    COMMUNICATING,
+    is_random,
+    is_view,
+    named_arguments,
+    tensors_in,
+)
 from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")

@@ -37,7 +37,7 @@ from pytest_gtrainer._torch.values import (
     takes_numbers,
 )
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unknown, worst_of
-from pytest_gtrainer.graph.nodes import leaves_of, value_of
+from pytest_gtrainer.graph.nodes import leaves_of, tensors_in, value_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import FUNCTIONS, Group, function_of, operator_of, word
@@ -55,9 +55,12 @@ class OperatorPattern(Predicate):
     def matches(self, node: fx.Node) -> bool:
         if node.op == "output" or self.text == OUTPUT:
             return node.op == self.text
+
         found = operator_of(node)
         path = found.text.split(".")
-        if node.op == "call_module":  # a graph's text writes `module.layers[0].up`
+        if node.op == "call_module":
+            # Graph text writes `module.layers[0].up`, and `[` begins a class of characters in a
+            # pattern. So a leaf is asked for as torch writes its path.
             path = ["module", *str(node.target).split(".")]
         return _fits(self.text, path, found.short)
 
@@ -71,35 +74,45 @@ class OperatorPattern(Predicate):
             return True
         if any(map(self.matches, subject.inside(node))):
             return True
+        # What a leaf module computes is in no graph. Only its own name is known.
         return subject.leaf_in(node) is not None and not self.names_leaf(subject)
 
     def check(self, subject: Subject) -> None:
         """Raise ``CheckError`` if neither the graph nor torch has such an operator."""
         if self.text == OUTPUT or any(map(self.matches, subject.schedule)):
             return
+
         if not any(_fits(self.text, path, name) for path, name in _known_operators(self.text)):
             last = self.text.removesuffix(".default").rpartition(".")[2]
             words = {name.partition("::")[2].partition(".")[0] for name in operator_names()}
             raise CheckError(f"no operator is called {self.text!r}{nearest(last, words)}")
+
+        # FX takes an output of a tuple with a node of its own, and the schedule leaves these out.
         if self.text in ("getitem", "operator.getitem") and subject.has_items:
-            wrong = "the graph takes outputs by getitem, and these are no nodes of the schedule"
-            raise CheckError(f"{wrong}: name an output as `split[0]`")
+            raise CheckError(
+                "the graph takes outputs by getitem, and these are no nodes of the schedule: "
+                "name an output as `split[0]`"
+            )
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         if self.matches(node):
             return None
-        found = node.op if node.op == OUTPUT else operator_of(node).text
-        words = f"its operator is {found}, expected {self.text}"
+        if node.op == OUTPUT:
+            return f"its operator is {node.op}, expected {self.text}"
+
+        found = operator_of(node)
+        words = f"its operator is {found.text}, expected {self.text}"
         if isinstance(node.target, HigherOrderOperator):
+            # ``out_dtype(aten.mm.default, ...)`` runs the operator that it is given.
             for given in leaves_of([node.args, node.kwargs]):
                 if not isinstance(given, OpOverload):
                     continue
                 called = function_of(given)
                 if _fits(self.text, called.text.split("."), called.short):
                     return Unknown(f"{words}, and it is given {called.text} to call")
+
         if self._may_become(node):
-            bare = operator_of(node).short
-            return Unknown(f"{words}, which it may call: write `{bare}` to ask for both")
+            return Unknown(f"{words}, which it may call: write `{found.short}` to ask for both")
         return words
 
     def _may_become(self, node: fx.Node) -> bool:
@@ -113,10 +126,11 @@ class OperatorPattern(Predicate):
             return False
         if isinstance(node.target, OpOverload | HigherOrderOperator):
             return False
+
+        # ``operator.add`` of two sizes calls no ATen operator. A node without a value may be either.
         value = value_of(node)
-        has_tensor = any(isinstance(each, torch.Tensor) for each in leaves_of(value))
-        if value is not None and not has_tensor:
-            return False  # arithmetic of sizes
+        if value is not None and not tensors_in(value):
+            return False
         return fnmatchcase(operator_of(node).short, name)
 
 
@@ -140,15 +154,18 @@ def _known_operators(text: str) -> Iterator[tuple[Sequence[str], str]]:
     for registered in operator_names():
         path = registered.replace("::", ".").split(".")
         yield path, path[1]
+
     for name in higher_order_operators():
         yield ("hop", word(name)), name
     for spelled in FUNCTIONS:
         yield spelled.split("."), spelled.rpartition(".")[2]
+
     for home, owner in (("operator", operator), ("method", torch.Tensor)):
         for name in dir(owner):
             # A node does not call ``shape`` or ``__class__``.
             if not name.startswith("__") and inspect.isroutine(getattr(owner, name)):
                 yield (home, name), name
+
     if text.startswith("torch."):
         with contextlib.suppress(AttributeError):
             found = operator.attrgetter(text.partition(".")[2])(torch)
@@ -194,8 +211,9 @@ class CallPattern(Predicate):
     keywords: tuple[tuple[str, Argument], ...] = ()
 
     def __str__(self) -> str:
-        arguments = [str(argument) for argument in self.arguments]
-        arguments += [f"{name}={value}" for name, value in self.keywords]
+        arguments = list(map(str, self.arguments))
+        for name, value in self.keywords:
+            arguments.append(f"{name}={value}")
         return f"{self.operator.text}({', '.join(arguments)})"
 
     def check(self, subject: Subject) -> None:
@@ -210,6 +228,7 @@ class CallPattern(Predicate):
                     _check_item(pattern, subject)
             elif isinstance(pattern, str) and pattern.startswith("device("):
                 _check_device(pattern)
+
         for pattern in _nested(self):
             if isinstance(pattern, CallPattern):
                 if pattern.operator.text == OUTPUT and pattern is not self:
@@ -223,7 +242,9 @@ class CallPattern(Predicate):
         return _at("its arguments", call_mismatch(self, node, subject))
 
     def names(self) -> Iterable[str]:
-        return [pattern.text for pattern in _nested(self) if isinstance(pattern, Name)]
+        for pattern in _nested(self):
+            if isinstance(pattern, Name):
+                yield pattern.text
 
 
 Argument = str | Name | List | CallPattern
@@ -249,19 +270,23 @@ def _check_item(name: Name, subject: Subject) -> None:
     node = subject.captures.get(name.text)
     if node is None:
         raise CheckError(f"{name}: {name.text} is a graph input, and these have no outputs")
+
     value = value_of(node)
     if isinstance(value, tuple | list):
         count = len(value)
     elif isinstance(node.target, OpOverload):
-        types = [str(result.type) for result in schema(node.target).returns]
-        if any("[]" in each or "List" in each for each in types):
-            return  # a list of a length that the schema does not say
-        count = len(types) if len(types) > 1 else 0
+        results = schema(node.target).returns
+        if any("List" in str(result.type) for result in results):
+            return  # ``split`` returns a list, of a length that the schema does not say
+        # An operator with one result returns the tensor itself.
+        count = len(results) if len(results) > 1 else 0
     else:
         return  # a function of Python may return anything
-    if int(name.item or 0) >= count:
-        has = f"{count} outputs, counted from 0" if count else "one output, and it is no tuple"
-        raise CheckError(f"{name}: {operator_of(node).text} has {has}")
+
+    if int(name.item or 0) < count:
+        return
+    has = f"{count} outputs, counted from 0" if count else "one output, and it is no tuple"
+    raise CheckError(f"{name}: {operator_of(node).text} has {has}")
 
 
 def _check_device(literal: str) -> None:
@@ -285,14 +310,17 @@ def _allows(overload: OpOverload, pattern: CallPattern, subject: Subject) -> boo
             in_order.append(name)
         if not argument.has_default_value():
             required.add(name)
+
     given = [argument for argument in pattern.arguments if argument != REST]
     if not asked.keys() <= arguments.keys() or len(given) > len(in_order):
         return False
     if REST in pattern.arguments:
         # An argument after the ``...`` has no known place, so its type is not known.
         given = given[: pattern.arguments.index(REST)]
+        required.clear()
+
     asked.update(zip(in_order, given, strict=False))
-    if REST not in pattern.arguments and not required <= asked.keys():
+    if not required <= asked.keys():
         return False
     return all(_may_be(overload, arguments[name], value, subject) for name, value in asked.items())
 
@@ -301,30 +329,38 @@ def _may_be(overload: OpOverload, argument: Any, pattern: Argument, subject: Sub
     """Return whether an argument of a schema can be what a pattern describes."""
     if pattern in (ANY, REST):
         return True
-    kinds = [argument.real_type]  # ``int[]?`` is an optional list of integers
-    while hasattr(kinds[-1], "getElementType"):
-        kinds.append(kinds[-1].getElementType())
-    kind = kinds[-1].kind()
+    # ``int[]?`` is an optional list of integers: three types, one in the other. The ``real_type``
+    # keeps apart what ``type`` calls int: symbols, dtypes, layouts.
+    type_ = argument.real_type
+    kinds = [type_.kind()]
+    while hasattr(type_, "getElementType"):
+        type_ = type_.getElementType()
+        kinds.append(type_.kind())
+
+    kind = kinds[-1]
     is_group = argument.name in _GROUP_NAMES
     may_be_node = kind not in _CONSTANT_KINDS and not is_group
+
     if isinstance(pattern, CallPattern):
         return may_be_node
     if isinstance(pattern, List):
         if is_group:  # a list of ranks
             return True
-        is_list = any(each.kind() == "ListType" for each in kinds)
         fits = all(_may_be(overload, argument, item, subject) for item in pattern.items)
-        return fits and (is_list or kind not in _TYPES)
+        return fits and ("ListType" in kinds or kind not in _TYPES)
+
     if isinstance(pattern, Name):
         if pattern.text in subject.captures or subject.inputs_called(pattern.text):
             return may_be_node
         if pattern.text not in CONSTANTS:  # a group, or an input by its index
             return is_group or pattern.item is not None
+
     if is_group:  # it is written by its symbol or its ranks
         return False
+
     value = _constant_of(str(pattern))
     if value is None:
-        return kind not in _TYPES or any(each.kind() == "OptionalType" for each in kinds)
+        return kind not in _TYPES or "OptionalType" in kinds
     if kind == "TensorType" and takes_numbers(overload):
         return isinstance(value, bool | int | float | complex)
     return kind not in _TYPES or type(value) in _TYPES[kind]
@@ -370,6 +406,7 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
     for keyword in keywords:
         if keywords.count(keyword) > 1:
             raise CheckError(f"{pattern}: {keyword}= is given {keywords.count(keyword)} times")
+
     if name == OUTPUT:
         if keywords:
             raise CheckError(
@@ -378,8 +415,11 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
         return
 
     overloads = list(_overloads(name))
-    known = {argument.name for each in overloads for argument in schema(each).arguments}
+    known: set[str] = set()
+    for overload in overloads:
+        known.update(argument.name for argument in schema(overload).arguments)
     takes_any = not overloads  # a higher-order operator, say, has no schema
+
     # Graphs of Dynamo call functions and methods of Python, which may have other arguments than the
     # operator of the same name.
     has_functions = False
@@ -391,8 +431,9 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
         # A method is a name, and a builtin function may have no signature.
         with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(node.target).parameters.values()
-            known |= {each.name for each in parameters}
+            known.update(each.name for each in parameters)
             takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+
     for keyword in keywords:
         if keyword not in known and not takes_any:
             hint = nearest(keyword, known) or f": it has {', '.join(sorted(known))}"
@@ -400,16 +441,17 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
 
     if not overloads or has_functions or any(_allows(o, pattern, subject) for o in overloads):
         return
-    shown = " or ".join(str(schema(each)) for each in overloads[:_MOST_SCHEMAS])
-    if len(overloads) > _MOST_SCHEMAS:
-        shown += f" or {len(overloads) - _MOST_SCHEMAS} more"
+    shown = list(map(str, map(schema, overloads)))
+    if len(shown) > _MOST_SCHEMAS:  # ``add`` has dozens of overloads
+        shown[_MOST_SCHEMAS:] = [f"{len(shown) - _MOST_SCHEMAS} more"]
     raise CheckError(
-        f"{pattern}: no node can have these arguments, because the operator is {shown}; "
+        f"{pattern}: no node can have these arguments, because the operator is "
+        f"{' or '.join(shown)}; "
         "write `_` for an argument, or `...` at the end for all that follow"
     )
 
 
-_MOST_SCHEMAS = 3  # of many overloads a message shows so many
+_MOST_SCHEMAS = 3
 
 
 def _overloads(text: str) -> Iterator[OpOverload]:
@@ -454,10 +496,16 @@ def _slots_of(node: fx.Node) -> tuple[list[Slot], dict[str, Slot]]:
             rank = max(value.ndim, 1)  # a scalar takes the dimensions 0 and -1, as a vector does
             if operator_of(node).short.startswith(_ADDS_DIMENSION):
                 rank += 1
+
+    in_order: list[Slot] = []
+    by_name: dict[str, Slot] = {}
     if not isinstance(node.target, OpOverload):
-        by_name = {name: Slot(value, name, rank) for name, value in node.kwargs.items()}
-        return [Slot(value) for value in node.args], by_name
-    in_order, by_name = [], {}
+        # A function of Python may have any signature, so nothing is known of what is not given.
+        in_order += map(Slot, node.args)
+        for name, value in node.kwargs.items():
+            by_name[name] = Slot(value, name, rank)
+        return in_order, by_name
+
     for place, argument in enumerate(schema(node.target).arguments):
         name, default = argument.name, inspect.Parameter.empty
         if argument.has_default_value():
@@ -471,6 +519,7 @@ def _slots_of(node: fx.Node) -> tuple[list[Slot], dict[str, Slot]]:
         by_name[name] = slot
         if not argument.kwarg_only:
             in_order.append(slot)
+
     return in_order, by_name
 
 
@@ -488,12 +537,14 @@ def _call_mismatches(pattern: CallPattern, node: fx.Node, subject: Subject) -> I
     asked_in_order = [slot for slot in in_order if slot.name not in wanted]
     slots = _slots_for(pattern.arguments, asked_in_order, subject)
     yield _items_mismatch(pattern.arguments, slots, subject)
+
     for name, value in wanted.items():
         # ``_`` asks for an argument that the graph gives.
         if name not in by_name or (value == ANY and not by_name[name].is_given):
             yield f"it has no argument {name}=, expected {name}={value}"
         else:
             yield _at(name, _mismatch(value, by_name[name], subject))
+
     if pattern.arguments[-1:] != (REST,):
         known = {*wanted, *(slot.name for slot in in_order)}
         for name in node.kwargs:
@@ -512,6 +563,8 @@ def _slots_for(
     for place, slot in enumerate(slots):
         if slot.is_given:
             end = place + 1
+
+    # Tracers differ: make_fx drops an argument that has its default, Dynamo keeps what was written.
     if REST not in patterns:
         while end > len(patterns) and _is_default(slots[end - 1], subject):
             end -= 1
@@ -538,9 +591,13 @@ def _results_mismatch(patterns: Sequence[Argument], results: Any, subject: Subje
     values: Sequence[Any] = leaves_of(results)
     if any(isinstance(pattern, List) for pattern in patterns):
         if isinstance(results, Mapping):
-            results = list(results.values())
-        values = results if isinstance(results, list | tuple) else [results]
-    found = _items_mismatch(patterns, [Slot(value) for value in values], subject)
+            values = list(results.values())
+        elif isinstance(results, list | tuple):
+            values = results
+        else:
+            values = [results]
+
+    found = _items_mismatch(patterns, list(map(Slot, values)), subject)
     if found and len(patterns) == 1 and isinstance(patterns[0], List):
         return _results_mismatch(patterns[0].items, results, subject)
     return found
@@ -560,18 +617,20 @@ def _items_mismatch(
         patterns = [*patterns[:gap], *skipped, *patterns[gap + 1 :]]
     elif len(slots) != len(patterns):
         return f"there are {len(slots)}, expected {len(patterns)}: ({shown})"
-    return worst_of(
-        _at(f"number {number}", _mismatch(pattern, slot, subject))
-        for number, (pattern, slot) in enumerate(zip(patterns, slots, strict=True), start=1)
-    )
+
+    # All of them: an item that certainly differs decides, even behind one that may differ.
+    differences: list[str | None] = []
+    for pattern, slot in zip(patterns, slots, strict=True):
+        number = len(differences) + 1
+        differences.append(_at(f"number {number}", _mismatch(pattern, slot, subject)))
+    return worst_of(differences)
 
 
 def _at(where: str, difference: str | None) -> str | None:
     """Return a difference with its place before it; one that nobody can decide stays such a one."""
     if not difference:
         return None
-    words = f"{where}: {difference}"
-    return Unknown(words) if isinstance(difference, Unknown) else words
+    return type(difference)(f"{where}: {difference}")
 
 
 def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
@@ -579,20 +638,16 @@ def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
     value = slot.value
     if pattern == ANY:
         return None
-    group = subject.groups.get(value) if isinstance(value, str) else None
-    if group is not None and slot.name in _GROUP_NAMES:
-        return _group_mismatch(pattern, group)
+    if slot.name in _GROUP_NAMES and isinstance(value, str) and value in subject.groups:
+        return _group_mismatch(pattern, subject.groups[value])
+
     is_number = isinstance(pattern, str) and pattern[-1:].isdecimal()
     # A list of one number may be given as that number.
     if is_number and isinstance(value, list | tuple) and len(value) == 1:
         return _mismatch(pattern, slot._replace(value=value[0]), subject)
     if isinstance(pattern, List):
-        if type(value) is int:
-            value = [value]
-        if not isinstance(value, list | tuple):
-            return f"it is {_shown(value, subject)}, expected the list {pattern}"
-        items = [slot._replace(value=item) for item in value]
-        return _items_mismatch(pattern.items, items, subject)
+        return _list_mismatch(pattern, slot, subject)
+
     words = f"it is {_shown(value, subject)}, expected {pattern}"
     if isinstance(value, fx.Node):
         if isinstance(pattern, CallPattern):
@@ -606,8 +661,22 @@ def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
             return None
         if fits is None:
             return Unknown(f"{words}, and nobody knows how many dimensions it counts")
+
     # Whether a symbol is this number is decided at run time.
-    return Unknown(words) if is_number and isinstance(value, SYMBOLIC) else words
+    if is_number and isinstance(value, SYMBOLIC):
+        return Unknown(words)
+    return words
+
+
+def _list_mismatch(pattern: List, slot: Slot, subject: Subject) -> str | None:
+    """Return how an argument differs from a list. A number is a list of one: ``sum(x, 0)``."""
+    value = slot.value
+    if type(value) is int:
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return f"it is {_shown(value, subject)}, expected the list {pattern}"
+    items = [slot._replace(value=item) for item in value]
+    return _items_mismatch(pattern.items, items, subject)
 
 
 def _operand_mismatch(
@@ -616,9 +685,11 @@ def _operand_mismatch(
     """Return how the node that computes an operand differs from a call; ``words`` name both."""
     if node not in subject.place:
         return words
-    if not pattern.operator.matches(node):
-        return Unknown(words) if pattern.operator.may_run_in(node, subject) else words
-    return _at(f"in {pattern.operator.text}", call_mismatch(pattern, node, subject))
+    if pattern.operator.matches(node):
+        return _at(f"in {pattern.operator.text}", call_mismatch(pattern, node, subject))
+    if pattern.operator.may_run_in(node, subject):
+        return Unknown(words)
+    return words
 
 
 def _group_mismatch(pattern: Argument, group: Group) -> str | None:
@@ -630,6 +701,7 @@ def _group_mismatch(pattern: Argument, group: Group) -> str | None:
     if str(pattern) == str(list(group.ranks or ())):
         return None
     words = f"it is {group}, expected the ranks {pattern}"
+    # A graph that was read from a file may not say the ranks.
     return Unknown(words) if group.ranks is None else words
 
 

@@ -16,16 +16,16 @@ On the output node:
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 
 from pytest_gtrainer._torch.passes import WAITS
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 
 FORWARD, BACKWARD = "fwd", "bwd"
 AFTERWARDS = " afterwards"
@@ -201,6 +201,19 @@ def arguments_given(node: fx.Node | Call) -> Iterator[tuple[Any, Any]]:
             yield argument, node.kwargs.get(argument.name)
 
 
+def named_arguments(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the schema's defaults."""
+    named = {}
+    for place, argument in enumerate(schema(operator).arguments):
+        if place < len(args):
+            named[argument.name] = args[place]
+        else:
+            named[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return named
+
+
 def leaves_of(argument: Any) -> list[Any]:
     """Return what is in lists, tuples, dicts and slices of arguments, at any depth."""
     found: list[Any] = []
@@ -208,9 +221,9 @@ def leaves_of(argument: Any) -> list[Any]:
     return found
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value of any structure, in the order of its leaves."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def tensors_in(*arguments: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of arguments, in their order."""
+    return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
 
 
 def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:

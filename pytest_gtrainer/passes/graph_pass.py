@@ -92,8 +92,10 @@ def check_waits(graph: fx.Graph, by: str) -> None:
 
 def _describe(node: fx.Node) -> str:
     """Return a node with its bucket or module, and the parameters that it is made from."""
+    where = node_fqn(node) or "no module"
     bucket = node.meta.get("fsdp_bucket")
-    where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
+    if bucket:
+        where = f"bucket {'+'.join(bucket['plan_fqns'])!r}"
     inputs = []
     for above in sorted(walk([node], lambda each: each.all_input_nodes)):
         given = above.meta.get("gt_input")
@@ -107,8 +109,8 @@ def _describe(node: fx.Node) -> str:
 def options_of(a_pass: Pass) -> dict[str, Any]:
     """Return the options of a pass with their defaults, ``Parameter.empty`` where there is none."""
     parameters = list(inspect.signature(a_pass).parameters.values())
-    options = parameters[1 if takes_one(a_pass) else 2 :]
-    return {parameter.name: parameter.default for parameter in options}
+    del parameters[: 1 if takes_one(a_pass) else 2]
+    return {parameter.name: parameter.default for parameter in parameters}
 
 
 def takes_one(a_pass: Callable[..., Any]) -> str:
@@ -125,8 +127,9 @@ def takes_one(a_pass: Callable[..., Any]) -> str:
     annotation = str(parameters[0].annotation)
     if re.search(r"\bGraph\b", annotation):
         return "graph"
-    is_module = parameters[0].name in ("gm", "graph_module", "module")
-    return "gm" if is_module or "GraphModule" in annotation else "graph"
+    if "GraphModule" in annotation or parameters[0].name in ("gm", "graph_module", "module"):
+        return "gm"
+    return "graph"
 
 
 def as_pass(a_pass: Callable[..., Any]) -> Pass:
@@ -156,7 +159,9 @@ def returned(result: object) -> fx.GraphModule:
     """Return the graph of a pass's result, which may be its ``forward``, as of torch's backends."""
     result = getattr(result, "__self__", result)
     if not isinstance(result, fx.GraphModule):
-        kind = "None: is `return gm` missing?" if result is None else f"a {type(result).__name__}"
+        kind = f"a {type(result).__name__}"
+        if result is None:
+            kind = "None: is `return gm` missing?"
         raise TypeError(f"a pass returns a GraphModule, this one returned {kind}")
     return result
 
@@ -223,10 +228,12 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     if identity is not None:
         spelled.append(("uuid", repr(identity)))
     home = ""
-    if inspect.isfunction(a_pass) or identity is not None:
-        code: Any = a_pass if inspect.isfunction(a_pass) else type(a_pass)
-        if "<" not in code.__qualname__:  # a local function's name says too little
-            home = f"{code.__module__}:{code.__qualname__}"
+    code: Any = a_pass
+    if identity is not None and not inspect.isfunction(a_pass):
+        code = type(a_pass)
+    identifies = identity is not None or inspect.isfunction(a_pass)
+    if identifies and "<" not in code.__qualname__:  # a local function's name says too little
+        home = f"{code.__module__}:{code.__qualname__}"
     # Copied, so that a list that is changed later does not change the pass or its fingerprint.
     return BoundPass(name, tuple(spelled), as_pass(a_pass), copy.deepcopy(options), home)
 
@@ -235,12 +242,15 @@ def all_bound(passes: Iterable[BoundPass | Pass]) -> list[BoundPass]:
     """Return the passes of a list, with those that are plain functions bound without options."""
     bound = []
     for index, each in enumerate(passes):
-        if not callable(each) and not isinstance(each, BoundPass):
+        if isinstance(each, BoundPass):
+            bound.append(each)
+        elif callable(each):
+            bound.append(bind_options(each))
+        else:
             raise TypeError(
                 f"pass {index} of the list is {each!r}: give a function gm -> gm, or "
                 "bind_options(...)"
             )
-        bound.append(each if isinstance(each, BoundPass) else bind_options(each))
     return bound
 
 

@@ -100,7 +100,9 @@ def split_stage_graph(
         part_of[node] = PARTS.index(part)
     _check_order(gm, part_of)
     results = results_of(gm)
-    parts = {name: cut_part(gm, part_of, number, results) for number, name in enumerate(PARTS)}
+    parts: dict[str, StagePart] = {}
+    for number, part in enumerate(PARTS):
+        parts[part] = cut_part(gm, part_of, number, results)
     for name in parts[REDUCE].takes:
         if name in parts["forward"].gives:
             raise PlanError(
@@ -128,8 +130,11 @@ def _assign_parts(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node,
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     unshard = {node for node in inputs if node.meta["gt_input"]["kind"] == "parameter"}
-    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     reduce = {member.launch for member in fsdp_reduce_scatters(gm)}
+    nodes = []
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            nodes.append(node)
     for node in nodes:
         # What is computed from parameters alone, as gathers and casts, is the same for each
         # microbatch. Draws and writes are not.
@@ -142,24 +147,32 @@ def _assign_parts(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node,
             reduce.add(node)
 
     first, count = outputs
-    needed = set(results_of(gm)[first : first + count])
-    # dI is what gradients of the inputs are computed from, found backwards from these.
-    for node in reversed(nodes):
-        if node in needed and direction(node) == BACKWARD:
-            needed.update(node.all_input_nodes)
-
+    needed = _find_operands(nodes, results_of(gm)[first : first + count])
     part_of: dict[fx.Node, int] = {}
     for node in nodes:
         if node.target is operator.getitem and node.args[0] in part_of:
             # Tuples are handed on element by element, so an element stays with its operator.
             part_of[node] = part_of[node.args[0]]
-        elif node in unshard or node in reduce:
-            part_of[node] = _UNSHARD if node in unshard else _REDUCE
+        elif node in unshard:
+            part_of[node] = _UNSHARD
+        elif node in reduce:
+            part_of[node] = _REDUCE
         elif direction(node) != BACKWARD:
             part_of[node] = _FORWARD
+        elif node in needed:
+            part_of[node] = _INPUT
         else:
-            part_of[node] = _INPUT if node in needed else _WEIGHT
+            part_of[node] = _WEIGHT
     return part_of
+
+
+def _find_operands(nodes: list[fx.Node], gradients: Iterable[Any]) -> set[Any]:
+    """Return the nodes of the backward that the gradients of the inputs are computed from."""
+    needed = set(gradients)
+    for node in reversed(nodes):
+        if node in needed and direction(node) == BACKWARD:
+            needed.update(node.all_input_nodes)
+    return needed
 
 
 def _check_order(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
@@ -172,7 +185,7 @@ def _check_order(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
                     "later"
                 )
     # Draws advance one generator, and a reader of memory needs the last write.
-    ordered = [[node for node in part_of if is_random(node)]]
+    ordered = [list(filter(is_random, part_of))]
     for memory in writes(gm.graph):
         ordered.append([n for n in part_of if memory in map(storage_of, n.all_input_nodes)])
     for nodes in ordered:
@@ -200,7 +213,10 @@ def cut_part(
     for node in body:
         for read in node.all_input_nodes:
             if part_of.get(read) != part:
-                (constants if read.op == "get_attr" else takes)[read] = None
+                if read.op == "get_attr":
+                    constants[read] = None
+                else:
+                    takes[read] = None
     for read in takes:
         copies[read] = graph.placeholder(read.name)
         copies[read].meta = dict(read.meta)

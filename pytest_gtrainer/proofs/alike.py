@@ -1,4 +1,4 @@
-"""Ranks that are alike: one of them runs, and stands for all.
+"""Prove for ranks that are alike by running one of them, which stands for all.
 
 All ranks run one graph. So what a rank computes is a function of the rank: an element is the
 fingerprint of an expression in which the rank is left open. Only a collective looks at other ranks.
@@ -24,10 +24,9 @@ from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Elements
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.values import NoMeaning
-from pytest_gtrainer.graph.nodes import written_operands
+from pytest_gtrainer.graph.nodes import tensors_in, written_operands
 from pytest_gtrainer.proofs.programs import GraphProgram
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
-from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
 from pytest_gtrainer.worlds.simulated.interpreter.steps import CollectiveStep, Frame
 from pytest_gtrainer.worlds.simulated.interpreter.values import RankRandomStates
 
@@ -77,6 +76,7 @@ def have_equal_numbers(of_ranks: Sequence[Sequence[Any]]) -> bool:
                 return False
             if not ours.is_floating_point() and not torch.equal(ours, theirs):
                 return False
+
     return True
 
 
@@ -88,26 +88,26 @@ class CollectiveOfAlike(CollectiveStep):
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         calls = self._calls(frame)
-        name = "inputs" if "inputs" in calls[0] else "input"
-        given = calls[0][name]
-        if isinstance(given, list | tuple):
-            filled = zip(*(self._on_ranks(tensor, len(calls)) for tensor in given), strict=True)
-            contributions: Sequence[Any] = list(map(list, filled))
+        if "inputs" in calls[0]:  # a coalesced collective: a list of tensors
+            of_each = [self._on_ranks(tensor, len(calls)) for tensor in calls[0]["inputs"]]
+            for call, own in zip(calls, zip(*of_each, strict=True), strict=True):
+                call["inputs"] = list(own)
         else:
-            contributions = self._on_ranks(given, len(calls))
-        for call, own in zip(calls, contributions, strict=True):
-            call[name] = own
+            for call, tensor in zip(
+                calls, self._on_ranks(calls[0]["input"], len(calls)), strict=True
+            ):
+                call["input"] = tensor
+
         of_ranks = self._carry_out(calls)
         if isinstance(of_ranks[0], list):
-            result: Any = [self._by_rank(own) for own in zip(*of_ranks, strict=True)]
+            result: Any = list(map(self._by_rank, zip(*of_ranks, strict=True)))
         else:
             result = self._by_rank(of_ranks)
         if not written_operands(self.node):
             return result
-        (name,) = (each.name for each in schema(self.node.target).arguments if each.is_write)
+        (name,) = [each.name for each in schema(self.node.target).arguments if each.is_write]
         written = self._calls(frame)[0][name]
-        pairs = zip(on_ranks.tensors_in(written), on_ranks.tensors_in(result), strict=True)
-        for target, new in pairs:
+        for target, new in zip(tensors_in(written), tensors_in(result), strict=True):
             target.copy_(new)
         return written
 
@@ -119,6 +119,7 @@ class CollectiveOfAlike(CollectiveStep):
                 return [tensor] * size
             # Each rank may have other numbers, and here are those of one.
             raise NoMeaning(f"ranks exchange known numbers in {self.node.name}")
+
         copies = []
         with without_modes():
             filled = fill_in_ranks(self.mode.arithmetic, value.elements, size)
@@ -130,24 +131,37 @@ class CollectiveOfAlike(CollectiveStep):
     def _by_rank(self, of_ranks: Sequence[Tensor]) -> Tensor:
         """Return one tensor for what ranks got: a choice by the rank, unless all got the same."""
         first = of_ranks[0]
+        # Ranks of a group share what they got, so there are few objects for many ranks.
         places: dict[int, int] = {}
-        class_of = [places.setdefault(id(own), len(places)) for own in of_ranks]
-        if len(places) == 1 or not first.numel():
+        different: list[Tensor] = []
+        class_of = []
+        for own in of_ranks:
+            if id(own) not in places:
+                places[id(own)] = len(places)
+                different.append(own)
+            class_of.append(places[id(own)])
+
+        if len(different) == 1 or not first.numel():
             return first
-        different = list({id(own): own for own in of_ranks}.values())
-        values = [self.mode.shadows.read(own) for own in different]
-        own = [value.elements for value in values if value is not None]
-        if len(own) < len(values) or any(each.shape != own[0].shape for each in own):
-            raise NoMeaning(f"ranks get tensors of other shapes from {self.node.name}")
+
+        elements: list[Elements] = []
+        fits = set()
+        for own in different:
+            value = self.mode.shadows.read(own)
+            if value is None or (elements and value.elements.shape != elements[0].shape):
+                raise NoMeaning(f"ranks get tensors of other shapes from {self.node.name}")
+            elements.append(value.elements)
+            fits.add(value.fits)
+
         with without_modes():
             result = first.detach().clone()
             is_same = torch.ones((), dtype=torch.bool)
-            for each in own[1:]:
-                is_same = is_same & (each == own[0])
-            chosen = hashing.mix(hashing.of_name("by rank", class_of), own)
-            elements = torch.where(is_same, own[0], self.mode.arithmetic.narrow(chosen))
-            fits = {value.fits for value in values if value is not None}
-            self.mode.shadows.write(result, elements, fits.pop() if len(fits) == 1 else None)
+            for each in elements[1:]:
+                is_same = is_same & (each == elements[0])
+            chosen = hashing.mix(hashing.of_name("by rank", class_of), elements)
+            by_rank = torch.where(is_same, elements[0], self.mode.arithmetic.narrow(chosen))
+            self.mode.shadows.write(result, by_rank, fits.pop() if len(fits) == 1 else None)
+
         return result
 
 

@@ -43,8 +43,10 @@ class AnyOrder(Net):
             return inputs.mean(0)
         if op == "product":
             return inputs.prod(0)
-        if op in ("max", "min"):
-            return inputs.amax(0) if op == "max" else inputs.amin(0)
+        if op == "max":
+            return inputs.amax(0)
+        if op == "min":
+            return inputs.amin(0)
         return torch.sum(inputs, 0, dtype=inputs.dtype)
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Inputs of a program that is proven: real tensors, which become abstract if they are floats."""
+"""Draw inputs of a program that is proven: real tensors, which become abstract if they are floats.
+
+Integers stay what they are in a proof. An operator that they index raises for one that is too
+large, so they are drawn below the extents that they index.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import OpOverload
-from pytest_gtrainer.graph.nodes import argument_of, input_fqn, is_view, short_name
+from pytest_gtrainer.graph.nodes import argument_of, input_fqn, is_view, short_name, value_of
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 
 _KEEPING = ("_to_copy", "clone", "contiguous", "lift_fresh_copy", "convert_element_type")
@@ -36,6 +40,7 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
             raise ValueError(f"input {name} has no traced value: give inputs=")
         else:
             made.append(value)
+
     return made
 
 
@@ -47,32 +52,37 @@ def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
             continue
         if not value.is_floating_point() and not value.is_complex():
             parts.append(f"{input_fqn(node)} in {int(value.min())}..{int(value.max())}")
-    return f"whole numbers that were drawn: {', '.join(parts)}" if parts else ""
+    if not parts:
+        return ""
+    return f"whole numbers that were drawn: {', '.join(parts)}"
 
 
 def _draw(
     gm: fx.GraphModule, node: fx.Node, name: str, value: Tensor, generator: torch.Generator
 ) -> Tensor:
-    like = torch.empty(0, dtype=value.dtype)
     if value.dtype.is_floating_point or value.dtype.is_complex:
+        like = torch.empty(0, dtype=value.dtype)
         return sample_tensor(like, value.shape, value.stride(), generator)
     if value.dtype == torch.bool:
-        drawn = torch.randint(0, 2, tuple(value.shape), generator=generator)
-        return drawn.bool()
+        return torch.randint(0, 2, tuple(value.shape), generator=generator).bool()
+
     extents = list(index_extents(node))
-    # A buffer that is no index is a counter: any number does.
+    # A buffer that is no index counts something, as BatchNorm's ``num_batches_tracked``: any
+    # number does.
     is_buffer = node.meta.get("gt_input", {}).get("kind") == "buffer"
     if not extents and node.users and not is_buffer:
         raise ValueError(
             f"input {name} is {value.dtype} and is no index of anything in the graph, so nobody "
             "knows its range: give inputs="
         )
+
     most = min(extents, default=2)
     drawn = torch.randint(0, max(1, most), tuple(value.shape), generator=generator)
     flat = drawn.view(-1)
     # A bound shows at both ends only, and what is added up only where a number comes twice.
     flat[0:3:2] = max(1, most) - 1
     flat[1:2] = 0
+    # In the strides of the trace, which the graph's views bake in.
     empty = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype)
     return empty.copy_(drawn)
 
@@ -86,7 +96,8 @@ def index_extents(node: fx.Node) -> Iterator[int]:
             if not isinstance(user.target, OpOverload):
                 continue
             yield from _extents_in(user, used)
-            if (is_view(user.target) or short_name(user) in _KEEPING) and user not in seen:
+            keeps_numbers = is_view(user.target) or short_name(user) in _KEEPING
+            if keeps_numbers and user not in seen:
                 seen.add(user)
                 todo.append(user)
 
@@ -101,15 +112,14 @@ def _extents_in(user: fx.Node, index: fx.Node) -> Iterator[int]:
     elif name in _ALONG_DIM and argument_of(user, "index") is index:
         yield shapes[0][int(argument_of(user, "dim"))]
     elif name.startswith("nll_loss") and argument_of(user, "target") is index:
-        scores = argument_of(user, "self")
-        yield _shape(scores)[1 if len(_shape(scores)) > 1 else 0]
+        # The classes are the second dimension, or the only one of a single sample.
+        yield _shape(argument_of(user, "self"))[:2][-1]
     elif name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
-        indices = argument_of(user, "indices")
-        for dim, given in enumerate(indices):
+        for dim, given in enumerate(argument_of(user, "indices")):
             if given is index:
                 yield shapes[0][dim]
 
 
 def _shape(argument: Any) -> Sequence[int]:
-    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    value = value_of(argument) if isinstance(argument, fx.Node) else None
+    return tuple(getattr(value, "shape", ()))

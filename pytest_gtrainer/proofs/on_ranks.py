@@ -7,7 +7,6 @@ add in no order. So this is for the field, where every order gives the same.
 Every rank of a group has to be in the arithmetic, as all of them take part in the exchange.
 """
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,14 +22,15 @@ from pytest_gtrainer._torch.process_groups import (
 )
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.values import pytree, schema
-from pytest_gtrainer.arithmetic.base import Arithmetic, named_arguments, tensors_in
+from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.operators import base_name
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.graph.nodes import named_arguments, tensors_in
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.programs import GraphProgram, Left, Run
-from pytest_gtrainer.worlds.gathering import bytes_of_ranks
+from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter.steps import COLLECTIVES, contributions
@@ -76,7 +76,7 @@ class GraphOnRanks(GraphProgram):
 
 def gathered_from_ranks(own: Any) -> list[Any]:
     """Return the answers of all ranks of the world. Every rank must call this."""
-    return _gathered(own, None)
+    return gather_objects(own)
 
 
 def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -94,12 +94,14 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         given = [_written_down(mode, tensor) for tensor in call.inputs]
         with without_modes():
             result = finished(func(*args, **kwargs), call.outputs)
-            of_ranks = _gathered((given, call.details), group)
+            of_ranks = gather_objects((given, call.details), group)
         members = []
         for rank, (own, details) in enumerate(of_ranks):
-            inputs = [_made_again(mode, each) for each in own]
-            if not details.get("sends"):
-                inputs = [tensor.reshape(-1) for tensor in inputs]
+            inputs = []
+            for numbers in own:
+                tensor = _made_again(mode, numbers)
+                # ``c10d`` fills memory in order, whatever the shapes; only exchanges count rows.
+                inputs.append(tensor if details.get("sends") else tensor.reshape(-1))
             members.append(Contribution(rank=rank, inputs=inputs, **details))
         found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
         _write(mode, call.outputs, found)
@@ -107,22 +109,21 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
 
     if base not in COLLECTIVES:
         raise NoMeaning(f"{func} between real ranks")
-    own = {}
-    for name, value in named.items():
-        if name != "group_name":
-            own[name] = pytree.tree_map_only(Tensor, lambda each: _written_down(mode, each), value)
+    sent = dict(named)
+    sent.pop("group_name")  # other ranks know the group by other names
+    sent = pytree.tree_map_only(Tensor, lambda tensor: _written_down(mode, tensor), sent)
     with without_modes():
         result = func(*args, **kwargs)
-        calls = _gathered(own, group)
-    again = [
-        pytree.tree_map_only(_Numbers, lambda each: _made_again(mode, each), call) for call in calls
-    ]
-    members = contributions(again, range(len(again)))
+        calls = gather_objects(sent, group)
+
+    calls = pytree.tree_map_only(_Numbers, lambda numbers: _made_again(mode, numbers), calls)
+    members = contributions(calls, range(len(calls)))
     found = _carry_out(mode, COLLECTIVES[base], members)[dist.get_rank(group)]
     targets = tensors_in(result)
     for argument in schema(func).arguments:
         if argument.is_write:
             targets = tensors_in(named[argument.name])
+
     _write(mode, targets, found)
     return result
 
@@ -152,12 +153,15 @@ class _Numbers:
 def _written_down(mode: ArithmeticMode, tensor: Tensor) -> _Numbers:
     value = mode.shadows.read(tensor)
     with without_modes():
-        if value is not None:
-            return _Numbers(value.elements.clone().contiguous(), tensor.dtype, value.fits)
         own = tensor.detach()
-        if not own.is_floating_point():
-            return _Numbers(own.clone().contiguous(), own.dtype, None)
-        return _Numbers(mode.arithmetic.lift(own).clone().contiguous(), own.dtype, own.dtype)
+        if value is not None:
+            elements, fits = value.elements, value.fits
+        elif own.is_floating_point():
+            elements, fits = mode.arithmetic.lift(own), own.dtype
+        else:
+            elements, fits = own, None
+        # A copy, since pickle writes the whole storage of a view.
+        return _Numbers(elements.clone().contiguous(), own.dtype, fits)
 
 
 def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
@@ -169,11 +173,6 @@ def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
         if made.numel():
             mode.shadows.write(made, numbers.elements, numbers.fits)
         return made
-
-
-def _gathered(own: Any, group: Any) -> list[Any]:
-    """Return what each rank of a group gives."""
-    return [pickle.loads(content) for content in bytes_of_ranks(pickle.dumps(own), group)]
 
 
 def _write(mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]) -> None:
@@ -224,11 +223,13 @@ def _parsed(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) 
             whole = torch.cat([part.reshape(-1) for part in parts])
         outputs = tensors_in(named["output_tensors"])
         return _Call(collectives.reduce_scatter, [whole], outputs, details)
+
     if base == "alltoall_base_":
         given, output = named["input"], named["output"]
         details["sends"] = _splits(named["input_split_sizes"], given, size)
         details["receives"] = _splits(named["output_split_sizes"], output, size)
         return _Call(collectives.all_to_all, [given], [output], details)
+
     raise NoMeaning(f"c10d.{base} between real ranks")
 
 

@@ -104,21 +104,23 @@ class Trail:
         before = sorted(writer for writer in writers if writer is not None)
         given = all(self.steps[writer].made is None for writer in before)
         for tensor in made:
-            is_moved = given and base_name(operator) in MOVES
-            place = None if is_moved else self.others.missing(read(tensor))
+            place = None
+            # A move makes no new elements.
+            if not given or base_name(operator) not in MOVES:
+                place = self.others.missing(read(tensor))
             self._writer[storage_id(tensor)] = len(self.steps)
             self.steps.append(Step(self.where or str(operator), before, given, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins."""
-        last = self._writer.get(storage_id(result))
-        todo, seen = [] if last is None else [last], set()
+        todo = [self._writer.get(storage_id(result))]
+        seen: set[int] = set()
         while todo:
             number = todo.pop()
-            if number not in seen:
+            if number is not None and number not in seen:
                 seen.add(number)
                 todo += self.steps[number].operands
-        for number in sorted(seen):
+        for number in sorted(seen):  # in the order in which they ran
             step = self.steps[number]
             if step.made is not None and step.given:
                 return f"{step.where}, element {list(step.made)}"

@@ -1,4 +1,8 @@
-"""Programs that can run in an arithmetic, and what their runs make."""
+"""Run programs in an arithmetic, and keep what they make.
+
+A *program* is a graph or a function with its inputs. A run begins with abstract inputs and leaves
+*results*: outputs, gradients, and the state that was written to.
+"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -103,27 +107,34 @@ class Program(ABC):
         """Run in an arithmetic, from a random state that is always the same."""
         mode = ArithmeticMode(arithmetic, owner=id(self))
         mode.on_result = on_result
+        left = Left()
         with random_states_kept():
             torch.manual_seed(0)
             start = random_state()
-            left = Left()
             self._run(mode, left)
             end = random_state()
+
+        # A program that draws one number more would change all that is drawn after it.
         for name, state in random_states_afterwards(end).items():
             left.after[name, None] = state
         for name, state in random_states_afterwards(start).items():
             left.before[name, None] = Made(state, state.dtype, True)
         self.last = left.outputs | left.after
 
-        results = {key: _made(mode, tensor) for key, tensor in left.outputs.items()}
+        results: dict[Key, Made] = {}
+        real: dict[Key, Tensor] = {}
+        for key, tensor in left.outputs.items():
+            results[key] = _made(mode, tensor)
+            real[key] = tensor.detach().clone()
+
         for key, tensor in left.after.items():
             own, before = _made(mode, tensor), left.before.get(key)
             # State counts only if the program writes to it.
             if before is None or not before.equals(own):
                 results[key] = own
+
         for key in left.before.keys() - left.after.keys():
             results[key] = Made(torch.zeros(0), torch.float32, True)  # it is gone
-        real = {key: tensor.detach().clone() for key, tensor in left.outputs.items()}
         return Run(results, arithmetic, mode.reads, real)
 
     @abstractmethod
@@ -163,20 +174,23 @@ class GraphProgram(Program):
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
-        gm = copy.deepcopy(self.gm) if _has_state(self.gm) else self.gm
-        of_ranks = [list(self.inputs)] if self.world is None else list(map(list, self.inputs))
+        gm = self.gm
+        if dict(attributes_of(gm)) or gm.graph.find_nodes(op="call_module"):
+            gm = copy.deepcopy(gm)  # a run may write to what the module holds
+        inputs = [self.inputs] if self.world is None else self.inputs
         # All at once, as ranks may share a tensor.
-        given = copies(of_ranks)
+        given = copies(list(map(list, inputs)))
         for number, own in enumerate(given):
             rank = self.rank if self.world is None else number
             for place, value in enumerate(own):
                 if isinstance(value, Tensor):
                     make_abstract(mode, value, place if rank is None else (place, rank))
-        parameters = dict(gm.named_parameters())
-        for name, tensor in parameters.items():
+
+        for name, tensor in gm.named_parameters():
             make_abstract(mode, tensor, name)
         for key, tensor in self._state(gm, given).items():
             left.before[key] = _made(mode, tensor)
+
         with torch.no_grad(), mode:
             if self.world is None:
                 outputs = NodeByNode(gm, self.rank).run(*given[0])
@@ -187,13 +201,10 @@ class GraphProgram(Program):
                 results = self._run_on_ranks(mode, gm, given, self.world, random)
                 for rank, own in enumerate(results):
                     left.outputs |= self._named(rank, own, None)
+
         left.after = self._state(gm, given)
         if self.world is not None:  # each rank has drawn from a generator of its own
-            for rank in range(len(of_ranks)):
-                for key, state in _random_states_of(random, rank).items():
-                    left.after[key] = state
-                for key, state in _random_states_of(start, rank).items():
-                    left.before[key] = Made(state, state.dtype, True)
+            _note_random_states(left, start, random, len(given))
 
     def _run_on_ranks(
         self,
@@ -209,15 +220,20 @@ class GraphProgram(Program):
     @staticmethod
     def _net_in(arithmetic: Arithmetic, world: AnyWorld) -> Net:
         net = net_of_any(world)
+        # Numbers modulo a prime have the same sum in any order, and a net that follows the order of
+        # real ranks would round partial sums.
         return AnyOrder.of(net) if isinstance(arithmetic, Field) else net
 
     def _named(
         self, rank: int | None, outputs: Any, gm: fx.GraphModule | None
     ) -> dict[Key, Tensor]:
-        if isinstance(outputs, dict) and gm is None:
-            return {(name, rank): leaf for name, leaf in outputs.items() if torch.is_tensor(leaf)}
-        named = named_outputs(outputs, None if self.by_place else gm)
-        return {(name, rank): leaf for name, leaf in named.items()}
+        if gm is not None or not isinstance(outputs, dict):
+            outputs = named_outputs(outputs, None if self.by_place else gm)
+        named: dict[Key, Tensor] = {}
+        for name, leaf in outputs.items():
+            if isinstance(leaf, Tensor):
+                named[name, rank] = leaf
+        return named
 
     def _state(self, gm: fx.GraphModule, given: Sequence[Sequence[Any]]) -> dict[Key, Tensor]:
         """Return the inputs that are tensors, and the graph's attributes."""
@@ -234,14 +250,15 @@ class GraphProgram(Program):
         return found
 
 
-def _random_states_of(random: RankRandomStates, rank: int) -> dict[Key, Tensor]:
-    named = random_states_afterwards({"torch.cpu": at(random.states, rank)})
-    return {(name, rank): state for name, state in named.items()}
-
-
-def _has_state(gm: fx.GraphModule) -> bool:
-    """Return whether a run may change a graph's module."""
-    return bool(dict(attributes_of(gm))) or bool(gm.graph.find_nodes(op="call_module"))
+def _note_random_states(
+    left: Left, start: RankRandomStates, end: RankRandomStates, size: int
+) -> None:
+    """Note the state of each rank's generator before and after a run."""
+    for rank in range(size):
+        for name, state in random_states_afterwards({"torch.cpu": at(end.states, rank)}).items():
+            left.after[name, rank] = state
+        for name, state in random_states_afterwards({"torch.cpu": at(start.states, rank)}).items():
+            left.before[name, rank] = Made(state, state.dtype, True)
 
 
 class FunctionProgram(Program):
@@ -260,8 +277,12 @@ class FunctionProgram(Program):
         state = named_state(function, given)
         for name, tensor in state.items():
             if not name.startswith("buffer "):
+                # By its place alone, as a ``GraphProgram`` names its inputs: equal names have equal
+                # elements.
                 place = name.removeprefix("input ")
                 make_abstract(mode, tensor, int(place) if place.isdigit() else name)
+
+        # These cannot be copied, since the function reads the originals: so they are put back.
         captured = captured_by(self.function)
         originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
         for name, tensor in (state | captured).items():

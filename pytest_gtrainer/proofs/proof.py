@@ -1,4 +1,4 @@
-"""What a proof says."""
+"""Define what a proof says: which kind of equal, where the next stronger kind fails, and why."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,11 +49,14 @@ class Place:
     says: str = ""
 
     def __str__(self) -> str:
-        rank = "" if self.rank is None else f", rank {self.rank}"
+        where = self.result
+        if self.rank is not None:
+            where += f", rank {self.rank}"
         if self.element is None:
-            return f"{self.result}{rank}: {self.says}"
-        place = f", element {list(self.element)}" if self.element else ""
-        return f"{self.result}{rank}{place} ({self.differing} of {self.numel} differ)"
+            return f"{where}: {self.says}"
+        if self.element:  # a scalar has no place
+            where += f", element {list(self.element)}"
+        return f"{where} ({self.differing} of {self.numel} differ)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +91,22 @@ class Proof:
         if self.kind in KINDS:
             lines[0] += f" ({counted(self.compared, 'result')})"
         if self.first is not None:
-            stronger = "" if self.kind == "another function" else f"not {self._stronger()}: "
-            lines.append(f"  {stronger}first {self.first}")
+            place = f"first {self.first}"
+            if self.kind in KINDS:
+                place = f"not {KINDS[max(0, KINDS.index(self.kind) - 1)]}: {place}"
+            elif self.kind == "unknown":
+                place = f"not {KINDS[-1]}: {place}"
+            lines.append(f"  {place}")
+
         if self.factor is not None:
             lines.append(f"  {self.factor} times what is expected")
         if self.repairs:
             lines.append(f"  equal after {' or after '.join(self.repairs)}")
         if self.origin:
             lines.append(f"  begins at {self.origin}")
-        lines += [f"  assumed: {each}" for each in self.assumes]
+        for each in self.assumes:
+            lines.append(f"  assumed: {each}")
         return "\n".join(lines)
-
-    def _stronger(self) -> str:
-        if self.kind not in KINDS:
-            return KINDS[-1]
-        return KINDS[max(0, KINDS.index(self.kind) - 1)]
 
     def is_at_least(self, kind: str) -> bool:
         """Return whether this is ``kind`` of equal, or a stronger one."""

@@ -114,12 +114,15 @@ def prove_programs(
                 f"at_least={at_least!r} on real ranks: nobody knows in which order they add. "
                 'Take "reordered", or a simulated world'
             )
+
     with long_work("proof") as note:
         for kind in kinds:
             note(f"is it {kind}?")
             begun = time.perf_counter()
-            attempt = _attempt(alike, kind) if alike else None
-            if attempt is None or not attempt.is_equal:
+            attempt = _Attempt()
+            if alike:
+                attempt = _attempt(alike, kind)
+            if not attempt.is_equal:
                 attempt = _attempt(programs, kind)
             seconds[kind] = time.perf_counter() - begun
             if attempt.reason:
@@ -127,6 +130,7 @@ def prove_programs(
             if attempt.is_equal:
                 return _equal(kind, programs, attempt, failed, seconds, drawn)
             failed = kind, attempt.runs[0], attempt.runs[1]
+
     assert failed is not None
     return _different(programs, *failed, seconds)
 
@@ -160,11 +164,12 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
             reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
                 return _Attempt(runs, is_equal=True)
-            # Other bits are no reason to know nothing: another kind may hold.
-            reason = "" if kind == "identical" else reason
+            if kind == "identical":
+                reason = ""  # other bits are no reason to know nothing: another kind may hold
         if reason:
             return _Attempt(reason=reason)
         first = first or runs
+
     return _Attempt(first)
 
 
@@ -199,6 +204,7 @@ def _run_both(
             runs, differ = _run_once(programs, again)
             if differ:
                 return *runs, True
+
     return *first, False
 
 
@@ -221,22 +227,23 @@ def _programs(
     actual: Any, expected: Any, inputs: Any, world: AnyWorld | None
 ) -> tuple[tuple[Program, Program], str]:
     """Return both programs with their inputs, and what was drawn of these."""
-    graphs = [_graph_of(each) for each in (actual, expected)]
-    on_ranks = isinstance(world, World) and world.kind == "ranks"
+    graphs = [_graph_of(actual), _graph_of(expected)]
     for given, gm in zip((actual, expected), graphs, strict=True):
         if gm is None and not callable(given):
             raise ValueError(f"{given!r} is no graph and cannot be called")
-        found = [node for node in nodes_within(gm) if launches(node.target)] if gm else []
-        if found and world is None:
-            raise ValueError(f"{found[0].name} communicates: give world=, a simulated world or net")
+        if gm is not None and world is None:
+            _refuse_collectives(gm)
+
     first = graphs[1] or graphs[0]
     drawn = ""
     if world is not None and (first is None or None in graphs):
         raise ValueError("in a world, both programs are graphs: trace the callable first")
-    if on_ranks:
+    if isinstance(world, World) and world.kind == "ranks":
         given = _inputs_of_this_rank(first, inputs)
-        drawn = "" if inputs is not None else describe_integers(first, given)
+        if inputs is None:
+            drawn = describe_integers(first, given)
         return (GraphOnRanks(graphs[0], given), GraphOnRanks(graphs[1], given)), drawn
+
     if world is not None:
         net = net_of_any(world)
         inputs, drawn = _inputs_of_ranks(first, inputs, net.size)
@@ -245,10 +252,10 @@ def _programs(
             raise ValueError("two callables: give the inputs of one call, inputs=")
         inputs = draw_inputs(first, seed=0)
         drawn = describe_integers(first, inputs)
-    elif not isinstance(inputs, list | tuple):
-        raise ValueError(f"inputs= is a {type(inputs).__name__}: give a tuple, (x,) for one input")
+    else:
+        _check_inputs(inputs)
 
-    is_mixed = None in graphs
+    is_mixed = None in graphs  # outputs of a function have no names, only places
     made: list[Program] = []
     for given, gm in zip((actual, expected), graphs, strict=True):
         if gm is None:
@@ -258,14 +265,25 @@ def _programs(
     return (made[0], made[1]), drawn
 
 
+def _refuse_collectives(gm: fx.GraphModule) -> None:
+    for node in nodes_within(gm):
+        if launches(node.target):
+            raise ValueError(f"{node.name} communicates: give world=, a simulated world or net")
+
+
 def _inputs_of_this_rank(gm: fx.GraphModule, inputs: Any) -> Sequence[Any]:
     rank = dist.get_rank()
     if inputs is None:
         return draw_inputs(gm, seed=rank)
-    found = inputs(rank) if callable(inputs) else inputs
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"inputs= is a {type(found).__name__}: give a tuple, (x,) for one input")
-    return found
+    if callable(inputs):
+        inputs = inputs(rank)
+    _check_inputs(inputs)
+    return inputs
+
+
+def _check_inputs(inputs: Any) -> None:
+    if not isinstance(inputs, list | tuple):
+        raise ValueError(f"inputs= is a {type(inputs).__name__}: give a tuple, (x,) for one input")
 
 
 def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[OneRankForAll]:
@@ -282,12 +300,14 @@ def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[On
 
 def _inputs_of_ranks(gm: fx.GraphModule, inputs: Any, size: int) -> tuple[list[Sequence[Any]], str]:
     if inputs is None:
-        of_ranks = [draw_inputs(gm, seed=rank) for rank in range(size)]
-        return list(of_ranks), describe_integers(gm, of_ranks[0])
-    of_ranks = [inputs(rank) for rank in range(size)] if callable(inputs) else list(inputs)
+        drawn = [draw_inputs(gm, seed=rank) for rank in range(size)]
+        return [*drawn], describe_integers(gm, drawn[0])
+    if callable(inputs):
+        inputs = map(inputs, range(size))
+    of_ranks = list(inputs)
     if len(of_ranks) != size:
         raise ValueError(f"inputs= has {len(of_ranks)} entries, the world has {size} ranks")
-    return list(of_ranks), ""
+    return of_ranks, ""
 
 
 def _graph_of(program: Any) -> fx.GraphModule | None:
@@ -333,8 +353,9 @@ def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Pl
     if actual.is_known != expected.is_known:
         known = "actual" if actual.is_known else "expected"
         return Place(name, rank, says=f"the {known} one depends on no abstract input")
-    differs = as_integers(found) != as_integers(wanted)
-    places = differs.nonzero()
+
+    # As integers, since known numbers may be NaN or zeros of both signs.
+    places = (as_integers(found) != as_integers(wanted)).nonzero()
     if not len(places):
         return None
     element = tuple(places[0].tolist())
@@ -349,31 +370,38 @@ def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
     """
     if actual.arithmetic.decisions or expected.arithmetic.decisions:
         return ""
-    floats = {key: real for key, real in expected.real.items() if real.is_floating_point()}
-    largest = [
-        float(real.double().nan_to_num().abs().max())
-        for real in floats.values()
-        if len(real.reshape(-1))
-    ]
+    floats: dict[Key, Tensor] = {}
+    for key, real in expected.real.items():
+        if real.is_floating_point() and real.numel():
+            floats[key] = real.double()
+
+    largest = max((_magnitude(real) for real in floats.values()), default=0.0)
     # Numbers of eight bits have one digit, and what is computed from several may have none.
     share = max(0.1, 8 * actual.arithmetic.coarsest, 8 * expected.arithmetic.coarsest)
     for (name, rank), wanted in floats.items():
         found = actual.real.get((name, rank))
-        if found is None or found.shape != wanted.shape or not wanted.numel():
+        if found is None or found.shape != wanted.shape:
             continue
         if kind == "identical":
-            if not Made(found, found.dtype, True).equals(Made(wanted, wanted.dtype, True)):
+            real = expected.real[name, rank]
+            if not Made(found, found.dtype, True).equals(Made(real, real.dtype, True)):
                 return f"the bits of {name} differ"
             continue
-        error = (found.double() - wanted.double()).nan_to_num().abs().max()
-        allowed = share * wanted.double().nan_to_num().abs().max() + 1e-3 * max(largest)
+        # A result near zero may be what large numbers leave, and then has their errors.
+        allowed = share * _magnitude(wanted) + 1e-3 * largest
+        error = _magnitude(found.double() - wanted)
         if error > allowed or not torch.equal(found.isnan(), wanted.isnan()):
             where = "" if rank is None else f" on rank {rank}"
             return (
                 f"the real numbers of {name}{where} are apart, though the elements are equal: "
                 "rounding leaves no digit, or something computes where no dispatch mode sees it"
             )
+
     return ""
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num().abs().max())
 
 
 def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
@@ -382,26 +410,36 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
     for (name, rank), made in runs[1].results.items():
         if made.is_known and made.dtype.is_floating_point and made.elements.numel():
             constant.append(name if rank is None else f"{name} of rank {rank}")
+
     if constant:
-        shown = ", ".join(constant[:3]) + (", ..." if len(constant) > 3 else "")
-        found.append(f"{shown} depend on no abstract input: their numbers are equal")
-    opaque = sorted({name for run in runs for name in run.arithmetic.opaque})
+        if len(constant) > 3:
+            constant[3:] = ["..."]
+        found.append(f"{', '.join(constant)} depend on no abstract input: their numbers are equal")
+
+    opaque: set[str] = set()
+    meant: set[str] = set()
+    chosen: set[str] = set()
+    compared: set[str] = set()
+    reads = 0
+    for run in runs:
+        opaque.update(run.arithmetic.opaque)
+        meant.update(run.arithmetic.meanings)
+        chosen.update(run.arithmetic.chosen)
+        compared.update(run.arithmetic.never_equal)
+        reads += sum(run.reads.values())
+
     if opaque:
-        found.append(f"{', '.join(opaque)} depend on nothing but their arguments")
-    meant = sorted({name for run in runs for name in run.arithmetic.meanings})
+        found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
     if meant:
-        found.append(f"{', '.join(meant)} compute what their meaning(...) says")
-    reads = sum(sum(run.reads.values()) for run in runs)
+        found.append(f"{', '.join(sorted(meant))} compute what their meaning(...) says")
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")
-    chosen = sorted({name for run in runs for name in run.arithmetic.chosen})
     if chosen:
         found.append(
-            f"what {', '.join(chosen)} chose in {len(AGAIN) + 1} orders shows every choice"
+            f"what {', '.join(sorted(chosen))} chose in {len(AGAIN) + 1} orders shows every choice"
         )
-    asked = sorted({name for run in runs for name in run.arithmetic.never_equal})
-    if asked:
-        found.append(f"no two compared numbers are equal ({', '.join(asked)})")
+    if compared:
+        found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
     return tuple(found)
 
 
@@ -437,10 +475,13 @@ def _equal(
 
 def _count_results(program: Program, run: Run) -> int:
     """Count the results of all ranks; of a run on one rank too."""
-    ranks = {rank for _, rank in run.results if rank is not None}
-    world = program.world if isinstance(program, GraphProgram) else None
-    times = 1 if world is None or len(ranks) > 1 else net_of_any(world).size
-    return sum(1 if rank is None else times for _, rank in run.results)
+    ranks = {rank for _, rank in run.results} - {None}
+    count = len(run.results)
+    if len(ranks) == 1 and isinstance(program, GraphProgram) and program.world is not None:
+        # One rank has run for all. Its results count once for each of the others, too.
+        others = net_of_any(program.world).size - 1
+        count += others * sum(rank is not None for _, rank in run.results)
+    return count
 
 
 def _different(
@@ -450,6 +491,7 @@ def _different(
     if first is None:
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
         return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
+
     ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
     unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     origin = find_origin(programs, kind, first, actual.arithmetic)
@@ -463,6 +505,7 @@ def _different(
                 own = common_factor(found.elements, wanted.elements)
         factors = programs[0].gathered(own)
         factor = next((each for each in factors if each is not None), None)
+
     if unlike and factor is None and first.element is not None:
         reason = (
             f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
@@ -471,6 +514,7 @@ def _different(
         return Proof(
             "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
         )
+
     weakest = kind == "rounds elsewhere"
     return Proof(
         "another function" if weakest else "unknown",
@@ -490,7 +534,9 @@ def common_factor(found: Tensor, wanted: Tensor) -> Fraction | None:
     if not bool(is_number.any()) or bool(((found != wanted) & ~is_number).any()):
         return None
     factors = field.divide(found[is_number], wanted[is_number]).unique()
-    return field.small_fraction(int(factors[0])) if len(factors) == 1 else None
+    if len(factors) > 1:
+        return None
+    return field.small_fraction(int(factors[0]))
 
 
 def find_origin(
@@ -503,6 +549,7 @@ def find_origin(
     for arithmetic in arithmetics:
         arithmetic.set_seed(like.seed)
         arithmetic.bias = like.bias
+
     made = AllElements()
     trail = Trail(made)
     try:
@@ -511,6 +558,7 @@ def find_origin(
             programs[0].run(arithmetics[0], trail)
     except NoMeaning:
         return ""  # who looks reads more tensors than the programs do
+
     tensor = programs[0].last.get((first.result, first.rank))
     return _first_reason(programs, "" if tensor is None else trail.origin_of(tensor))
 

@@ -1,4 +1,4 @@
-"""The tensors that a call is given and may leave changed, by name; what nobody can follow.
+"""Name the tensors that a call is given and may leave changed; refuse what nobody can follow.
 
 A proof is about what a program makes of its inputs. What it holds besides, such as a module in a
 closure or an optimiser, would be read, or written to, without a trace. So it is refused.
@@ -32,27 +32,34 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     Raises:
         ValueError: compiled code, a hook on a parameter, or an object that may hold tensors.
     """
-    found: dict[str, Tensor] = {}
-    modules: list[nn.Module] = []
-    for place, value in enumerate([function, *inputs]):
-        if place == 0 and not isinstance(value, nn.Module):
-            continue
+    leaves: list[tuple[str, Any]] = []
+    if isinstance(function, nn.Module):
+        leaves.append(("the function", function))
+    for place, value in enumerate(inputs):
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            where = f"input {place - 1}{pytree.keystr(path)}" if place else "the function"
-            if isinstance(leaf, Tensor):
-                found[where] = leaf
-            elif isinstance(leaf, nn.Module):
-                is_first = not modules
-                if not any(leaf is each for each in modules):
-                    modules.append(leaf)
-                    prefix = "" if is_first else f"{where}."
-                    found |= {prefix + name: each for name, each in _tensors_of(leaf, where)}
-            elif not isinstance(leaf, _PLAIN):
-                raise ValueError(
-                    f"{where} is a {type(leaf).__name__}, and nobody follows what it holds: give "
-                    "tensors and modules, in tuples, lists and dicts, and make the rest inside of "
-                    "the function"
-                )
+            leaves.append((f"input {place}{pytree.keystr(path)}", leaf))
+
+    found: dict[str, Tensor] = {}
+    modules: set[int] = set()
+    for where, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found[where] = leaf
+        elif isinstance(leaf, nn.Module):
+            if id(leaf) in modules:
+                continue
+            # FQNs alone, so a module that is called and one that a function is given have the same
+            # names: the one is often compared with the other.
+            prefix = f"{where}." if modules else ""
+            modules.add(id(leaf))
+            for name, tensor in _tensors_of(leaf, where):
+                found[prefix + name] = tensor
+        elif not isinstance(leaf, _PLAIN):
+            raise ValueError(
+                f"{where} is a {type(leaf).__name__}, and nobody follows what it holds: give "
+                "tensors and modules, in tuples, lists and dicts, and make the rest inside of "
+                "the function"
+            )
+
     return found
 
 
@@ -79,11 +86,14 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
             yield dot + name, tensor
         for name, tensor in part.named_buffers(recurse=False):
             yield f"buffer {dot}{name}", tensor
+        # A tensor that is a plain attribute, such as a cache of rotary frequencies, is in no
+        # ``state_dict``, and a call may write to it all the same.
         for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE:
-                for at, leaf in pytree.tree_flatten_with_path(value)[0]:
-                    if isinstance(leaf, Tensor):
-                        yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf
+            if name in _OF_EVERY_MODULE:
+                continue
+            for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, Tensor):
+                    yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf
 
 
 def captured_by(function: Any) -> dict[str, Tensor]:
@@ -98,15 +108,20 @@ def captured_by(function: Any) -> dict[str, Tensor]:
             "the function is compiled, and a dispatch mode sees no compiled code: give the "
             "function as it was, or the graph of a stage that gt_compile records"
         )
+
     for name, value in _held_by(function):
         if isinstance(value, nn.Module | torch.optim.Optimizer) or is_compiled(value):
-            what = "compiled code" if is_compiled(value) else f"a {type(value).__name__}"
+            kind = f"a {type(value).__name__}"
+            if is_compiled(value):
+                kind = "compiled code"
             raise ValueError(
-                f"the function holds {name}, {what}, whose numbers would stay as they are: "
+                f"the function holds {name}, {kind}, whose numbers would stay as they are: "
                 "make it an input"
             )
-        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+        # Tensors of other classes have operators of their own, and so no elements.
+        if type(value) in (Tensor, nn.Parameter):
             found[f"captured {name}"] = value
+
     return found
 
 
@@ -131,9 +146,12 @@ def copy_of(values: list[Any]) -> list[Any]:
     memo: dict[int, Any] = {}
 
     def copied(leaf: Any) -> Any:
+        # ``deepcopy`` refuses tensors that autograd has computed.
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             leaf = leaf.detach()
-        return copy.deepcopy(leaf, memo) if isinstance(leaf, nn.Module | Tensor) else leaf
+        if isinstance(leaf, nn.Module | Tensor):
+            return copy.deepcopy(leaf, memo)
+        return leaf
 
     return pytree.tree_map(copied, values)
 

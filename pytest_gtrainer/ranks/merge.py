@@ -80,6 +80,7 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
             "backend": found.backend,
         }
         merged[-1].gt_facts = [world]  # type: ignore[attr-defined]
+
     objections = _judge(item, merged, test)
     _report_left_behind(item, outcome, merged)
     if "setup" in objections:
@@ -153,18 +154,23 @@ def _read_rank(
         )
         if type(report) is not pytest.TestReport:
             subtests.append(report)
-            in_subtests.update({name: len(getattr(report, name, [])) for name in CARRIED})
+            for name in CARRIED:
+                in_subtests[name] += len(getattr(report, name, []))
         known = by_phase.get(report.when)
-        kept = known if known is not None and known.failed else report
+        kept = report
+        if known is not None and known.failed:
+            kept = known
         for name in CARRIED:
             setattr(kept, name, [*getattr(known, name, []), *getattr(report, name, [])])
         by_phase[report.when] = kept
+
     for phase, kept in by_phase.items():
         if type(kept) is not pytest.TestReport:
             # pytest counts its kind for subtests apart, and not as a failed test.
             plain = pytest.TestReport(**{name: getattr(kept, name) for name in FIELDS})
             plain.gt_raised = getattr(kept, "gt_raised", None)  # type: ignore[attr-defined]
             by_phase[phase] = plain
+
     ordered = {phase: by_phase[phase] for phase in PHASES if phase in by_phase}
     return ordered, subtests, in_subtests
 
@@ -177,6 +183,7 @@ def _judge(
     A test that skipped or failed as expected is judged, too: without ranks a wrong golden raises
     before that. Returns the phases with objections.
     """
+    # Ranks that did not come to the end may lack claims that the others have.
     early = [rank for rank, result in test.results.items() if result in ("xfailed", "skipped")]
     objected: set[str | None] = set()
     for report in merged:
@@ -193,9 +200,7 @@ def _judge(
         report.gt_inline = inline  # type: ignore[attr-defined]
 
         objections: list[Objection] = []
-        xfail = _xfail_of(
-            [phases[report.when]] for phases in test.by_rank.values() if report.when in phases
-        )
+        xfail = _xfail_of([each] for each in _of_phase(test.by_rank, report.when).values())
         if report.when == "call" and any(counts.total() for counts in test.in_subtests.values()):
             inner = _take_claims_of_subtests(claims, test.in_subtests)
             objections = objections_of(item, inner, early, report)
@@ -207,6 +212,7 @@ def _judge(
         conclude(report, objections, xfail)
         if objections:
             objected.add(report.when)
+
     return objected
 
 
@@ -232,26 +238,38 @@ def _xfail_of(by_rank: Iterable[Iterable[pytest.TestReport]]) -> Xfail | None:
     None if a report had none: a test may add the mark while it runs, so it holds from some phase
     on.
     """
-    marks = []
+    reasons, kinds = [], []
+    patterns: list[tuple[str, int]] = []
     for reports in by_rank:
         for report in reports:
             sent = getattr(report, "gt_xfail", None)
             if not sent:
                 return None
-            marks.append(Xfail(*sent))
-    if not marks:
+            mark = Xfail(*sent)
+            reasons.append(mark.reason)
+            kinds.append(set(mark.kinds))
+            patterns += mark.patterns
+
+    if not reasons:
         return None
-    kinds = set.intersection(*(set(mark.kinds) for mark in marks))
-    patterns: list[tuple[str, int]] = []
-    for mark in marks:
-        patterns += mark.patterns
-    return Xfail(marks[0].reason, sorted(kinds), patterns)
+    return Xfail(reasons[0], sorted(set.intersection(*kinds)), patterns)
 
 
 def _raised_of(report: pytest.TestReport) -> wire.Raised | None:
     """Return the exception that a rank has sent with a report."""
     sent = getattr(report, "gt_raised", None)
-    return wire.Raised(*sent) if sent else None
+    if not sent:
+        return None
+    return wire.Raised(*sent)  # pytest's serialisation makes lists of tuples
+
+
+def _of_phase(by_rank: Mapping[int, RankReports], phase: Any) -> dict[int, pytest.TestReport]:
+    """Return the reports of one phase, of the ranks that came to it."""
+    found = {}
+    for rank, phases in by_rank.items():
+        if phase in phases:
+            found[rank] = phases[phase]
+    return found
 
 
 def _claims(
@@ -277,12 +295,14 @@ def _report_left_behind(
     left: dict[str, None] = {}
     for answer in outcome.done.values():
         left |= dict.fromkeys(answer.left)
-    reaction = options.get(item.config, "leaked-resources") if left else "ignore"
-    if reaction == "ignore":
+    reaction = options.get(item.config, "leaked-resources")
+    if not left or reaction == "ignore":
         return
     last: Any = merged[-1]
-    facts = [{"kind": "left", "test": item.nodeid, "what": what} for what in left]
-    last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
+    facts = list(getattr(last, "gt_facts", []))
+    for what in left:
+        facts.append({"kind": "left", "test": item.nodeid, "what": what})
+    last.gt_facts = facts
     if reaction == "fail" and not last.failed:
         text = (
             f"the test has left {', '.join(left)} behind: destroy the groups that it makes, "
@@ -293,17 +313,19 @@ def _report_left_behind(
 
 def result_of(reports: RankReports) -> str:
     """Return the result on one rank: passed, xpassed, failed, skipped, xfailed, or ``STRICT``."""
-    failed = [report for report in reports.values() if report.failed]
-    if failed:
-        is_strict = all(str(report.longrepr).startswith(_STRICT_WORDS) for report in failed)
-        return STRICT if is_strict else "failed"
     result = "passed"
     for report in reports.values():
+        # pytest marks an xfail by this attribute, on a skipped report as on a passed one.
         is_marked = hasattr(report, "wasxfail")
-        if report.skipped:
-            return "xfailed" if is_marked else "skipped"
-        if is_marked:
+        if report.failed:
+            if not str(report.longrepr).startswith(_STRICT_WORDS):
+                return "failed"
+            result = STRICT
+        elif report.skipped and result in ("passed", "xpassed"):
+            result = "xfailed" if is_marked else "skipped"
+        elif result == "passed" and is_marked:
             result = "xpassed"
+
     return result
 
 
@@ -366,7 +388,9 @@ class MergedTest:
         self.by_rank = dict(sorted(reports.items()))
         self.subtests = dict(sorted((subtests or {}).items()))
         self.in_subtests = in_subtests or {}
-        self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
+        self.results: dict[int, str] = {}
+        for rank, phases in self.by_rank.items():
+            self.results[rank] = result_of(phases)
         events = []
         for incident in outcome.causes():
             events.append(_Event(incident.time, incident.rank, "call", incident.text))
@@ -381,8 +405,7 @@ class MergedTest:
             return self._failed(self._headline())
         shown = shown_rank(self.results)
         if shown is None:  # a skip here, a pass there
-            lines = {rank: self._result_line(rank) for rank in self.results}
-            text = f"the ranks do not agree: {by_value(lines)}"
+            text = f"the ranks do not agree: {by_value(self._result_lines())}"
             return self._failed(_Event(0.0, None, "call", text))
         if self.results[shown] != "xfailed":
             for (name, _), by_rank in self._by_subtest().items():
@@ -390,6 +413,7 @@ class MergedTest:
                     lines = {rank: _line_of({"call": report}) for rank, report in by_rank.items()}
                     text = f"the ranks do not agree on the subtest {name}: {by_value(lines)}"
                     return self._failed(_Event(0.0, None, "call", text))
+
         merged = []
         for phase, report in self.by_rank[shown].items():
             merged.append(self._with_all_ranks(_copied(report), phase))
@@ -400,14 +424,18 @@ class MergedTest:
 
         None for a subtest that is a rank's failure of the call: the call reports it.
         """
-        first_failures = []
+        first_failures = set()
         for reports in self.subtests.values():
-            first_failures += [id(report) for report in reports if report.failed][:1]
+            for report in reports:
+                if report.failed:
+                    first_failures.add(id(report))
+                    break
+
         merged = []
         for by_rank in self._by_subtest().values():
-            failed = [rank for rank, report in by_rank.items() if report.failed]
-            if any(id(by_rank[rank]) in first_failures for rank in failed):
+            if first_failures.intersection(map(id, by_rank.values())):
                 continue
+            failed = [rank for rank, report in by_rank.items() if report.failed]
             shown = failed[0] if failed else _shown_rank_of(by_rank)
             if shown is None:
                 continue  # the call failed for it
@@ -418,6 +446,7 @@ class MergedTest:
                 setattr(report, name, [])
             report.sections = _sections(by_rank)
             merged.append(report)
+
         return merged
 
     def _by_subtest(self) -> dict[tuple[str, int], dict[int, pytest.TestReport]]:
@@ -444,17 +473,23 @@ class MergedTest:
             if result != "failed":
                 continue
             first = self.outcome.raised.get(rank)  # sent while the test ran, at its first failure
-            failed = [(phase, each) for phase, each in self.by_rank[rank].items() if each.failed]
-            for place, (phase, report) in enumerate(failed):
+            is_first = True
+            for phase, report in self.by_rank[rank].items():
+                if not report.failed:
+                    continue
                 raised = _raised_of(report)
-                if raised is None and place == 0:
+                if raised is None and is_first:
                     raised = first
+                is_first = False
                 if self.outcome.is_lost(raised):
                     continue
                 time, origin = _NEVER, None
                 if raised is not None:
-                    time = self.outcome.failed_at(rank) if raised == first else raised.time
-                    origin = raised.origin if phase == "call" else None
+                    time = raised.time
+                    if phase == "call":
+                        origin = raised.origin
+                    if raised == first:
+                        time = self.outcome.failed_at(rank)
                 yield _Event(time, rank, phase, self._summary(rank), origin, report)
 
     def _missing_reports(self) -> Iterator[_Event]:
@@ -497,10 +532,14 @@ class MergedTest:
                 return with_origin[0]
         return first
 
-    def _result_line(self, rank: int) -> str:
-        if self.results[rank] == "failed":
-            return self._summary(rank)
-        return _line_of(self.by_rank[rank])
+    def _result_lines(self) -> dict[int, str]:
+        lines = {}
+        for rank, result in self.results.items():
+            if result == "failed":
+                lines[rank] = self._summary(rank)
+            else:
+                lines[rank] = _line_of(self.by_rank[rank])
+        return lines
 
     def _summary(self, rank: int) -> str:
         """Return the failure of a rank in a line."""
@@ -538,6 +577,7 @@ class MergedTest:
             if report is None:
                 report = self._made(phase, "passed", None)
             merged.append(self._with_all_ranks(report, phase))
+
         return merged
 
     def _failure_report(self, headline: _Event) -> pytest.TestReport:
@@ -547,6 +587,7 @@ class MergedTest:
             report = _copied(headline.report)
             if headline.rank is not None:
                 _name_rank(report, headline.rank)
+
         append_section(report, "ranks", self._lines_of_ranks(headline))
 
         # Stacks and last outputs, equal texts once.
@@ -556,6 +597,7 @@ class MergedTest:
             has_timed_out |= "did not end within" in incident.text
             if incident.rank is not None:
                 details += [(incident.rank, detail) for detail in incident.details]
+
         for (title, text), ranks in ranks_by(details).items():
             append_section(report, f"{title} [{ranks_text(ranks)}]", text)
         if has_timed_out:
@@ -565,15 +607,18 @@ class MergedTest:
                 f'pytest -n 0 "{id_of(self.item)}"'
             )
             append_section(report, "next", advice)
+
         return report
 
     def _lines_of_ranks(self, headline: _Event) -> str:
         """Return a line for each thing that the ranks did, beginning with the headline's."""
-        lines = {rank: self._result_line(rank) for rank in self.results}
+        lines = self._result_lines()
         for incident in self.outcome.incidents:
             if incident.rank is not None:
                 lines[incident.rank] = incident.text.removeprefix(f"rank {incident.rank} ")
-        first = lines.get(headline.rank) if headline.rank is not None else None
+        first = None
+        if headline.rank is not None:
+            first = lines.get(headline.rank)
         ordered = sorted(
             ranks_by(lines.items()).items(), key=lambda line: (line[0] != first, min(line[1]))
         )
@@ -589,8 +634,9 @@ class MergedTest:
 
     def _with_all_ranks(self, report: pytest.TestReport, phase: Phase) -> pytest.TestReport:
         """Give a report of the test what all ranks wrote and counted in that phase."""
-        of_phase = {rank: phases[phase] for rank, phases in self.by_rank.items() if phase in phases}
+        of_phase = _of_phase(self.by_rank, phase)
         report.sections = _sections(of_phase)
+        # If no rank has lived to report the call, the time that it took is known from outside.
         in_call = self.outcome.spent if phase == "call" else 0.0
         report.duration = max((each.duration for each in of_phase.values()), default=in_call)
         facts = merge_facts(_claims(self.by_rank, "gt_facts", phase))

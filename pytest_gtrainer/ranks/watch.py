@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -98,26 +98,30 @@ class Console:
                 path = os.ttyname(1) if is_here else ""  # stdin stays captured
         except OSError:
             path = ""
-        if not path and has_failed:
+
+        if path:
+            self.write(f"is held, with its clock: rank {rank} has the terminal")
+            with open(path, "w") as terminal:
+                terminal.write(f"{prompt.failure or ''}\n")
+            return wire.Terminal(path)
+
+        if has_failed:
             where = "here" if is_here else "on its node"
             self.write(f"has failed on rank {rank}: --pdb has no terminal {where}")
             return wire.Terminal()
-        if not path and not is_here:
+        if not is_here:
             return wire.Terminal(
                 refusal=f"rank {rank} is at a breakpoint on another node, which the terminal does "
                 f"not reach; stop a rank of the first node, or run: pytest {self.holder}"
             )
-        if not path:
-            is_worker = hasattr(self.config, "workerinput")
-            way = "run it with -n0" if is_worker else "run it from a terminal"
-            return wire.Terminal(
-                refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; "
-                f"{way}: pytest {self.holder}"
-            )
-        self.write(f"is held, with its clock: rank {rank} has the terminal")
-        with open(path, "w") as terminal:
-            terminal.write(f"{prompt.failure or ''}\n")
-        return wire.Terminal(path)
+
+        way = "run it from a terminal"
+        if hasattr(self.config, "workerinput"):  # a worker of xdist has no terminal
+            way = "run it with -n0"
+        return wire.Terminal(
+            refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; "
+            f"{way}: pytest {self.holder}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,31 +171,37 @@ class RanksOutcome:
 
     def disagreement(self) -> str | None:
         """Return how ranks whose groups are intact differ in what they issued, if they do."""
-        states = {rank: each.state for rank, each in self.answers.items() if each.state.intact}
         issued: dict[str, dict[int, int]] = {}
-        for rank, state in states.items():
-            for label, count in state.issued.items():
+        groups_made: dict[int, int] = {}
+        messages: Counter[str] = Counter()
+        for rank, answer in self.answers.items():
+            if not answer.state.intact:
+                continue
+            for label, count in answer.state.issued.items():
                 issued.setdefault(label, {})[rank] = count
+            groups_made[rank] = answer.state.groups_made
+            messages.update(answer.state.messages)
+
         for label, counts in issued.items():
             if len(set(counts.values())) > 1:
                 return (
                     f"the ranks issued different numbers of collectives on {label}: "
                     f"{by_value(counts)}"
                 )
-        made = {rank: state.groups_made for rank, state in states.items()}
-        if len(set(made.values())) > 1:
-            return f"the ranks made different numbers of process groups: {by_value(made)}"
-        if len(states) == self.size:
-            messages: Counter[str] = Counter()
-            for state in states.values():
-                messages.update(state.messages)
-            for label, number in messages.items():
-                if number:
-                    more = f"{counted(abs(number), 'message')} {'more' if number > 0 else 'fewer'}"
-                    return (
-                        f"the ranks sent {more} on {label} than they received: "
-                        "give every send its recv"
-                    )
+
+        # Torch counts groups to name them. Ranks whose counts differ would never meet in the next.
+        if len(set(groups_made.values())) > 1:
+            return f"the ranks made different numbers of process groups: {by_value(groups_made)}"
+        if len(groups_made) < self.size:
+            return None  # the rank that is missing may have received the messages
+        for label, number in messages.items():
+            if number:
+                more = "more" if number > 0 else "fewer"
+                return (
+                    f"the ranks sent {counted(abs(number), 'message')} {more} on {label} than "
+                    "they received: give every send its recv"
+                )
+
         return None
 
     def has_failed(self) -> bool:
@@ -231,6 +241,7 @@ class RanksOutcome:
         """Return what the command has left of the process group."""
         states = [answer.state for answer in self.answers.values()]
         shared = any(state.shared for state in states)
+        # In the order of severity: a team is as good as its worst rank.
         if self.dead:
             return "dead"
         if self.killed or any(state.broken for state in states):
@@ -259,6 +270,7 @@ def run_on(
             run.act()
     except pytest.fail.Exception as error:  # a time limit of another plugin
         run.give_up(f"did not end: {error.msg}")
+
     run.finish()
     team.busy = False
     team.heal(run.outcome.condition())
@@ -299,18 +311,19 @@ class _CommandRun:
             if message is None:
                 self.pending.discard(rank)
                 self.outcome.dead.add(rank)
+                # The kernel has closed its sockets, so gloo raises on the ranks that wait for it.
                 self.freed_at = time.monotonic()
-                self._trouble()
-                how, words = self.team.part_of(rank).ended(rank)
-                details = (("last output", words),) if words else ()
-                self.outcome.incidents.append(
-                    Incident(time.monotonic(), rank, f"rank {rank} {how}", details)
-                )
+                self._note_trouble()
+                how, last_output = self.team.part_of(rank).ended(rank)
+                details = []
+                if last_output:
+                    details.append(("last output", last_output))
+                self._add_incident(rank, f"rank {rank} {how}", details)
             elif isinstance(message, wire.Raised):
                 self.outcome.raised.setdefault(rank, message)
                 # A rank that is debugged is in trouble when that is over.
                 if not message.is_skip and not message.in_subtest and not self.console.post_mortem:
-                    self._trouble()
+                    self._note_trouble()
             elif isinstance(message, wire.ItemDone | wire.CallDone):
                 self._done(rank, message)
             elif isinstance(message, wire.AtPrompt):
@@ -321,27 +334,32 @@ class _CommandRun:
         self.outcome.answers[rank] = message
         raised = self.outcome.raised.get(rank)
         if raised is not None and not raised.is_skip and not raised.in_subtest:
-            self._trouble()
+            self._note_trouble()
         if isinstance(message, wire.ItemDone) and message.trouble is not None:
-            self._trouble()
-            self.outcome.incidents.append(
-                Incident(time.monotonic(), rank, f"rank {rank} {message.trouble}")
-            )
+            self._note_trouble()
+            self._add_incident(rank, f"rank {rank} {message.trouble}")
         elif isinstance(message, wire.CallDone) and message.error is not None:
-            self._trouble()
+            self._note_trouble()
         self.next_look = min(self.next_look, time.monotonic() + LOOK_SOON)
         if self.outcome.unblocked_at is not None and self.pending:
             self._leave(rank)
 
-    def _trouble(self) -> None:
+    def _note_trouble(self) -> None:
         self.first_trouble = min(self.first_trouble, time.monotonic())
+
+    def _add_incident(
+        self, rank: int | None, text: str, details: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.outcome.incidents.append(Incident(time.monotonic(), rank, text, tuple(details)))
 
     def seconds_to_next_action(self) -> float:
         due = min(self.started + self.limit, self.next_line, self.next_look, self._unblock_due())
         return max(0.0, due - time.monotonic())
 
     def _unblock_due(self) -> float:
-        return self.first_trouble + UNBLOCK_AFTER if self.outcome.unblocked_at is None else math.inf
+        if self.outcome.unblocked_at is not None:
+            return math.inf
+        return self.first_trouble + UNBLOCK_AFTER
 
     def act(self) -> None:
         """Do what is due."""
@@ -350,6 +368,8 @@ class _CommandRun:
         now = time.monotonic()
         if not self.pending:
             return
+
+        # One thing at a time: each may end ranks, and then the next is no longer due.
         if now >= self.started + self.limit:
             self.give_up(f"did not end within {self.limit:g} s", self.team.stacks(self.pending))
         elif now >= self._unblock_due():
@@ -377,7 +397,10 @@ class _CommandRun:
                     messages = self.team.receive([rank], 3600.0)
                 except KeyboardInterrupt:
                     part.interrupt(rank)
+
         self.take(messages)
+
+        # A person at a prompt takes minutes, which must count against no limit.
         held = time.monotonic() - began
         self.started += held
         self.next_line += held
@@ -405,39 +428,50 @@ class _CommandRun:
         if unblocked_at is None:
             self._judge_waiting(stacks)
             return
+
         now = time.monotonic()
         self.next_look = now + LOOK_EVERY
         waiting = {rank for rank, stack in stacks.items() if answers.waiting_in(stack)}
-        # Nothing frees the pending ranks if all wait and no rank has left its group, or if those
-        # that left have had their time and did not free the ones that have not raised.
-        is_stuck = self.freed_at is None and waiting == self.pending
-        if self.freed_at is not None and now >= self.freed_at + STUCK_AFTER and waiting:
-            is_stuck = self.pending - set(self.outcome.raised) <= waiting
+        is_stuck = False
+        if self.freed_at is None:
+            # No rank has left its group, so a collective of all that are left never ends.
+            is_stuck = waiting == self.pending
+        elif now >= self.freed_at + STUCK_AFTER and waiting:
+            # Those that left have had their time and did not free the ones that have not raised.
+            is_stuck = self.pending - self.outcome.raised.keys() <= waiting
+
         if is_stuck or now > unblocked_at + BUSY_LIMIT:
             self.give_up("did not end after another rank had failed", stacks)
 
     def _judge_waiting(self, stacks: dict[int, str]) -> None:
         """End waits that nobody will end. No rank has failed so far."""
         now, done = time.monotonic(), self.outcome.answers
-        if not all(answers.may_wait(stack) for stack in stacks.values()):
+        if not all(map(answers.may_wait, stacks.values())):
             self.seen = None
             pause = LOOK_SOON
             if not done:
+                # To write a stack takes a rank's time, so a long test is disturbed more rarely.
                 pause = min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
             self.next_look = now + pause
             return
+
+        # A rank that goes from one collective to the next waits at each look. Only the same place
+        # with the same calls, twice in a row, is a wait that lasts.
         self.next_look = now + LOOK_SOON
         calls = self._calls()
         seen = {rank: answers.main_thread(stack) for rank, stack in stacks.items()}, calls
         if seen != self.seen:
             self.seen, self.seen_since = seen, now
             return
+
         is_long = now > self.seen_since + IDLE_LIMIT
-        if not is_long and not all(answers.waiting_in(stack) for stack in stacks.values()):
+        if not is_long and not all(map(answers.waiting_in, stacks.values())):
             return
+
         if any(each.is_skip for each in self.outcome.raised.values()):
             self._unblock()  # for the ranks that skipped
             return
+
         fault = answers.never_ending(calls, self.pending)
         if fault is None and is_long and len(done) == self.team.size - 1:
             (rank,) = self.pending
@@ -445,7 +479,7 @@ class _CommandRun:
             fault = f"rank {rank} is alone{place}: all other ranks have ended"
         if fault is not None:
             self.outcome.incidents.append(Incident(now, None, fault))
-            self._trouble()
+            self._note_trouble()
             if not done:  # nobody can leave
                 self.give_up("was ended", stacks)
 
@@ -458,21 +492,25 @@ class _CommandRun:
 
         The first rank to raise may be innocent.
         """
-        raised, incidents = self.outcome.raised.values(), self.outcome.incidents
+        incidents = self.outcome.incidents
         times = []
-        for each in raised:
-            if not each.waiting_in:
+        for raised in self.outcome.raised.values():
+            if not raised.waiting_in:
                 return
-            times.append(each.time)
+            times.append(raised.time)
+
         for incident in incidents:
             # gloo ends a process in which the sizes of a collective do not fit.
             if not any("gloo::Enforce" in text for _, text in incident.details):
                 return
             times.append(incident.time)
-        if times:
-            fault = answers.differing_call(self._calls())
-            if fault is not None:
-                incidents.append(Incident(min(times) - 1e-6, None, fault))
+
+        if not times:
+            return
+        fault = answers.differing_call(self._calls())
+        if fault is not None:
+            # Just before the first of them, so that reports, which sort by time, take it as cause.
+            incidents.append(Incident(min(times) - 1e-6, None, fault))
 
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
@@ -483,14 +521,19 @@ class _CommandRun:
         silent = [rank for rank, stack in stacks.items() if not stack]
         stacks |= self.team.stacks(silent, kind="dump")
         outputs = self.team.stacks(self.pending, kind="output")
-        waiting = {rank for rank in self.pending if answers.waiting_in(stacks[rank]) is not None}
-        for rank in sorted(self.pending, key=lambda rank: (rank in waiting, rank in silent, rank)):
+
+        def innocence(rank: int) -> tuple[bool, bool, int]:
+            # A rank that computes holds up those that wait for it.
+            return answers.waiting_in(stacks[rank]) is not None, rank in silent, rank
+
+        for rank in sorted(self.pending, key=innocence):
             text = f"rank {rank} {why}{answers.whereabouts(stacks[rank])}"
             details = [("Python stacks", answers.readable(stacks[rank]))]
             if outputs.get(rank):  # the report that would hold this never comes
                 details.append(("captured output", outputs[rank]))
             is_consequence = self.first_trouble < math.inf
             self.outcome.incidents.append(Incident(now, rank, text, tuple(details), is_consequence))
+
         self.pending.clear()
         self.outcome.killed = True
         self.team.kill()
@@ -508,13 +551,14 @@ class _CommandRun:
         has_failed = outcome.incidents or outcome.raised or outcome.unblocked_at is not None
         if text is not None and not has_failed:
             # Ranks that issued different collectives fail the test even if all passed.
-            text += answers.called_by_some(self._calls())
-            outcome.incidents.append(Incident(time.monotonic(), None, text))
+            self._add_incident(None, text + answers.called_by_some(self._calls()))
+
         end = time.monotonic() + STUCK_AFTER
         while self.leaving and self.team.alive and time.monotonic() < end:
             for rank, message in self.team.receive(self.leaving, end - time.monotonic()).items():
                 if message is None:
                     outcome.dead.add(rank)
                 self.leaving.discard(rank)
+
         if self.leaving:
             outcome.killed = True

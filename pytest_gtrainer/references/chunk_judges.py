@@ -68,7 +68,9 @@ def returned_error(
     fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | None, config: ChunkConfig
 ) -> ChunkError:
     """Return the refusal of a result that has the chunk dimension elsewhere, or has lost it."""
-    where = f"in dimension {dims[0]}" if dims else "nowhere, as far as can be seen"
+    where = "nowhere, as far as can be seen"
+    if dims:
+        where = f"in dimension {dims[0]}"
     in_place = f" in place {place}" if place else ""
     return ChunkError(
         f"{fqn} returns {tensor_text(tensor)}{in_place}, which has the {config.chunk_dim} {where}. "
@@ -105,6 +107,8 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
 
 class _Recorder(TorchDispatchMode):
     """Record a forward on fake tensors as a graph.
+
+    ``make_fx`` does so too, but its state is the process's, so ranks on threads must not use it.
 
     Raises:
         NotImplementedError: it runs a collective in place, or a higher-order operator.
@@ -148,8 +152,10 @@ class _Recorder(TorchDispatchMode):
             given = pytree.tree_map_only(Tensor, self._node_of, (args, kwargs or {}))
             node = self.graph.create_node("call_function", func, *given)
             self._note(made, node)
-            for place, item in enumerate(made if isinstance(made, tuple | list) else ()):
-                self._note(item, self.graph.call_function(operator.getitem, (node, place)))
+            if isinstance(made, tuple | list):
+                for place, item in enumerate(made):
+                    self._note(item, self.graph.call_function(operator.getitem, (node, place)))
+
         return made
 
     def finish(self, returned: Any) -> Any:
@@ -166,7 +172,10 @@ def twin_graphs(
 
     A copy of the module runs, on fake tensors.
     """
-    run = run if isinstance(run, MethodType) else getattr(run, "__wrapped__", run)
+    if not isinstance(run, MethodType):
+        # ``forward`` under a decorator, such as ``functools.wraps`` leaves it.
+        run = getattr(run, "__wrapped__", run)
+
     module = getattr(run, "__self__", None)
     if not isinstance(run, MethodType) or not isinstance(module, nn.Module):
         return None
@@ -215,12 +224,14 @@ def _record(
         return made.clone()  # no leaf, since autograd forbids writing to a leaf in place
 
     with mode:
-        fakes = [fake(tensor) for tensor in state.tensors]
-        inputs = {name: None if value is None else fake(value) for name, value in arguments.items()}
-        tensors = [value for value in inputs.values() if value is not None]
-        recorder = _Recorder(fqn, [*tensors, *fakes])
+        fakes = list(map(fake, state.tensors))
+        inputs = {}
+        for name, value in arguments.items():
+            if value is not None:
+                inputs[name] = fake(value)
+        recorder = _Recorder(fqn, [*inputs.values(), *fakes])
         with state.exchanged(fakes), recorder:
-            return recorder.finish(forward(copied, **inputs))
+            return recorder.finish(forward(copied, **{**arguments, **inputs}))
 
 
 def _copy_containers(value: Any, depth: int) -> Any:
@@ -241,6 +252,7 @@ def _copy_containers(value: Any, depth: int) -> Any:
         table = made if isinstance(made, dict) else made.__dict__
         for name, item in table.items():
             table[name] = _copy_containers(item, depth - 1)
+
     return made
 
 
@@ -298,9 +310,13 @@ class ForwardJudge(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves([args, kwargs])
         # Memory of parameters and buffers, which the chunk has not made.
-        foreign = {storage_id(leaf) for leaf in leaves if has_memory(leaf)} - self.kept.keys()
+        foreign = set()
+        for leaf in pytree.tree_leaves([args, kwargs]):
+            if has_memory(leaf):
+                foreign.add(storage_id(leaf))
+
+        foreign -= self.kept.keys()
         made = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         if not results:  # a size, a device
@@ -353,7 +369,9 @@ class ForwardJudge(TorchDispatchMode):
         found: dict[int, RowInfo] = {}
         is_own = has_memory(into.value) and storage_id(into.value) in self.kept
         for dim, index in chosen:
-            extent = into.value.shape[dim] if into.value.ndim else 0
+            extent = 0  # of a scalar
+            if into.value.ndim:
+                extent = into.value.shape[dim]
             has_an_index_per_row = index.value.shape[:1] == (extent,)
             is_numbers = index.known is None and self._key(index.value) in self.row_numbers
             if is_numbers and has_an_index_per_row:
@@ -390,17 +408,22 @@ class ForwardJudge(TorchDispatchMode):
             return [(0,)] * len(results)
         if call.pointwise or call.name in ("expand", "wait_tensor"):
             # Broadcasting aligns dimensions from the right.
-            places = sorted({d - operand.value.ndim for operand, known in rows for d in known.dims})
-            return [
-                tuple(r.ndim + place for place in places if r.ndim + place >= 0) for r in results
-            ]
+            places: set[int] = set()
+            for operand, known in rows:
+                places.update(dim - operand.value.ndim for dim in known.dims)
+            found = []
+            for result in results:
+                dims = [result.ndim + place for place in sorted(places)]
+                found.append(tuple(dim for dim in dims if dim >= 0))
+            return found
 
         def lengthen(operand: Operand) -> Any:
             if not isinstance(operand.value, Tensor):
                 return operand.value
             shape = list(operand.value.shape)
-            for dim in operand.known.dims if isinstance(operand.known, Rows) else ():
-                shape[dim] = 2 * shape[dim] or 2
+            if isinstance(operand.known, Rows):
+                for dim in operand.known.dims:
+                    shape[dim] = 2 * shape[dim] or 2
             return torch.empty(shape, dtype=operand.value.dtype, device="meta")
 
         # The dimensions that grow when rows are doubled are those that have the rows.
@@ -411,7 +434,7 @@ class ForwardJudge(TorchDispatchMode):
             longer = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             return [tuple(differing_dims(a, b)) for a, b in zip(results, longer, strict=True)]
         except Exception:  # its shapes depend on data, or it has no meta kernel
-            return [self._dims_by_extent(result) for result in results]
+            return list(map(self._dims_by_extent, results))
 
     def _dims_by_extent(self, result: Tensor) -> tuple[int, ...]:
         """Guess the chunk dimension: by an unknown extent, by one that rows had, or the first."""
@@ -428,15 +451,20 @@ class ForwardJudge(TorchDispatchMode):
         if not is_plain(source) or not is_plain(result):
             return self._dims_by_extent(result)
         front = known.positions_in_front(source)
-        passed = list(itertools.accumulate(result.shape, operator.mul, initial=1))
-        places = list(enumerate(itertools.pairwise(passed)))
-        found = [dim for dim, (before, behind) in places if before <= front < behind]
-        if self.part == 1:
-            # An extent of 1 has no place of its own: it is alone, or merged with what is in front.
-            alone = [dim for dim, (before, behind) in places if before == behind == front]
-            merged = [dim for dim, (before, behind) in places if before < behind == front]
-            found = [*alone, *merged, *found]
-        return tuple(found[:1]) or self._dims_by_extent(result)
+        # An extent of 1 has no place of its own: it is alone, or merged with what is in front.
+        alone: list[int] = []
+        merged: list[int] = []
+        found: list[int] = []
+        passed = itertools.accumulate(result.shape, operator.mul, initial=1)
+        for dim, (before, behind) in enumerate(itertools.pairwise(passed)):
+            if before <= front < behind:
+                found.append(dim)
+            elif self.part == 1 and before == behind == front:
+                alone.append(dim)
+            elif self.part == 1 and before < behind == front:
+                merged.append(dim)
+
+        return (*alone, *merged, *found)[:1] or self._dims_by_extent(result)
 
     def _note(self, tensor: Tensor, known: RowInfo, foreign: Collection[int] = ()) -> None:
         if has_memory(tensor):
@@ -446,10 +474,11 @@ class ForwardJudge(TorchDispatchMode):
         else:
             self.kept[id(tensor)] = tensor
         self.known[self._key(tensor)] = known
-        for dim in known.dims if isinstance(known, Rows) else ():
-            extent = tensor.shape[dim]
-            if type(extent) is int:
-                self.extents.add(extent)
+        if isinstance(known, Rows):
+            for dim in known.dims:
+                extent = tensor.shape[dim]
+                if type(extent) is int:
+                    self.extents.add(extent)
 
     def _key(self, tensor: Tensor) -> Any:
         """Return a key of a tensor; autograd hands on views as other objects of one geometry."""
@@ -465,7 +494,10 @@ class ForwardJudge(TorchDispatchMode):
         results = returned if isinstance(returned, tuple | list) else [returned]
         for place, tensor in enumerate(results):
             known = self.known.get(self._key(tensor))
-            dims = known.dims if isinstance(known, Rows) else ()
-            is_reordered = isinstance(known, Rows) and known.content is not Content.DATA
-            if not is_reordered and dims != (self.config.dim,):
+            dims: tuple[int, ...] = ()
+            if isinstance(known, Rows):
+                if known.content is not Content.DATA:
+                    continue
+                dims = known.dims
+            if dims != (self.config.dim,):
                 raise returned_error(self.fqn, tensor, place, dims, self.config)

@@ -1,11 +1,11 @@
-"""Eager chunking: each matching module's forward runs once per chunk, its outputs are concatenated.
+"""Chunk eagerly: each matching module's forward runs once per chunk, its outputs are concatenated.
 
 This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,13 +52,18 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
     Raises:
         ChunkError: no module matches, or one is chunked already in another way.
     """
-    matching = {fqn: module for fqn, module in model.named_modules() if fqn and config.matches(fqn)}
+    matching = {}
+    for fqn, module in model.named_modules():
+        if fqn and config.matches(fqn):
+            matching[fqn] = module
+
     if not matching:
         outermost = ", ".join(name for name, _ in model.named_children())
         raise ChunkError(
             f"module_fqn={config.module_fqn!r} matches no module of the model; outermost are "
             f"{outermost}"
         )
+
     fresh = {}
     for fqn, module in matching.items():
         forward = module.__dict__.get("forward")
@@ -72,6 +77,7 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
                 f"{fqn} runs in {theirs.num_chunks} chunks by {theirs.chunk_dim} already: "
                 "remove() that chunking first"
             )
+
     for fqn, chunked in fresh.items():  # only now: an error leaves the model as it was
         matching[fqn].forward = chunked
     return EagerChunking(tuple(matching), [matching[fqn] for fqn in fresh])
@@ -99,13 +105,17 @@ class _ChunkedForward:
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
         # One forward is judged: chunks and later steps run the same operators.
-        judge = None if self.judged else self._judge(bound.arguments, chunks[0])
+        judge = None
+        if not self.judged:
+            judge = self._judge(bound.arguments, chunks[0])
+        following: AbstractContextManager[Any] = judge or nullcontext()
         outputs = []
         for index, arguments in enumerate(chunks):
             part = inspect.BoundArguments(self.signature, arguments)
-            following = judge if judge and index == 0 else nullcontext()
             with self._annotated(BODY, index), following:
                 outputs.append(self.run(*part.args, **part.kwargs))
+            following = nullcontext()
+
         with self._annotated(MATERIALIZATION):
             joined = self._join(outputs)
         if judge is not None:
@@ -123,6 +133,7 @@ class _ChunkedForward:
             check_twins(self.fqn, graphs, self.config)
             self.judged.append(True)
             return None
+
         cut = []
         for place, (name, value) in enumerate(part.items()):
             if isinstance(value, Tensor) and value.shape != whole[name].shape:
@@ -140,20 +151,28 @@ class _ChunkedForward:
             raise self._refused(
                 arguments, "its first argument must be an activation with that dimension"
             )
+
         for name, value in arguments.items():
             if isinstance(value, DTensor):
                 raise self._refused(
                     arguments, f"{name} is a DTensor, {value.placements} over {value.device_mesh}"
                 )
+
         if self.config.kind == MOE and len(names) > 1:
             raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
 
         extent = self.config.chunk_extent(activation.shape[self.config.dim], self.fqn)
-        # Contiguous, as the graph's chunks are: a kernel may add in another order for other
-        # strides.
-        pieces = [piece.contiguous() for piece in activation.split(extent, self.config.dim)]
-        columns = [pieces, *(self._split_beside(n, arguments, activation) for n in names[1:])]
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        chunks = []
+        for piece in activation.split(extent, self.config.dim):
+            # Contiguous, as the graph's chunks are: a kernel may add in another order for other
+            # strides.
+            chunks.append({names[0]: piece.contiguous()})
+
+        for name in names[1:]:
+            pieces = self._split_beside(name, arguments, activation)
+            for chunk, piece in zip(chunks, pieces, strict=True):
+                chunk[name] = piece
+        return chunks
 
     def _split_beside(
         self, name: str, arguments: Mapping[str, Any], activation: Tensor
@@ -177,10 +196,13 @@ class _ChunkedForward:
         is_square_mask = name in MASKS and tuple(value.shape) == (sequence, sequence)
         is_row = value.ndim == 1 and value.shape[0] == batch
         if (is_square_mask or is_row) and batch == sequence:
-            clear = "2-D, [1, sequence] or [batch, sequence]" if is_row else "4-D"
+            clear = "4-D"
+            if is_row:
+                clear = "2-D, [1, sequence] or [batch, sequence]"
             raise self._refused(
                 arguments, f"whether {name} has a batch dimension is unclear: give it as {clear}"
             )
+
         if is_square_mask or value.ndim == 0 or value.shape[0] == 1:
             return [value] * count
         if value.shape[0] == batch:
@@ -199,6 +221,7 @@ class _ChunkedForward:
                 f"{self.fqn} returns a {type(first).__name__}: a chunked module returns a tensor, "
                 "or a tuple or list of tensors"
             )
+
         for output in outputs:
             if output.ndim <= dim:
                 raise ChunkError(
@@ -209,15 +232,15 @@ class _ChunkedForward:
             if dim and output.requires_grad:
                 # The backward of cat gives views with gaps, where the graph has whole chunks.
                 output.register_hook(lambda gradient: gradient.contiguous())
+
         return torch.cat(outputs, dim)
 
     def _refused(self, arguments: Mapping[str, Any], why: str) -> ChunkError:
-        kinds = [
-            tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
-            for value in arguments.values()
-        ]
-        observed = ", ".join(map(": ".join, zip(arguments, kinds, strict=True)))
+        observed = []
+        for name, value in arguments.items():
+            kind = tensor_text(value) if isinstance(value, Tensor) else type(value).__name__
+            observed.append(f"{name}: {kind}")
         return ChunkError(
-            f"{self.fqn} was called with ({observed}), which cannot be chunked by "
+            f"{self.fqn} was called with ({', '.join(observed)}), which cannot be chunked by "
             f"{self.config.chunk_dim}: {why}"
         )

@@ -124,21 +124,25 @@ class TrainConfig:
                 "a mesh has one dimension, or two (replicate, shard); this one is "
                 f"{self.mesh.ndim}-D"
             )
+
         if self.hybrid and self.submeshes:
             raise ValueError(
                 "submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole "
                 "model"
             )
+
         if self.replicate and (self.hybrid or self.submeshes):
             raise ValueError(
                 "replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and "
                 "shards"
             )
+
         if self.replicate and self.mp_policy != MixedPrecisionPolicy():
             raise ValueError(
                 f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave "
                 "mp_policy out"
             )
+
         _check_mesh(self.mesh, "TrainConfig.mesh")
         for name, mesh in self.submeshes.items():
             _check_mesh(mesh, f"the mesh of {name!r} in submeshes")
@@ -147,6 +151,7 @@ class TrainConfig:
                     f"submeshes has a {mesh.ndim}-D mesh for {name!r}: take the one dimension it "
                     "is sharded over"
                 )
+
         _check_submeshes(self.mesh, self.submeshes)
         # A bucket of several modules has no FQN of its own, and is a list in the plan.
         unknown = sorted(name for name in self.submeshes if name not in self.bucket_plan)
@@ -194,6 +199,7 @@ def _check_mesh(mesh: DeviceMesh, name: str) -> None:
             f"{name} has rank {rank} more than once, {mesh.mesh.tolist()}: its dimensions must not "
             "overlap"
         )
+
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks "
@@ -216,6 +222,7 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
                 f"{mesh.mesh.tolist()}, without {beyond}: a submesh is a part of the ranks that "
                 "data is parallel over"
             )
+
     for (name, one), (other_name, other) in itertools.combinations(named.items(), 2):
         ours, theirs = (set(root_ranks(each).flatten().tolist()) for each in (one, other))
         if ours & theirs and not (ours <= theirs or theirs <= ours):
@@ -253,14 +260,17 @@ def new_model(config: TrainConfig) -> nn.Module:
         refuse_model(model)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                inner = (
-                    mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}.")
-                )
-                ModelPart.of(name, parameter, next(inner, config.mesh))
+                own_mesh = config.mesh
+                for entry, mesh in config.submeshes.items():
+                    if name.startswith(f"{entry}."):
+                        own_mesh = mesh
+                        break
+                ModelPart.of(name, parameter, own_mesh)
     except ValueError as error:
         raise ValueError(
             f"{error}. TrainConfig.model must build a new, unsharded model at every call"
         ) from None
+
     if config.activation_checkpoint is not None:
         checkpoint_layers(model, config.activation_checkpoint)
     return model
@@ -277,6 +287,7 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
         raise ValueError(
             f"the model has no layers such as layers.0 to checkpoint; its outermost are {outermost}"
         )
+
     for layer in layers:
         recomputed = partial(checkpoint, layer.forward, **config.arguments())
         # eager_chunked reads the signature of the forward that it wraps.
@@ -301,6 +312,7 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     for fqn, module in modules.items():
         if layer_of(fqn) == fqn and fqn not in covered and list(module.parameters()):
             left_out.append(fqn)
+
     if left_out:
         raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
 
@@ -348,6 +360,7 @@ def train(
         raise ValueError(
             'a fake world moves no data, so training in it means nothing: use gt_world("ranks")'
         )
+
     rank, world = dist.get_rank(), dist.get_world_size()
     empty = Record(
         world_size=world, rank=rank, meta={"side": side, **start_of(rank, model.named_parameters())}
@@ -382,6 +395,7 @@ def train(
         record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
         weights = [(name, local(value.detach())) for name, value in model.named_parameters()]
         print_weight_digest(step, rank, side, weights)
+
     if peers:
         _, difference = find_difference(
             state_of(model),
@@ -397,6 +411,7 @@ def train(
                 ReplicaWarning,
                 stacklevel=2,
             )
+
     return empty
 
 
@@ -429,5 +444,6 @@ def record_state(
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 record.add(step, rank, "optimizer", f"{name}.{key}", local(value.detach()))
+
     for name, buffer in buffers:
         record.add(step, rank, "buffer", name, local(buffer.detach()))

@@ -3,7 +3,7 @@
 Here is the reference that a rewritten graph is compared with.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -44,8 +44,10 @@ class EagerRun:
         self._side = "eager DDP" if config.replicate else "eager fully_shard"
         self._trained = self.model
         if config.replicate:
-            # A list of one is for all buckets. DDP ignores bucket_cap_mb itself in the first step.
-            limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
+            limits: Any = None
+            if config.ddp_bucket_mb is not None:
+                # A list of one is for all buckets: DDP ignores bucket_cap_mb in the first step.
+                limits = [config.ddp_bucket_mb]
             self._trained = DistributedDataParallel(
                 self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits
             )
@@ -54,13 +56,17 @@ class EagerRun:
 
     def run(self, recorder: Record | None = None) -> Record:
         """Train for ``config.steps`` steps; ``references.config.train`` says what is recorded."""
-        chunk = self.config.chunk
-        with nullcontext() if chunk is None else eager_chunked(self.model, chunk):
+        chunking: AbstractContextManager[Any] = nullcontext()
+        if self.config.chunk is not None:
+            chunking = eager_chunked(self.model, self.config.chunk)
+        with chunking:
             return train(self.config, self.model, self._compute_gradients, self._side, recorder)
 
     def layout(self) -> BucketLayout:
         """Return where FSDP2 put each parameter; call it after ``run``. Empty under DDP."""
-        return BucketLayout(()) if self.config.replicate else eager_bucket_layout(self.model)
+        if self.config.replicate:
+            return BucketLayout(())
+        return eager_bucket_layout(self.model)
 
     def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
         with self.config.context():
@@ -92,6 +98,7 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
             # FSDP2 would choose a premultiplied sum, which gloo does not have.
             modules[0].set_gradient_divide_factor(float(config.mesh.size()))
             modules[0].set_force_sum_reduction_for_comms(True)
+
     if not any(model in modules for _, modules in buckets):
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
 
@@ -106,6 +113,7 @@ def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> N
         for inner in module.modules():
             if isinstance(inner, fsdp2.FSDPModule):
                 wrapped.update(inner.parameters())
+
     for module in modules:
         for name, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor) or parameter in wrapped:
@@ -136,10 +144,12 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
             f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run "
             "one step"
         )
+
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no gradients: run a backward first, and keep them"
         )
+
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     payloads: list[Payload] = []
     for group in groups:
@@ -158,18 +168,19 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
     sizes, dtype = fsdp2.all_gather_inputs(group)
     gather = Payload(ALL_GATHER_NAME, dtype, _ranks(gathers), "", slots(group.fsdp_params, sizes))
     # FSDP2 gathers frozen and unused parameters, and reduces only those that have a gradient.
-    trained = [
-        parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None
-    ]
+    trained = []
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param.grad is not None:
+            trained.append(parameter)
+
     if not trained:
         return [gather]
-    dtype = fsdp2.reduce_dtype(group) or default_reduce_dtype(
-        trained[0].param_dtype, trained[0].orig_dtype
-    )
-    op, op_of_replicas = fsdp2.reduce_ops(group, dtype, trained[0].sharded_param.device.type)
-    sizes = [
-        fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained
-    ]
+    first = trained[0]
+    dtype = fsdp2.reduce_dtype(group) or default_reduce_dtype(first.param_dtype, first.orig_dtype)
+    op, op_of_replicas = fsdp2.reduce_ops(group, dtype, first.sharded_param.device.type)
+    sizes = []
+    for parameter in trained:
+        sizes.append(fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize)
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]

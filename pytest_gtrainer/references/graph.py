@@ -6,7 +6,6 @@ aborts, NCCL hangs.
 """
 
 import copy
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from pytest_gtrainer.tracing.groups import hand_on_inputs
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.stage import TracedStage
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
+from pytest_gtrainer.worlds.gathering import gather_objects
 
 # A second group for each mesh buys overlap, which nobody measures here, and costs a set-up on every
 # rank.
@@ -101,6 +101,7 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
             data_parallel(
                 modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=ranks
             )
+
     if config.replicate:  # DDP multiplies by 1/N and sums, where gloo's average sums and divides
         return data_parallel(model, config.mesh, mode="replicate", gradient_divide_factor=ranks)
     mode = "hybrid_shard" if config.hybrid else "fully_shard"
@@ -118,10 +119,13 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[list[nn.Modu
     managed: set[nn.Parameter] = set()
     found = []
     for modules in groups:
-        parameters = {parameter for module in modules for parameter in module.parameters()}
+        parameters: set[nn.Parameter] = set()
+        for module in modules:
+            parameters.update(module.parameters())
         if parameters - managed:
             found.append(modules)
         managed |= parameters
+
     return found
 
 
@@ -130,7 +134,9 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     with random_states_kept(), config.context():
         inputs = config.inputs(0)
         trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk)
-        return trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
+        if config.trace_once:
+            return trace_once(trace, model, inputs, config.mesh)
+        return trace()
 
 
 Traced = TypeVar("Traced", TracedStep, TracedStage)
@@ -163,6 +169,7 @@ def rewrite(
             reshard_after_forward=reshard_after_forward,
             canonical_rules=("detach", "view"),
         )
+
     gm = apply_graph_passes(
         traced.gm, traced.example_inputs, passes, disable=disabled, twin=traced.twin
     )
@@ -183,15 +190,16 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
             f"collective {found.place} differs: rank {found.rank} issues {found.line.text}, "
             f"rank {found.other} issues {found.other_line.text}"
         )
+
     # Two groups of the same size read alike in the lines, so their ranks are compared as well.
     own = []
     for node in gm.graph.nodes:
         if launches(node.target):
             group = group_of(node)
             own.append(None if group is None else group_ranks(group))
-    of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(own))]
-    for index, named in enumerate(zip(*of_ranks, strict=True)):
-        groups = {rank: tuple(ranks) for rank, ranks in enumerate(named) if ranks is not None}
+
+    for index, named in enumerate(zip(*gather_objects(own), strict=True)):
+        groups = {rank: ranks for rank, ranks in enumerate(named) if ranks is not None}
         fault = partition_fault(groups)
         if fault:
             raise RanksDisagree(

@@ -8,7 +8,6 @@ treats a rank between them apart is not noticed.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from pytest_gtrainer._torch.graph_bytes import bytes_of, graphs_of
 from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.tracing import new_fake_mode
-from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
-from pytest_gtrainer.graph.nodes import argument_of
+from pytest_gtrainer._torch.values import local_part, pytree
+from pytest_gtrainer.graph.nodes import argument_of, parameter
 from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.graph.same_on_ranks import (
     GROUP,
@@ -40,6 +39,7 @@ from pytest_gtrainer.references.replicas import (
 from pytest_gtrainer.tracing.model import ModelState, local, tensor_text
 from pytest_gtrainer.tracing.refusals import RunMode
 from pytest_gtrainer.tracing.step import TracedStep, rank_of
+from pytest_gtrainer.worlds.gathering import gather_objects
 
 _UNABLE = "cannot hand over its graph, "
 
@@ -69,9 +69,7 @@ def trace_once(
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
     ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
     # A graph that is written names the device of its rank, which the reader replaces by its own.
-    given = [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]
-    devices = (tensor.device for tensor in given if isinstance(tensor, torch.Tensor))
-    device = next(devices, torch.device("cpu"))
+    device = _device_of(model, inputs)
 
     # Ranks whose sizes differ have other graphs, so each traces by itself.
     why = _difference(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
@@ -90,8 +88,9 @@ def trace_once(
 
     # From here on every rank issues the same collectives, whatever the ranks of its mesh found out.
     states = texts_of_ranks(state)
+    # Lines of large graphs are long, so they travel only where they have to be shown.
     texts = texts_of_ranks("" if states[ends[0]] == states[ends[1]] else lines)
-    firsts = sorted({int(first) for first in texts_of_ranks(str(ends[0]))})
+    firsts = sorted(set(gather_objects(ends[0])))  # each mesh of data parallelism has one
     sent = {first: broadcast_bytes(written, first) for first in firsts}
 
     if failure is not None and traced is None:
@@ -113,7 +112,15 @@ def trace_once(
         difference = _difference(whole, (ends[0], rank))
         if difference:
             raise RanksDisagree(f"the graph that was handed over is not the own one: {difference}")
+
     return taken
+
+
+def _device_of(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
+    for given in [*ModelState.of(model).tensors, *pytree.tree_leaves(tuple(inputs))]:
+        if isinstance(given, torch.Tensor):
+            return given.device
+    return torch.device("cpu")
 
 
 def _partitions_of_groups() -> dict[str, Partition]:
@@ -121,14 +128,13 @@ def _partitions_of_groups() -> dict[str, Partition]:
 
     Only groups that divide the world are among them. Every rank must call it.
     """
-    own = {
-        name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()
-    }
-    of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(list(own.values())))]
+    own: dict[str, tuple[int, ...]] = {}
+    for group, name in names_of_live_groups().items():
+        own[name] = tuple(dist.get_process_group_ranks(group))
+    of_ranks = gather_objects(list(own.values()))
     partitions = {}
     # Some ranks may have made more groups than others.
-    for name, groups in zip(own, zip(*of_ranks, strict=False), strict=False):
-        members = [tuple(group) for group in groups]
+    for name, members in zip(own, zip(*of_ranks, strict=False), strict=False):
         if not partition_fault(dict(enumerate(members))):
             partitions[name] = tuple(dict.fromkeys(members))
     return partitions
@@ -138,8 +144,9 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
     """Yield a line for each tensor of the state, and each input, on which a trace depends."""
     state = ModelState.of(model)
     for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
-        own = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-        placements = getattr(tensor, "placements", "")
+        own, placements = tensor, ""
+        if isinstance(tensor, DTensor):
+            own, placements = local_part(tensor), str(tensor.placements)
         trained = "trained" if tensor.requires_grad else "fixed"
         yield (
             f"{fqn} {tensor_text(own)} {own.stride()} on {own.device.type}, {trained} {placements}"
@@ -148,18 +155,20 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
     leaves, spec = pytree.tree_flatten(tuple(inputs))
     yield f"mode {RunMode.of(model, [*map(local, state.tensors), *leaves])}"
     for place, leaf in enumerate(leaves):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        yield f"input {place} {f'{tensor_text(leaf)} {leaf.stride()}' if is_tensor else repr(leaf)}"
+        text = repr(leaf)
+        if isinstance(leaf, torch.Tensor):
+            text = f"{tensor_text(leaf)} {leaf.stride()}"
+        yield f"input {place} {text}"
+
     yield f"inputs {spec}"
 
 
 def _nodes_with_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
     """Yield the nodes that name a process group, with the place of its name among the arguments."""
     for node in nodes_within(gm):
-        if isinstance(node.target, OpOverload):
-            for place, argument in enumerate(schema(node.target).arguments):
-                if argument.name == GROUP:
-                    yield node, place
+        found = parameter(node.target, GROUP)
+        if found is not None:
+            yield node, found[0]
 
 
 def _lines(traced: TracedStep, partitions: Mapping[str, Partition]) -> Iterator[str]:
@@ -192,10 +201,21 @@ def _read_step(
             else:
                 node.update_kwarg(GROUP, name)
             node.meta.pop("eager_input_vals", None)  # which names the group, too
-    state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
-    fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
-    twin, rank, mode = twins[0] if twins else None, rank_of(state), RunMode.of(model, fakes)
-    return TracedStep(gm, fakes, *fqns, spec, placements, rank, twin, "from another rank", mode)
+
+    state = ModelState.of(model)
+    return TracedStep(
+        gm,
+        fakes,
+        tuple(state.parameters),
+        tuple(state.buffers),
+        state.trainable,
+        pytree.tree_structure(tuple(inputs)),
+        placements,
+        rank_of(state),
+        twins[0] if twins else None,
+        handed_over="from another rank",
+        mode=RunMode.of(model, fakes),
+    )
 
 
 def _difference(texts: Mapping[int, str] | Sequence[str], ranks: Sequence[int]) -> str:

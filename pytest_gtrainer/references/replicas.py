@@ -6,7 +6,6 @@ thing. But a parameter that every rank of the group holds as a whole then differ
 because each rank added a gradient of its own.
 """
 
-import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -22,7 +21,7 @@ from pytest_gtrainer.numerics.bits import count_not_finite
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.worlds import ranks_by
-from pytest_gtrainer.worlds.gathering import bytes_of_ranks
+from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 
 
@@ -40,25 +39,28 @@ class ReplicaWarning(UserWarning):
 
 def texts_of_ranks(text: str) -> list[str]:
     """Gather the text of every rank, in rank order. Every rank must call it."""
-    return [content.decode() for content in bytes_of_ranks(text.encode())]
+    return gather_objects(text)
 
 
 def first_differing_line(
     texts: Mapping[int, str] | Sequence[str], ranks: Iterable[int]
 ) -> Difference | None:
     """Compare the texts of ``ranks`` with that of the first, line by line; None if equal."""
-    return first_difference(
-        {rank: [Line(line, "") for line in texts[rank].splitlines()] for rank in ranks}
-    )
+    lines = {}
+    for rank in ranks:
+        lines[rank] = [Line(line, "") for line in texts[rank].splitlines()]
+    return first_difference(lines)
 
 
 def broadcast_bytes(content: bytes, sender: int) -> bytes:
     """Return the bytes of rank ``sender``, at least one, on every rank. Every rank must call it."""
-    # The others have to know how much memory the bytes need.
+    # As dist.broadcast_object_list does, which needs NumPy. The others have to know how much memory
+    # the bytes need.
     length = torch.tensor([len(content)], device=_device())
     dist.broadcast(length, sender)
-    buffer = bytearray(content) if dist.get_rank() == sender else bytearray(int(length))
-    data = torch.frombuffer(buffer, dtype=torch.uint8).to(_device())
+    if dist.get_rank() != sender:
+        content = bytes(int(length))
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device())
     dist.broadcast(data, sender)
     return bytes(data.tolist())
 
@@ -97,19 +99,23 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
             "the groups of this world are fake: there is one rank, and nothing to compare it with. "
             'Take gt_world("ranks")'
         )
+
     names = mesh.mesh_dim_names or ()
     if over not in names:
         raise ValueError(
             f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}"
         )
+
     # Every rank of the world takes part in the exchange, also those outside of the mesh.
-    is_in_mesh = mesh.get_coordinate() is not None
-    own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in_mesh else [dist.get_rank()]
+    own = [dist.get_rank()]
+    if mesh.get_coordinate() is not None:
+        own = dist.get_process_group_ranks(mesh.get_group(over))
     compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
     if not compared:
         raise ValueError(
             f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ"
         )
+
     _refuse_not_finite(model, compared)
 
 
@@ -117,22 +123,27 @@ def _refuse_not_finite(model: nn.Module, compared: int) -> None:
     """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; report it
     if some are.
     """
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     not_finite, wholly = [], ""
     for name, tensor in state_of(model):
         # A buffer may be an attention mask, whose elements are infinite on purpose.
-        count = 0 if name in buffers else count_not_finite(tensor)
+        if name in buffers:
+            continue
+        count = count_not_finite(tensor)
         if count:
             not_finite.append(name)
-        if count and count == local(tensor).numel():
-            wholly = wholly or name
+            if count == local(tensor).numel():
+                wholly = wholly or name
+
+    # Raised on all ranks: one that went on would wait for the others in its next collective.
     for rank, name in enumerate(texts_of_ranks(wholly)):
         if name:
             raise VacuousCheck(
                 f"{name} is NaN or infinite on rank {rank}, in every element, so these ranks are "
-                "equal whatever they "
-                "compute: take inputs, or a learning rate, for which the loss is finite"
+                "equal whatever they compute: take inputs, or a learning rate, for which the loss "
+                "is finite"
             )
+
     if not_finite:
         what = f"replicas, where {not_finite[0]} and {len(not_finite) - 1} more are not finite"
         facts.emit("verdict", outcome="equal (not finite)", tensors=compared, what=what)
@@ -140,7 +151,7 @@ def _refuse_not_finite(model: nn.Module, compared: int) -> None:
 
 def peers_by(key: Hashable) -> list[tuple[int, ...]]:
     """Group the ranks that gave the same key. Every rank must call it."""
-    return [tuple(ranks) for ranks in ranks_by(enumerate(texts_of_ranks(repr(key)))).values()]
+    return list(map(tuple, ranks_by(enumerate(gather_objects(key))).values()))
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,7 +184,9 @@ def find_difference(
     for name, tensor in named:
         if _is_whole(tensor, own):
             digests[name] = digest(local(tensor.detach()))
-    of_ranks = [json.loads(text) for text in texts_of_ranks(json.dumps(digests))]
+
+    # Digests travel, as the tensors of a model would take its memory once for each rank.
+    of_ranks = gather_objects(digests)
     for ranks in groups:
         first = of_ranks[ranks[0]]
         for rank in ranks[1:]:
@@ -184,7 +197,10 @@ def find_difference(
                     f"{differing[0]} differs between ranks {ranks[0]} and {rank}, and is {why}; "
                     f"so do {len(differing) - 1} more of {len(first)} such tensors"
                 )
-    return (len(digests) if len(own) > 1 else 0), ""
+
+    if len(own) == 1:
+        return 0, ""
+    return len(digests), ""
 
 
 def _is_whole(tensor: torch.Tensor, ranks: tuple[int, ...]) -> bool:

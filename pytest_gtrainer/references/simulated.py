@@ -73,6 +73,7 @@ def config_of_mesh(
             f"the mesh {dimensions} has {math.prod(mesh.values())} ranks, the simulated world "
             f"{size}: make them equal"
         )
+
     if not isinstance(config, TrainConfig):
         return config, dict(mesh or {"fsdp": size})
     finished, own = config, config.mesh
@@ -82,6 +83,7 @@ def config_of_mesh(
             f"submeshes cannot be moved to {size} other ranks: hand over a function that builds it "
             "from a rank's mesh"
         )
+
     return lambda other: replace(finished, mesh=other), {(own.mesh_dim_names or ("fsdp",))[0]: size}
 
 
@@ -119,9 +121,13 @@ def simulated_eager(
 
     def train_rank(rank: int) -> tuple[Record, BucketLayout | None]:
         own = build(mesh_of(extents))
-        run = EagerRun(own if steps is None else replace(own, steps=steps))
+        if steps is not None:
+            own = replace(own, steps=steps)
+        run = EagerRun(own)
         record = run.run(recorders[rank] if recorders else None)
-        return record, run.layout() if rank == 0 else None
+        if rank > 0:
+            return record, None  # FSDP2 has one layout on all ranks
+        return record, run.layout()
 
     runs = run_threads(net.size, train_rank, net=net, under=under)
     records, layouts = zip(*runs, strict=True)
@@ -131,11 +137,13 @@ def simulated_eager(
 def refuse_uneven(model: nn.Module) -> None:
     """Raise DependsOnRank if shards of a parameter differ in size: only some ranks would pad."""
     for fqn, tensor in model.named_parameters():
-        for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
-            placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            ranks = math.prod(
-                size for placement, size in placed if getattr(placement, "dim", None) == dim
-            )
+        if not isinstance(tensor, DTensor):
+            continue
+        ranks_along = [1] * tensor.ndim
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            if hasattr(placement, "dim"):  # strided shards are no ``Shard``, and have it too
+                ranks_along[placement.dim] *= size
+        for dim, (extent, ranks) in enumerate(zip(tensor.shape, ranks_along, strict=True)):
             if extent % ranks:
                 raise DependsOnRank(
                     f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks "
@@ -159,11 +167,13 @@ class SimulatedGraphRun:
                 "max_norm beside tensor parallelism is not replayed in a simulated world, where a "
                 "norm is taken over TrainConfig.mesh alone: take real ranks, or max_norm=None"
             )
+
         # Building models draws random numbers; the caller's states stay as they are.
         with state_kept():
             refuse_uneven(shard_traceably(new_model(self.config), self.config))
             self._run = GraphRun(self.config, **options)
             self._literals = self._find_literals(options) if world.size > 1 else RankLiterals()
+
         graph = self._rank_graph(self._literals.lift(self._run.traced.gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
@@ -197,9 +207,10 @@ class SimulatedGraphRun:
                 between = [self._trace_on(step * place, options) for place in range(1, extent - 1)]
                 traced[dim] = [*between, end]
 
-        literals = RankLiterals.of(
-            {dim: [gm, *(other.gm for other in others)] for dim, others in traced.items()}
-        )
+        along = {}
+        for dim, others in traced.items():
+            along[dim] = [gm, *(other.gm for other in others)]
+        literals = RankLiterals.of(along)
         for other in [last, *chain.from_iterable(traced.values())]:
             coordinate = self._coordinate(other.rank)
             check_same_on_all(first, literals.with_numbers_of_first(gm, other, coordinate))
@@ -208,7 +219,7 @@ class SimulatedGraphRun:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the place of a rank in the mesh of all ranks."""
         places = torch.unravel_index(torch.tensor(rank), tuple(self._extents.values()))
-        return tuple(int(place) for place in places)
+        return tuple(map(int, places))
 
     def _trace_on(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
         """Return the rewritten graph that another rank traces."""
@@ -299,6 +310,7 @@ class SimulatedGraphRun:
                         record_gradients(record, step, rank.rank, "clipped", named)
                 for rank in ranks:
                     rank.finish_step(step)
+
         return empty
 
     def _clip(self, rank: int, ranks: "Sequence[_Rank]") -> None:
@@ -336,10 +348,9 @@ class _Rank:
         self._trainable = run.traced.trainable_fqns
         named = dict(zip(run.traced.state_fqns, self.tensors, strict=True))
         self._buffers = {fqn: named[fqn] for fqn in run.traced.buffer_fqns}
-        self.parameters = {
-            fqn: nn.Parameter(named[fqn], requires_grad=fqn in self._trainable)
-            for fqn in run.traced.parameter_fqns
-        }
+        self.parameters = {}
+        for fqn in run.traced.parameter_fqns:
+            self.parameters[fqn] = nn.Parameter(named[fqn], requires_grad=fqn in self._trainable)
         self._optimizer = run.config.optimizer([self.parameters[fqn] for fqn in self._trainable])
 
     @contextmanager

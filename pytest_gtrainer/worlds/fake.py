@@ -34,6 +34,7 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
             "a process group is already up in this process, so a fake world cannot start: "
             "destroy it first (an earlier test left it?)"
         )
+
     with _default_group("fake", FakeStore(), spec.rank, spec.size):
         yield World(
             "fake",
@@ -95,6 +96,7 @@ def net_of(world: World) -> Net:
             f"a world of kind {world.kind!r} has no net model: "
             f'mark the test gt_world("simulated", size={world.size}, nodes=2)'
         )
+
     net: Net = world.net  # type: ignore[assignment]
     if net.size != world.size:
         raise ValueError(

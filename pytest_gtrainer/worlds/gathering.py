@@ -1,4 +1,7 @@
-"""Gather the bytes of all ranks of a process group."""
+"""Gather objects of all ranks of a process group."""
+
+import pickle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -6,15 +9,19 @@ import torch.distributed as dist
 from pytest_gtrainer.numerics.bits import memory
 
 
-def bytes_of_ranks(content: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Gather the bytes of every rank of a group, in rank order. Every rank of it must call this."""
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather an object of every rank of a group, in rank order. Every rank of it must call this."""
     # dist.all_gather_object does the same, but needs NumPy, which is no dependency of ours.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    content = pickle.dumps(own)
     lengths = _all_gather(torch.tensor([len(content)], device=device), group)
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = zip(_all_gather(padded, group), lengths, strict=True)
-    return [bytes(memory(row[: int(length)].cpu())) for row, length in rows]
+    # All ranks give tensors of one size to an all-gather; pickle stops reading where it is over.
+    padded = bytearray(content.ljust(int(max(lengths))))
+    found = []
+    for row in _all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(device), group):
+        on_host = row.cpu()  # has to live while its memory is read
+        found.append(pickle.loads(memory(on_host)))
+    return found
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

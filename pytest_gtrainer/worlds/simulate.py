@@ -9,6 +9,7 @@ and add in the order of one net:
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -105,10 +106,14 @@ def run_on_net(
     graph = RankGraph(gm, rank, net.size, known, (mesh,)).with_graph(gm)
 
     given = [_in_order(gm, own, rank) for rank, own in enumerate(inputs)]
-    values = []
+    values: list[Any] = []
     for own in zip(*given, strict=True):
-        is_uniform = all(value is own[0] for value in own)
-        values.append(own[0] if is_uniform else PerRank(own))
+        # One object for all ranks is a uniform value: what depends on nothing else runs once.
+        if all(value is own[0] for value in own):
+            values.append(own[0])
+        else:
+            values.append(PerRank(own))
+
     result = Interpreter(graph, net, **options).run(values)
 
     results = []
@@ -119,6 +124,7 @@ def run_on_net(
             results.append(_named(own, named))
         else:
             results.append(_named(own, outputs))  # a graph may name only some of its results
+
     return results
 
 
@@ -153,7 +159,10 @@ def simulate_eager(
     def call(rank: int) -> tuple[dict[str, Any], int]:
         own = inputs[rank]
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        issued = sum(group.issued for group in live_groups() if isinstance(group, ThreadGroup))
+        issued = 0
+        for group in live_groups():
+            if isinstance(group, ThreadGroup):
+                issued += group.issued
         return _named(result, outputs), issued
 
     results, issued = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
@@ -198,30 +207,37 @@ def _inputs_of_ranks(inputs_of_rank: InputsOfRank, size: int) -> Sequence[Inputs
 def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
     if not isinstance(inputs, Mapping):
         return inputs
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    names = list(map(input_fqn, placeholders))
-    if wrong := ", ".join(sorted({*names} ^ {*inputs})):
+    names = list(map(input_fqn, gm.graph.find_nodes(op="placeholder")))
+    wrong = sorted({*names} ^ {*inputs})
+    if wrong:
         raise ValueError(
             f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, "
-            f"differ in {wrong}"
+            f"differ in {', '.join(wrong)}"
         )
     return [inputs[name] for name in names]
 
 
 def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
     """Return results by name; those of a mapping by its keys, joined by dots."""
-    paths, _ = pytree.tree_flatten_with_path(result)
-    if names is None and isinstance(result, Mapping):
-        names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths]
-    names = names or [f"output_{place}" for place in range(len(paths))]
-    if len(names) != len(paths):
+    leaves, _ = pytree.tree_flatten_with_path(result)
+    by_default = []
+    for path, _ in leaves:
+        if isinstance(result, Mapping):
+            by_default.append(".".join(str(getattr(key, "key", key)) for key in path))
+        else:
+            by_default.append(f"output_{len(by_default)}")
+
+    names = names or by_default
+    if len(names) != len(leaves):
         raise ValueError(
-            f"{len(names)} names of outputs for {len(paths)} results: {', '.join(names)}"
+            f"{len(names)} names of outputs for {len(leaves)} results: {', '.join(names)}"
         )
-    named = dict(zip(names, (leaf for _, leaf in paths), strict=True))
-    for name, leaf in named.items():
+
+    named = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
         if isinstance(leaf, int | float | torch.Tensor):
-            named[name] = torch.as_tensor(leaf).detach()
+            leaf = torch.as_tensor(leaf).detach()
+        named[name] = leaf
     return named
 
 
@@ -233,11 +249,12 @@ def _groups_of(
     ``is_here``: this process has the groups of its own world.
     """
     for name, partition in given.items():
-        if sorted(rank for ranks in partition for rank in ranks) != list(range(size)):
+        if sorted(chain.from_iterable(partition)) != list(range(size)):
             raise ValueError(
                 f"groups[{name!r}] is {partition}: "
                 f"every rank of 0..{size - 1} belongs to one group of it"
             )
+
     live, known = set(), {"0": [range(size)], **given}
     if is_here:
         live, known = set(names_of_live_groups().values()), dict(given)
@@ -249,4 +266,5 @@ def _groups_of(
                 f"simulated world lacks; it has {', '.join(map(repr, sorted({*known, *live})))}: "
                 f"list the ranks, groups={{{group!r}: [[0, 1], ...]}}"
             )
+
     return {name: tuple(map(tuple, partition)) for name, partition in known.items()}

@@ -100,12 +100,14 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
             'gt_world("simulated", device="cuda"): '
             "a simulated world adds on the CPU; leave device out"
         )
+
     if timeout is not None:
         # True is an int.
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not is_number or not 0 < timeout < math.inf:
             raise SpecError(f"gt_world's timeout is a number of seconds above 0; not {timeout!r}")
         timeout = float(timeout)
+
     return WorldSpec(kind, size, MappingProxyType(mesh), nodes, rank, device, timeout)
 
 
@@ -115,11 +117,13 @@ def _size_and_mesh(size: Any, mesh: Any) -> tuple[int, dict[str, int]]:
         size = 8 if size is None else size
         _check_count("size", size)
         return size, {"fsdp": size}
+
     is_named = isinstance(mesh, Mapping) and all(isinstance(name, str) for name in mesh)
     if not is_named or not mesh:
         raise SpecError(
             f'gt_world\'s mesh maps dimension names to extents, as {{"fsdp": 8}}; not {mesh!r}'
         )
+
     for name, extent in mesh.items():
         _check_count(f"mesh dimension {name!r}", extent)
     ranks = math.prod(mesh.values())
@@ -131,6 +135,7 @@ def _size_and_mesh(size: Any, mesh: Any) -> tuple[int, dict[str, int]]:
                 f"gt_world's mesh {product} multiplies to {ranks}, but its size is {size}: "
                 "make them equal, or leave one of them out"
             )
+
     return ranks, dict(mesh)
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pytest_gtrainer.arithmetic import base, field, hashing, terms
-from pytest_gtrainer.arithmetic.base import tensors_in
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.graph.nodes import tensors_in
 
 SAMPLES = 6
 EXACT = 2**52

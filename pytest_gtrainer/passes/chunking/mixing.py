@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
-from pytest_gtrainer.graph.nodes import is_view
+from pytest_gtrainer.graph.nodes import is_view, named_arguments
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, ChunkWarning, is_inexact
 
 HOW_MANY = "how many rows there are"
@@ -156,8 +156,8 @@ class Call:
             if namespace in _NAMESPACES:
                 # ``add_`` mixes rows as ``add`` does.
                 self.name = name if name.startswith("__") else name.removesuffix("_")
-            self.arguments = _bind(target, args, kwargs)
-            in_part = self.arguments if part is None else _bind(target, *part)
+            self.arguments = named_arguments(target, args, kwargs)
+            in_part = self.arguments if part is None else named_arguments(target, *part)
             for argument in schema(target).arguments:
                 ours, theirs = self.arguments[argument.name], in_part[argument.name]
                 # Numbers of these types enter the arithmetic. An int is a dimension or a size,
@@ -176,9 +176,11 @@ class Call:
 
     def rows(self) -> list[tuple[Operand, Rows]]:
         """Return the operands that have the chunk dimension."""
-        return [
-            (operand, operand.known) for operand in self.operands if isinstance(operand.known, Rows)
-        ]
+        found = []
+        for operand in self.operands:
+            if isinstance(operand.known, Rows):
+                found.append((operand, operand.known))
+        return found
 
     @property
     def ndim(self) -> int:
@@ -187,14 +189,6 @@ class Call:
             if isinstance(operand.value, torch.Tensor):
                 return operand.value.ndim
         return 0
-
-
-def _bind(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by their names in a schema."""
-    bound = {argument.name: argument.default_value for argument in schema(target).arguments}
-    bound.update(zip(list(bound), args, strict=False))
-    bound.update(kwargs)
-    return bound
 
 
 Rule = Callable[[Call], Iterable[int]]
@@ -243,9 +237,11 @@ def _pooled(call: Call) -> Iterable[int]:
 def _sliced(call: Call) -> Iterable[int]:
     dim: int = call.arguments["dim"]
     extent = call.operands[0].value.shape[dim]
-    start, end, step = (call.arguments.get(name) for name in ("start", "end", "step"))
+    start, end, step = map(call.arguments.get, ("start", "end", "step"))
     is_end = end is None or (type(end) is type(extent) is int and end >= extent)
-    return () if start in (None, 0) and is_end and step == 1 else [dim]
+    if start in (None, 0) and is_end and step == 1:
+        return ()  # ``x[:]`` is traced as a slice
+    return [dim]
 
 
 def _repeated(call: Call) -> Iterable[int]:
@@ -260,7 +256,9 @@ def _padded(call: Call) -> Iterable[int]:
 
 
 def _concatenated(call: Call) -> Iterable[int]:
-    return [call.arguments["dim"]] if len(call.arguments["tensors"]) > 1 else ()
+    if len(call.arguments["tensors"]) == 1:
+        return ()
+    return [call.arguments["dim"]]
 
 
 def _diagonal(call: Call) -> Iterable[int]:
@@ -609,7 +607,9 @@ def _find_mixing(call: Call) -> Mixing | None:
                 f"may mix dimension {where}: what it does along its dimensions is not known",
                 is_unknown=True,
             )
-    return None if predicate is None else Mixing(predicate)
+    if predicate is None:
+        return None
+    return Mixing(predicate)
 
 
 def _find_statistic(call: Call) -> Statistic | None:
@@ -676,11 +676,10 @@ def _is_unknown(call: Call) -> bool:
 def _describe_order(call: Call) -> str | None:
     """Return whether a reshape tears rows apart, or rows of two orders would stand side by side."""
     unordered = (Content.UNIFORM, Content.ROUTED, Content.ROUTING)
-    rows = [
-        (operand.value, known)
-        for operand, known in call.rows()
-        if is_plain(operand.value) and known.content not in unordered
-    ]
+    rows = []
+    for operand, known in call.rows():
+        if is_plain(operand.value) and known.content not in unordered:
+            rows.append((operand.value, known))
     result, dims = call.results[0]
     if call.name in RESHAPES and rows and is_plain(result) and dims:
         source, known = rows[0]
@@ -755,10 +754,11 @@ def indices_of(call: Call) -> tuple[Operand, list[tuple[int, Operand]]]:
 
 def _contents_beside_indices(call: Call) -> set[Content]:
     """Return what the operands hold, without the indices of an indexing operator."""
-    indices = [index for _, index in indices_of(call)[1]] if call.name in INDEXING else []
-    rows = call.rows()
     # By identity: ``==`` of two operands would compare their tensors.
-    return {known.content for one, known in rows if all(one is not index for index in indices)}
+    indices: set[int] = set()
+    if call.name in INDEXING:
+        indices.update(id(index) for _, index in indices_of(call)[1])
+    return {known.content for one, known in call.rows() if id(one) not in indices}
 
 
 def _info_of_result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> RowInfo:
@@ -792,16 +792,18 @@ def is_row_numbers(call: Call) -> bool:
 
 def _front_of(call: Call, value: Any, dim: int) -> int:
     """Return ``Rows.front`` of a result that has the chunk dimension in ``dim``."""
-    rows = [(operand.value, known) for operand, known in call.rows()]
-    if not rows or not is_plain(value) or not all(is_plain(source) for source, _ in rows):
+    rows = call.rows()
+    if not rows or not is_plain(value) or not all(is_plain(one.value) for one, _ in rows):
         return 1
     if call.name in RESHAPES:
         ((source, known),) = rows
-        return max(1, known.positions_in_front(source) // (math.prod(value.shape[:dim]) or 1))
-    same = [
-        known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]
-    ]
-    return max(same, default=1)
+        in_front = math.prod(value.shape[:dim]) or 1
+        return max(1, known.positions_in_front(source.value) // in_front)
+    front = 1
+    for source, known in rows:
+        if source.value.shape[known.dims[0]] == value.shape[dim]:
+            front = max(front, known.front)
+    return front
 
 
 def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:

@@ -27,6 +27,7 @@ from pytest_gtrainer._torch.chunking import (
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.values import SYMBOLIC, value_like
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, leaves_of
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 
 
@@ -102,8 +103,10 @@ def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Nod
 
 
 def _correspond(node: fx.Node, twin: fx.Node, known: Mapping[Any, Any]) -> bool:
-    ndim, twin_ndim = (getattr(each.meta.get("val"), "ndim", None) for each in (node, twin))
-    if node.op != twin.op or ndim != twin_ndim:
+    if node.op != twin.op:
+        return False
+    value, twin_value = node.meta.get("val"), twin.meta.get("val")
+    if getattr(value, "ndim", None) != getattr(twin_value, "ndim", None):
         return False
     if node.op == "call_function" and node.target != twin.target:
         return False
@@ -172,7 +175,9 @@ def concretize_chunk_symbolic_shapes_pass(
         ChunkError: an extent is not known, a guard is false for the numbers, or a symbol is left.
     """
     extents = input_extents(gm, example_inputs)
-    return at_extents(gm, extents) if extents else gm
+    if not extents:
+        return gm
+    return at_extents(gm, extents)
 
 
 def symbolic_twins(
@@ -211,7 +216,9 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
             if not isinstance(extent, torch.SymInt) or not expression_of(extent).is_symbol:
                 continue
             symbol = expression_of(extent)
-            number = example.shape[dim] if isinstance(example, torch.Tensor) else None
+            number = None
+            if isinstance(example, torch.Tensor):
+                number = example.shape[dim]
             # Fake examples may have symbols, too.
             if type(number) is not int:
                 number = traced.get(symbol, extent.node.hint)
@@ -234,15 +241,13 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
         )
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
-    for module in made.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            seen = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
-            for symbol in seen:
-                if symbol in extents:
-                    raise ChunkError(
-                        f"{described(node)} still refers to {symbol} after its extent was put in: "
-                        "values may hold symbols in tensors, numbers, and lists or tuples of them"
-                    )
+    for node in nodes_within(made):
+        for symbol in [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]:
+            if symbol in extents:
+                raise ChunkError(
+                    f"{described(node)} still refers to {symbol} after its extent was put in: "
+                    "values may hold symbols in tensors, numbers, and lists or tuples of them"
+                )
     return made
 
 

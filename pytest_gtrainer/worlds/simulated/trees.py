@@ -1,4 +1,4 @@
-"""Sums that fork: NCCL's double binary tree and PAT, the order in which they add, and the sum.
+"""Add in the orders of sums that fork: NCCL's double binary tree, and PAT.
 
 An *order* is written from left to right: ``(3, 2, 1, 0, (5, 4))`` adds 3 and 2, then 1, then 0, and
 then the sum of 5 and 4, which another rank has made. a + b and b + a have the same bits, so what
@@ -33,7 +33,10 @@ def join_arrivals(own: int, arrivals: Iterable[Order]) -> Order:
     (3, 2, 1, 0, (5, 4), 6)
     """
     first, *others = [*arrivals] or [()]
-    return (*first, own, *(other[0] if len(other) == 1 else other for other in others))
+    order = [*first, own]
+    for other in others:
+        order.append(other[0] if len(other) == 1 else other)
+    return tuple(order)
 
 
 def rename_ranks(order: Order, names: Sequence[int]) -> Order:
@@ -66,10 +69,13 @@ def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, 
     (0, {0: {0: 2}, 1: {}, 2: {1: 1, 0: 3}, 3: {}})
     """
     # The root of the first tree has one child, the largest power of two below the number of nodes.
-    children = {0: {0: 1 << (nodes - 1).bit_length() >> 1} if nodes > 1 else {}}
+    children: dict[int, dict[int, int]] = {node: {} for node in range(nodes)}
+    if nodes > 1:
+        children[0][0] = 1 << (nodes - 1).bit_length() >> 1
     for node in range(1, nodes):
         step = (node & -node) // 2
-        children[node] = {1: node - step} if step else {}
+        if step:
+            children[node][1] = node - step
         # The second child may be missing, and then stands closer.
         while step and node + step >= nodes:
             step //= 2
@@ -78,7 +84,11 @@ def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, 
     if not second:
         return 0, children
 
-    twin = [(node + 1) % nodes if nodes % 2 else nodes - 1 - node for node in range(nodes)]
+    # The mirror image of an odd number of nodes would have its leaves in the same places.
+    if nodes % 2:
+        twin = [*range(1, nodes), 0]
+    else:
+        twin = list(reversed(range(nodes)))
     mirrored = {}
     for node, own in children.items():
         mirrored[twin[node]] = {place: twin[child] for place, child in own.items()}

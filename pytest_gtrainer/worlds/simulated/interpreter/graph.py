@@ -93,12 +93,14 @@ def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
         # A function has its home itself, an instance of Inductor's classes has that of its class.
         homes = (getattr(called, "__module__", None), type(called).__module__)
         is_compiled = any(str(home).startswith(COMPILED_MODULES) for home in homes)
+
     kind = type(called).__name__
     if is_compiled:
         raise NoModel(
             f"{node.name} calls code that Inductor compiled ({getattr(called, '__name__', kind)}): "
             "a simulated world replays operators, so take the graph before it is compiled"
         )
+
     if node.op == "call_module" and not isinstance(called, fx.GraphModule):
         raise NoModel(f"{node.name} calls the module {node.target}, a {kind}: trace into it")
     if node.op == "call_method":
@@ -149,6 +151,7 @@ class RankGraph:
             for partition in _partitions_of(mesh):
                 if own in partition and sum(map(len, partition)) == self.size:
                     return partition
+
         raise ValueError(
             f"process group {name!r} of ranks {' '.join(map(str, own))} is no dimension of the "
             "meshes given: give the mesh that it belongs to, one that covers all ranks"
@@ -218,6 +221,7 @@ class RankLiterals:
                 number = lifted.graph.placeholder(f"of_rank_{name}_{place}")
             number.meta["val"] = own[0]
             node.update_arg(place, number)
+
         return lifted
 
     def with_numbers_of_first(

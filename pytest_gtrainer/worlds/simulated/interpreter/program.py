@@ -1,4 +1,4 @@
-"""Programs: a graph compiled once to segments of plain nodes and single steps, run on all ranks.
+"""Compile a graph once to segments of plain nodes and single steps, and run it on all ranks.
 
 A *segment* is a run of plain operators between two steps. It is replayed rank by rank as one
 generated function, so what a rank needs only inside is freed before the next rank allocates. Its
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.graph_modules import lazy_module
 from pytest_gtrainer.graph.nodes import graphs_called, is_collective, written_operands
 from pytest_gtrainer.graph.same_on_ranks import describe_input, describe_node, nodes_within
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
@@ -45,37 +46,52 @@ from pytest_gtrainer.worlds.simulated.net import Net
 
 @dataclass(frozen=True, slots=True)
 class OperatorBlock:
-    """Nodes of one kind, as one function from the values of ``inputs`` to those of ``outputs``."""
+    """Nodes of one kind, as one function from the values of ``inputs`` to those of ``outputs``.
+
+    To generate its code takes longer than to interpret it once, so it may stay as it is.
+    """
 
     kind: Kind
     graph: fx.GraphModule
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
     dying: frozenset[fx.Node]
+    is_compiled: bool
 
     def run(self, frame: Frame) -> None:
         given = [frame.values[node] for node in self.inputs]
-        dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
+        dying = []
+        for node in self.dying:
+            if type(frame.values[node]) is PerRank:
+                dying.append(frame.values[node])
+
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
         for ranks in self.kind.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
             for rank in ranks:
                 for of_ranks, result in zip(results, own, strict=True):
                     of_ranks[rank] = result
-                # Freed here: the next rank's results may take the memory.
+                # Freed here, so that the allocator can give the memory to the next rank's results.
                 for value in dying:
                     value[rank] = None
+
         for node, of_ranks in zip(self.outputs, results, strict=True):
-            is_uniform = self.kind is frame.kinds.uniform
-            frame.values[node] = of_ranks[0] if is_uniform else PerRank(of_ranks, self.kind)
+            if self.kind is frame.kinds.uniform:
+                frame.values[node] = of_ranks[0]
+            else:
+                frame.values[node] = PerRank(of_ranks, self.kind)
 
     def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
-            if facts.is_watched("node"):
-                return NodeByNode(self.graph, rank).run(*own)
-            return self.graph.forward(*own)
+            if self.is_compiled and not facts.is_watched("node"):
+                return self.graph.forward(*own)
+            interpreter = NodeByNode(self.graph, rank)
+            interpreter.extra_traceback = False  # it would change the error, which has a note here
+            results: Sequence[Any] = interpreter.run(*own)
+            return results
         except Exception as error:
-            # Nothing here has effects, so it can run again, node by node, up to the one that fails.
+            # Generated code does not say which node raised. Nothing here has effects, so it can run
+            # again, node by node, up to the one that fails.
             single = fx.Interpreter(self.graph, garbage_collect_values=False)
             with suppress(Exception):
                 single.run(*own)
@@ -85,7 +101,7 @@ class OperatorBlock:
 
 
 class NodeByNode(fx.Interpreter):
-    """Runs a block and notifies "node" before each node, for who wants to know where it is."""
+    """Runs a block and notifies "node" before each node; proofs name the node they are at."""
 
     def __init__(self, graph: fx.GraphModule, rank: int | None) -> None:
         super().__init__(graph)
@@ -98,9 +114,12 @@ class NodeByNode(fx.Interpreter):
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the other nodes whose values these use, each once."""
-    operands = chain.from_iterable(node.all_input_nodes for node in nodes)
-    used, own = dict.fromkeys(map(value_node, operands)), set(nodes)
-    return [node for node in used if node not in own]
+    used: dict[fx.Node, None] = {}
+    for node in nodes:
+        used.update(dict.fromkeys(map(value_node, node.all_input_nodes)))
+    for node in nodes:
+        used.pop(node, None)
+    return list(used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +129,7 @@ class Segment:
     Attributes:
         inputs: nodes before it that it uses.
         needed: nodes of it that are used behind it.
-        is_compiled: False if it runs too seldom to compile what all ranks share.
+        is_compiled: False if it runs too seldom to generate code for it.
         plans: its blocks, by the kinds of its inputs.
     """
 
@@ -122,42 +141,11 @@ class Segment:
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
         kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
-        if not self.is_compiled and set(kinds) <= {frame.kinds.uniform}:
-            self._run_nodes(frame)
-            return
         if kinds not in self.plans:
             kind_of = dict(zip(self.inputs, kinds, strict=True))
             self.plans[kinds] = self._make_blocks(kind_of, frame.kinds, dying)
         for block in self.plans[kinds]:
             block.run(frame)
-
-    def _run_nodes(self, frame: Frame) -> None:
-        """Run nodes with uniform values one by one; those that nobody needs later are dropped."""
-        values = frame.values
-
-        def value_of(node: fx.Node) -> Any:
-            return values[value_node(node)]
-
-        last_user = {}
-        for node in self.nodes:
-            last_user[node] = node
-            for operand in map(value_node, node.all_input_nodes):
-                last_user[operand] = node
-        last_used: dict[fx.Node, list[fx.Node]] = {}
-        for node, user in last_user.items():
-            if node not in self.needed and node not in self.inputs:
-                last_used.setdefault(user, []).append(node)
-        for node in self.nodes:
-            facts.notify("node", node=node, rank=0)
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
-            assert callable(node.target)
-            try:
-                values[node] = node.target(*args, **kwargs)
-            except Exception as error:
-                error.add_note(f"in {describe_node(node)}")
-                raise
-            for operand in last_used.get(node, ()):
-                del values[operand]
 
     def _make_blocks(
         self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]
@@ -166,7 +154,7 @@ class Segment:
         by_kind: dict[Kind, list[fx.Node]] = {}
         for node in self.nodes:
             operands = map(value_node, node.all_input_nodes)
-            kind_of[node] = kinds.common(kind_of[operand] for operand in operands)
+            kind_of[node] = kinds.common(map(kind_of.__getitem__, operands))
             by_kind.setdefault(kind_of[node], []).append(node)
 
         # From the last block to the first: the outputs of one are what later ones use.
@@ -179,16 +167,19 @@ class Segment:
             outputs = [node for node in nodes if node in used_later]
 
             graph = fx.Graph()
-            copies.update({node: graph.placeholder(node.name) for node in inputs})
+            for node in inputs:
+                copies[node] = graph.placeholder(node.name)
             for node in nodes:
                 copies[node] = graph.node_copy(node, lambda given: copies[value_node(given)])
             graph.output(tuple(copies[node] for node in outputs))
 
-            module = fx.GraphModule(torch.nn.Module(), graph)
-            last_used = ending.intersection(inputs)
-            blocks.append(OperatorBlock(kind, module, inputs, outputs, frozenset(last_used)))
+            module = lazy_module({}, graph, {}, None)
+            last_used = frozenset(ending.intersection(inputs))
+            block = OperatorBlock(kind, module, inputs, outputs, last_used, self.is_compiled)
+            blocks.append(block)
             used_later.update(inputs)
             ending -= last_used
+
         return blocks[::-1]
 
 
@@ -208,8 +199,10 @@ class RankProgram:
         self._check_inputs(names, inputs)
         values = dict(self.constants)
         for node, value in zip(self.placeholders, inputs, strict=True):
-            # A list of its own: blocks empty the lists of values that die.
-            values[node] = self.kinds.value(list(value)) if type(value) is PerRank else value
+            # Blocks empty the lists of values that die; the caller's list has to stay as it is.
+            if type(value) is PerRank:
+                value = self.kinds.value(list(value))
+            values[node] = value
 
         frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
@@ -218,6 +211,7 @@ class RankProgram:
             part.run(frame, dying)
             for node in dying:
                 values.pop(node, None)
+
         return fx.node.map_arg(self.output, lambda node: values[value_node(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
@@ -226,9 +220,13 @@ class RankProgram:
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")
         for node, name, value in zip(self.placeholders, names, inputs, strict=True):
-            of_ranks = value if type(value) is PerRank else [value]
-            if type(value) is PerRank and len(value) != size:
-                raise ValueError(f"{name} is given for {len(value)} ranks, the world has {size}")
+            of_ranks = [value]
+            if type(value) is PerRank:
+                of_ranks = value
+                if len(value) != size:
+                    raise ValueError(
+                        f"{name} is given for {len(value)} ranks, the world has {size}"
+                    )
             traced = node.meta.get("val")
             if not isinstance(traced, Tensor) or not all(type(n) is int for n in traced.shape):
                 continue
@@ -266,12 +264,14 @@ class Interpreter:
 
         Args:
             collective_step: makes the step of a collective, as the class itself does.
-            is_compiled: False for a graph that runs once, with values that all ranks share.
+            is_compiled: False for a graph that runs once, with values that all ranks share, so that
+                no code is generated.
         """
         if net.size != graph.size:
             raise ValueError(
                 f"the net connects {net.size} ranks, the graph was traced for {graph.size}"
             )
+
         self.random = random or RankRandomStates()
         self._collective_step, self._is_compiled = collective_step, is_compiled
         self._graph, self._net, self._kinds = graph, net, Kinds(graph.size)
@@ -305,7 +305,8 @@ class Interpreter:
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 constants[node] = attrgetter(str(node.target))(gm)
-            # A wait has the value of the node that it waits for.
+            # Collectives are complete when they return here, so a wait has nothing to do: it has
+            # the value of the node that it waits for.
             if node.op in ("placeholder", "get_attr", "output") or is_identity(node):
                 continue
             special[node] = self._make_step(node, gm)
@@ -320,11 +321,13 @@ class Interpreter:
         parts: list[tuple[Step | Segment, frozenset[fx.Node]]] = []
         for index, piece in enumerate(pieces):
             inputs = inputs_of(piece)
-            live = [node for node in [*inputs, *piece] if last_use.get(node, index) > index]
-            dying = frozenset([*inputs, *piece]).difference(live)
-            needed = frozenset(piece).intersection(live)
+            known = frozenset([*inputs, *piece])
+            # A result that nobody uses has no last use, and dies at once.
+            dying = frozenset(node for node in known if last_use.get(node, index) <= index)
+            needed = frozenset(piece) - dying
             part = special[piece[0]] or Segment(piece, inputs, needed, self._is_compiled)
             parts.append((part, dying))
+
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
     def _make_step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
@@ -335,6 +338,7 @@ class Interpreter:
             collective = steps.collective_of(node)
             partition = self._graph.partitions[group_name(node)]
             return self._collective_step(node, partition, self._nets[partition], collective)
+
         graphs = graphs_called(gm, node)
         inside = chain.from_iterable(map(nodes_within, graphs))
         if node.op == "call_module" or any(map(is_collective, inside)):
@@ -344,13 +348,16 @@ class Interpreter:
                     "model only in cond, invoke_subgraph and called modules: inline it"
                 )
             return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
+
         written, random = written_operands(node), draws(node, gm)
-        return steps.EffectStep(node, written, random) if written or random else None
+        if written or random:
+            return steps.EffectStep(node, written, random)
+        return None
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread, as ranks do: the bits of some kernels depend on the number."""
+    """Compute on one thread, as ranks do: CPU kernels split a sum by the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,7 @@
-"""Steps: nodes of the graph that are more than a plain operator, carried out for all ranks."""
+"""Carry out, for all ranks, the nodes of a graph that are more than a plain operator."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,13 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.values import schema
-from pytest_gtrainer.graph.nodes import parameter, short_name, written_operands
+from pytest_gtrainer.graph.nodes import (
+    named_arguments,
+    parameter,
+    short_name,
+    tensors_in,
+    written_operands,
+)
 from pytest_gtrainer.graph.same_on_ranks import Partition, describe_node, value_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
@@ -54,7 +59,10 @@ class Frame:
 
     def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
         values = self.of(nodes)
-        return [[on_ranks.at(value, rank) for value in values] for rank in range(self.kinds.size)]
+        own = []
+        for rank in range(self.kinds.size):
+            own.append([on_ranks.at(value, rank) for value in values])
+        return own
 
     def make_private(self, written: Sequence[fx.Node]) -> None:
         """Give ranks memory of their own for the values that they write to.
@@ -117,7 +125,9 @@ class EffectStep(Step):
     def _call(self, frame: Frame, rank: int | None, own: Sequence[Any]) -> Any:
         args, kwargs = self.arguments(own)
         assert callable(self.node.target)
-        with frame.random.drawn_by(rank, frame.kinds.size) if self.random else nullcontext():
+        if not self.random:
+            return self.node.target(*args, **kwargs)
+        with frame.random.drawn_by(rank, frame.kinds.size):
             return self.node.target(*args, **kwargs)
 
 
@@ -133,7 +143,8 @@ class CollectiveStep(Step):
         calls = self._calls(frame)
         targets = written_operands(self.node)
         if not targets:
-            # A reduction needs the memory of its operands; the calls hold the last references.
+            # A reduction over hundreds of ranks frees each operand as soon as it is added. For that
+            # the calls have to hold the last references.
             for node in dying.intersection(map(value_node, self.node.all_input_nodes)):
                 value = frame.values[node]
                 if type(value) is PerRank:
@@ -142,14 +153,13 @@ class CollectiveStep(Step):
         results = self._carry_out(calls)
 
         # If nobody sees the memory that is written to, the result may lie elsewhere. Then the ranks
-        # of a group go on with one tensor.
+        # of a group go on with one tensor; a write to each rank's memory would part them for good.
         if not targets or not self._is_seen(targets, frame, dying):
             return frame.kinds.value(results)
         frame.make_private(targets)
-        (name,) = (each.name for each in schema(self.node.target).arguments if each.is_write)
+        (name,) = [each.name for each in schema(self.node.target).arguments if each.is_write]
         written = [call[name] for call in self._calls(frame)]
-        pairs = zip(on_ranks.tensors_in(written), on_ranks.tensors_in(results), strict=True)
-        for own, new in pairs:
+        for own, new in zip(tensors_in(written), tensors_in(results), strict=True):
             own.copy_(new)
         return frame.kinds.value(written)
 
@@ -159,15 +169,19 @@ class CollectiveStep(Step):
         results: list[Any] = [None] * len(calls)
         for ranks, net in zip(self.partition, self.nets, strict=True):
             given = contributions([calls[rank] for rank in ranks], ranks)
-            for rank, result in zip(ranks, self.collective(net, given), strict=True):
-                results[rank] = result if takes_list else result[0]
+            for rank, outputs in zip(ranks, self.collective(net, given), strict=True):
+                if takes_list:  # a coalesced collective returns a list, all others a tensor
+                    results[rank] = outputs
+                else:
+                    (results[rank],) = outputs
         return results
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
         """Return the arguments of each rank, by name."""
-        names = [argument.name for argument in schema(self.node.target).arguments]
-        calls = map(self.arguments, frame.of_ranks(self.node.all_input_nodes))
-        return [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in calls]
+        calls = []
+        for own in frame.of_ranks(self.node.all_input_nodes):
+            calls.append(named_arguments(self.node.target, *self.arguments(own)))
+        return calls
 
     def _is_seen(self, written: list[fx.Node], frame: Frame, dying: frozenset[fx.Node]) -> bool:
         """Return whether a live value, or an input, shows the memory of ``written``."""
@@ -203,19 +217,24 @@ def contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list
         raise CollectiveMismatch(
             f"the graph was traced for a group of {members}, it has {len(ranks)}"
         )
-    given = [
-        Contribution(
+
+    given = []
+    for rank, call in zip(ranks, calls, strict=True):
+        # Out of the call, so that the collective can free each tensor after its last use.
+        if "inputs" in call:
+            inputs = list(call.pop("inputs"))
+        else:
+            inputs = [call.pop("input")]
+        contribution = Contribution(
             rank=rank,
-            # Out of the call, so that the collective can free each tensor after its last use.
-            inputs=list(call.pop("inputs")) if "inputs" in call else [call.pop("input")],
+            inputs=inputs,
             op=str(call.get("reduce_op")).lower(),
             root=call.get("src", 0),
             sends=list(map(int, call.get("input_split_sizes", ()))),
             receives=list(map(int, call.get("output_split_sizes", ()))),
             dims=(call.get("gather_dim", 0), call.get("shard_dim", 0)),
         )
-        for rank, call in zip(ranks, calls, strict=True)
-    ]
+        given.append(contribution)
 
     counts = sorted({len(own.inputs) for own in given})
     if len(counts) > 1:
@@ -232,12 +251,13 @@ def contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list
                 f"{own.receives}, in a group of {members} ranks"
             )
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
-            # The numbers of rows that ranks exchange may differ, everything else must not.
+            # An all-to-all takes other numbers of rows from each rank: tokens are routed unevenly.
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(
                     f"rank {ranks[0]} gives {value_text(first)}, "
                     f"rank {own.rank} gives {value_text(tensor)}"
                 )
+
     return given
 
 
@@ -260,11 +280,13 @@ class NestedStep(Step):
                     "the ranks disagree on the predicate of a cond with a collective in it: "
                     "some would wait forever"
                 )
-            run = self.runs[id(if_true if ways.pop() else if_false)]
+            taken = if_true if ways.pop() else if_false
+            run = self.runs[id(taken)]
         elif self.node.target is INVOKE_SUBGRAPH:
             run, given = self.runs[id(args[0])], args[2:]
         else:
             (run,), given = self.runs.values(), args
+
         output = run(list(given), frame.random)
 
         # Ranks share a value by its identity, so tuples of the same objects become one tuple.

@@ -1,4 +1,4 @@
-"""Values of a graph on all ranks.
+"""Represent the values of a graph on all ranks.
 
 A value is *uniform*, one object for all ranks, or ``PerRank``. Its *kind* says which ranks share an
 object: the ranks of a group share what they gathered. An operator runs once for each class of ranks
@@ -8,6 +8,7 @@ Before ranks write into a tensor, they get memory of their own: of every live va
 the tensor's memory, through views too, each rank gets a copy.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import pytree, storage_id
+from pytest_gtrainer.graph.nodes import tensors_in
 from pytest_gtrainer.numerics.bits import span
 from pytest_gtrainer.worlds import ranks_by
 
@@ -67,8 +69,13 @@ class Kinds:
         if type(value) is not PerRank:
             return self.uniform
         if value.kind is None:
-            # By identity, as 0.0 and -0.0 are equal, and so are 1 and True, but not their results.
-            value.kind = self.by_key([own if type(own) is int else id(own) for own in value])
+            keys: list[Hashable] = []
+            for own in value:
+                # By identity: 0.0 == -0.0 and 1 == True, but operators give other results for them.
+                # CPython shares only small integers, so all integers go by value.
+                keys.append(own if type(own) is int else id(own))
+            value.kind = self.by_key(keys)
+
         return value.kind
 
     def common(self, kinds: Iterable[Kind]) -> Kind:
@@ -76,7 +83,8 @@ class Kinds:
         distinct = set(kinds) - {self.uniform} or {self.uniform}
         if len(distinct) == 1:
             return distinct.pop()
-        return self.by_key(list(zip(*(kind.class_of for kind in distinct), strict=True)))
+        classes = [kind.class_of for kind in distinct]
+        return self.by_key(list(zip(*classes, strict=True)))
 
     def value(self, own: Sequence[Any]) -> Any:
         """Return the value that is ``own[rank]`` on every rank."""
@@ -102,17 +110,8 @@ def of_rank(value: Any, rank: int) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a value: itself, or those in a tuple, list or dict, of all ranks."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
 def storages_of(value: Any) -> set[int]:
-    """Return the storages of all tensors in ``value``."""
+    """Return the storages of all tensors in ``value``, of all ranks if it is ``PerRank``."""
     return set(map(storage_id, tensors_in(value)))
 
 
@@ -123,53 +122,64 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
         The storages that were copied; none if the ranks have memory of their own already.
     """
     storages = storages_of([values[node] for node in written])
-    shared = [node for node, value in values.items() if not storages.isdisjoint(storages_of(value))]
-    if _are_apart([values[node] for node in shared], storages):
+    # Views as well: what a rank writes has to be seen through each view of its own copy.
+    views: Values = {}
+    for node, value in values.items():
+        if not storages.isdisjoint(storages_of(value)):
+            views[node] = value
+
+    if _are_apart(views.values(), storages):
         return set()
 
     copies = []
     for rank in range(size):
-        copies.append(_over_clones([at(values[node], rank) for node in shared], storages))
-    values.update(zip(shared, map(PerRank, zip(*copies, strict=True)), strict=True))
+        own = [at(value, rank) for value in views.values()]
+        copies.append(_clone_storages(own, storages))
+
+    for node, of_ranks in zip(views, zip(*copies, strict=True), strict=True):
+        values[node] = PerRank(of_ranks)
     return storages
 
 
-def _are_apart(values: list[Any], storages: set[int]) -> bool:
+def _are_apart(values: Iterable[Any], storages: set[int]) -> bool:
     """Return True if no value is uniform, and no two ranks reach the same byte of ``storages``."""
-    if not set(map(type, values)) <= {PerRank}:
-        return False
-    spans = set()
+    spans: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for value in values:
-        for rank, own in enumerate(value):
-            spans |= {(*_span(tensor), rank) for tensor in tensors_in(own)}
-
-    # By storage, the end of the spans so far that reach furthest, and the rank that it belongs to.
-    furthest: dict[int, tuple[int, int]] = {}
-    for storage, start, stop, rank in sorted(spans):
-        end, owner = furthest.get(storage, (0, rank))
-        if storage in storages and start < end and owner != rank:
+        if type(value) is not PerRank:
             return False
-        furthest[storage] = max((end, owner), (stop, rank))
+        for rank, own in enumerate(value):
+            for tensor in tensors_in(own):
+                spans[storage_id(tensor)].append((*_byte_span(tensor), rank))
+
+    # Ranks may have slices of one storage: the shards that one split made are such.
+    for storage in storages:
+        end, owner = 0, -1
+        for start, stop, rank in sorted(spans[storage]):
+            if start < end and owner != rank:
+                return False
+            if stop > end:
+                end, owner = stop, rank
+
     return True
 
 
-def _span(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the storage of a tensor, and its first byte there and the end of its last one."""
+def _byte_span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of its last one."""
     first = tensor.storage_offset()
     end = first + span(tensor.shape, tensor.stride())
-    return storage_id(tensor), first * tensor.itemsize, end * tensor.itemsize
+    return first * tensor.itemsize, end * tensor.itemsize
 
 
-def _over_clones(own: list[Any], storages: set[int]) -> list[Any]:
+def _clone_storages(own: list[Any], storages: set[int]) -> list[Any]:
     """Return one rank's values with each of ``storages`` replaced by a clone of it."""
     clones: dict[int, Tensor] = {}
 
-    def over_clone(tensor: Tensor) -> Tensor:
+    def move_to_clone(tensor: Tensor) -> Tensor:
         storage = storage_id(tensor)
         if storage not in storages:
             return tensor
-        # All views of a storage look into one clone, so a write is seen through each of them.
-        # An operator clones it, so a dispatch mode that follows tensors sees the copy.
+        # ``UntypedStorage.clone`` is no operator: a dispatch mode that follows tensors through a
+        # replay would not see this copy.
         if storage not in clones:
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -179,7 +189,7 @@ def _over_clones(own: list[Any], storages: set[int]) -> list[Any]:
         own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return own.set_(clones[storage].untyped_storage(), *place)
 
-    moved: list[Any] = pytree.tree_map_only(Tensor, over_clone, own)
+    moved: list[Any] = pytree.tree_map_only(Tensor, move_to_clone, own)
     return moved
 
 
@@ -190,16 +200,20 @@ class RankRandomStates:
         """``states`` are by default those of the process."""
         if states is None:
             states = torch.get_rng_state()
-        self.states: Any = states if isinstance(states, torch.Tensor) else PerRank(states)
+        if not isinstance(states, torch.Tensor):
+            states = PerRank(states)
+        self.states: Any = states
 
     @classmethod
     def of_ranks(cls, states: Sequence[torch.Tensor]) -> "RankRandomStates":
         """Return the states of the ranks; one uniform state if all are equal."""
-        return cls(states[0] if all(torch.equal(states[0], state) for state in states) else states)
+        if all(torch.equal(states[0], state) for state in states):
+            return cls(states[0])
+        return cls(states)
 
     def copy(self) -> "RankRandomStates":
         """Return the same states; a run that continues from them does not change these."""
-        return RankRandomStates(self.states.clone() if self.uniform else list(self.states))
+        return RankRandomStates(self.states)
 
     @property
     def uniform(self) -> bool:
@@ -211,6 +225,7 @@ class RankRandomStates:
         if rank is not None and self.uniform:
             self.states = PerRank([self.states] * size)
         torch.set_rng_state(at(self.states, rank or 0))
+        # No ``finally``: after an operator that raised there is no state to continue from.
         yield
         if rank is None:
             self.states = torch.get_rng_state()

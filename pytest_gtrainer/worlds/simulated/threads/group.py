@@ -108,6 +108,7 @@ class Meeting(Awaited):
         for call, values in zip(calls, results, strict=True):
             for output, value in zip(call.outputs, values, strict=True):
                 _fill(output, value)
+
         self.calls.clear()  # a work may outlive the tensors
 
 
@@ -205,6 +206,7 @@ class SharedGroups:
                 if messages:
                     what = f"rank {destination} began to receive {texts([messages[0].tensor])}"
                     return f"{what} from rank {source}, which never sent it"
+
         return ""
 
 
@@ -411,6 +413,7 @@ class ThreadGroup(dist.ProcessGroup):
             # A copy: the sender may go on to write to its tensor.
             with unseen_by_modes(), self._shared.under():
                 self._place.sent[route].append(tensors[0].detach().clone())
+
         done = Awaited()
         done.happened = True
         return _Work(self._team, self._global_rank, done, tensors)

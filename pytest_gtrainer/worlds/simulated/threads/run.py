@@ -171,6 +171,7 @@ class _Crew:
             if unmatched:
                 raise CollectiveMismatch(unmatched)
             return self._results
+
         rank, raised = failure
         if rank is not None:
             raised.add_note(f"raised on rank {rank} of {team.size} ranks on threads")

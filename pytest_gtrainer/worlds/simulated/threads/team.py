@@ -1,4 +1,4 @@
-"""The team: threads as ranks, of which exactly one runs at a time, each with its own state.
+"""Run ranks as threads, of which exactly one runs at a time, each with its own state.
 
 A rank runs until it has to *wait* for another's part of a collective. Then it hands the *turn* to
 the next rank that can run, in the order in which ranks became able to. So every run is the same, no
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -72,7 +72,8 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
-        # Without CUDA's: a simulated world is on the CPU.
+        # A simulated world is on the CPU. To read CUDA's generators would initialise CUDA, after
+        # which no rank can be forked.
         return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())
 
     def put_back(self) -> None:
@@ -148,6 +149,7 @@ class ThreadTeam:
             self.waiting[rank] = event
             self._states[rank] = ProcessState.now()
             self.hand_on()
+
         self._await_turn(rank)
 
     def give_way(self, rank: int) -> None:
@@ -171,7 +173,8 @@ class ThreadTeam:
     def end(self, rank: int) -> None:
         """Note that the rank's thread has nothing more to do."""
         with self._lock:
-            # Not the turn of a rank that was abandoned, or that comes here a second time.
+            # A rank that was abandoned, or that comes here a second time, has no turn to hand on:
+            # another rank has it.
             if rank == self.running:
                 self.ended.add(rank)
                 self.hand_on()
@@ -181,7 +184,8 @@ class ThreadTeam:
         with self._lock:
             if not self.failed:
                 self.failed, self._error = True, (rank, error)
-            # They get a turn once more, in which ``check`` raises Released.
+            # Python cannot end a thread from outside, so each gets one more turn, in which
+            # ``check`` raises Released.
             self._ready.extend(sorted(self.waiting))
             for event in self.waiting.values():
                 event.waiting.clear()
@@ -204,9 +208,11 @@ class ThreadTeam:
             frame = sys._current_frames().get(self.threads.get(rank, 0))
             if rank != self.running or frame is None or is_ours(frame):
                 return False
+            # The only way that CPython has to raise in another thread. It takes effect between two
+            # bytecodes, so a rank that is inside a kernel goes on to the end of it.
+            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
             identifier = ctypes.c_ulong(self.threads[rank])
-            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            return bool(raise_in(identifier, ctypes.py_object(Released)))
+            return bool(raise_in_thread(identifier, ctypes.py_object(Released)))
 
     def abandon(self, rank: int) -> None:
         """Count a rank as ended that has no thread, or does not come back with the turn."""
@@ -215,8 +221,8 @@ class ThreadTeam:
             self.ended.add(rank)
             if rank == self.running:
                 self.hand_on()
-            # Or a turn would go to a thread that does not exist.
             elif rank in self._ready:
+                # Or a turn would go to a thread that does not exist, and none would follow.
                 self._ready.remove(rank)
 
     def hand_on(self) -> None:
@@ -270,9 +276,14 @@ class ThreadTeam:
 
     def stacks(self) -> str:
         """Return the Python stacks of the ranks that have not ended, equal ones once."""
-        frames = self._frames().items()
-        stacks = ranks_by((rank, _stack(frame)) for rank, frame in frames if rank not in self.ended)
-        parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
+        stacks = []
+        for rank, frame in self._frames().items():
+            if rank not in self.ended:
+                stacks.append((rank, _stack(frame)))
+        parts = []
+        for text, ranks in ranks_by(stacks).items():
+            if text:
+                parts.append(f"--- {ranks_text(ranks)} ---\n{text}")
         # Hundreds of ranks may wait in as many places.
         if len(parts) > _MOST_STACKS:
             parts[_MOST_STACKS:] = [f"... and {len(parts) - _MOST_STACKS} more"]
@@ -280,7 +291,11 @@ class ThreadTeam:
 
     def _frames(self) -> dict[int, FrameType]:
         current = sys._current_frames()
-        return {r: current[id_] for r, id_ in sorted(self.threads.items()) if id_ in current}
+        frames = {}
+        for rank, identifier in sorted(self.threads.items()):
+            if identifier in current:
+                frames[rank] = current[identifier]
+        return frames
 
 
 def _stack(frame: FrameType) -> str:
@@ -288,18 +303,23 @@ def _stack(frame: FrameType) -> str:
 
     Of torch's only the innermost is shown, which is the collective.
     """
-    outer = (_HERE, threading.__file__)
-    entries = traceback.extract_stack(frame)
-    called = dropwhile(lambda entry: entry.filename.startswith(outer), entries)
-    inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), called))
+    entries = list(traceback.extract_stack(frame))
+    # A thread begins in ``threading`` and in this folder, which then calls the user's function. A
+    # collective comes back to this folder.
+    while entries and entries[0].filename.startswith((_HERE, threading.__file__)):
+        entries.pop(0)
+    inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), entries))
 
-    shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)] + inner[-1:]
+    shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)]
+    shown += inner[-1:]
     return "".join(traceback.format_list(shown[-_MOST_FRAMES:]))
 
 
 def _whereabouts(frame: FrameType | None) -> str:
     """Return the innermost line of the rank's own code, to be added to a sentence."""
-    for each, line in traceback.walk_stack(frame) if frame is not None else ():
+    if frame is None:  # its thread has not started
+        return ""
+    for each, line in traceback.walk_stack(frame):
         name = each.f_code.co_filename
         # "<": frozen modules and generated code.
         if not name.startswith((_TORCH, "<", _HERE, threading.__file__)):

@@ -267,6 +267,8 @@ SLOW = (
     "moe passed",
     "moe before",
     "cast",
+    "weight used",
+    "transposed",
 )
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("name", [*BLOCKS, *(f"moe {name}" for name in MOE)])

@@ -213,6 +213,7 @@ def test_a_planted_mistake_is_told_in_its_kind(traced, gt_world, plant):
         assert proof.origin.startswith("a move: " if moves else "node "), str(proof)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("ranks", ["one for all", "all"])
 def test_a_draw_that_nobody_reads_is_another_function(traced, gt_world, ranks):
     """The next draws are other numbers."""

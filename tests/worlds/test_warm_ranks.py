@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from pytest_gtrainer._torch import process_groups
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.inside.messages import Counts, count_messages
+from pytest_gtrainer.ranks.inside.rank import RankGroup
 from pytest_gtrainer.ranks.pool import PRELOAD
 from pytest_gtrainer.ranks.team import ForkServer
 
@@ -66,3 +70,43 @@ def test_a_rank_forgets_what_it_compiled_if_it_compiled(compile, printed):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == printed
+
+
+class Group:
+    """Stands for a process group. The next one is made at the address of one that is gone."""
+
+
+def test_a_group_does_not_inherit_the_counts_of_one_that_its_test_has_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Else the ranks would seem to issue different numbers of collectives."""
+    group = RankGroup(0, "cpu", "nccl")
+    live: list[Group] = []
+    monkeypatch.setattr(process_groups, "live_groups", lambda: live)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    found, addresses = [], set()
+    for issued in (3, 4, 4, 5):
+        live.append(Group())
+        addresses.add(id(live[0]))
+        monkeypatch.setattr(process_groups, "issued_on", lambda group, issued=issued: issued)
+        found += group._issued()[0].values()
+        live.clear()
+    assert len(addresses) < 4, "no address was used again, so nothing is judged"
+    assert found == [3, 4, 4, 5]
+
+
+def test_messages_on_a_group_are_not_those_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch):
+    for name in ("send", "recv", "recv_anysource"):
+        monkeypatch.setattr(dist.ProcessGroup, name, lambda group: None)
+    issued, balance = Counts(), Counts()
+    count_messages(issued, balance)
+    kept = Group()
+    for _ in range(3):
+        gone = Group()
+        dist.ProcessGroup.send(gone)
+        dist.ProcessGroup.send(kept)
+        dist.ProcessGroup.recv(kept)
+        assert (issued[gone], balance[gone]) == (1, 1)
+        del gone
+    assert dict(issued) == {kept: 6}
+    assert dict(balance) == {kept: 0}

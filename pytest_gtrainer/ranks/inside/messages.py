@@ -6,15 +6,18 @@ knows the file, so that the rank is seen to wait in the call of torch that the t
 """
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+# By group, not by its ``id``: a test may destroy a group, and a later one gets the same address.
+Counts = WeakKeyDictionary[dist.ProcessGroup, int]
 
-def count_messages(issued: Counter[int], balance: Counter[int]) -> None:
-    """Count messages of this process from now on, by the ``id`` of their group.
+
+def count_messages(issued: Counts, balance: Counts) -> None:
+    """Count messages of this process from now on, by their group.
 
     ``issued`` is the number of sends and receives, ``balance`` that of sends less receives.
     """
@@ -22,8 +25,8 @@ def count_messages(issued: Counter[int], balance: Counter[int]) -> None:
     def counting(method: Callable[..., Any], step: int) -> Callable[..., Any]:
         @functools.wraps(method)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            issued[id(group)] += 1
-            balance[id(group)] += step
+            issued[group] = issued.get(group, 0) + 1
+            balance[group] = balance.get(group, 0) + step
             # With TORCH_GLOO_LAZY_INIT the first message on a group connects two ranks. One of them
             # listens, and waits here until the other one uses the group, even in ``isend``.
             return method(group, *args, **kwargs)

@@ -44,7 +44,7 @@ from pytest_gtrainer.ranks.answers import (
     stacks_text,
 )
 from pytest_gtrainer.ranks.inside import debugger, session
-from pytest_gtrainer.ranks.inside.messages import count_messages
+from pytest_gtrainer.ranks.inside.messages import Counts, count_messages
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
 from pytest_gtrainer.worlds import hygiene
@@ -257,9 +257,9 @@ class RankGroup:
         self._default: dist.ProcessGroup | None = None
         # When the rank joined the group, and began its present command: in ns since the epoch.
         self._joined = self._began = 0
-        self._points: Counter[int] = Counter()  # sends and receives, by group
-        self._messages: Counter[int] = Counter()  # sends less receives of this test, by group
-        self._known: Counter[int] = Counter()  # collectives that were reported already, by group
+        self._points = Counts()  # sends and receives, by group
+        self._messages = Counts()  # sends less receives of this test, by group
+        self._known = Counts()  # collectives that were reported already, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
         # The objects of these groups that somebody still holds, with what was issued on them before
         # the present test.
@@ -394,11 +394,11 @@ class RankGroup:
             same_ranks[label] += 1
             if same_ranks[label] > 1:
                 label += f" (group {same_ranks[label]} of these)"
-            messages[label] = self._messages.pop(id(group), 0)
+            messages[label] = self._messages.pop(group, 0)
             with contextlib.suppress(RuntimeError):  # a backend that does not count
-                total = process_groups.issued_on(group) - self._points[id(group)]
-                before, self._known[id(group)] = self._known[id(group)], total
-                issued[label] = total - before
+                total = process_groups.issued_on(group) - self._points.get(group, 0)
+                issued[label] = total - self._known.get(group, 0)
+                self._known[group] = total
         return issued, messages
 
     def _label(self, group: dist.ProcessGroup) -> str:
@@ -465,9 +465,6 @@ class RankGroup:
         made = [group for group in process_groups.live_groups() if group is not self._default]
         self._end(made)
         for group in made:
-            self._points.pop(id(group), None)
-            self._messages.pop(id(group), None)
-            self._known.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         if made:

@@ -165,11 +165,7 @@ def peak_memory(
     gm = adopt(gm, names)
     dynamic = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     extents = {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {})
-    liveness = _Liveness(gm, extents, pending={})
-    for held in liveness.pending.values():
-        # NCCL holds the operands of a collective that nobody waits for until the graph ends.
-        _extend(held, len(liveness.nodes) - 1)
-    peak = liveness.peak()
+    peak = _Liveness(gm, extents, pending={}).peak()
     facts.notify("memory", peak=peak)
     return peak
 
@@ -229,12 +225,6 @@ def _allocations(value: Any) -> set[Allocation]:
     return set().union(*_by_tensor(value))
 
 
-def _extend(allocations: Iterable[Allocation], last: int) -> None:
-    """Keep allocations alive up to the place ``last`` at least."""
-    for allocation in allocations:
-        allocation.last = max(allocation.last, last)
-
-
 def _call_text(node: fx.Node) -> str:
     """Return the operator of a node, and its module: ``aten.mm.default in layers.0``."""
     target: Any = node.target
@@ -266,7 +256,7 @@ class _Liveness:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.pending = pending
-        self.allocations: list[Allocation] = []
+        self.allocations: dict[Allocation, None] = {}  # an ordered set
         self.values: dict[fx.Node, Any] = {}
         self._sizes = sizes
         self._order = places_of(self.nodes)
@@ -280,7 +270,7 @@ class _Liveness:
                 continue
             value = self.values[node] = self._result(node)
             for user in node.users:
-                _extend(_allocations(value), self._order[user])
+                self._extend(_allocations(value), self._order[user])
             if launches(node.target) and node.target.namespace in _FUNCTIONAL:
                 # An all-reduce copies its operand first; the others read it where it is.
                 sent: set[Allocation] = set()
@@ -289,6 +279,18 @@ class _Liveness:
                         sent |= _allocations(self.values[operand])
                 for allocation in _allocations(value):
                     self.pending[allocation] = sent | {allocation}
+        for held in self.pending.values():
+            # NCCL holds the operands of a collective that nobody waits for until the graph ends.
+            self._extend(held, len(self.nodes) - 1)
+
+    def _extend(self, allocations: Iterable[Allocation], last: int) -> None:
+        """Keep allocations of this graph alive up to the place ``last`` at least.
+
+        Those of the graph around it count in the places of that graph, which keeps them alive.
+        """
+        for allocation in allocations:
+            if allocation in self.allocations:
+                allocation.last = max(allocation.last, last)
 
     def _held(self, node: fx.Node) -> Any:
         """Return the value of an input or constant; two that share a storage are one allocation."""
@@ -323,7 +325,7 @@ class _Liveness:
             value = fx.node.map_arg(node.args[0], self.values.__getitem__)
             for allocation in _allocations(value):
                 # The wait itself lets go of what its collective held.
-                _extend(self.pending.pop(allocation, ()), self._order[node] - 1)
+                self._extend(self.pending.pop(allocation, ()), self._order[node] - 1)
             return value
 
         if bodies := graphs_called(self.gm, node):
@@ -421,8 +423,9 @@ class _Liveness:
 
     def _new(self, node: fx.Node, tensor: Tensor, nbytes: int) -> Allocation:
         place = self._order[node]
-        self.allocations.append(Allocation(nbytes, node, tensor, place, place))
-        return self.allocations[-1]
+        allocation = Allocation(nbytes, node, tensor, place, place)
+        self.allocations[allocation] = None
+        return allocation
 
     def _number(self, node: fx.Node, size: Any) -> int:
         """Return a size as a number; a symbolic one by ``sizes``, else by the example's hint."""
@@ -455,29 +458,40 @@ class _Liveness:
         for argument in pytree.tree_leaves(node.args):
             operands.append(self.values[argument] if isinstance(argument, fx.Node) else None)
         inside = []
+        before = dict(self.pending)
         for body in bodies:
             # Inputs that the operator makes itself come first, as the indices of flex attention.
             count = len(body.graph.find_nodes(op="placeholder"))
             bound = [None] * (count - len(operands)) + operands[max(0, len(operands) - count) :]
             inside.append(_Liveness(body, self._sizes, self.pending, bound))
 
+        released = place
+        if is_control_dependency(node):
+            released -= 1  # the body is the wait alone, which lets go as it does outside
+        for launched, held in before.items():
+            if launched not in self.pending:  # a body waited for it
+                self._extend(held, released)
         nbytes = max(max(body.curve()) for body in inside)
-        known = len(self.allocations)
         is_inlined = node.op == "call_module" or is_control_dependency(node)
         if is_inlined or _call_text(node).startswith("invoke_subgraph"):
             results = bodies[0].graph.output_node().args[0]
             value = fx.node.map_arg(results, inside[0].values.__getitem__)
-            # From here on they are allocations of this graph.
-            for allocation in _allocations(value) & set(inside[0].allocations):
-                allocation.first = allocation.last = place
-                self.allocations.append(allocation)
+            # From here on they are allocations of this graph, as is what a collective holds.
+            kept = _allocations(value).union(*self.pending.values())
+            for allocation in inside[0].allocations:
+                if allocation in kept:
+                    allocation.first = allocation.last = place
+                    self.allocations[allocation] = None
+                    nbytes -= allocation.nbytes
         else:
+            known = len(self.allocations)
             value = self._by_operands(node)
+            nbytes -= sum(one.nbytes for one in list(self.allocations)[known:])
 
-        nbytes -= sum(allocation.nbytes for allocation in self.allocations[known:])
         if nbytes > 0:
             name = f"in {node.name}"
-            self.allocations.append(Allocation(nbytes, node, None, place, place, "temporary", name))
+            inner = Allocation(nbytes, node, None, place, place, "temporary", name)
+            self.allocations[inner] = None
         return value
 
     def curve(self) -> list[int]:

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory, trace_step
+from pytest_gtrainer._torch.passes import add_control_dependencies
 from tests.passes.alive import Alive, differing, run
 
 
@@ -239,6 +240,98 @@ def test_what_a_graph_inside_shows_of_its_operand_keeps_that_alive():
         gm(x)
     assert [nbytes for _, nbytes in mode.ran] == [2048, 2048, 3072]
     assert list(peak_memory(gm).curve.values()) == [2048, 2048, 3072, 3072]
+
+
+def calls(inner, count):
+    """Make a graph: an exp of the input, ``inner`` of that, and ``count`` nodes of one element."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    exp = graph.call_function(torch.ops.aten.exp.default, (x,))
+    called = graph.call_module("inner", (exp,))
+    for node in (x, exp, called):
+        node.meta["val"] = torch.empty(16, 16, device="meta")
+    for _ in range(count):
+        zeros = graph.call_function(torch.ops.aten.zeros.default, ([1],))
+        zeros.meta["val"] = torch.empty(1, device="meta")
+    graph.output(called)
+    return fx.GraphModule({"inner": inner}, graph)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_a_long_graph_inside_keeps_its_operands_no_longer(count):
+    """Its places are not those of the graph around it, which may be shorter or longer."""
+
+    def inside(y):
+        return y.view(-1)[:64].sin().sin().sin().sin() + y.view(-1)[:64]
+
+    gm = calls(make_fx(inside, tracing_mode="fake")(torch.randn(16, 16)), count)
+    x = torch.randn(16, 16)
+    mode = Alive([x])
+    with torch.no_grad(), mode:
+        gm(x)
+    curve = list(peak_memory(gm).curve.values())
+    assert max(curve) == max(nbytes for _, nbytes in mode.ran) == 2048 + 2 * 256
+    assert curve == [2048, 2048 + 2 * 256, *[1024 + 256 + 4] * count, 1024 + 256]
+
+
+SCATTERED = """
+fsdp = group(range(0, 2))
+if I:
+  I[0]: f32[16, 16]
+if fwd:
+  with a:
+    sin: f32[16, 16] = aten.sin(I[0])
+    scattered: f32[8, 16] = _c10d_functional.reduce_scatter_tensor(sin, "sum", 2, fsdp)
+    cos: f32[16, 16] = aten.cos(I[0])
+    waited: f32[8, 16] = _c10d_functional.wait_tensor(scattered)
+if out:
+  out[0] = fwd.a.waited
+  out[1] = fwd.a.cos
+"""
+
+
+@pytest.mark.second_tier("launch", "both")
+@pytest.mark.parametrize("inside", ["launch", "wait", "both"])
+def test_a_collective_holds_its_operand_if_it_or_its_wait_is_in_a_graph_inside(inside):
+    """A control dependency runs a graph of one operator, which changes no memory."""
+    gm = graphtext.parse(SCATTERED)
+    expected = dict(peak_memory(gm).curve)
+    assert list(expected.values()) == [2048, 2560, 3584, 2560, 2560]
+    sin, scattered, cos, waited = list(gm.graph.nodes)[1:-1]
+    after = {scattered: sin, waited: cos}
+    if inside != "both":
+        del after[waited if inside == "launch" else scattered]
+    add_control_dependencies(gm.graph, after)
+    gm.recompile()
+    curve = peak_memory(gm).curve
+    assert {name: curve[name] for name in expected} == expected
+
+
+def test_a_collective_holds_what_the_graph_inside_that_launched_it_made():
+    """The wait stands in another graph inside, in which cos comes first."""
+    gm = graphtext.parse(SCATTERED)
+    sin, scattered, cos, waited = list(gm.graph.nodes)[1:-1]
+    launching, waiting, graph = fx.Graph(), fx.Graph(), fx.Graph()
+    x = launching.placeholder("x")
+    first = launching.node_copy(sin, lambda _: x)
+    launching.output(launching.node_copy(scattered, lambda _: first))
+    operands = {scattered: waiting.placeholder("scattered"), cos.args[0]: waiting.placeholder("x")}
+    other = waiting.node_copy(cos, operands.__getitem__)
+    waiting.output((waiting.node_copy(waited, operands.__getitem__), other))
+
+    x = graph.node_copy(cos.args[0])
+    launch = graph.call_module("launching", (x,))
+    graph.node_copy(cos, lambda _: x)
+    wait = graph.call_module("waiting", (launch, x))
+    graph.output(wait)
+    launch.meta["val"], wait.meta["val"] = scattered.meta["val"], (waited.meta["val"],)
+    modules = {
+        "launching": fx.GraphModule({}, launching),
+        "waiting": fx.GraphModule({}, waiting),
+    }
+    curve = peak_memory(fx.GraphModule(modules, graph)).curve
+    # KiB: the input 1, sin 1, the shard 1/2, cos 1 each time.
+    assert list(curve.values()) == [2560, 3584, 3584, 2560]
 
 
 def test_of_two_branches_the_larger_one_counts():

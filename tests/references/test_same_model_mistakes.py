@@ -1,0 +1,67 @@
+"""Planted mistakes in parallel models are told, with the module; right models of any size are not."""
+
+import pytest
+
+from fixtures.combinations import drawn
+from fixtures.models.loss import ce_step
+from fixtures.same_model_mistakes import MISTAKES
+from pytest_gtrainer import AnotherFunction, assert_same_model
+
+# One of each kind; the others are for ``python -m benchmarks.same_model --mistakes``, too.
+SHORT = (
+    "a reduction left out",
+    "a mean over the wrong count",
+    "reduced behind a cast",
+    "rows not reduced",
+    "a norm's gradient not summed",
+    "labels shifted by shard",
+    "experts not divided",
+    "a layer twice",
+)
+
+
+def cases():
+    for name, mistake in MISTAKES.items():
+        right = mistake.right
+        world = pytest.mark.gt_world("simulated", size=right.size, mesh=right.mesh)
+        marks = [world] if name in SHORT else [world, pytest.mark.long]
+        yield pytest.param(mistake, id=name, marks=marks)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("mistake", list(cases()))
+def test_a_planted_mistake_is_told(mistake, gt_mesh):
+    def parallel(mesh):
+        return mistake.build(mistake.right, mesh)
+
+    reference = mistake.reference or mistake.right.reference
+    given = (parallel, reference, mistake.step, mistake.batch)
+    options = {"combine": mistake.combine, **mistake.right.options(gt_mesh)}
+    if mistake.says == "rounds elsewhere":
+        assert assert_same_model(*given, **options).kind == mistake.says
+        return
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(*given, **options)
+    assert mistake.says in str(failure.value)
+
+
+def sizes():
+    for seed in range(8):
+        combination = drawn(seed)
+        world = pytest.mark.gt_world("simulated", size=combination.size, mesh=combination.mesh)
+        marks = [world] if seed < 2 else [world, pytest.mark.long]
+        yield pytest.param(combination, id=str(seed), marks=marks)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("combination", list(sizes()))
+def test_sizes_that_do_not_divide_raise_no_alarm(combination, gt_mesh):
+    """``python -m benchmarks.same_model --sizes 200`` proves more of them."""
+    proof = assert_same_model(
+        combination.parallel,
+        combination.reference,
+        ce_step,
+        combination.batch,
+        **combination.options(gt_mesh),
+    )
+    assert proof.is_at_least("rounds elsewhere"), str(proof)

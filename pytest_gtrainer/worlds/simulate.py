@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from pytest_gtrainer._torch.process_groups import live_groups, names_of_live_groups
+from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
@@ -27,7 +27,6 @@ from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
-from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
 from pytest_gtrainer.worlds.spec import World
 
@@ -158,12 +157,9 @@ def simulate_eager(
 
     def call(rank: int) -> tuple[dict[str, Any], int]:
         own = inputs[rank]
+        world: Any = dist.group.WORLD  # a ThreadGroup, which the function may destroy
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        issued = 0
-        for group in live_groups():
-            if isinstance(group, ThreadGroup):
-                issued += group.issued
-        return _named(result, outputs), issued
+        return _named(result, outputs), world.issued
 
     results, issued = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
     if not any(issued):

@@ -221,6 +221,18 @@ def test_results_of_a_function_have_names():
     assert (own["sum"].tolist(), own["parts.number"].item(), own["nothing"]) == ([3, 3], 3, None)
 
 
+@pytest.mark.parametrize("destroyed", ["the subgroup", "all groups"])
+def test_a_collective_of_a_group_that_the_function_destroys_counts(destroyed):
+    def adds_in_a_subgroup(x):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group if destroyed == "the subgroup" else None)
+        return x
+
+    found = simulate_eager(adds_in_a_subgroup, lambda rank: (torch.ones(3),), 2)
+    assert [own["output_0"].tolist() for own in found] == [[2, 2, 2]] * 2
+
+
 ALL = {"tp": [range(4)]}
 X = (torch.ones(3),)
 REFUSED = {

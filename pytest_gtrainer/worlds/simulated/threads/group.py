@@ -192,6 +192,10 @@ class SharedGroups:
             self._places[name, ranks] = MeetingPlace(ranks, net, text)
         return self._places[name, ranks]
 
+    def issued_by(self, rank: int) -> int:
+        """Return how many collectives a rank has issued, in destroyed groups, too."""
+        return sum(place.arrivals.get(rank, 0) for place in self._places.values())
+
     def unmatched(self) -> str:
         """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
         for place in self._places.values():
@@ -252,8 +256,8 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def issued(self) -> int:
-        """Number of collectives that this rank has issued in the group, messages not counted."""
-        return self._place.arrivals[self._global_rank]
+        """Number of collectives that this rank has issued in all groups; messages do not count."""
+        return self._shared.issued_by(self._global_rank)
 
     def _issue(
         self,

@@ -321,14 +321,17 @@ class PipelineRun:
     def run(self, steps: Sequence[BoundPass], example_inputs: Sequence[Any] | None) -> None:
         """Run all passes, and report each."""
         __tracebackhide__ = True
-        for number, step in enumerate(steps, 1):
-            spent = time.perf_counter() - self._started
-            if self._progress is not None and spent >= self._long:
-                place = f"{number} of {len(steps)}"
-                self._progress(f"graph passes: {step.name} ({place}), {spent:.1f} s so far")
-            self._run_step(step, example_inputs)
-        if self._log is not None:
-            self._log.close()
+        try:
+            for number, step in enumerate(steps, 1):
+                spent = time.perf_counter() - self._started
+                if self._progress is not None and spent >= self._long:
+                    place = f"{number} of {len(steps)}"
+                    self._progress(f"graph passes: {step.name} ({place}), {spent:.1f} s so far")
+                self._run_step(step, example_inputs)
+        finally:
+            # The overview is most wanted of a pipeline that a pass ended.
+            if self._log is not None:
+                self._log.close()
 
     def _run_step(self, step: BoundPass, example_inputs: Sequence[Any] | None) -> None:
         __tracebackhide__ = True

@@ -161,6 +161,21 @@ def test_the_same_process_sees_what_is_logged(monkeypatch):
     ]
 
 
+def test_a_pass_that_raises_leaves_an_overview_of_those_before(monkeypatch):
+    found = {}
+    monkeypatch.setattr(pipeline, "log_artefact", found.__setitem__)
+    monkeypatch.setenv("TORCH_TRACE", "folder")
+
+    def failing_pass(gm):
+        raise ValueError("on purpose")
+
+    passes = [bind_options(adding_pass), failing_pass]
+    with pytest.raises(ValueError, match="on purpose"):
+        apply_graph_passes(fx.symbolic_trace(torch.nn.ReLU()), None, passes)
+    (overview,) = [runs for name, runs in found.items() if name.endswith("_overview")]
+    assert [run["name"] for run in overview] == ["adding_pass"]
+
+
 def test_without_the_variable_nothing_is_rendered(monkeypatch):
     """The twin."""
     rendered = []

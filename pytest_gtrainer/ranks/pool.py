@@ -25,7 +25,14 @@ from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.leases import Lease, Slots, WriteLine
-from pytest_gtrainer.ranks.team import LEAST_START_LIMIT, START_LIMIT, ForkServer, LocalRanks, Team
+from pytest_gtrainer.ranks.team import (
+    LEAST_START_LIMIT,
+    START_LIMIT,
+    ForkServer,
+    LocalRanks,
+    Part,
+    Team,
+)
 from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, write_line
 
 if TYPE_CHECKING:
@@ -114,14 +121,14 @@ class Pool:
             return outcome
 
     def close(self) -> None:
-        """End all teams and the forkserver, and give all devices back."""
-        if self._sharing is not None:
-            self._sharing.close()
-            self._sharing = None
-        self._stop_teams()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        """End all teams and the forkserver, and give all devices back; each in any case."""
+        with contextlib.ExitStack() as stack:  # the last one first
+            if self._server is not None:
+                stack.callback(self._server.close)
+            stack.callback(self._stop_teams)
+            if self._sharing is not None:
+                stack.callback(self._sharing.close)
+            self._server = self._sharing = None
 
     def _team(self, size: int, environ: Mapping[str, str], start_limit: float) -> Team:
         """Return a team of ``size`` ranks in that environment; start one if there is none."""
@@ -138,8 +145,15 @@ class Pool:
         if self._nodes is not None:
             plan, stores = self._nodes.place(plan)
         here = LocalRanks(self.forkserver(), plan)
-        others = self._nodes.start(plan) if self._nodes is not None else []
-        team = Team(size, [here, *others], stores or here.stores)
+        parts: list[Part] = [here]
+        team = Team(size, parts, stores or here.stores)
+        try:
+            if self._nodes is not None:
+                for part in self._nodes.start(plan):
+                    parts.append(part)
+        except BaseException:
+            team.kill()
+            raise
         team.wait_until_up(start_limit)
         self._teams[key] = team
         return team
@@ -198,8 +212,10 @@ class Pool:
         return self._server
 
     def _stop_teams(self) -> None:
-        while self._teams:
-            self._stop(self._teams.popitem()[1])
+        with contextlib.ExitStack() as stack:  # the most recently used first, each in any case
+            for team in self._teams.values():
+                stack.callback(self._stop, team)
+            self._teams = {}
 
     def _stop(self, team: Team) -> None:
         self.problems += [(team.last_test, problem) for problem in team.stop()]
@@ -343,11 +359,16 @@ class GpuSharing(Sharing):
             if self._in_use.acquire(blocking=False):
                 try:
                     self._give_up(only_if_wanted=True)
+                except BaseException:
+                    self._watcher = None  # the next test starts another one
+                    raise
                 finally:
                     self._in_use.release()
 
     def _give_up(self, *, only_if_wanted: bool = False) -> None:
         if self._lease is not None and (not only_if_wanted or self._slots.wanted()):
-            self._stop_ranks()
-            self._lease.release()
-            self._lease = None
+            lease, self._lease = self._lease, None
+            try:
+                self._stop_ranks()
+            finally:
+                lease.release()

@@ -456,12 +456,14 @@ class LocalRanks:
         return any(each.pid in self._server.exit_status for each in self._processes.values())
 
     def kill(self) -> None:
-        self._server.kill([process.pid for process in self._processes.values()])
-        for process in self._processes.values():
-            process.channel.close()
-            for file in process.captured:
-                file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._server.kill([process.pid for process in self._processes.values()])
+        finally:
+            for process in self._processes.values():
+                process.channel.close()
+                for file in process.captured:
+                    file.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Team:
@@ -653,8 +655,9 @@ class Team:
         """End the ranks at once, with their children."""
         if self.alive:
             self.alive = False
-            for part in self._parts:
-                part.kill()
+            with contextlib.ExitStack() as stack:  # each part in any case
+                for part in reversed(self._parts):
+                    stack.callback(part.kill)
 
 
 def _take_from(split: list[tuple[Part, list[int]]], ready: set[int]) -> dict[int, object]:

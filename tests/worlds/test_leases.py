@@ -244,6 +244,31 @@ def test_gpus_for_a_larger_world_are_asked_for_anew(slots):
     assert slots.acquire(4, 0.1).slots == NAMES
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_gpus_are_given_back_though_ranks_cannot_be_stopped(slots):
+    """Between tests by a thread, which the next test replaces; at the end by the run."""
+    stopped = []
+
+    def fail() -> None:
+        stopped.append(True)
+        raise OSError("ranks cannot be stopped")
+
+    entries = dict(zip(NAMES, "0123", strict=True))
+    sharing = GpuSharing(slots, entries, SOON, fail, print)
+    for turn in (1, 2):
+        with sharing.for_test(2, "test_a"):
+            pass
+        lease = slots.acquire(4, SOON)
+        assert lease.slots == NAMES
+        assert len(stopped) == turn
+        lease.release()
+    with sharing.for_test(2, "test_b"):
+        pass
+    with pytest.raises(OSError, match="cannot be stopped"):
+        sharing.close()
+    assert slots.acquire(4, SOON).slots == NAMES
+
+
 def test_gpus_are_those_that_the_caller_may_use():
     """Indices and UUIDs, in the order of the variable."""
     uuids = ["GPU-aa", "GPU-ab", "GPU-cc"]

@@ -15,6 +15,7 @@ from pytest_gtrainer.devices import Launch
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.team import RanksError, readable
 from pytest_gtrainer.ranks.torchrun.line import Line, Refused, shared_key
+from pytest_gtrainer.worlds import ranks_text
 
 PORT = "port"
 NODES_LIMIT = 300.0  # seconds until all nodes of a world have connected
@@ -61,13 +62,12 @@ class Nodes:
         """
         # One limit for all: a connection that is refused does not prolong it.
         deadline = time.monotonic() + NODES_LIMIT
-        while (known := self._ranks_known()) < plan.size:
-            left = max(0.0, deadline - time.monotonic())
-            if self._is_late or not self._accept(left):
+        while missing := self._ranks_missing(plan.size):
+            left = 0.0 if self._is_late else deadline - time.monotonic()
+            if not self._accept(left):
                 self._is_late = True
                 raise RanksError(
-                    f"the nodes of ranks {known} to {plan.size - 1} did not come within "
-                    f"{NODES_LIMIT:g} s"
+                    f"the nodes of {ranks_text(missing)} did not come within {NODES_LIMIT:g} s"
                 )
         for node in self._nodes_of(plan):
             if not node.alive:
@@ -79,12 +79,16 @@ class Nodes:
         here = range(min(plan.size, self._launch.local_size))
         return replace(plan, ranks=here, store=next(stores)), stores
 
-    def start(self, plan: wire.RankSetup) -> "list[RemoteRanks]":
+    def start(self, plan: wire.RankSetup) -> "Iterator[RemoteRanks]":
         """Have the other nodes start their ranks of a team that ``place`` has placed."""
-        return [RemoteRanks(node, plan) for node in self._nodes_of(plan)]
+        for node in self._nodes_of(plan):
+            yield RemoteRanks(node, plan)
 
-    def _ranks_known(self) -> int:
-        return self._launch.local_size + sum(len(node.ranks) for node in self._nodes)
+    def _ranks_missing(self, size: int) -> set[int]:
+        """Return the ranks of a world whose nodes have not connected: nodes come in any order."""
+        return set(range(self._launch.local_size, size)).difference(
+            *(node.ranks for node in self._nodes)
+        )
 
     def _nodes_of(self, plan: wire.RankSetup) -> "list[Node]":
         return [node for node in self._nodes if node.ranks and node.ranks.start < plan.size]
@@ -164,13 +168,17 @@ class RemoteRanks:
         self._messages: dict[int, deque[object]] = {rank: deque() for rank in self.ranks}
         self._ended: dict[int, wire.Ended] = {}
         self._stacks: dict[int, str] | None = None
+        self._questions = 0  # for stacks, which the node has not answered yet
         node.teams[self._team] = self
         node.send(wire.StartTeam(self._team, plan.size, dict(plan.worker)))
 
     def receive(self, message: wire.FromRank) -> None:
         """Keep what the node has sent for this team until somebody asks."""
         if message.rank is None:
-            self._stacks = message.message
+            # Answers come in the order of the questions: an earlier one's is late, and nobody's.
+            self._questions -= 1
+            if self._questions == 0:
+                self._stacks = message.message
         elif isinstance(message.message, wire.Ended):
             self._ended[message.rank] = message.message
         else:
@@ -198,6 +206,7 @@ class RemoteRanks:
 
     def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         self._stacks = None
+        self._questions += 1
         self._node.send(wire.ToTeam(self._team, "stacks", (tuple(ranks), kind)))
         end = time.monotonic() + STACKS_SECONDS
         while self._stacks is None and self._node.alive and time.monotonic() < end:

@@ -117,6 +117,10 @@ class Arithmetic(ABC):
     def order(self, elements: Elements) -> Tensor:
         """Return numbers that put elements in an order: infinities at the ends, 0 at 0."""
 
+    @abstractmethod
+    def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where elements are -inf, inf and NaN."""
+
     def order_of_two(self, left: Any, right: Any) -> tuple[Tensor, Tensor]:
         """Return the keys of two operands, of which one may be a known number.
 
@@ -197,9 +201,13 @@ class Arithmetic(ABC):
         if not isinstance(right, float) or not math.isinf(right):
             self.never_equal.add(str(call.operator))
         function = getattr(torch, call.base)
+        elements = self.lift(left), self.lift(right)
         if call.base in ("eq", "ne"):
-            return function(self.lift(left), self.lift(right))
-        return function(*self.order_of_two(left, right))
+            found = function(*elements)
+        else:
+            found = function(*self.order_of_two(left, right))
+        is_nan = self.not_finite(elements[0])[2] | self.not_finite(elements[1])[2]
+        return found | is_nan if call.base == "ne" else found & ~is_nan
 
     def truth(self, call: Call) -> Tensor:
         """Return a logical function of elements, which are true unless they are 0."""

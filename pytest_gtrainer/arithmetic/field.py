@@ -28,7 +28,7 @@ from pytest_gtrainer.arithmetic.base import (
     values_in,
 )
 from pytest_gtrainer.arithmetic.operators import BITS, names
-from pytest_gtrainer.arithmetic.prime import ROOT, P, Prime, Q
+from pytest_gtrainer.arithmetic.prime import INNER, ROOT, P, Prime, Q
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 
 
@@ -57,6 +57,10 @@ class Field(Arithmetic):
 
     def order(self, elements: Elements) -> Tensor:
         return self.prime.order_key(elements, hashing.of_name("order", self.seed))
+
+    def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
+        prime = self.prime
+        return elements == prime.minus_infinity, elements == prime.infinity, elements == prime.nan
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
         if not (value.dtype.is_floating_point and dtype.is_floating_point):
@@ -88,7 +92,7 @@ class Field(Arithmetic):
         results = found if isinstance(found, list) else [found]
         stored = []
         for elements, result in zip(results, call.results, strict=True):
-            if elements is not None and call.base != "neg":
+            if not _chooses(call):
                 elements = self.stored(elements, result.dtype)
             stored.append(elements)
         return stored
@@ -100,7 +104,7 @@ class Field(Arithmetic):
         scaled = self.lift(right)
         alpha = call.named.get("alpha", 1)
         if alpha not in (1, None):
-            scaled = self.prime.multiply(scaled, self.lift(alpha))
+            scaled = self.prime.multiply(scaled, self.lift(alpha), _known_numbers(alpha))
         return self.lift(left), scaled
 
     def _add(self, call: Call) -> Elements:
@@ -110,12 +114,16 @@ class Field(Arithmetic):
         return self.prime.subtract(*self._operands(call))
 
     def _mul(self, call: Call) -> Elements:
-        return self.prime.multiply(*self._operands(call))
+        left, right = list(call.named.values())[:2]
+        if not isinstance(left, Value):
+            left, right = right, left
+        return self.prime.multiply(self.lift(left), self.lift(right), _known_numbers(right))
 
     def _div(self, call: Call) -> Any:
         if call.named.get("rounding_mode"):
             return NotImplemented
-        return self.prime.divide(*self._operands(call))
+        left, right = list(call.named.values())[:2]
+        return self.prime.divide(self.lift(left), self.lift(right), _known_numbers(right))
 
     def _neg(self, call: Call) -> Elements:
         return self.prime.negative(self.lift(call.args[0]))
@@ -177,29 +185,35 @@ class Field(Arithmetic):
 
     def _abs(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
+        self.decisions += 1
+        # Without bias, by which x and -x would both be above 0.
         is_negative = self.order(elements) < 0
         return torch.where(is_negative, self.prime.negative(elements), elements)
 
     def _amax(self, call: Call) -> Elements:
-        rows, key = self._rows(call)
+        rows, key = self._ordered_rows(call)
         places = key.argmax(-1, keepdim=True) if rows.numel() else key.long()
         return rows.gather(-1, places).reshape(call.result.shape)
 
     def _amin(self, call: Call) -> Elements:
-        rows, key = self._rows(call)
+        rows, key = self._ordered_rows(call)
         places = key.argmin(-1, keepdim=True) if rows.numel() else key.long()
         return rows.gather(-1, places).reshape(call.result.shape)
 
-    def _rows(self, call: Call) -> tuple[Elements, Tensor]:
-        """Return the elements with the reduced dimensions as the last one, and their order."""
+    def _ordered_rows(self, call: Call) -> tuple[Elements, Tensor]:
+        """Return the rows to choose from, and the order of their elements."""
+        self.decisions += call.result.numel() < _FEW
+        rows = self._rows(call)
+        return rows, self.order(rows)
+
+    def _rows(self, call: Call) -> Elements:
+        """Return the elements with the reduced dimensions as the last one."""
         elements = self.lift(call.args[0])
         reduced = dims_of(call, elements.ndim)
         kept = [dim for dim in range(elements.ndim) if dim not in reduced]
         shape = [elements.shape[dim] for dim in kept]
         count = math.prod(elements.shape[dim] for dim in reduced)
-        rows = elements.permute(kept + reduced).reshape(*shape, count)
-        self.decisions += call.result.numel() < _FEW
-        return rows, self.order(rows)
+        return elements.permute(kept + reduced).reshape(*shape, count)
 
     # --- sums over dimensions
 
@@ -243,13 +257,13 @@ class Field(Arithmetic):
         return variance.reshape(shape), mean.reshape(shape)
 
     def _cumsum(self, call: Call) -> Any:
-        elements = self.lift(call.args[0])
-        if self.prime.has_special(elements):
-            return NotImplemented
-        return elements.cumsum(call.named["dim"]).remainder(self.prime.modulus)
+        def add_up(elements: Tensor) -> Tensor:
+            return elements.cumsum(call.named["dim"])
+
+        return self.prime.accumulate(add_up, self.lift(call.args[0]))
 
     def _prod(self, call: Call) -> Any:
-        rows, count = self._rows(call)[0], call.result.numel()
+        rows, count = self._rows(call), call.result.numel()
         if rows.ndim == 0 or not count:
             return rows.reshape(call.result.shape)
         result = torch.ones(rows.shape[:-1], dtype=torch.int64)
@@ -261,25 +275,32 @@ class Field(Arithmetic):
         named = call.named
         if values_in(named["indices"]) or not named.get("accumulate"):
             return NotImplemented
-        elements, added = self.lift(named["self"]), self.lift(named["values"])
-        return elements.index_put(named["indices"], added, accumulate=True).remainder(
-            self.prime.modulus
-        )
+
+        def add_at(elements: Tensor, added: Tensor) -> Tensor:
+            return elements.index_put(named["indices"], added, accumulate=True)
+
+        return self.prime.accumulate(add_at, self.lift(named["self"]), self.lift(named["values"]))
 
     _unsafe_index_put = _index_put
 
     def _index_add(self, call: Call) -> Any:
         named = call.named
-        added = self.prime.multiply(self.lift(named["source"]), self.lift(named["alpha"]))
-        elements = self.lift(named["self"])
-        return elements.index_add(named["dim"], named["index"], added).remainder(self.prime.modulus)
+        alpha = named["alpha"]
+        source = self.lift(named["source"])
+        added = self.prime.multiply(source, self.lift(alpha), _known_numbers(alpha))
+
+        def add_at(elements: Tensor, added: Tensor) -> Tensor:
+            return elements.index_add(named["dim"], named["index"], added)
+
+        return self.prime.accumulate(add_at, self.lift(named["self"]), added)
 
     def _scatter_add(self, call: Call) -> Any:
         named = call.named
-        elements, added = self.lift(named["self"]), self.lift(named["src"])
-        return elements.scatter_add(named["dim"], named["index"], added).remainder(
-            self.prime.modulus
-        )
+
+        def add_at(elements: Tensor, added: Tensor) -> Tensor:
+            return elements.scatter_add(named["dim"], named["index"], added)
+
+        return self.prime.accumulate(add_at, self.lift(named["self"]), self.lift(named["src"]))
 
     def _embedding_dense_backward(self, call: Call) -> Elements:
         named = call.named
@@ -288,10 +309,12 @@ class Field(Arithmetic):
         gradient, places = self.lift(named["grad_output"]), named["indices"]
         rows = gradient.reshape(-1, gradient.shape[-1])
         used = (places != named["padding_idx"]).reshape(-1, 1)
-        result = torch.zeros(call.result.shape, dtype=torch.int64)
-        return result.index_add(0, places.reshape(-1), torch.where(used, rows, 0)).remainder(
-            self.prime.modulus
-        )
+
+        def add_at(added: Tensor) -> Tensor:
+            result = torch.zeros(call.result.shape, dtype=added.dtype)
+            return result.index_add(0, places.reshape(-1), added)
+
+        return self.prime.accumulate(add_at, torch.where(used, rows, 0))
 
     # --- convolutions
 
@@ -299,6 +322,7 @@ class Field(Arithmetic):
         named = dict(call.named)
         rest = [named[name] for name in _OF_CONVOLUTIONS]
         operator = call.operator
+        _check_convolution(call.result, self.lift(named["weight"]))
 
         def convolve(left: Tensor, right: Tensor) -> Tensor:
             return operator(left, right, None, *rest)
@@ -318,6 +342,7 @@ class Field(Arithmetic):
             self.lift(named[name]) for name in ("grad_output", "input", "weight")
         )
         operator, bias = call.operator, named["bias_sizes"]
+        _check_convolution(gradient, weight)
         like_input, like_weight = given.double(), weight.double()
 
         def to_input(left: Tensor, right: Tensor) -> Tensor:
@@ -340,7 +365,34 @@ class Field(Arithmetic):
         return [elements for elements in found if elements is not None]
 
 
-_OF_CONVOLUTIONS = (*("stride", "padding", "dilation", "transposed", "output_padding", "groups"),)
+def _known_numbers(operand: Any) -> Tensor | None:
+    """Return the real numbers of an operand; None if they are abstract."""
+    if isinstance(operand, Value):
+        return None
+    return torch.as_tensor(operand, dtype=torch.float64)
+
+
+def _chooses(call: Call) -> bool:
+    """Return whether each result is an operand, or its negative, in a dtype that holds it."""
+    if call.base not in _CHOICES and call.base not in ("neg", "abs"):
+        return False
+    for operand in list(call.named.values())[:2]:
+        # A number that the program names may have digits that the dtype has not.
+        if isinstance(operand, float):
+            return False
+        if isinstance(operand, Value | Tensor) and operand.dtype != call.result.dtype:
+            return False
+    return True
+
+
+def _check_convolution(gradient: Tensor, weight: Tensor) -> None:
+    """Refuse sums of more products than float64 adds without rounding."""
+    widest = max(weight[0].numel(), weight[:, 0].numel(), gradient[:, 0].numel())
+    if widest > INNER:
+        raise NoMeaning(f"a convolution that adds {widest} products in an element, over {INNER}")
+
+
+_OF_CONVOLUTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 RING = names(
     """
     add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm
@@ -394,6 +446,9 @@ class FieldWithExponents(Field):
 
     def order(self, elements: Elements) -> Tensor:
         return super().order(self.number_of(elements))
+
+    def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
+        return super().not_finite(self.number_of(elements))
 
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
         numbers = self.number_of(elements)

@@ -58,7 +58,8 @@ def mix(seed: int, operands: Sequence[Tensor], *, commutes: bool = False) -> Ten
     return scramble(total + seed)
 
 
-_powers = torch.ones(1, dtype=torch.int64)
+# Powers of ``_SECOND`` from the first on: a longer table begins as a shorter one.
+_powers = torch.full((1,), signed(_SECOND), dtype=torch.int64)
 
 
 def _powers_up_to(count: int) -> Tensor:

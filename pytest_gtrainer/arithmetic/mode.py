@@ -132,7 +132,8 @@ class ArithmeticMode(TorchDispatchMode):
         except NoMeaning:
             raise
         except Exception as error:
-            if _refuses(func, args, kwargs):
+            # Not a collective: the other ranks would not come to it a second time.
+            if func.namespace not in COMMUNICATING and _refuses(func, args, kwargs):
                 error.add_note(f"in the arithmetic {self.arithmetic.kind!r}, at {func}")
                 raise
             words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
@@ -255,7 +256,15 @@ class ArithmeticMode(TorchDispatchMode):
         elif base in COMPARISONS:
             self._know(call.result, arithmetic.compare(call))
         elif base in FINITE:
-            self._know(call.result, torch.full((), FINITE[base]))
+            minus, plus, nan = arithmetic.not_finite(arithmetic.lift(call.args[0]))
+            answers = {
+                "isfinite": ~(minus | plus | nan),
+                "isinf": minus | plus,
+                "isnan": nan,
+                "isneginf": minus,
+                "isposinf": plus,
+            }
+            self._know(call.result, answers[base])
         else:
             return False
         return True

@@ -61,8 +61,7 @@ CASTS = frozenset({"_to_copy", "convert_element_type"})
 COMPARISONS = names("eq ge gt le lt ne")
 SORTS = names("argmax argmin argsort kthvalue max median min mode sort topk")
 TRUTHS = names("logical_and logical_not logical_or logical_xor signbit")
-FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
-"""Questions to which every abstract element has one answer."""
+FINITE = names("isfinite isinf isnan isneginf isposinf")
 
 ACCUMULATIONS = names(
     "cumsum embedding_dense_backward index_add index_put scatter_add _unsafe_index_put"

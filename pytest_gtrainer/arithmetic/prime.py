@@ -21,7 +21,7 @@ from pytest_gtrainer.arithmetic.hashing import scramble
 P, Q = 2147454839, 1073727419
 ROOT = 4  # a square, so its powers are Q different numbers
 _FLOATS = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.float64)
-_INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding
+INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding
 _MOST_VALUES = 1 << 16
 _SMALL = 128  # of a fraction that a person may have written
 
@@ -84,8 +84,21 @@ class Prime:
     def negative(self, elements: Tensor) -> Tensor:
         return self._combine(torch.neg, torch.neg, elements)
 
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._combine(torch.mul, None, left, right)
+    def multiply(self, left: Tensor, right: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Return products.
+
+        Args:
+            numbers: the real numbers of ``right``, if they are known: their signs decide which
+                infinity an infinity becomes. Without them it becomes NaN.
+        """
+        if numbers is None:
+            return self._combine(torch.mul, None, left, right)
+        wide = numbers.double()
+        return self._combine(torch.mul, lambda first, second: first * wide, left, right)
+
+    def accumulate(self, function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        """Return sums: ``function`` of torch adds elements, in whatever order."""
+        return self._combine(function, function, *operands)
 
     def total(self, elements: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
         def summed(operand: Tensor) -> Tensor:
@@ -112,8 +125,10 @@ class Prime:
         is_infinite = (elements == self.infinity) | (elements == self.minus_infinity)
         return torch.where(is_infinite, 0, result)
 
-    def divide(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.multiply(left, self.inverse(right))
+    def divide(self, left: Tensor, right: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Return quotients; ``numbers`` as in ``multiply``."""
+        inverse = None if numbers is None else 1 / numbers.double()
+        return self.multiply(left, self.inverse(right), inverse)
 
     def bilinear(
         self, function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor
@@ -121,7 +136,7 @@ class Prime:
         """Return sums of products of two operands, exactly.
 
         Args:
-            function: computes them on float64, at most ``_INNER`` products for an element.
+            function: computes them on float64, at most ``INNER`` products for an element.
 
         Both are cut into halves of 16 bits, whose products float64 adds without rounding.
         """
@@ -150,8 +165,8 @@ class Prime:
         """Return the product of matrices, or of batches of them; long inner sizes are split."""
         inner = left.shape[-1]
         result = None
-        for start in range(0, max(inner, 1), _INNER):
-            width = min(_INNER, inner - start)
+        for start in range(0, max(inner, 1), INNER):
+            width = min(INNER, inner - start)
             rows = left.narrow(-1, start, width)
             columns = right.narrow(-2 if right.ndim > 1 else 0, start, width)
             part = self.bilinear(torch.matmul, rows, columns)
@@ -161,11 +176,14 @@ class Prime:
     def order_key(self, elements: Tensor, salt: int = 0) -> Tensor:
         """Return numbers by which elements are compared and sorted.
 
-        Such numbers have no order. This one is arbitrary, the same for equal elements, with about
-        half of them above 0. Another salt gives another order.
+        Numbers modulo a prime have no order. This order is arbitrary, the same for equal elements,
+        with about half of them above 0. As among real numbers, -x is as far below 0 as x is above
+        it, or the other way round. Another salt gives another order.
         """
         limits = torch.iinfo(torch.int64)
-        salted = scramble(elements ^ salt) - scramble(torch.tensor(salt))  # 0 stays at 0
+        distance = torch.minimum(elements, self.modulus - elements)
+        salted = scramble(distance ^ salt) - scramble(torch.tensor(salt))  # 0 stays at 0
+        salted = torch.where(elements == distance, salted, -salted)
         key = torch.where(elements == self.minus_infinity, limits.min, salted)
         return torch.where(elements >= self.infinity, limits.max, key)
 

@@ -34,7 +34,7 @@ class Terms(Arithmetic):
         self.strict = strict
         self.takes_apart = not strict
         self.kind = "identical" if strict else "other kernels"
-        self._infinities = self.lift(torch.tensor([-torch.inf, torch.inf]))
+        self._not_finite = self.lift(torch.tensor([-torch.inf, torch.inf, torch.nan]))
 
     def narrow(self, hashes: Tensor) -> Elements:
         return hashes
@@ -57,8 +57,12 @@ class Terms(Arithmetic):
         limits = torch.iinfo(torch.int64)
         salt = self.lift(self.seed + 1.0)
         salted = hashing.scramble(elements ^ salt) - hashing.scramble(salt)
-        key = torch.where(elements == self._infinities[0], limits.min, salted)
-        return torch.where(elements == self._infinities[1], limits.max, key)
+        minus, plus, _ = self.not_finite(elements)
+        return torch.where(plus, limits.max, torch.where(minus, limits.min, salted))
+
+    def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
+        minus, plus, nan = self._not_finite.unbind()
+        return elements == minus, elements == plus, elements == nan
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
         seed = hashing.of_name("round", str(dtype))

@@ -325,6 +325,17 @@ def _says_nothing(actual: Run, expected: Run) -> str:
                 "no result depends on an abstract input, or all that do are empty: give inputs "
                 "with floating-point tensors that have elements, or return what is computed of them"
             )
+        for (name, rank), made in run.results.items():
+            real = run.real.get((name, rank))
+            if made.is_known or real is None or made.elements.shape != real.shape:
+                continue
+            # All NaN are equal, so these elements would be equal whatever they are made of.
+            is_nan = run.arithmetic.not_finite(made.elements)[2]
+            if bool((is_nan & ~real.isnan()).any()):
+                return (
+                    f"{name} is NaN in exact arithmetic alone: an infinity, as of a mask, is "
+                    "multiplied by numbers that nobody knows"
+                )
     return ""
 
 

@@ -221,9 +221,13 @@ class RanksOutcome:
         """Return whether an exception only says that another rank has ended the collective."""
         if raised is None or raised.waiting_in is None or raised.origin is not None:
             return False
-        if self.dead:
+        if self.unblocked_at is None:
+            return bool(self.dead)
+        if raised.time >= self.unblocked_at:
             return True
-        return self.unblocked_at is not None and raised.time >= self.unblocked_at
+        # A rank that died after the others were let go did not make an earlier one raise.
+        deaths = [each.time for each in self.incidents if each.rank in self.dead]
+        return any(death < self.unblocked_at for death in deaths)
 
     def failed_at(self, rank: int) -> float:
         """Return when the first rank raised that failed like this one within moments.
@@ -284,6 +288,7 @@ class _CommandRun:
         pending: ranks that have neither answered nor died.
         prompts: ranks that wait for the terminal.
         first_trouble: when the first rank raised or died; infinite before that.
+        busy_until: when ranks that compute are ended too, after another one has failed.
         next_look: when to look next where the pending ranks are.
         next_line: when to write the next line to the terminal.
         seen: where all pending ranks waited at the last look, the same since ``seen_since``.
@@ -298,6 +303,7 @@ class _CommandRun:
         self.prompts: list[tuple[int, wire.AtPrompt]] = []
         self.started = time.monotonic()
         self.first_trouble = math.inf
+        self.busy_until = math.inf
         self.next_look = self.started + LOOK_EVERY
         self.next_line = self.started + LINE_EVERY
         self.seen: tuple[dict[int, str], answers.Calls] | None = None
@@ -398,19 +404,25 @@ class _CommandRun:
                 except KeyboardInterrupt:
                     part.interrupt(rank)
 
-        self.take(messages)
-
         # A person at a prompt takes minutes, which must count against no limit.
         held = time.monotonic() - began
         self.started += held
         self.next_line += held
         self.next_look += held
         self.first_trouble += held
+        self.busy_until += held
+        if self.freed_at is not None:
+            self.freed_at += held
+        self.seen = None
+
+        # Only now: what a message reports did not happen before the prompt.
+        self.take(messages)
 
     def _unblock(self) -> None:
         """Let the ranks that are through leave their groups."""
         self._blame_differing()
         self.outcome.unblocked_at = time.monotonic()
+        self.busy_until = self.outcome.unblocked_at + BUSY_LIMIT
         self.next_look = self.outcome.unblocked_at + STUCK_AFTER
         for rank in self.outcome.answers:
             self._leave(rank)
@@ -424,8 +436,7 @@ class _CommandRun:
     def _look(self) -> None:
         """Look what the pending ranks do, and end the command if nothing will free them."""
         stacks = self.team.stacks(self.pending)
-        unblocked_at = self.outcome.unblocked_at
-        if unblocked_at is None:
+        if self.outcome.unblocked_at is None:
             self._judge_waiting(stacks)
             return
 
@@ -440,7 +451,7 @@ class _CommandRun:
             # Those that left have had their time and did not free the ones that have not raised.
             is_stuck = self.pending - self.outcome.raised.keys() <= waiting
 
-        if is_stuck or now > unblocked_at + BUSY_LIMIT:
+        if is_stuck or now > self.busy_until:
             self.give_up("did not end after another rank had failed", stacks)
 
     def _judge_waiting(self, stacks: dict[int, str]) -> None:

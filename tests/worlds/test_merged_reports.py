@@ -146,6 +146,35 @@ def test_a_rank_that_only_lost_its_peers_is_never_the_headline(request):
     )
 
 
+@pytest.mark.parametrize(
+    ("died", "unblocked", "headline"),
+    [
+        (4.1, None, "rank 1 was killed"),
+        (4.1, 4.3, "rank 1 was killed"),
+        (9.0, 4.3, "[rank 0] ValueError: sizes"),
+    ],
+    ids=["and nobody was let go", "before the others were let go", "after that"],
+)
+def test_a_rank_is_no_consequence_of_a_death_that_came_later(request, died, unblocked, headline):
+    """It had raised in a collective by a fault of its own.
+
+    A death that comes within moments may be what it noticed, before the parent did.
+    """
+    found = merged(
+        request,
+        failed("sizes"),
+        None,
+        failed("connection closed"),
+        raised={0: (4.0, "sizes", "all_reduce", None), 2: (9.1, "closed", "barrier", None)},
+        incidents=[Incident(died, 1, "rank 1 was killed by SIGSEGV")],
+        dead={1},
+        unblocked_at=unblocked,
+    )
+    shown = found["call"].longrepr
+    message = shown.reprcrash.message if hasattr(shown, "reprcrash") else str(shown)
+    assert message.startswith(headline)
+
+
 def test_where_exceptions_say_where_the_fault_lies_the_smallest_place_is_the_headline(request):
     """L4: the first step and rank that differ, whoever noticed first.
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from pytest_gtrainer.devices import Launch
 from pytest_gtrainer.ranks import pool
 from pytest_gtrainer.ranks.pool import Pool
 from pytest_gtrainer.ranks.team import Team
+from pytest_gtrainer.ranks.torchrun.follower import _Follower
 
 STEPS = ("the devices", "team 2", "team 1", "the forkserver")
 
@@ -83,3 +85,22 @@ def test_ranks_are_killed_if_those_on_other_nodes_cannot_start(
     with pytest.raises(KeyboardInterrupt, match="the second node"):
         made._team(2, {}, 1.0)
     assert steps.done == ["here", "there"]
+
+
+@pytest.mark.parametrize("failing", ["team 1", "team 2", "the pool"])
+def test_a_node_whose_rank_0_is_gone_ends_all_its_ranks(
+    pytestconfig: pytest.Config, failing: str
+) -> None:
+    steps = Steps(failing)
+
+    def send(message: object) -> None:
+        raise EOFError
+
+    line: Any = SimpleNamespace(send=send)
+    follower: Any = _Follower(Launch(2, 4, 0, 2), pytestconfig, line)
+    follower.teams = {name: SimpleNamespace(kill=steps(name)) for name in ("team 1", "team 2")}
+    follower.pool = SimpleNamespace(close=steps("the pool"))
+    with pytest.raises(KeyboardInterrupt, match=failing):
+        follower.serve()
+    assert sorted(steps.done) == ["team 1", "team 2", "the pool"]
+    assert steps.done[-1] == "the pool"

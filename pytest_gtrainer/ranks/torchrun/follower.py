@@ -3,6 +3,7 @@
 The first one of a node forks the node's ranks. The others only wait for the end of the run.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -82,9 +83,10 @@ class _Follower:
                 for team, ranks in self.running.items():
                     self._pass_on(team, ranks)
         finally:
-            for each in self.teams.values():
-                each.kill()
-            self.pool.close()
+            with contextlib.ExitStack() as stack:  # the pool last, each in any case
+                stack.callback(self.pool.close)
+                for each in self.teams.values():
+                    stack.callback(each.kill)
 
     def _pass_on(self, team: str, ranks: list[int]) -> None:
         """Send rank 0 what ``ranks`` have said; take those that have ended out of the list."""

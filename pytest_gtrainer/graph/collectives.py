@@ -20,10 +20,12 @@ from pytest_gtrainer._torch.passes import (
     is_control_dependency,
 )
 from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
-from pytest_gtrainer._torch.values import OpOverload, schema
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import (
     COMMUNICATING,
     argument_of,
+    arguments_given,
+    bodies_of,
     direction,
     is_collective,
     is_parameter,
@@ -118,8 +120,8 @@ class FsdpCollective:
     def signature(self) -> tuple[Any, ...]:
         """Group, op and dtype; members that differ in it are never merged. Raises as ``value``."""
         value = self.value
-        second = self.all_reduce[0].args[1:] if self.all_reduce else None
-        return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
+        second = settings_of(self.all_reduce[0]) if self.all_reduce else None
+        return (self.launch.target, *settings_of(self.launch), value.dtype, value.device, second)
 
 
 def launches(target: Any) -> bool:
@@ -171,7 +173,13 @@ def hides(launch: fx.Node) -> bool:
 
 def group_size_of(launch: fx.Node) -> int:
     """Return the number of ranks of an all-gather's or reduce-scatter's process group."""
-    return int(launch.args[-2])
+    return int(argument_of(launch, "group_size"))
+
+
+def settings_of(launch: fx.Node) -> tuple[Any, ...]:
+    """Return a collective's arguments behind its operand: reduction, number of ranks, group."""
+    _, *settings = (given for _, given in arguments_given(launch))
+    return tuple(settings)
 
 
 def input_name(placeholder: fx.Node, position: int, module: str) -> str:
@@ -188,8 +196,8 @@ def output_name(output: fx.Node, position: int, module: str) -> str:
 
 def results_of(gm: fx.GraphModule) -> list[Any]:
     """Return what the graph returns, flat."""
-    results = gm.graph.output_node().args[0]
-    return list(results) if isinstance(results, list | tuple) else [results]
+    results: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
+    return results
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
@@ -250,21 +258,22 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     # Launches, and views of their results, by the launch.
     on_the_way: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        pending = [each for each in node.all_input_nodes if each in on_the_way]
-        # A control dependency may hold the wait.
-        if pending and (is_wait(node) or is_control_dependency(node)):
+        call = _call_of(graph.owning_module, node)
+        pending = [each for each in _operands_of(node) if each in on_the_way]
+        # A control dependency whose body is not known may hold the wait.
+        if pending and (is_wait(call) or is_control_dependency(call)):
             arrived = {on_the_way[each] for each in pending}
             for value, launch in list(on_the_way.items()):
                 if launch in arrived:
                     del on_the_way[value]
-        elif pending and _passes_on(node):
+        elif pending and _passes_on(call):
             on_the_way[node] = on_the_way[pending[0]]
-        elif pending and not short_name(node).startswith("sym_"):
+        elif pending and not short_name(call).startswith("sym_"):
             return on_the_way[pending[0]], node
 
         # Other namespaces wait by themselves, or return works.
-        is_functional = is_collective(node) and node.target.namespace in _FUNCTIONAL
-        if is_functional and launches(node.target) and not mutates(node):
+        is_functional = is_collective(call) and call.target.namespace in _FUNCTIONAL
+        if is_functional and launches(call.target) and not mutates(call):
             on_the_way[node] = node
 
     return None
@@ -275,15 +284,32 @@ def unread_launches(gm: fx.GraphModule) -> list[fx.Node]:
 
     They cost traffic, and other ranks wait for them.
     """
+    ends, launched = [], []
+    for node in gm.graph.nodes:
+        call = _call_of(gm, node)
+        if node.op == "output" or mutates(call):
+            ends.append(node)
+        if launches(call.target):
+            launched.append(node)
+    read = walk(ends, _operands_of)
+    return [node for node in launched if node not in read]
 
-    def reads(node: fx.Node) -> list[fx.Node]:
-        if is_control_dependency(node):
-            return leaves_of(node.args[2:])  # the others only come before it
-        return node.all_input_nodes
 
-    ends = [node for node in gm.graph.nodes if node.op == "output" or mutates(node)]
-    read = walk(ends, reads)
-    return [node for node in gm.graph.nodes if launches(node.target) and node not in read]
+def _operands_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node reads; others only come before a control dependency."""
+    if is_control_dependency(node):
+        return [leaf for leaf in leaves_of(node.args[2:]) if isinstance(leaf, fx.Node)]
+    return node.all_input_nodes
+
+
+def _call_of(gm: fx.GraphModule | None, node: fx.Node) -> fx.Node:
+    """Return the one call in the body of a control dependency; any other node as it is."""
+    if is_control_dependency(node):
+        for body in bodies_of(gm, node).values():
+            calls = [each for each in body.graph.nodes if each.op == "call_function"]
+            if len(calls) == 1:
+                return calls[0]
+    return node
 
 
 def _passes_on(node: fx.Node) -> bool:

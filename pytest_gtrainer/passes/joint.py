@@ -42,6 +42,7 @@ from pytest_gtrainer.graph.collectives import (
     fsdp_reduce_scatters,
     group_of,
     group_size_of,
+    settings_of,
 )
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, node_fqn, storage_of, writes
 from pytest_gtrainer.graph.nodes import direction as direction_of
@@ -142,7 +143,7 @@ class BucketBuilder:
         elements.
         """
         val = value_like(payload.meta["val"], [numel])
-        return self.call(like.target, (payload, *like.args[1:]), val)
+        return self.call(like.target, (payload, *settings_of(like)), val)
 
     def wait(self, launch: fx.Node) -> fx.Node:
         return self.call(WAIT, (launch,), launch.meta["val"])

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
+from pytest_gtrainer._torch.passes import add_control_dependencies
 from pytest_gtrainer.compiling.bitwise import SameGraph
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
 from pytest_gtrainer.passes.graph_pass import check_waits
@@ -431,3 +432,43 @@ def test_a_size_is_read_before_a_wait():
         graph.call_function(aten.neg.default, (launch,))
     with pytest.raises(RuntimeError, match="a pass left a graph that does not wait: neg"):
         check_waits(graph, "a pass")
+
+
+C10D, ATEN = torch.ops._c10d_functional, torch.ops.aten
+EARLY = {
+    "only behind the launch": (ATEN.sin.default, "exp", ["reader"], False),
+    "a wait": (None, "", ["wait"], False),
+    "a size": (ATEN.sym_size.int, "launch", ["reader"], False),
+    "a read": (ATEN.neg.default, "launch", ["reader"], True),
+    "a read of a view": (ATEN.detach.default, "launch", ["reader"], True),
+    "a launch": (ATEN.neg.default, "launch", ["launch"], True),
+    "a launch and its wait": (None, "", ["launch", "wait"], False),
+}
+
+
+@pytest.mark.second_tier(*list(EARLY)[:3], "a launch and its wait")
+@pytest.mark.parametrize("what", EARLY)
+def test_a_control_dependency_does_what_is_in_it(what):
+    """It is a wait, a view or a read as its body is, and does not read what it stands behind."""
+    operator, source, inside, is_early = EARLY[what]
+    graph = fx.Graph()
+    exp = graph.call_function(ATEN.exp.default, (graph.placeholder("x"),))
+    nodes = {"exp": exp, "launch": graph.call_function(C10D.all_reduce.default, (exp, "sum", "0"))}
+    if operator is not None:
+        args = (nodes[source], 0) if operator is ATEN.sym_size.int else (nodes[source],)
+        nodes["reader"] = graph.call_function(operator, args)
+        if operator is ATEN.detach.default:
+            nodes["reader of the view"] = graph.call_function(ATEN.neg.default, (nodes["reader"],))
+    nodes["wait"] = graph.call_function(C10D.wait_tensor.default, (nodes["launch"],))
+    graph.output(tuple(nodes.values()))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4, device="meta")
+    gm = fx.GraphModule({}, graph)
+
+    behind = {"launch": exp, "reader": nodes["launch"], "wait": exp}
+    add_control_dependencies(gm.graph, {nodes[name]: behind[name] for name in inside})
+    if is_early:
+        with pytest.raises(RuntimeError, match="a pass left a graph that does not wait"):
+            check_waits(gm.graph, "a pass")
+    else:
+        check_waits(gm.graph, "a pass")

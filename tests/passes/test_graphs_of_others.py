@@ -13,7 +13,7 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers, fsdp_reduce_scatters
 from pytest_gtrainer.graph.layout import UnreadLayout
-from pytest_gtrainer.graph.nodes import direction, node_fqn
+from pytest_gtrainer.graph.nodes import arguments_given, direction, node_fqn
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 TOKENS = torch.arange(6).view(2, 3)
@@ -83,6 +83,19 @@ def test_a_graph_that_is_scheduled_already_is_bucketed_as_any(joint, plan, reord
     """E1, E2, E6: waits in another order than launches; each bucket is one collective again."""
     before = copy.deepcopy(joint.gm)
     gm = joint_pass(scheduled(joint.gm), bucket_plan=plan, reorder=reorder)
+    for target in (ALL_GATHER, REDUCE_SCATTER):
+        assert len(gm.graph.find_nodes(op="call_function", target=target)) == len(plan)
+    assert_same_values(gm, before, joint)
+
+
+def test_settings_of_collectives_may_be_given_by_keywords(joint, plan):
+    before = copy.deepcopy(joint.gm)
+    for target in (ALL_GATHER, REDUCE_SCATTER):
+        for launch in joint.gm.graph.find_nodes(op="call_function", target=target):
+            first, *rest = arguments_given(launch)
+            launch.kwargs = {argument.name: given for argument, given in rest}
+            launch.args = (first[1],)
+    gm = joint_pass(joint.gm, bucket_plan=plan)
     for target in (ALL_GATHER, REDUCE_SCATTER):
         assert len(gm.graph.find_nodes(op="call_function", target=target)) == len(plan)
     assert_same_values(gm, before, joint)

@@ -111,6 +111,15 @@ def test_a_gradient_that_is_returned_twice_goes_by_its_first_name():
     assert (member.parameter, member.position) == ("wte.weight", 0)
 
 
+@pytest.mark.parametrize("shape", [lambda wait: {"wte": wait}, lambda wait: ([wait], None)])
+def test_a_gradient_may_be_in_any_structure_of_results(shape):
+    gm = graphtext.parse(RETURNED_TWICE)
+    output = gm.graph.output_node()
+    output.args = (shape(output.args[0][0]),)
+    (member,) = fsdp_reduce_scatters(gm)
+    assert (member.parameter, member.position) == ("wte.weight", 0)
+
+
 RETURNED_TWICE = """\
 fsdp = group(range(0, 4))
 if I:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
+from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import chunk_annotation, direction, is_random, node_fqn
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages
@@ -163,7 +164,7 @@ def _has_exchanges(key: RegionKey, region: Mapping[int, Sequence[fx.Node]]) -> b
     exchanges: dict[int, list[str]] = {}
     for chunk, nodes in region.items():
         exchanges[chunk] = [
-            f"{node.target} in {node_fqn(node)} over group {node.args[-1]!r}"
+            f"{node.target} in {node_fqn(node)} over group {group_of(node)!r}"
             for node in nodes
             if node.target is ALL_TO_ALL
         ]

@@ -384,7 +384,7 @@ class Check:
 
     @property
     def holds_of_every_graph(self) -> bool:
-        """Whether this asks for any node, or for the output, which each graph has.
+        """True if this asks for any node, or for the output, which each graph has.
 
         ``next output`` says that nothing lies before it, so this is not one of them.
         """

@@ -46,7 +46,7 @@ class PassRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageProof:
-    """Which kind of equal a stage is to the one before it.
+    """The kind of equal that a stage is to the one before it.
 
     Attributes:
         graph: the id of the compiled graph.
@@ -71,7 +71,7 @@ class StageProof:
 
 @dataclass(frozen=True, slots=True)
 class CompileProof:
-    """Which kind of equal every stage of a record is to the one before it.
+    """The kind of equal that every stage of a record is to the one before it.
 
     Attributes:
         stages: of all graphs, in order.
@@ -166,7 +166,7 @@ def _find_pass(
 
 
 class _Layout:
-    """What the graphs of a compilation are given and return, by position.
+    """Inputs and outputs of the graphs of a compilation, by position.
 
     Attributes:
         inputs: of all stages, by name: those of Dynamo's graph, then the tangents.

@@ -138,7 +138,7 @@ def _carry_out(
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What travels for a tensor.
+    """The data that ranks exchange for a tensor.
 
     Attributes:
         elements: int64; of known whole numbers these numbers.

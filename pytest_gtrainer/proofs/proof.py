@@ -31,7 +31,7 @@ _SAYS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where two programs differ first.
+    """The place where two programs differ first.
 
     Attributes:
         result: the name of the result, or of what the program leaves.
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Which kind of equal two programs are; ``str(proof)`` says it in three lines.
+    """The kind of equal that two programs are; ``str(proof)`` says it in three lines.
 
     Attributes:
         kind: the strongest that holds; "another function" if none does, "unknown" if nobody knows.

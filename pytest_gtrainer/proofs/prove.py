@@ -137,7 +137,7 @@ def prove_programs(
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What looking for one kind of equal found.
+    """The result of looking for one kind of equal.
 
     Attributes:
         runs: of both programs, in the arithmetic that says most.

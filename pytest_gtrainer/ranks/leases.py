@@ -1,8 +1,8 @@
 """Leases: which devices the ranks of this pytest process may use while others want them too.
 
 A *slot* is the right to run one rank, on a GPU or on a CPU. A *lease* is a number of slots, taken
-all at once or not at all. A process that wants or holds slots has a *place* in the line: a file that
-is locked until its owner releases it or dies.
+all at once or not at all. A process that wants or holds slots has a *place* in the line: a file
+that is locked until its owner releases it or dies.
 
 Larger worlds stand before smaller ones, which could starve them otherwise; worlds of one size stand
 in the order in which they came. Among the places that wait for common slots, only the first may

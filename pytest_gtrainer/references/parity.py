@@ -469,8 +469,8 @@ def _check_equal(
             if resharded and kept:
                 raise LayoutDifference(
                     "reshard_after_forward=True, and the backward reads the forward's copy of "
-                    f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its second "
-                    "all-gather"
+                    f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
+                    "second all-gather"
                 )
         except LayoutDifference as difference:
             misplaced = str(difference)

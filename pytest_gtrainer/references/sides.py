@@ -1,4 +1,4 @@
-"""The two sides of ``assert_same_model``: an unsharded model, and one rank's part of a parallel one.
+"""The sides of ``assert_same_model``: an unsharded model, and one rank's part of a parallel one.
 
 A *data coordinate* is the place of a rank along the data dimensions of a mesh. A *part* of a whole
 tensor is what a rank holds of it that was sliced by hand, so no DTensor says where it belongs.

@@ -640,11 +640,17 @@ def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -
                 "and reads the forward's copy of it, which stays unsharded: gather again whatever "
                 "the backward reads"
             )
+    # Zeros behind a parameter belong to it: they are sent again with it, or left out with it.
+    width = sum(slot.nbytes for slot in whole.slots) + whole.padding
+    ends = [*(slot.offset for slot in whole.slots[1:]), width]
     slots: list[Slot] = []
-    for slot in whole.slots:
+    place = 0
+    for slot, end in zip(whole.slots, ends, strict=True):
         if slot.parameter in again.parameters:
-            slots.append(replace(slot, offset=sum(earlier.nbytes for earlier in slots)))
-    yield from _compare_payloads(again, replace(whole, slots=tuple(slots)))
+            slots.append(replace(slot, offset=place))
+            place += end - slot.offset
+    padding = place - sum(slot.nbytes for slot in slots)
+    yield from _compare_payloads(again, replace(whole, slots=tuple(slots), padding=padding))
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:

@@ -240,3 +240,27 @@ def test_places_of_no_bytes_may_be_one():
     slots = (Slot(W1, 0, 8), Slot(SCALE, 8, 0), Slot(W2, 8, 12))
     layout = BucketLayout((Payload("all_gather", torch.float32, (0, 1), "", slots),))
     assert_same_layout(layout, layout)
+
+
+@pytest.mark.parametrize("left_out", [W1, SCALE, W2])
+def test_a_part_that_is_gathered_again_leaves_out_the_zeros_behind_what_it_leaves_out(left_out):
+    """Each parameter has zeros behind it, of a width of its own."""
+    both, widths = ("fwd", "bwd"), {W1: (8, 4), SCALE: (4, 12), W2: (12, 8)}
+
+    def gathered(names, directions, more=0):
+        slots, offset, padding = [], 0, 0
+        for name in names:
+            nbytes, zeros = widths[name]
+            slots.append(Slot(name, offset, nbytes))
+            offset, padding = offset + nbytes + zeros + more, padding + zeros + more
+        return Payload("all_gather", torch.float32, (0, 1), "", tuple(slots), directions, padding)
+
+    expected = BucketLayout((gathered(widths, both),))
+    part = [name for name in widths if name != left_out]
+    again = gathered(part, ("bwd",))
+    unread = assert_same_layout(BucketLayout((gathered(widths, ("fwd",)), again)), expected)
+    assert unread == (f"bucket 'layers.0': no node of the backward reads {left_out}",)
+
+    wider = gathered(part, ("bwd",), more=4)
+    with pytest.raises(LayoutDifference, match="bytes belong to no parameter, expected"):
+        assert_same_layout(BucketLayout((gathered(widths, ("fwd",)), wider)), expected)

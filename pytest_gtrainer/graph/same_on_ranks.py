@@ -6,6 +6,7 @@ rank. A *line* is what a node says without those: ``node_lines`` has one for eac
 graphs, or issue the same collectives.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.passes import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER
 from pytest_gtrainer._torch.process_groups import group_ranks
-from pytest_gtrainer._torch.values import OpOverload, schema
+from pytest_gtrainer._torch.values import FakeTensor, OpOverload, schema
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.nodes import argument_of, graphs_in, node_fqn
 
@@ -24,6 +25,7 @@ Partition = tuple[tuple[int, ...], ...]
 """Every rank's group along one dimension of the device mesh."""
 GROUP = "group_name"
 """The parameter by which torch's operators take their process group."""
+_MOST_CHARACTERS = 1000  # of the numbers of a constant; every rank keeps its lines
 
 
 class Line(NamedTuple):
@@ -96,7 +98,7 @@ def node_lines(
             # Constants have names by number; their values are what must be equal.
             target = type(held).__name__
             if isinstance(held, Tensor):
-                target = f"{value_text(held)} {held.tolist()}"
+                target = f"{value_text(held)} {_numbers_text(held)}"
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
         if isinstance(node.target, OpOverload):
@@ -106,6 +108,16 @@ def node_lines(
         yield Line(text, f"node {prefix}{index}, {name}")
         if isinstance(held, fx.GraphModule):
             yield from node_lines(held, rank, partitions, f"{prefix}{index}.")
+
+
+def _numbers_text(constant: Tensor) -> str:
+    """Return the elements of a constant, or a digest of them if they are many."""
+    if isinstance(constant, FakeTensor) or constant.is_meta:
+        return "without numbers"
+    text = str(constant.tolist())
+    if len(text) > _MOST_CHARACTERS:
+        text = hashlib.sha256(text.encode()).hexdigest()
+    return text
 
 
 def _without_rank(

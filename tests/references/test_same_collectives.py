@@ -7,11 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import graphtext, train_eager
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.graph.same_on_ranks import collective_lines
+from pytest_gtrainer.graph.same_on_ranks import collective_lines, node_lines
 from pytest_gtrainer.references.graph import (
     GraphRun,
     RanksDisagree,
@@ -144,3 +146,24 @@ def test_a_factory_that_hands_out_one_model_twice_is_refused(gt_mesh):
     GraphRun(shared)
     with pytest.raises(ValueError, match="must build a new, unsharded model at every call"):
         GraphRun(shared)
+
+
+def test_a_constant_has_its_numbers_or_their_digest_in_its_line():
+    """Ranks compare it by these; one without numbers is compared by dtype and shape."""
+    lines = {}
+    for name, held in {
+        "small": torch.ones(2),
+        "large": torch.zeros(1000),
+        "other": torch.zeros(1000).index_fill(0, torch.tensor(999), 1),
+        "meta": torch.ones(2, device="meta"),
+        "fake": FakeTensorMode().from_tensor(torch.ones(2)),
+    }.items():
+        graph = fx.Graph()
+        graph.output(graph.get_attr("held"))
+        first, _ = node_lines(fx.GraphModule({"held": held}, graph), 0, {})
+        lines[name] = first.text.removeprefix("get_attr ")
+    assert lines["small"].startswith("float32[2] [1.0, 1.0]")
+    assert lines["large"] != lines["other"]
+    assert max(map(len, lines.values())) < 100
+    assert lines["meta"].startswith("float32[2] without numbers")
+    assert lines["fake"].startswith("float32[2] without numbers")

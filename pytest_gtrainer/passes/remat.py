@@ -47,8 +47,8 @@ def tag_with_memory_policy_pass(
 
     Args:
         reshard_after_forward: False tags nothing.
-        keep_unsharded: FQNs of modules whose parameters stay gathered, as FSDP2's root and a
-            trainer's last bucket do.
+        keep_unsharded: FQNs of modules or parameters that stay gathered. FSDP2 keeps what its root
+            manages itself, and a trainer its last bucket: name the modules of these buckets.
 
     Raises:
         ValueError: ``keep_unsharded`` names what has no all-gathers.

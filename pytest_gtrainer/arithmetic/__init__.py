@@ -1,7 +1,7 @@
-"""Arithmetics: what numbers are, for programs that do not know it.
+"""Arithmetics: run a program on symbolic values beside its real numbers.
 
-A program, eager or a graph, computes with real numbers. In an arithmetic its tensors have
-*elements* beside them:
+A program, eager or a graph, computes with real numbers. In an arithmetic its *abstract* tensors
+have *elements* beside them; a tensor without elements is *known*, as a constant is:
 
 - ``terms``: an element is a fingerprint of the expression that makes it;
 - ``field``: an element is a number modulo a prime.

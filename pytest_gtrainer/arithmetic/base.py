@@ -75,12 +75,14 @@ class Arithmetic(ABC):
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
         meanings: operators that a ``meaning`` stood in for.
-        bias: 1 puts abstract elements above all known numbers, -1 below them, 0 among them.
+        bias: how comparisons order abstract elements: 1 above every known number, -1 below, 0
+            among them.
         decisions: how often elements were compared or sorted.
-        roots: how often few square roots were taken. Each has one of two signs.
+        roots: how often square roots of fewer than 16 elements were taken; their signs, one of
+            two for each, may agree by chance.
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
-        exponentials: how often ``exp`` was computed as a function of nothing known.
+        exponentials: how often ``exp`` was computed as an unknown function.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
     """
 
@@ -281,7 +283,7 @@ class Arithmetic(ABC):
         """Return an unknown function of all arguments together.
 
         Args:
-            is_known: the operator could be taken apart, but this arithmetic does not.
+            is_known: torch can decompose the operator, but this arithmetic does not.
         """
         parts = []
         named = call.named  # a program may give an argument by place or by name, or leave it out

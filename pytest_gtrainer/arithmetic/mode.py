@@ -125,7 +125,7 @@ class ArithmeticMode(TorchDispatchMode):
         if not any(map(self.shadows.has, tensors)):
             result = func(*args, **kwargs)
             if base in UNINITIALISED and isinstance(result, Tensor):
-                self._forget_numbers(result)
+                self._mark_uninitialised(result)
             return result
         try:
             return self._abstract(func, base, args, kwargs)
@@ -139,7 +139,7 @@ class ArithmeticMode(TorchDispatchMode):
             words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
             raise NoMeaning(f"{func} runs on real numbers alone ({words})") from error
 
-    def _forget_numbers(self, tensor: Tensor) -> None:
+    def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
         if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
             elements = self.arithmetic.uninitialised(tensor.numel(), self._owner)
@@ -164,7 +164,7 @@ class ArithmeticMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if base in UNINITIALISED:
             result = func(*args, **kwargs)
-            self._forget_numbers(result)
+            self._mark_uninitialised(result)
             return result
         if func.namespace in COMMUNICATING:
             return self._communicate(func, base, args, kwargs)
@@ -217,7 +217,7 @@ class ArithmeticMode(TorchDispatchMode):
         adds = base in ACCUMULATIONS and (reduces or "index_put" not in base)
         if adds and arithmetic.rounds and is_narrow(call.result.dtype):
             return self._set(call, arithmetic.whole(call, is_known=True))
-        # Before all else, as torch tags some moves, such as clone, as pointwise.
+        # Before what is pointwise, as torch tags some moves, such as clone, as that.
         if base in MOVES and not reduces:
             for tensor, (elements, fits) in zip(results, arithmetic.move(call), strict=True):
                 self.shadows.write(tensor, elements, fits)
@@ -406,7 +406,7 @@ class ArithmeticMode(TorchDispatchMode):
         is_whole = _covers_storage(target)
         if value is None and is_whole:
             result = func(*args, **kwargs)
-            self.shadows.forget(target)
+            self.shadows.drop(target)
             return result
         self._lift_storage(target)
         fits = target.dtype
@@ -424,7 +424,7 @@ class ArithmeticMode(TorchDispatchMode):
     def _write_known(self, target: Tensor) -> None:
         """Note that real numbers were written to a target."""
         if _covers_storage(target):
-            self.shadows.forget(target)
+            self.shadows.drop(target)
         elif self.shadows.has(target):
             self.shadows.write(target, self.arithmetic.lift(target))
 

@@ -99,8 +99,8 @@ class Shadows:
             StorageWeakRef(storage), tensor.dtype, fits, elements
         )
 
-    def forget(self, tensor: Tensor) -> None:
-        """Make a tensor known again, whose whole storage is overwritten with known numbers."""
+    def drop(self, tensor: Tensor) -> None:
+        """Make a tensor known: all of its storage has been overwritten with known numbers."""
         self._of.pop(storage_id(tensor), None)
 
 

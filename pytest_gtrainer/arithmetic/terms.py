@@ -53,7 +53,7 @@ class Terms(Arithmetic):
         return torch.where(bits == 0, 0, hashing.mix(hashing.of_name("number"), [bits]))
 
     def order(self, elements: Elements) -> Tensor:
-        # Pads of -inf must never win: the place of one is no place of the tensor.
+        # -inf comes last, so a padded place, which is none of the tensor, is never chosen.
         limits = torch.iinfo(torch.int64)
         salt = self.lift(self.seed + 1.0)
         salted = hashing.scramble(elements ^ salt) - hashing.scramble(salt)

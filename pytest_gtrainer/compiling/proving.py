@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import counted
+from pytest_gtrainer.graph.collectives import results_of
 from pytest_gtrainer.graph.nodes import input_fqn, is_collective, is_random
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
@@ -204,7 +205,7 @@ class _Layout:
             self.inputs[key] = value
         self.tangents = [key for key in self.inputs if key.startswith(_TANGENT)]
         self.primals = [key for key in self.inputs if not key.startswith(_TANGENT)]
-        results = _results_of(joint)
+        results = results_of(joint)
         self._gradients: Sequence[Any] = []
         self._n_outputs = len(results)
         if self.tangents:
@@ -296,7 +297,7 @@ class _Layout:
             if self.has_backward and self.tangents:
                 # Passes may rename what is kept; its place among the results stays.
                 kept = {}
-                for node, value in zip(_results_of(self._forward), results, strict=True):
+                for node, value in zip(results_of(self._forward), results, strict=True):
                     if isinstance(node, fx.Node):
                         kept[node.name] = value
                 backward = graphs["backward"]
@@ -340,12 +341,6 @@ def _random_operators(graphs: Mapping[str, fx.GraphModule]) -> list[str]:
 
 def _run(gm: fx.GraphModule, values: list[Any]) -> Any:
     return NodeByNode(gm, None).run(*values)
-
-
-def _results_of(gm: fx.GraphModule) -> list[Any]:
-    # Not ``tree_leaves`` of values: None is a result, that of an input without a gradient.
-    found: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
-    return found
 
 
 def _like(value: Any) -> Any:

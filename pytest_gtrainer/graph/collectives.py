@@ -195,7 +195,7 @@ def output_name(output: fx.Node, position: int, module: str) -> str:
 
 
 def results_of(gm: fx.GraphModule) -> list[Any]:
-    """Return what the graph returns, flat."""
+    """Return what the graph returns, flat; None is a result, that of an input without a gradient."""
     results: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
     return results
 
@@ -239,8 +239,10 @@ def only_wait(launch: fx.Node) -> fx.Node | None:
 def wait_of(launch: fx.Node) -> fx.Node:
     """Return the wait of a collective, which may stand inside a control dependency."""
     for user in launch.users:
+        call = _call_of(launch.graph.owning_module, user)
         # Another control dependency may only stand behind the launch.
-        if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]):
+        reads = launch in _operands_of(user)
+        if reads and (is_wait(call) or is_control_dependency(call)):
             return user
     raise PlanError(
         f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: "

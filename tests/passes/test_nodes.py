@@ -8,8 +8,14 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import graphtext
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from pytest_gtrainer.graph.collectives import fsdp_reduce_scatters
+from pytest_gtrainer._torch.passes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    add_control_dependencies,
+)
+from pytest_gtrainer.graph.collectives import PlanError, fsdp_reduce_scatters, wait_of
 from pytest_gtrainer.graph.nodes import (
     direction,
     has_effect,
@@ -331,3 +337,23 @@ def test_a_reduction_that_nobody_waits_for_is_none_of_a_gradient():
     gm.graph.erase_node(wait)
     (member,) = fsdp_reduce_scatters(gm)
     assert (member.parameter, member.wait.name) == ("b", "wait_second")
+
+
+def test_a_control_dependency_that_reads_a_collective_is_no_wait():
+    """It is one if the operator in it is; a reader, or one that only comes later, is none."""
+    gm = graphtext.parse(TWO_GRADIENTS)
+    launch, _ = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    wait = next(iter(launch.users))
+    with gm.graph.inserting_before(wait):
+        reader = gm.graph.call_function(torch.ops.aten.neg.default, (launch,))
+        later = gm.graph.call_function(torch.ops.aten.neg.default, (launch.args[0],))
+    for node in (reader, later):
+        node.meta["val"] = torch.empty(2, device="meta")
+    first = launch.args[0]
+    add_control_dependencies(gm.graph, {reader: first, later: launch, wait: first})
+    assert wait_of(launch).name == wait.name
+    kept = next(node for node in gm.graph.nodes if node.name == wait.name)
+    kept.replace_all_uses_with(first)
+    gm.graph.erase_node(kept)
+    with pytest.raises(PlanError, match="nothing waits for the collective"):
+        wait_of(launch)

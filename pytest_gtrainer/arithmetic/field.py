@@ -173,11 +173,17 @@ class Field(Arithmetic):
 
     def _maximum(self, call: Call) -> Elements:
         left, right = torch.broadcast_tensors(*self._operands(call))
-        return torch.where(self._is_less(call), right, left)
+        return self._or_nan(torch.where(self._is_less(call), right, left), left, right)
 
     def _minimum(self, call: Call) -> Elements:
         left, right = torch.broadcast_tensors(*self._operands(call))
-        return torch.where(self._is_less(call), left, right)
+        return self._or_nan(torch.where(self._is_less(call), left, right), left, right)
+
+    def _or_nan(self, chosen: Elements, *operands: Elements) -> Elements:
+        """Return what was chosen, and NaN where an operand is: so torch does it."""
+        for operand in operands:
+            chosen = torch.where(self.not_finite(operand)[2], self.prime.nan, chosen)
+        return chosen
 
     def _is_less(self, call: Call) -> Tensor:
         left, right = self.order_of_two(*list(call.named.values())[:2])
@@ -191,20 +197,21 @@ class Field(Arithmetic):
         return torch.where(is_negative, self.prime.negative(elements), elements)
 
     def _amax(self, call: Call) -> Elements:
-        rows, key = self._ordered_rows(call)
-        places = key.argmax(-1, keepdim=True) if rows.numel() else key.long()
-        return rows.gather(-1, places).reshape(call.result.shape)
+        return self._choose(call, torch.argmax)
 
     def _amin(self, call: Call) -> Elements:
-        rows, key = self._ordered_rows(call)
-        places = key.argmin(-1, keepdim=True) if rows.numel() else key.long()
-        return rows.gather(-1, places).reshape(call.result.shape)
+        return self._choose(call, torch.argmin)
 
-    def _ordered_rows(self, call: Call) -> tuple[Elements, Tensor]:
-        """Return the rows to choose from, and the order of their elements."""
-        self.decisions += call.result.numel() < _FEW
+    def _choose(self, call: Call, place_of: Callable[..., Tensor]) -> Elements:
+        """Return an element of each row."""
         rows = self._rows(call)
-        return rows, self.order(rows)
+        self.decisions += call.result.numel() < _FEW
+        if not rows.numel():
+            return rows.reshape(call.result.shape)
+        places = place_of(self.order(rows), -1, keepdim=True)
+        chosen = rows.gather(-1, places).squeeze(-1)
+        has_nan = self.not_finite(rows)[2].any(-1)
+        return torch.where(has_nan, self.prime.nan, chosen).reshape(call.result.shape)
 
     def _rows(self, call: Call) -> Elements:
         """Return the elements with the reduced dimensions as the last one."""

@@ -105,6 +105,32 @@ def test_absolute_values(count):
     assert kind(lambda x: x.clone().amax(), lambda x: -(-x).amin(), x) == "reordered"
 
 
+CHOICES = {
+    "amax": lambda x: x.amax(-1),
+    "amin": lambda x: x.amin(-1),
+    "maximum": lambda x: torch.maximum(x[:, 0], x[:, -1]),
+    "minimum": lambda x: torch.minimum(x[:, -1], x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_chooses_among_numbers_and_a_nan_is_nan(name):
+    """Not the largest or the smallest of the others."""
+    chooses = CHOICES[name]
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[:2, -1] = True
+
+    def with_nan(x):
+        return chooses(x.masked_fill(mask, float("nan")))
+
+    def without(x):
+        return torch.where(mask[:, -1], float("nan"), chooses(x))
+
+    proof = prove(with_nan, without, inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert kind(with_nan, chooses) == "another function"
+
+
 def test_the_order_of_negatives_is_turned_round():
     prime = Prime(P)
     elements = torch.randint(0, P, (1000,), generator=torch.Generator().manual_seed(0))

@@ -72,7 +72,7 @@ class Run:
         results: by name and rank.
         arithmetic: in which it ran.
         reads: operators by which the program asked for real numbers.
-        real: the real numbers of its outputs.
+        real: the real numbers of its outputs, and of state that it wrote to.
     """
 
     results: dict[Key, Made]
@@ -132,6 +132,7 @@ class Program(ABC):
             # State counts only if the program writes to it.
             if before is None or not before.equals(own):
                 results[key] = own
+                real[key] = tensor.detach().clone()
 
         for key in left.before.keys() - left.after.keys():
             results[key] = Made(torch.zeros(0), torch.float32, True)  # it is gone

@@ -395,10 +395,25 @@ def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh
             different = _difference(name, rank, own, expects)
             if different is not None:
                 return _explain(different, found, expected, mesh)
-    apart = _apart_in_real_numbers(found, expected)
-    if apart:
-        return Proof("unknown", reason=apart)
+    reason = _says_nothing(found, expected) or _apart_in_real_numbers(found, expected)
+    if reason:
+        return Proof("unknown", reason=reason)
     return Proof(kind, compared=sum(len(made.results()) for made in found))
+
+
+def _says_nothing(found: Sequence[Made], expected: Made) -> str:
+    """Return why equal elements would prove nothing; "" if they do.
+
+    All NaN are equal, and infinities too, whatever they are made of.
+    """
+    for made in (expected, *found):
+        for name, own in made.results().items():
+            if bool((own >= P).any()):
+                return (
+                    f"the {name} is NaN or infinite in exact arithmetic: an infinity, as of a "
+                    "mask, is multiplied by numbers that nobody knows"
+                )
+    return ""
 
 
 def _apart_in_real_numbers(found: Sequence[Made], expected: Made) -> str:

@@ -53,6 +53,18 @@ def test_a_mask_that_is_scaled_by_an_unknown_number_proves_nothing():
     assert "NaN in exact arithmetic alone" in proof.reason
 
 
+def test_state_that_becomes_nan_proves_nothing():
+    def write(factor):
+        def step(x, w, out):
+            out.copy_(factor * F.softmax(masked(x) * w, -1))
+
+        return step
+
+    proof = prove(write(1), write(3), inputs=(X, X.abs(), X))
+    assert proof.kind == "unknown"
+    assert "NaN in exact arithmetic alone" in proof.reason
+
+
 ADDED = {
     "index_put": lambda x, y: x.index_put((torch.tensor([0, 0]),), y[:2], accumulate=True),
     "index_add": lambda x, y: x.index_add(0, torch.tensor([0, 0]), y[:2]),

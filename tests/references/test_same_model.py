@@ -299,6 +299,43 @@ def test_what_no_mode_sees_is_unknown():
         assert_same_model(doubles_in_numpy, make_model, step, batch)
 
 
+class MaskedAttention(nn.Module):
+    """Multiplies scores and their mask by a number that it learns."""
+
+    def __init__(self, scale=1):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.scale = scale
+
+    def forward(self, x):
+        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        scores = self.scale * self.query(x) @ self.key(x).T
+        return (scores.masked_fill(mask, -torch.inf) * self.temperature).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+@pytest.mark.parametrize("in_loss", [True, False], ids=["loss", "gradients alone"])
+def test_elements_that_are_nan_prove_nothing(scale, in_loss):
+    """Which infinity -inf times a learned number is nobody knows, and all NaN are equal."""
+
+    def masked_step(model, x):
+        found = model(x)
+        loss = found.square().mean()
+        if in_loss:
+            return loss
+        return loss - loss.detach() + torch.zeros_like(loss).fill_(1.0)
+
+    with pytest.raises(AnotherFunction, match="NaN or infinite in exact arithmetic") as failure:
+        assert_same_model(
+            lambda: MaskedAttention(scale),
+            MaskedAttention,
+            masked_step,
+            lambda coordinate: (torch.ones(3, 4),),
+        )
+    assert failure.value.proof.kind == "unknown"
+
+
 def test_what_has_no_gradient_is_named():
     def with_more():
         model = make_model()

@@ -51,8 +51,8 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
             lacking = _without_gradients(record)
             if lacking:
                 doubts.append(
-                    f"{side} has weights and no gradient of {_places(lacking)}, where other ranks "
-                    "have gradients: if these train nothing, compare record.select(phase=...) or "
+                    f"{side} has no gradient of {_places(lacking)}, where other ranks have "
+                    "gradients: if these train nothing, compare record.select(phase=...) or "
                     "record.select(rank=...)"
                 )
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
@@ -71,17 +71,15 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
 
 
 def _without_gradients(record: Record) -> list[tuple[int, int]]:
-    """Return each step and rank with weights and no gradient, if another rank has one there."""
-    places: dict[str, set[tuple[int, int]]] = {"weight": set(), "gradient": set()}
-    steps = set()
+    """Return each step and rank with something and no gradient, if another rank has one there."""
+    places, with_gradient = set(), set()
     for key in record:
-        if key.phase in places:
-            places[key.phase].add((key.step, key.rank))
+        places.add((key.step, key.rank))
         if key.phase == "gradient":
-            steps.add(key.step)
+            with_gradient.add((key.step, key.rank))
     # In a step without any gradient, as of a run that only evaluates, none is lacking.
-    lacking = places["weight"] - places["gradient"]
-    return sorted((step, rank) for step, rank in lacking if step in steps)
+    steps = {step for step, _ in with_gradient}
+    return sorted((step, rank) for step, rank in places - with_gradient if step in steps)
 
 
 def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str:

@@ -606,6 +606,7 @@ class Tracing:
                         "the loss does not depend on a parameter that requires a gradient: "
                         "is the step under no_grad?"
                     )
+                _refuse_partial(loss)
                 value = local(loss.detach())
             with marked_backward(), annotate({KEY: LOSS_FQN}):
                 seed = torch.ones_like(loss)
@@ -645,12 +646,23 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
+def _refuse_partial(loss: torch.Tensor) -> None:
+    """Refuse a loss of which each rank has a term: the graph would return that of this rank."""
+    if isinstance(loss, DTensor) and any(each.is_partial() for each in loss.placements):
+        raise ValueError(
+            f"the step returns a loss that ranks have not reduced, a DTensor of placements "
+            f"{loss.placements}: return loss.full_tensor()"
+        )
+
+
 def _place(error: BaseException) -> str:
     """Return where the user's code raised, " at FILE:LINE"; "" if it did not.
 
     That is the innermost frame that is neither torch's nor ours.
     """
-    others = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
+    folders = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+    # Not ``torchtitan``, which may lie beside torch.
+    others = (*(folder + os.sep for folder in folders), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
             return f" at {frame.filename}:{frame.lineno}"

@@ -630,16 +630,17 @@ def test_nothing_on_either_side_is_told_with_what_was_expected():
         assert "give what holds" not in str(failure.value)
 
 
+@pytest.mark.parametrize("phase", ["weight", "loss", "optimizer"])
 @pytest.mark.parametrize("lacking", [[0], [2], [0, 1]])
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_rank_without_gradients_on_both_sides_is_unverified(lacking, step):
-    """V1: its weights alone were compared. So it is if one step alone lacks them."""
+def test_a_rank_without_gradients_on_both_sides_is_unverified(lacking, step, phase):
+    """V1: its weights, or its loss, alone were compared. So it is if one step alone lacks them."""
 
     def run(*, full=False):
         record = Record(3)
         for each_step in range(2):
             for rank in range(3):
-                record.add(each_step, rank, "weight", "w", torch.ones(2))
+                record.add(each_step, rank, phase, "w", torch.ones(2))
                 if full or each_step != step or rank not in lacking:
                     record.add(each_step, rank, "gradient", "w", torch.ones(2))
         return record
@@ -647,7 +648,7 @@ def test_a_rank_without_gradients_on_both_sides_is_unverified(lacking, step):
     verdict = compare(run(), run())
     assert verdict.outcome == "unverified"
     ranks = "ranks 0, 1" if len(lacking) == 2 else f"rank {lacking[0]}"
-    assert f"has weights and no gradient of {ranks} at step {step}" in verdict.reasons[0]
+    assert f"has no gradient of {ranks} at step {step}" in verdict.reasons[0]
     assert compare(run(full=True), run(full=True)).outcome == "equal"
     alone = [run().select(rank=lacking[0]) for _ in range(2)]
     assert compare(*alone).outcome == "equal"

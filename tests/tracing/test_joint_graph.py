@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pytest_gtrainer import trace_step
 from pytest_gtrainer.graph.nodes import node_fqn
@@ -246,6 +247,18 @@ def test_a_loss_that_is_no_scalar_and_a_model_without_gradients_are_refused(net,
     net.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         trace_step(net, lambda m, x, y: m(x).sum(), inputs)
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+def test_a_loss_that_ranks_have_not_reduced_is_refused(gt_mesh):
+    """Each rank would get its own term. The twin returns the sum."""
+    model = parallelize_module(
+        nn.Linear(2, 4, bias=False), gt_mesh, ColwiseParallel(use_local_output=False)
+    )
+    x = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=r"not reduced, a DTensor of .*: return loss.full_tensor"):
+        trace_step(model, lambda m, x: m(x).sum(), (x,))
+    trace_step(model, lambda m, x: m(x).sum().full_tensor(), (x,))
 
 
 def test_a_forward_that_replaces_a_buffer_is_refused_by_name(net, inputs, train_step):

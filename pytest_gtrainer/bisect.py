@@ -37,6 +37,7 @@ from pytest_gtrainer.graph.nodes import (
     direction,
     is_collective,
     is_random,
+    distinct,
     node_fqn,
     walk,
 )
@@ -409,7 +410,7 @@ def _find_node(
     else:
         node, where = after.graph.output_node(), f"the result {result.key.name}"
         names = node.meta.get("gt_outputs") or ()
-        given = dict(zip(names, pytree.tree_leaves(node.args[0]), strict=False))
+        given = dict(zip(distinct(names), pytree.tree_leaves(node.args[0]), strict=False))
         if isinstance(given.get(result.key.name), fx.Node):
             node = given[result.key.name]
             where += f" = {_words(node)}"

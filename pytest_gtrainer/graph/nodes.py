@@ -115,6 +115,19 @@ def is_parameter(placeholder: fx.Node) -> bool:
     return bool(placeholder.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
 
 
+def distinct(names: Iterable[str]) -> list[str]:
+    """Return names of results, each that has occurred before with its place behind it: a model may
+    have a parameter "loss".
+
+    >>> distinct(["loss", "weight", "loss"])
+    ['loss', 'weight', 'loss (output 2)']
+    """
+    found: list[str] = []
+    for at, name in enumerate(names):
+        found.append(f"{name} (output {at})" if name in found else name)
+    return found
+
+
 def input_fqn(placeholder: fx.Node) -> str:
     """Return the FQN of a graph's input; the name of the placeholder if it has none."""
     return str(placeholder.meta.get("gt_input", {}).get("fqn", placeholder.target))

@@ -15,7 +15,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree, storage_id
-from pytest_gtrainer.graph.nodes import AFTERWARDS
+from pytest_gtrainer.graph.nodes import AFTERWARDS, distinct
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, same_bytes
 
 K = TypeVar("K")
@@ -120,7 +120,7 @@ def named_outputs(outputs: Any, gm: fx.GraphModule | None = None) -> dict[str, T
         leaves = pytree.tree_leaves(outputs)
         names = [f"output {at}" for at in range(len(leaves))]
     found: dict[str, Tensor] = {}
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in zip(distinct(names), leaves, strict=True):
         if isinstance(leaf, bool | int | float | complex):
             # A Python number has 64 bits, whatever the default dtype.
             wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
@@ -289,8 +289,10 @@ def with_one_nan(values: Mapping[K, Tensor]) -> dict[K, Tensor]:
     made: dict[K, Tensor] = {}
     for name, tensor in values.items():
         if _can_be_nan(tensor) and bool(tensor.isnan().any()):
-            is_nan, tensor = tensor.isnan(), tensor.detach().clone()
-            tensor[is_nan] = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
+            tensor = tensor.detach().clone()
+            # The other part of a complex number may be finite, and shows a difference.
+            parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            parts[parts.isnan()] = torch.nan
         made[name] = tensor
     return made
 

@@ -20,7 +20,7 @@ from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
-from pytest_gtrainer.graph.nodes import input_fqn
+from pytest_gtrainer.graph.nodes import distinct, input_fqn
 from pytest_gtrainer.graph.same_on_ranks import Partition, nodes_within
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated import VacuousCheck
@@ -120,7 +120,7 @@ def run_on_net(
     for rank in range(net.size):
         own = pytree.tree_map(functools.partial(of_rank, rank=rank), result)
         if outputs is None and len(named) == len(pytree.tree_leaves(own)):
-            results.append(_named(own, named))
+            results.append(_named(own, distinct(named)))
         else:
             results.append(_named(own, outputs))  # a graph may name only some of its results
 

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.graph_pairs import (
     BESIDE_RESULTS,
@@ -20,7 +21,7 @@ from fixtures.graph_pairs import (
 from pytest_gtrainer import assert_pass_bitwise
 from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer.bisect import Stage, bisect_extremes, bisect_stages, local_run
-from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
+from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare
 from pytest_gtrainer.numerics.graph_run import all_nan, named_outputs, run_graph, with_one_nan
 from pytest_gtrainer.testing.running import NothingShows, assert_same_values
 
@@ -306,6 +307,37 @@ def test_nan_is_told_from_a_number_in_each_dtype(dtype):
     one, same = with_one_nan({"a": number})["a"], with_one_nan({"a": other})["a"]
     assert one.view(torch.uint8).equal(same.view(torch.uint8))
     assert torch.signbit(torch.view_as_real(one)[1, 0] if dtype.is_complex else one[1])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_of_a_complex_number_beside_a_nan_counts(place):
+    numbers = torch.tensor([[1.0], [2.0]])
+    nan = torch.tensor([torch.nan])
+    made = []
+    for number in numbers:
+        parts = [nan, nan]
+        parts[place] = number
+        made.append(with_one_nan({"a": torch.complex(*parts)})["a"])
+    assert compare(*made).outcome == "different"
+
+
+def test_a_parameter_called_loss_does_not_hide_the_loss():
+    """V2"""
+
+    def doubled(loss: torch.Tensor, rows: torch.Tensor):
+        return (rows @ loss).sum() * 2, rows.sum(0)
+
+    def step(loss: torch.Tensor, rows: torch.Tensor):
+        return (rows @ loss).sum(), rows.sum(0)
+
+    before, after = (make_fx(each)(torch.ones(4), torch.ones(3, 4)) for each in (step, doubled))
+    for gm in (before, after):
+        gm.graph.output_node().meta["gt_outputs"] = ("loss", "loss")
+    names = [*run_graph(before, [torch.ones(4), torch.ones(3, 4)]).outputs]
+    assert names == ["loss", "loss (output 1)", "output structure (*, *)"]
+    with pytest.raises(BitwiseDifference, match="first at output loss"):
+        assert_same_values(after, before, "after against before")
+    assert_same_values(before, before, "the same")
 
 
 def test_a_pass_that_inserts_a_clamp_is_named_with_its_inputs():

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 import torch
@@ -95,10 +96,16 @@ def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str
             "sides"
         )
 
-    # Two optimisers, say, may name the same parameters in another order.
-    ours = {_place_in_memory(tensor) for tensor in actual.values()} - {None}
-    theirs = {_place_in_memory(tensor) for tensor in expected.values()} - {None}
-    if ours and ours == theirs:
+    # Two optimisers, say, may name the same parameters in another order: then the way from ours to
+    # theirs, and on from there, comes back.
+    ways: TopologicalSorter[object] = TopologicalSorter()
+    for key, tensor in expected.items():
+        ours, theirs = _place_in_memory(actual[key]), _place_in_memory(tensor)
+        if ours is not None and theirs is not None:
+            ways.add(ours, theirs)
+    try:
+        ways.prepare()
+    except CycleError:
         return (
             "actual and expected are the same memory under other names, so what changes one side "
             "changes the other: clone one of them before it changes"
@@ -284,6 +291,8 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         ours = f"{actual.placements} of {list(actual.shape)}"
         theirs = f"{expected.placements} of {list(expected.shape)}"
         layouts.append(("placements", ours, theirs))
+        meshes = [f"on ranks {each.device_mesh.mesh.tolist()}" for each in (actual, expected)]
+        layouts.append(("placements", *meshes))
 
     for kind, mine, other in layouts:
         if mine != other:

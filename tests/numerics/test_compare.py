@@ -290,6 +290,8 @@ class TestUnverified:
         assert compare(*sides).outcome == "unverified"
         assert "are the same memory under other names" in compare(*sides).reasons[0]
         assert compare(views[1:], views[:-1]).outcome == "equal", "each against the next one"
+        with_own = [side | {"own": torch.ones(1)} for side in sides]
+        assert compare(*with_own).outcome == "unverified"
 
     def test_ranks_of_one_record_that_both_sides_share(self, run):
         """V6: ``merged`` shares the tensors of its parts."""
@@ -373,6 +375,25 @@ class TestDifferent:
 
     def test_a_gradient_that_one_side_lacks(self):
         assert compare([torch.ones(1), None], [torch.ones(1), torch.ones(1)]).outcome == "different"
+
+    def test_meshes_of_dtensors(self):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+            ours, theirs, again = (
+                DTensor.from_local(torch.ones(2), mesh[name], [Shard(0)], run_check=False)
+                for name in ("rows", "columns", "rows")
+            )
+            first = compare(ours, theirs).first
+            assert first.kind == "placements"
+            assert (first.actual, first.expected) == ("on ranks [1, 3]", "on ranks [0, 1]")
+            assert compare(ours, again).outcome == "equal"
+        finally:
+            torch.distributed.destroy_process_group()
 
     def test_placements_of_dtensors(self):
         from torch.distributed.device_mesh import init_device_mesh

@@ -29,9 +29,18 @@ _ONCE_A_TEST = ("graph_text", "schedule", "memory")
 _MILDEST_FIRST = (
     "equal on this rank",  # of a control: one rank that differs is enough
     "equal",
+    "held",
     "different as required",
+    "refused",
+    "not claimed",
+    "not judged",
+    "proves nothing",
     "unverified",
     "different",
+    "UNKNOWN",
+    "broken",
+    "error",
+    "FAILED",
 )
 _FOUND = ("outcome", "tensors", "equal", "result", "why", "says", "graph")
 """Fields of a fact that say what a check found; the others say what was checked."""
@@ -116,14 +125,17 @@ class Test:
         return []
 
     def comparisons(self) -> list[dict[str, Any]]:
-        """Return the comparisons of all ranks, the n-th of each rank merged into one.
+        """Return the comparisons of all ranks, the n-th of one subject of each rank merged into one.
 
         The first difference is that of the smallest step, then rank.
         """
-        groups: dict[int, list[Fact]] = {}  # by place among the comparisons of a rank
+        groups: dict[tuple[Any, ...], list[Fact]] = {}
         for _, sent in sorted(self.shown.items()):
-            for place, fact in enumerate(of_kind(sent, "comparison")):
-                groups.setdefault(place, []).append(fact)
+            seen: Counter[Any] = Counter()
+            for fact in of_kind(sent, "comparison"):
+                subject = fact.get("what"), fact.get("must_differ")
+                seen[subject] += 1
+                groups.setdefault((*subject, seen[subject]), []).append(fact)
         return [_merge_comparisons(parts) for parts in groups.values()]
 
 

@@ -93,6 +93,22 @@ def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_sm
     assert equal["first"] is None
 
 
+def test_comparisons_of_other_subjects_stay_apart():
+    """A rank may check something that the others do not, in between."""
+
+    def of(what, outcome="equal"):
+        return {**compared(None), "what": what, "outcome": outcome, "must_differ": False}
+
+    shown = {0: [of("A"), of("B"), of("B")], 1: [of("B", "different"), of("C"), of("B")]}
+    found = collected(report(gt_shown=shown)).comparisons()
+    assert [(one["what"], one["outcome"], one["tensors"]) for one in found] == [
+        ("A", "equal", 1),
+        ("B", "different", 2),
+        ("B", "equal", 2),
+        ("C", "equal", 1),
+    ]
+
+
 def test_graphs_are_those_of_the_lowest_rank_that_has_any():
     test = collected(
         report(gt_shown={2: [{"kind": "pass", "of": 2}], 1: [{"kind": "pass", "of": 1}], 0: []})
@@ -179,6 +195,13 @@ def verdict(outcome, **more):
         (["equal (not finite)", "unverified"], "unverified on rank 1"),
         (["different", "equal, control failed"], "equal, control failed on rank 1"),
         (["equal on this rank, judged over all", "different as required"], "different as required"),
+        (["proves nothing", "broken"], "broken on rank 1"),
+        (["error", "proves nothing", "not claimed"], "error on rank 0"),
+        (["held", "proves nothing", "not claimed"], "proves nothing on rank 1"),
+        (["held", "not judged", "held"], "not judged on rank 1"),
+        (["FAILED", "not judged", "refused"], "FAILED on rank 0"),
+        (["UNKNOWN", "not judged"], "UNKNOWN on rank 0"),
+        (["not judged", "different"], "different on rank 1"),
         (["equal, as a later version has it", "surprising"], "surprising on rank 1"),
     ],
 )

@@ -153,7 +153,9 @@ def entries_of(text: str) -> list[Entry]:
     entries: list[Entry] = []
     try:
         for each in content["entries"]:
-            entry = Entry(decisive(dict(each["environment"])), plain(each["values"]))
+            # As they stand in the file: its keys have the quotes that they need.
+            entry = Entry(decisive(dict(each["environment"])), each["values"])
+            plain(entry.values)  # refuses what is nested too deeply
             _refuse_unknown_keys(each, _KEYS_OF_AN_ENTRY)
             for other in entries:
                 # Two wheels of one release may have an entry each in an old file: nothing is wrong

@@ -158,6 +158,27 @@ def test_wheels_of_one_release_share_an_entry(run_here, goldens, pytester):
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[2.0]]
 
 
+NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8000000000000))[0]
+SPELLINGS = [{1: 0.5}, {"1": 0.5}, {"'1'": 0.5}, {"NaN": 1, -2: 0}, {"x": NAN}, [{3: {4: NAN}}]]
+
+
+@pytest.mark.parametrize("numbers", SPELLINGS, ids=str)
+def test_keys_keep_their_quotes_when_a_golden_is_updated(numbers):
+    """Of the entry that is replaced, and of the others."""
+    fields = {"test": "a"}
+    plain = values.plain(numbers)
+    entries = [values.Entry({"threads": threads}, plain) for threads in (1, 2)]
+    golden = values.text_of(fields, entries)
+    assert values.merged(golden, values.text_of(fields, entries[1:])) == golden
+
+
+def test_an_accepted_change_of_numbers_by_step_is_equal_afterwards(run_here, goldens):
+    run_here(SOURCE.format({1: 0.5}), "--gt-create-goldens")
+    run_here(SOURCE.format({1: 0.25}), "--gt-update-goldens")
+    run_here(None).assert_outcomes(passed=1)
+    assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [{"1": 0.25}]
+
+
 CHANGES = ("torch.set_num_threads(torch.get_num_threads() + 1)", "torch.set_default_device('meta')")
 
 

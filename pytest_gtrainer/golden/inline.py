@@ -32,7 +32,13 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer.golden import store
-from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, refuse_in_ci
+from pytest_gtrainer.golden.plugin import (
+    GoldenPlugin,
+    has_passed,
+    is_skipped_subtest,
+    modes_of,
+    refuse_in_ci,
+)
 
 ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
@@ -293,7 +299,8 @@ class AcceptancePlugin:
         imported: dict[str, set[str]] = defaultdict(set)
         for reports in self._tests.values():
             # A test that failed may have obtained anything.
-            if not has_passed({(report.when, report.outcome) for report in reports}):
+            own = [report for report in reports if not is_skipped_subtest(report)]
+            if not has_passed({(report.when, report.outcome) for report in own}):
                 continue
             for report in reports:
                 for sent in getattr(report, "gt_inline", ()):

@@ -303,7 +303,8 @@ class GoldenPlugin:
             if report.when == "setup":
                 # A plugin that runs a test again begins with its setup.
                 self._outcomes = set()
-            self._outcomes.add((report.when, report.outcome))
+            if not is_skipped_subtest(report):
+                self._outcomes.add((report.when, report.outcome))
             if report.when == "teardown":
                 self._finish(report)
 
@@ -370,6 +371,12 @@ class GoldenPlugin:
             if value is not None:
                 repeated.append(f"{flag}={value}")
         return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
+
+
+def is_skipped_subtest(report: pytest.TestReport) -> bool:
+    """Return whether a subtest was skipped, or failed as expected: its test may yet pass."""
+    # By exact type: the report of a subtest is of a subclass, whichever plugin runs subtests.
+    return type(report) is not pytest.TestReport and report.skipped
 
 
 def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:

@@ -63,6 +63,22 @@ def test_a_test_that_does_not_pass_updates_nothing(run_here, goldens, failing):
     assert goldens() == {}
 
 
+@pytest.mark.parametrize("how", ["skip", "xfail"])
+def test_a_skipped_subtest_does_not_keep_its_test_from_updating(run_here, goldens, how):
+    source = """
+def test_a(gt_golden, subtests):
+    import pytest
+    gt_golden.check({!r})
+    with subtests.test("on a GPU"):
+        pytest.{}("no GPU")
+"""
+    run_here(source.format("old", how), "--gt-create-goldens")
+    run_here(source.format("new", how), "--gt-update-goldens")
+    assert goldens() == {"test_it/test_a.txt": "new\n"}
+    run_here(source.format("newer", how).replace("pytest.", "assert not "), "--gt-update-goldens")
+    assert goldens() == {"test_it/test_a.txt": "new\n"}, "a subtest that failed"
+
+
 def test_the_accept_command_names_one_test_and_repeats_the_world(run_here, pytester, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine with fewer GPUs refuses
     source = "import pytest\n@pytest.mark.parametrize('x', ['a b'])\n" + ONE.replace(")", ", x)", 1)

@@ -60,6 +60,12 @@ def test_expect():
 )
 
 
+def test_a_skipped_subtest_does_not_keep_its_test_from_updating(run_file, source):
+    test = 'def test_a(subtests):\n    same("new", """old""")\n'
+    run_file(f"{HEAD}{test}    with subtests.test(): pytest.skip()\n", UPDATE)
+    assert 'same("new", """new""")' in source()
+
+
 def test_one_run_accepts_all_as_expecttest_itself_would(run, run_file, pytester, source):
     result = run_file(PLAIN, UPDATE)
     result.assert_outcomes(passed=3)

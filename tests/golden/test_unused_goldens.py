@@ -74,6 +74,8 @@ NOT_CHECKED = {
         "import pytest\n@pytest.fixture\ndef f():\n    yield\n    assert False\ndef test_a(f): pass"
     ),
     "failed subtest": "def test_a(subtests):\n    with subtests.test():\n        assert False",
+    "skipped subtest": "import pytest\ndef test_a(subtests):\n    with subtests.test():\n"
+    "        pytest.skip()",
     "skipped": "import pytest\ndef test_a(gt_golden): pytest.skip()",
     "skipped by a mark": "import pytest\n@pytest.mark.skip\ndef test_a(gt_golden): pass",
     "xfailed": "import pytest\n@pytest.mark.xfail\ndef test_a(gt_golden): assert False",

@@ -35,9 +35,9 @@ from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
     BACKWARD,
     direction,
+    distinct,
     is_collective,
     is_random,
-    distinct,
     node_fqn,
     walk,
 )

@@ -291,8 +291,8 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         ours = f"{actual.placements} of {list(actual.shape)}"
         theirs = f"{expected.placements} of {list(expected.shape)}"
         layouts.append(("placements", ours, theirs))
-        meshes = [f"on ranks {each.device_mesh.mesh.tolist()}" for each in (actual, expected)]
-        layouts.append(("placements", *meshes))
+        mine, other = actual.device_mesh.mesh, expected.device_mesh.mesh
+        layouts.append(("placements", f"on ranks {mine.tolist()}", f"on ranks {other.tolist()}"))
 
     for kind, mine, other in layouts:
         if mine != other:

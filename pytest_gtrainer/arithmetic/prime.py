@@ -5,7 +5,8 @@ random operands mean equal rational functions, but for a chance of degree / P in
 (Schwartz and Zippel; Mirage, OSDI 2025, checks kernels in this way).
 
 ``P`` is 2 Q + 1 for a prime Q, so ``ROOT`` to the power of x depends on x modulo Q. 2, 3, 5, 7, 11
-and 13 are squares modulo P, so the scales of attention, such as 1 / sqrt(24), are numbers of it.
+and 13 are squares modulo both, so the scales of attention, such as 1 / sqrt(24), are numbers of
+both.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic.hashing import scramble
 
-P, Q = 2147454839, 1073727419
+P, Q = 2147024879, 1073512439
 ROOT = 4  # a square, so its powers are Q different numbers
 _FLOATS = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.float64)
 INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding

@@ -104,10 +104,14 @@ def test_a_constant_is_the_number_that_was_rounded_to_it(value, meant):
 
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 64, 80, 96, 128])
 def test_scales_of_attention_are_roots(width):
-    root = field.number(width**-0.5, as_meant=True)
-    assert root * root * width % P == 1
-    fourth = field.number(width**-0.25, as_meant=True)
-    assert fourth * fourth % P == root, "the root of a root is the same root"
+    for modulus in (P, Q):
+        own = Prime(modulus)
+        root = own.number(width**-0.5, as_meant=True)
+        assert root * root * width % modulus == 1
+        fourth = own.number(width**-0.25, as_meant=True)
+        assert fourth * fourth % modulus == root, "the root of a root is the same root"
+        divided = own.divide(torch.tensor(1), torch.tensor(own.number(width**0.5, as_meant=True)))
+        assert divided == root, "a quotient by a root is a product with its inverse"
 
 
 INFINITY, NAN = torch.tensor(math.inf), torch.tensor(math.nan)

@@ -141,12 +141,16 @@ class Field(Arithmetic):
         return self.prime.inverse(self._root(self.lift(call.args[0])))
 
     def _root(self, elements: Elements) -> Elements:
-        """Return roots of squares, and pseudo-random numbers for the others."""
+        """Return the root of a square, and the negative of a root of -x for any other x.
+
+        So the root of a product is the product of the roots, as of positive numbers. Half of the
+        elements are squares; of the others the square of the root is -x.
+        """
         self.roots += elements.numel() < _FEW
         root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
         is_square = self.prime.power(root, 2) == elements
-        hashed = self.narrow(hashing.mix(hashing.of_name("sqrt"), [elements]))
-        return torch.where(is_square | (elements >= self.prime.modulus), root, hashed)
+        is_special = elements >= self.prime.modulus
+        return torch.where(is_square | is_special, root, self.prime.negative(root))
 
     def _pow(self, call: Call) -> Any:
         base, exponent = call.args

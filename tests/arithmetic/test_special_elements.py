@@ -1,4 +1,4 @@
-"""Infinities, NaN, absolute values and orders of abstract elements."""
+"""Infinities, NaN, absolute values, choices and roots of abstract elements."""
 
 import importlib.util
 import sys
@@ -207,3 +207,26 @@ def test_a_convolution_that_adds_more_products_than_float64_can_is_unknown(size)
     else:
         assert proof.kind == "unknown"
         assert "a convolution that adds 360000 products" in proof.reason
+
+
+ROOTS = {
+    "a product": (lambda x, y: (x * y).sqrt(), lambda x, y: x.sqrt() * y.sqrt()),
+    "a quotient": (lambda x, y: (x / y).sqrt(), lambda x, y: x.sqrt() / y.sqrt()),
+    "a quotient by a number": (lambda x, y: (x / 2).sqrt(), lambda x, y: x.sqrt() / 2**0.5),
+    "an inverse": (lambda x, y: x.rsqrt(), lambda x, y: (1 / x).sqrt()),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_the_root_of_a_product_is_the_product_of_the_roots(name):
+    """As optimisers divide the root, or what is below it."""
+    inputs = X.abs() + 1, X.flip(0).abs() + 1
+    proof = prove(*ROOTS[name], inputs=inputs)
+    assert proof.is_at_least("rounds elsewhere"), str(proof)
+    assert (
+        kind(lambda x, y: (x * y).sqrt(), lambda x, y: x.sqrt() * y, *inputs) == "another function"
+    )
+    assert kind(lambda x, y: (x + y).sqrt(), lambda x, y: x.sqrt() + y.sqrt(), *inputs) == (
+        "another function"
+    )
+    assert kind(lambda x, y: x.sqrt(), lambda x, y: (-x).sqrt(), *inputs) == "another function"

@@ -27,7 +27,7 @@ import torch
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
-from pytest_gtrainer._torch.values import storage_id, writes_to
+from pytest_gtrainer._torch.values import parts_of, storage_id, writes_to
 from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
@@ -72,10 +72,14 @@ def memory_of(value: Tensors) -> list[Any]:
         return [id(value)]
     found: list[Any] = []
     for key, tensor in entries(value).items():
-        if not has_storage(tensor) or tensor.is_inference():
-            return []
-        if tensor.numel():
-            found.append((key, storage_id(tensor), writes_to(tensor)))
+        for part in parts_of(tensor):  # of a DTensor the local one
+            if part.is_inference():
+                return []
+            # A sparse tensor has no one storage: it is made anew if it is another object.
+            if not has_storage(part):
+                found.append((key, id(part), writes_to(part)))
+            elif part.numel():
+                found.append((key, storage_id(part), writes_to(part)))
     return found
 
 
@@ -223,10 +227,26 @@ def in_another_process(function: Function) -> Kept:
         return answer
 
 
+def _read_autocast() -> list[tuple[str, bool, torch.dtype]]:
+    found = []
+    for device in ("cpu", "cuda"):
+        dtype = torch.get_autocast_dtype(device)
+        found.append((device, torch.is_autocast_enabled(device), dtype))
+    return found
+
+
+def _write_autocast(state: list[tuple[str, bool, torch.dtype]]) -> None:
+    for device, is_enabled, dtype in state:
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
 # State of a process on which a run depends, beside random numbers and what ``deterministic`` sets:
 # how to read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (_read_autocast, _write_autocast),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "precision of products": (
         torch.get_float32_matmul_precision,
@@ -379,7 +399,8 @@ def assert_run_to_run(
         if is_cached:
             raise BitwiseDifference(
                 f"{what or 'the run'} returns what the first one made, and nothing has written to "
-                f"it since: let the function compute it anew\n{verdict}",
+                "it since: let the function compute it anew, or return a clone, as autograd counts "
+                f"no writes through .data\n{verdict}",
                 verdict,
             )
         if verdict.outcome != "equal":

@@ -170,6 +170,35 @@ def test_a_result_that_is_cached_proves_nothing(function):
     assert [fact["outcome"] for fact in facts.of_kind(seen, "verdict")] == ["unverified"]
 
 
+@pytest.mark.gt_world("fake", size=2)
+def test_a_dtensor_that_is_cached_proves_nothing(gt_world):
+    """The twin makes it anew."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made():
+        return [DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)]
+
+    cached = made()
+    with pytest.raises(BitwiseDifference, match="the run returns what the first one made"):
+        assert_run_to_run(lambda: cached, 2, pressures=[])
+    assert assert_run_to_run(made, 2, pressures=[]).equal == ["run 2"]
+
+
+def test_a_write_that_autograd_does_not_count_needs_a_clone():
+    weight = torch.zeros(3)
+
+    def writes():
+        weight.data.fill_(1)
+        return [weight]
+
+    with pytest.raises(BitwiseDifference, match=r"return a clone, as .* through \.data"):
+        assert_run_to_run(writes, 2, pressures=[])
+    assert assert_run_to_run(lambda: [writes()[0].clone()], 2, pressures=[]).equal == ["run 2"]
+
+
 def computes_beside():
     return {"input": CACHED, "result": CACHED * 2}
 
@@ -272,7 +301,32 @@ HELD = {
     "default dtype": [torch.float64, torch.bfloat16, torch.float32],
     "precision of products": ["high", "medium", "highest"],
     "algorithms": [2, 1, 0],
+    "gradients": [False, True],
+    "autocast": [
+        [("cpu", is_enabled, dtype), ("cuda", is_enabled, torch.float16)]
+        for is_enabled, dtype in ((True, torch.float16), (False, torch.bfloat16))
+    ],
 }
+
+
+def by_modes():
+    return [torch.ones(2, 2) @ torch.ones(2, 2), torch.tensor(torch.is_grad_enabled())]
+
+
+def test_modes_around_a_run_are_sent_along(tmp_path):
+    call, (_, before, _) = tmp_path / "call", _state()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        call.write_bytes(pickle.dumps((by_modes.__module__, __file__, "by_modes", _state())))
+        expected = once(by_modes)
+    try:
+        with random_states_kept():
+            _answer(str(call))
+    finally:
+        for name, (read, write) in _SWITCHES.items():
+            if read() != before[name]:
+                write(before[name])
+    answer = torch.load(call.with_suffix(".answer"), weights_only=True)
+    assert_bitwise_equal(answer, expected)
 
 
 def test_what_another_process_is_set_to_is_what_this_one_has():

@@ -2,8 +2,8 @@
 
 One lane computes, in the order of the graph; each process group has its own lane. A collective
 starts when the compute lane reaches its launch and its own lane is free. A wait stops the compute
-lane until the collective has ended: this time is *exposed*, the rest of the communication is
-*overlapped* with compute. Nothing is measured, and no machine is predicted. Coarse: no fusion, a
+lane until the collective has ended: this time is *exposed*. Communication beside an operator that
+computes is *overlapped*. Nothing is measured, and no machine is predicted. Coarse: no fusion, a
 view costs nothing, a nested graph costs the bytes of its operands and results, and groups do not
 share a link.
 
@@ -33,8 +33,10 @@ compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 m
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +162,28 @@ class Timeline:
 
     @property
     def overlapped(self) -> float:
-        """Seconds of communication, of all lanes, beyond those that are exposed."""
-        # Both sums are rounded, so their difference may fall a bit below zero.
-        return max(0.0, self.total("collective") - self.exposed)
+        """Seconds of communication, of all lanes, in which something is computed.
+
+        Communication of two lanes at once, or that nothing waits for, may be neither overlapped nor
+        exposed.
+        """
+        computes = [span for span in self.spans if span.kind == COMPUTE]
+        starts = [span.start for span in computes]
+        sums = list(accumulate((span.duration for span in computes), initial=0.0))
+
+        def computed_until(time: float) -> float:
+            place = bisect_right(starts, time)
+            if not place:
+                return 0.0
+            last = computes[place - 1]
+            return sums[place - 1] + min(last.duration, time - last.start)
+
+        seconds = 0.0
+        for span in self.spans:
+            if span.kind == "collective":
+                end = span.start + span.duration
+                seconds += computed_until(end) - computed_until(span.start)
+        return seconds
 
     @property
     def summary(self) -> str:

@@ -58,6 +58,17 @@ def test_collectives_of_one_group_queue_and_of_two_groups_do_not():
     ]
 
 
+def test_only_communication_beside_compute_is_overlapped():
+    """Not what another lane sends at the same time, nor what nothing waits for."""
+    both = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
+    assert (both.exposed, both.overlapped, both.total("collective")) == (0.5, 1.0, 2.0)
+    lines = TWO_GROUPS.format(second="fsdp").splitlines()
+    never_waited = [line for line in lines if "wait" not in line and "out[2]" not in line]
+    never_waited.append("  out[0] = sin\n  out[1] = all_reduce_1\n")
+    alone = timeline(parse("\n".join(never_waited)), SLOW)
+    assert (alone.exposed, alone.overlapped, alone.total("collective")) == (0.0, 0.5, 2.0)
+
+
 def test_what_is_exposed_and_what_is_overlapped_add_up():
     measured = timeline(parse(TWO_GROUPS.format(second="fsdp")), SLOW)
     assert (measured.exposed, measured.overlapped, measured.total("collective")) == (1.5, 0.5, 2.0)

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Value, dataflow
 
-_PRIME = 2**61 - 1
+# Not 2**61 - 1, modulo which Python hashes integers: 3 and 2**63 - 1 would be one.
+_PRIME = 2**127 - 1
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 
 
@@ -58,7 +59,7 @@ def _evaluate(node: ast.AST, meanings: Sequence[str]) -> int:
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Max", "Min"):
         inner[1:] = sorted(inner[1:])
     fields = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
-    return hash((type(node), repr(fields), *inner))
+    return hash(repr((type(node), fields, inner)))
 
 
 _NUMBER = re.compile(r"_\d+$")

@@ -117,6 +117,9 @@ def test_sizes_whatever_the_order_of_their_terms():
     ):
         assert len({*pair(one, another)}) == 1
     assert len({*pair("f32[\1 - \1]", "f32[\1 - \1]")}) == 2
+    for one, another in ((3, 2**63 - 1), (-1, 2**61 - 2), (0, 2**61 - 1), (-1, -2)):
+        texts = [f"\0, 0, \1 + \1, {each}" for each in (one, another)]
+        assert len({*pair(*texts)}) == 2, "constants outside a polynomial"
 
 
 def test_operators_and_groups():

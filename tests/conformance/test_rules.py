@@ -237,6 +237,27 @@ def refuses_half_way(gm, plan):
     return ours(gm, bucket_plan=plan)
 
 
+def spoils_metadata_and_refuses(gm, plan):
+    for node in found(gm, aten.tanh.default):
+        node.meta["custom"] = {"module_fqn": "spoilt"}
+    raise ValueError("not this one")
+
+
+def copies_without_modules(gm, plan):
+    made = copy.deepcopy(ours(gm, bucket_plan=plan))
+    for node in made.graph.nodes:
+        node.meta.pop("custom", None)
+    return made
+
+
+def moves_and_renames_compute(gm, plan):
+    gm = moves_compute(gm, plan)
+    for place, node in enumerate(gm.graph.nodes):
+        if node.op == "call_function":
+            node._rename(f"moved_{place}")
+    return gm
+
+
 def packs_experts_as_executed(gm, plan):
     """Pack by module, then in the order of the graph: only experts are read in another order than
     they are registered.
@@ -262,11 +283,13 @@ MISTAKES = [
     ("E6", out_of_order, "left a graph out of order"),
     ("E7", adds_each_time, "the second run changes the graph"),
     ("D11", refuses_too_late, "left the graph half rewritten"),
+    ("D11", spoils_metadata_and_refuses, r'left tanh\w* with another meta\["custom"\]'),
     ("D11", takes_any_plan, "was taken in silence"),
     ("D9", negates, "after negates against before"),
     ("D9", swaps_gradients, "after swaps_gradients against before"),
     ("metadata", forgets_values, 'has no meta\\["val"\\]'),
     ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
+    ("metadata", copies_without_modules, "was of tok_embeddings fwd and is of  fwd"),
     ("ranks", asks_for_its_rank, "rank 0 has another graph than rank 1"),
     ("growth", compares_all_pairs, "calls for 4 layers"),
     ("cost", runs_twenty_times, r"\d+ calls, a recompile \d+: \d+.\d times"),
@@ -286,6 +309,7 @@ MISTAKES = [
     ("E1", does_not_reorder, "the gather of a bucket hides nothing"),
     ("E2", does_not_reorder, "nothing runs beside it"),
     ("E4", moves_compute, "compute has moved"),
+    ("E4", moves_and_renames_compute, "compute has moved"),
     (
         "D11",
         refuses_half_way,

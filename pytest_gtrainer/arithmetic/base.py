@@ -78,8 +78,9 @@ class Arithmetic(ABC):
         bias: how comparisons order abstract elements: 1 above every known number, -1 below, 0
             among them.
         decisions: how often elements were compared or sorted.
-        roots: how often square roots of fewer than 16 elements were taken; their signs, one of
+        roots: how often square roots of few different elements were taken; their signs, one of
             two for each, may agree by chance.
+        few: how often few different elements were compared with each other, or sorted.
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         exponentials: how often ``exp`` was computed as an unknown function.
@@ -97,7 +98,7 @@ class Arithmetic(ABC):
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.bias = 0
-        self.roots = 0
+        self.roots = self.few = 0
         self.decisions = self.exponentials = 0
         self.coarsest = 0.0
         self._uninitialised = 0
@@ -129,9 +130,12 @@ class Arithmetic(ABC):
         By ``bias`` abstract elements are above or below all known ones. So what is asked of a whole
         tensor, such as whether any element is above a limit, has both answers in some run.
         """
-        self.decisions += 1
         keys = [self.order(self.lift(operand)) for operand in (left, right)]
         abstract = [isinstance(operand, Value) for operand in (left, right)]
+        if all(abstract):
+            self._note_decision(left.elements, right.elements)
+        else:
+            self.decisions += 1  # by bias it goes both ways, also for few elements
         if not self.bias or all(abstract):
             return keys[0], keys[1]
         place = abstract.index(True)
@@ -143,6 +147,11 @@ class Arithmetic(ABC):
         is_end = (key == limits.max) | (key == limits.min)
         keys[place] = torch.where(is_equal | is_end, key, end)
         return keys[0], keys[1]
+
+    def _note_decision(self, *operands: Elements) -> None:
+        """Note that elements are compared: few of them may all decide alike by chance."""
+        self.decisions += 1
+        self.few += all(is_few(elements) for elements in operands)
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""
@@ -162,6 +171,12 @@ class Arithmetic(ABC):
     @abstractmethod
     def rounded(self, value: Value, dtype: torch.dtype) -> Elements:
         """Return a value's elements as ``dtype``, which does not hold them exactly."""
+
+    def filled_in(self, number: float, dtype: torch.dtype) -> Elements:
+        """Return the element of a number that a program writes, in memory of ``dtype``."""
+        if not self.rounds or not dtype.is_floating_point:
+            return self.lift(float(number))
+        return self.lift(torch.tensor(number, dtype=dtype))
 
     def cast(self, value: Value, dtype: torch.dtype) -> tuple[Elements, torch.dtype]:
         """Return elements as ``dtype``, and a dtype that holds them."""
@@ -231,7 +246,7 @@ class Arithmetic(ABC):
         value = call.args[0]
         if not isinstance(value, Value):
             raise NoMeaning(f"{call.operator} of known numbers by abstract ones")
-        self.decisions += 1
+        self._note_decision(value.elements)
         self.chosen.add(str(call.operator))
         key = self.order(value.elements)
         found = call.operator(key, *call.args[1:], **call.kwargs)
@@ -271,7 +286,7 @@ class Arithmetic(ABC):
         for name, argument in call.named.items():
             named[name] = elements(argument)
             if isinstance(argument, int | float) and name in FILLED:
-                fill = self.lift(float(argument))
+                fill = self.filled_in(argument, result.dtype)
                 named[name] = fill if _takes_tensor(call, name) else int(fill)
                 if argument != 0:
                     fits.add(result.dtype)
@@ -302,6 +317,17 @@ class Arithmetic(ABC):
             own = hashing.mix(seed, [torch.arange(1, result.numel() + 1), key.reshape(1)])
             found.append(self.narrow(own).view(result.shape))
         return found
+
+
+_FEW = 16
+
+
+def is_few(elements: Elements) -> bool:
+    """Return whether there are so few different elements that all may decide alike by chance.
+
+    An expanded tensor has many places, and one element.
+    """
+    return len(elements.reshape(-1)[: 1 << 12].unique()) < _FEW
 
 
 _OPTIONS = ("alpha", "rounding_mode", "approximate", "dtype", "layout", "device", "memory_format")

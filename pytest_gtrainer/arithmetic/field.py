@@ -24,6 +24,7 @@ from pytest_gtrainer.arithmetic.base import (
     Call,
     Elements,
     dims_of,
+    is_few,
     mapped,
     values_in,
 )
@@ -146,7 +147,7 @@ class Field(Arithmetic):
         So the root of a product is the product of the roots, as of positive numbers. Half of the
         elements are squares; of the others the square of the root is -x.
         """
-        self.roots += elements.numel() < _FEW
+        self.roots += is_few(elements)
         root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
         is_square = self.prime.power(root, 2) == elements
         is_special = elements >= self.prime.modulus
@@ -195,7 +196,7 @@ class Field(Arithmetic):
 
     def _abs(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
-        self.decisions += 1
+        self._note_decision(elements)
         # Without bias, by which x and -x would both be above 0.
         is_negative = self.order(elements) < 0
         return torch.where(is_negative, self.prime.negative(elements), elements)
@@ -209,7 +210,8 @@ class Field(Arithmetic):
     def _choose(self, call: Call, place_of: Callable[..., Tensor]) -> Elements:
         """Return an element of each row."""
         rows = self._rows(call)
-        self.decisions += call.result.numel() < _FEW
+        if is_few(rows):
+            self._note_decision(rows)
         if not rows.numel():
             return rows.reshape(call.result.shape)
         places = place_of(self.order(rows), -1, keepdim=True)
@@ -475,6 +477,7 @@ class FieldWithExponents(Field):
         numbers = self._numbers.compute(self._part(call, self.number_of))
         self.decisions += self._numbers.decisions
         self.roots += self._numbers.roots
+        self.few += self._numbers.few
         if numbers is NotImplemented:
             return NotImplemented
         is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1
@@ -510,7 +513,6 @@ class FieldWithExponents(Field):
 
 
 _LOW = (1 << 31) - 1
-_FEW = 16  # more elements than these do not all decide alike by chance
 _CHOICES = names("maximum minimum amax amin")
 _LINEAR = names(
     """

@@ -411,8 +411,10 @@ class ArithmeticMode(TorchDispatchMode):
         self._lift_storage(target)
         fits = target.dtype
         if value is None:
-            known = source.to(target.dtype) if isinstance(source, Tensor) else float(source)
-            elements = self.arithmetic.lift(known)
+            if isinstance(source, Tensor):
+                elements = self.arithmetic.lift(source.to(target.dtype))
+            else:
+                elements = self.arithmetic.filled_in(source, target.dtype)
         else:
             elements, fits = self.arithmetic.cast(value, target.dtype)
             elements = elements.clone()  # source and target may be one memory

@@ -20,7 +20,8 @@ from torch import Tensor
 from pytest_gtrainer.arithmetic.hashing import scramble
 
 P, Q = 2147024879, 1073512439
-ROOT = 4  # a square, so its powers are Q different numbers
+# A square, so its powers are Q different numbers. Not a small one, since exp(1) is none.
+ROOT = 1618033989**2 % P
 _FLOATS = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.float64)
 INNER = 1 << 18  # float64 adds up so many products of 16 bits without rounding
 _MOST_VALUES = 1 << 16

@@ -131,6 +131,8 @@ class Terms(Arithmetic):
         mixed = sorted(dtypes) if len(dtypes) > 1 else []
         seed = hashing.of_name(base, spell(options), mixed, dtype)
         commutes = is_plain and base in COMMUTATIVE
+        if self.strict and base in ("maximum", "minimum"):
+            commutes = False  # of 0.0 and -0.0 a kernel returns one by its place
         return hashing.mix(seed, operands, commutes=commutes)
 
 

@@ -18,6 +18,7 @@ from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.shadows import whole_storage
+from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 from pytest_gtrainer.numerics.graph_run import (
@@ -144,6 +145,8 @@ class Program(ABC):
 
 
 def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
+    if tensor.layout is not torch.strided:
+        raise NoMeaning(f"a result or an input of layout {tensor.layout}")
     value = mode.shadows.read(tensor)
     if value is None:
         return Made(tensor.detach().clone(), tensor.dtype, True)
@@ -158,6 +161,12 @@ def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         memory = whole_storage(tensor)
+        places = torch.arange(memory.numel())
+        places = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if len(places.unique()) < tensor.numel():
+            # It is expanded, so several places are one element.
+            mode.make_abstract(memory, name)
+            return
         if memory.numel() > tensor.numel():
             # Other inputs may be other parts of the same memory, such as the chunks of a batch.
             mode.make_abstract(memory, ("memory of", name))

@@ -197,7 +197,8 @@ def _run_both(
         return *first, True
     counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
     if any(programs[0].gathered(any(counts))):
-        for seed, bias in AGAIN:
+        few = sum(run.arithmetic.few for run in first)
+        for seed, bias in runs_again(any(programs[0].gathered(bool(few)))):
             again = arithmetic()
             again.set_seed(seed)
             again.bias = bias
@@ -221,6 +222,16 @@ def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -
 
 AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
 """Seeds and biases of further runs: one element decides alike in all with a chance of 1 in 64."""
+
+_AGAIN_FOR_FEW = tuple((seed, 0) for seed in range(7, 15))
+
+
+def runs_again(decides_few: bool) -> tuple[tuple[int, int], ...]:
+    """Return seeds and biases of further runs.
+
+    Where few elements decide, all decide alike in these with a chance of 1 in 16,000.
+    """
+    return AGAIN + (_AGAIN_FOR_FEW if decides_few else ())
 
 
 def _programs(

@@ -7,6 +7,7 @@ closure or an optimiser, would be read, or written to, without a trace. So it is
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,6 +74,7 @@ def training_modes(function: Any, inputs: Sequence[Any]) -> Tensor:
 
 
 def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
+    registered = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
         if is_compiled(part):
             raise ValueError(
@@ -94,6 +96,12 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
             for at, leaf in pytree.tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, Tensor):
                     yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf
+                elif isinstance(leaf, nn.Module) and id(leaf) not in registered:
+                    raise ValueError(
+                        f"{where} holds {dot}{name}{pytree.keystr(at)}, a {type(leaf).__name__} "
+                        "that is none of its modules, whose numbers would stay as they are: "
+                        "register it, as in a ModuleList"
+                    )
 
 
 def captured_by(function: Any) -> dict[str, Tensor]:
@@ -126,7 +134,45 @@ def captured_by(function: Any) -> dict[str, Tensor]:
 
 
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function closes over, is bound to, or reads of its module, by name."""
+    """Yield what a function can reach, by name: also in containers, objects and other functions."""
+    seen: set[int] = set()
+    left = list(_directly_held_by(function))
+    while left:
+        name, value = left.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | tuple | set | frozenset):
+            left += [(f"{name}[{place}]", each) for place, each in enumerate(value)]
+        elif isinstance(value, dict):
+            left += [(f"{name}[{key!r}]", each) for key, each in value.items()]
+        elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
+            left += [(f"{name}.{own}", each) for own, each in _directly_held_by(value)]
+        yield name, value
+
+
+def _is_of_a_user(value: Any) -> bool:
+    """Return whether a function, or the class of an object, is none of a library's.
+
+    Those hold much, such as tables of operators, and no numbers of the program.
+    """
+    of = value if inspect.isroutine(value) else type(value)
+    if isinstance(value, functools.partial):
+        return True
+    if isinstance(value, type | types.ModuleType):
+        return False
+    package = (getattr(of, "__module__", None) or "builtins").partition(".")[0]
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names
+
+
+_LIBRARIES = ("torch", "numpy", "pytest", "_pytest", "pytest_gtrainer", "pluggy", "triton")
+
+
+def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function closes over, is bound to, has by default, or reads of its module.
+
+    Of an object, its attributes.
+    """
     while isinstance(function, functools.partial):
         for place, value in enumerate(function.args):
             yield f"argument {place}", value
@@ -139,6 +185,14 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
         held = inspect.getclosurevars(function)
         yield from held.nonlocals.items()
         yield from held.globals.items()
+        for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                yield name, parameter.default
+    elif not isinstance(function, nn.Module | type | types.ModuleType):
+        yield from getattr(function, "__dict__", {}).items()
+        call = inspect.getattr_static(type(function), "__call__", None)
+        if inspect.isfunction(call):
+            yield "__call__", call
 
 
 def copy_of(values: list[Any]) -> list[Any]:

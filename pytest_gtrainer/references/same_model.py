@@ -27,7 +27,7 @@ from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
-from pytest_gtrainer.proofs.prove import AGAIN, common_factor
+from pytest_gtrainer.proofs.prove import common_factor, runs_again
 from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
@@ -230,7 +230,11 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
         _join_losses(found, mesh, dims, models.combine)
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
-            for seed, bias in AGAIN if any(made.decides for made in (*found, expected)) else ():
+            sides = (*found, expected)
+            again: Sequence[tuple[int, int]] = ()
+            if any(made.decides for made in sides):
+                again = runs_again(any(made.decides_few for made in sides))
+            for seed, bias in again:
                 arithmetic = exact(casts=_CASTS[kind], seed=seed)
                 arithmetic.bias = bias
                 found, expected = _run_sides(models, mesh, arithmetic)
@@ -245,9 +249,9 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
     assumes = (*_said_of_gradients(expected), *_said_of_precision(kind, found))
     proof = replace(proof, assumes=assumes)
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
-        again = type(arithmetic)(casts=_CASTS[kind], seed=arithmetic.seed)
-        again.bias = arithmetic.bias
-        begins = _first_module(proof.first.result, models, mesh, again, dims)
+        alike = type(arithmetic)(casts=_CASTS[kind], seed=arithmetic.seed)
+        alike.bias = arithmetic.bias
+        begins = _first_module(proof.first.result, models, mesh, alike, dims)
         return replace(proof, origin=begins)
     return proof
 

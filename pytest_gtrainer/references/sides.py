@@ -59,6 +59,7 @@ class Made:
         calls: what modules return, by data coordinate, if they are followed.
         precisions: policies of mixed precision, in words.
         decides: elements were compared or sorted, or had few square roots.
+        decides_few: few elements were compared with each other, or sorted.
         has_exponentials: exp was a function of which nothing is known.
     """
 
@@ -71,11 +72,13 @@ class Made:
     calls: dict[int, Calls] = field(default_factory=dict)
     precisions: list[str] = field(default_factory=list)
     decides: bool = False
+    decides_few: bool = False
     has_exponentials: bool = False
 
     def note(self, arithmetic: Arithmetic) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
         self.decides = bool(arithmetic.decisions + arithmetic.roots)
+        self.decides_few = bool(arithmetic.few)
         self.has_exponentials = bool(arithmetic.exponentials)
 
     def results(self) -> dict[str, Tensor]:

@@ -66,6 +66,29 @@ def test_a_gradient_that_is_rounded_more_names_parameter_and_module():
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [64, 256])
+def test_one_element_that_is_wrong_among_many(size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(size, 16, generator=generator).to(dtype)
+    right = torch.randn(16, size, generator=generator).to(dtype)
+
+    def with_a_zero(left, right):
+        product = (left @ right).clone()
+        product[-1, -1] = 0
+        return product
+
+    with pytest.raises(LessAccurate, match=r"times the (largest )?error of eager"):
+        assert_no_less_accurate(with_a_zero, torch.matmul, left, right)
+    assert_no_less_accurate(lambda *both: torch.matmul(*both), torch.matmul, left, right)
+    assert_no_less_accurate(
+        lambda left, right: (left.flip(1).float() @ right.flip(0).float()).to(dtype),
+        torch.matmul,
+        left,
+        right,
+    )
+
+
 def test_eager_may_err_more():
     accuracy = assert_no_less_accurate(Model(), InBfloat16(), x())
     assert accuracy.worst.ratio < 2

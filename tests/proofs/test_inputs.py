@@ -216,6 +216,35 @@ def test_one_tensor_that_is_given_twice_stays_one():
     assert two.kind in ("reordered", "rounds elsewhere")
 
 
+EXPANDED = {
+    "rows": lambda: torch.randn(1, 4).expand(3, 4),
+    "a number": lambda: torch.randn(()).expand(4),
+    "windows": lambda: torch.randn(6).unfold(0, 3, 1),
+    "a part": lambda: torch.randn(2, 4)[1:].expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_an_input_that_is_expanded_has_one_element_at_several_places(name):
+    x = EXPANDED[name]()
+    assert prove(lambda x: x * 2, lambda x: x + x, inputs=(x,)).kind == "reordered"
+    assert prove(lambda x: x * 2, lambda x: x * 3, inputs=(x,)).kind == "another function"
+    if name != "windows":
+        same = prove(lambda x: x * 2, lambda x: x[:1].expand(x.shape) * 2, inputs=(x,))
+        assert same.is_at_least("reordered")
+
+
+def test_sparse_gradients_are_unknown():
+    embedding = nn.Embedding(4, 3, sparse=True)
+
+    def train(model, places):
+        model(places).sum().backward()
+
+    proof = prove(train, train, inputs=(embedding, torch.tensor([1, 2])))
+    assert proof.kind == "unknown"
+    assert "torch.sparse_coo" in proof.reason
+
+
 def test_an_unknown_is_raised_by_name_outside_of_a_proof():
     assert issubclass(NoMeaning, NotImplementedError)
 

@@ -126,6 +126,37 @@ def test_aliased_inputs_of_a_graph_stay_aliased():
 MODEL, CAPTURED = nn.Linear(4, 4), torch.ones(4)
 
 
+class Holder:
+    """Holds a module, and calls it, as a trainer does."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def step(self, x):
+        return self.model(x)
+
+
+class WithHidden(nn.Module):
+    """Has a module in a list, which registers nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.LayerNorm(4)]
+
+    def forward(self, x):
+        return self.hidden[0](x)
+
+
+HELD = [MODEL]
+
+
+def helps(x):
+    return HELD[0](x)
+
+
 def closing_over(model):
     return lambda x: model(x).sum().backward()
 
@@ -134,6 +165,19 @@ REFUSED = {
     "a module in a closure": (closing_over(nn.Linear(4, 4)), (X,), "holds model, a Linear"),
     "a global module": (lambda x: MODEL(x), (X,), "holds MODEL, a Linear"),
     "a bound method": (nn.Linear(4, 4).forward, (X,), "holds self, a Linear"),
+    "a module in a list": (lambda x: HELD[0](x), (X,), r"holds HELD\[0\], a Linear"),
+    "a module in a dict": (closing_over({"a": MODEL}), (X,), r"holds model\['a'\], a Linear"),
+    "a module behind a function": (lambda x: helps(x), (X,), r"holds helps.HELD\[0\], a Linear"),
+    "a module of self": (Holder(MODEL).step, (X,), "holds self.model, a Linear"),
+    "a module of an object": (closing_over(Holder(MODEL)), (X,), "holds model.model, a Linear"),
+    "a module of a callable": (Holder([MODEL]), (X,), r"holds model\[0\], a Linear"),
+    "a module by default": (lambda x, model=MODEL: model(x), (X,), "holds model, a Linear"),
+    "a module by name alone": (
+        lambda x, *, model=MODEL: model(x),
+        (X,),
+        "holds model, a Linear",
+    ),
+    "an unregistered module": (WithHidden(), (X,), r"holds hidden\[0\], a LayerNorm"),
     "an optimiser": (
         lambda o: o.step(),
         (torch.optim.SGD(MODEL.parameters()),),
@@ -224,6 +268,31 @@ def test_every_decision_goes_both_ways(name, count):
     assert kind_of(actual, expected, x)[0] == "another function"
 
 
+@pytest.mark.parametrize("place", [49, 210, 218])
+def test_one_comparison_of_two_numbers_does_not_agree_by_chance(place):
+    """In the seven orders of ``AGAIN`` ``y`` is the larger one at these places."""
+    x, y = torch.randn(400), torch.randn(400)
+    larger = kind_of(
+        lambda x, y: torch.maximum(x[place], y[place]), lambda x, y: y[place] + 0, x, y
+    )
+    assert larger[0] == "another function"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("place", range(4))
+def test_roots_of_one_number_at_many_places_do_not_agree_by_chance(place, sign):
+    root = kind_of(
+        lambda x: (x[place] * x[place]).expand(16).sqrt(), lambda x: sign * x[place].expand(16), X
+    )
+    assert root[0] == "another function"
+
+
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum])
+def test_the_larger_of_two_zeros_depends_on_their_order(function):
+    """Of 0.0 and -0.0 it is the one at the first place, or at the second."""
+    assert kind_of(function, lambda x, y: function(y, x), X, Y)[0] == "other kernels"
+
+
 def test_comparisons_of_equal_numbers_are_named_as_an_assumption():
     kind, text = kind_of(lambda x: (x > 0) * x, lambda x: (x >= 0) * x, X)
     assert kind == "identical"
@@ -298,6 +367,34 @@ def test_a_constant_in_an_exponent_is_the_number_that_is_written():
     x = X.double()
     kind, _ = kind_of(lambda x: (x * 0.1).exp(), lambda x: (x * single).exp(), x)
     assert kind == "rounds elsewhere"
+
+
+def fill_part(x):
+    filled = x.clone()
+    filled[:2].fill_(0.1)
+    return filled
+
+
+FILLS = {
+    "masked_fill": lambda x: x.masked_fill(X > 2, 0.1),
+    "a constant pad": lambda x: F.pad(x, (1, 1), value=0.1),
+    "a part in place": fill_part,
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_number_that_is_filled_in_is_rounded_to_the_dtype(name):
+    fill = FILLS[name]
+    narrow = X.bfloat16()
+    sides = (lambda x: fill(x).float(), lambda x: fill(x.float()))
+    assert kind_of(*sides, narrow)[0] == "rounds elsewhere"
+    assert kind_of(fill, fill, narrow)[0] == "identical"
+
+
+@pytest.mark.parametrize("power", [1.0, 0.25, 0.5])
+def test_a_power_of_e_is_none_of_two(power):
+    sides = (lambda x: torch.exp(x + power), lambda x: 4**power * torch.exp(x))
+    assert kind_of(*sides, X)[0] == "another function"
 
 
 def test_known_numbers_differ_by_bits():

@@ -399,3 +399,28 @@ def test_a_constant_that_is_given_with_another_size_is_refused(size):
     message = rf"the constant given is torch\.float32 \[{size}\], not `f32\[4, 4\]`"
     with pytest.raises(TextError, match=message):
         parse(text, constants={"sha256:0": torch.zeros(size)})
+
+
+RESULTS = "{}if I:\n  I[0]: f32[2]\nif fwd:\n  with _:\n    sin: f32[2] = aten.sin(I[0])\nif out:\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "results", "why"),
+    [
+        ("", ["yield from (sin,)", "yield sin"], "no other stands beside it"),
+        ("", ["yield from (sin,)", "yield from (sin,)"], "no other stands beside it"),
+        ("", ["yield from (sin,)", "loss = sin"], "no other stands beside it"),
+        ("", ["yield sin", "yield from (sin,)"], "no other stands beside it"),
+        ("returns = value\n", ["yield sin", "yield sin"], "this is a second result"),
+        ("", ["loss = sin", "yield sin"], "all results have names"),
+        ("", ["yield sin", "loss = sin"], "all results have names"),
+    ],
+)
+def test_a_result_that_would_be_lost_is_refused(head, results, why):
+    """The twin reads each alone."""
+    begin = RESULTS.format(head)
+    with pytest.raises(TextError, match=why) as caught:
+        parse(begin + "".join(f"  {each}\n" for each in results))
+    assert caught.value.line == begin.count("\n") + 2
+    for each in results:
+        parse(f"{begin}  {each}\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pytest_gtrainer._torch.arithmetic import (
     HigherOrderOperator,
@@ -55,6 +56,8 @@ from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
 _READS = names("_local_scalar_dense allclose equal is_nonzero item")
+_READS_OF_ONE = names("__array__ numpy tolist")
+_READS_OF_LISTS = names("as_tensor asarray new_tensor tensor")
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
 
@@ -437,6 +440,31 @@ class ArithmeticMode(TorchDispatchMode):
                 raise NoMeaning(f"abstract numbers are written to a known tensor of {target.dtype}")
             whole = whole_storage(target)
             self.shadows.write(whole, self.arithmetic.lift(whole))
+
+
+class CountReads(TorchFunctionMode):
+    """Count real numbers that a program reads where no operator is dispatched.
+
+    ``x.tolist()``, NumPy, and ``torch.tensor`` of a list of tensors read the memory themselves.
+    """
+
+    def __init__(self, mode: ArithmeticMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        read: Any = ()
+        if name in _READS_OF_ONE:
+            read = args[:1]
+        elif name in _READS_OF_LISTS:
+            read = [each for each in (*args, kwargs.get("data")) if isinstance(each, list | tuple)]
+        if any(map(self._mode.shadows.has, tensors_in(read))):
+            self._mode.reads[name] += 1
+        return func(*args, **kwargs)
 
 
 def _refuses(func: Any, args: Any, kwargs: Any) -> bool:

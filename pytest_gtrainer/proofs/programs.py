@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
-from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.arithmetic.shadows import whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
@@ -300,7 +300,7 @@ class FunctionProgram(Program):
         trains = training_modes(function, given)
         left.before[f"training modes{AFTERWARDS}", None] = Made(trains, trains.dtype, True)
         try:
-            with mode:
+            with mode, CountReads(mode):
                 outputs = function(*given)
             check_outputs(outputs)
             left.after[f"training modes{AFTERWARDS}", None] = training_modes(function, given)

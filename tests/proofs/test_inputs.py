@@ -168,6 +168,25 @@ def test_a_number_that_the_program_asks_for_is_named():
     )
 
 
+UNSEEN = {
+    "a tensor of a list": lambda x: torch.tensor(list(x)),
+    "a tensor of lists": lambda x: torch.tensor([[x[0], x[1]], [x[2], x[3]]]).flatten(),
+    "by its keyword": lambda x: torch.as_tensor(data=list(x)),
+    "of the same dtype": lambda x: x.new_tensor(list(x)),
+    "a list": lambda x: torch.tensor(x.tolist()),
+    "NumPy": lambda x: torch.from_numpy(x.numpy() + 0),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_number_that_is_read_without_an_operator_is_named(name):
+    read = UNSEEN[name]
+    proof = prove(lambda x, w: read(x) * w, lambda x, w: w * 1, inputs=(torch.ones(4), X[0]))
+    assert any("numbers that the program reads" in line for line in proof.assumes), str(proof)
+    plain = prove(lambda x, w: torch.tensor([1.0] * 4) * w, lambda x, w: w * 1, inputs=(X, X[0]))
+    assert not any("reads" in line for line in plain.assumes)
+
+
 def test_a_comparison_of_all_numbers_is_a_read():
     def scaled(x):
         return x * float(torch.allclose(x, x))

@@ -496,7 +496,7 @@ def test_another_process_looks_for_modules_where_this_one_does(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "of_a_user.py").write_text(
-        "import beside_it\n\ndef ones(): return [beside_it.made]\n"
+        "import beside_it\n\ndef ones(): return [beside_it.made.clone()]\n"
     )
     (tmp_path / "beside_it.py").write_text(ONES)
     monkeypatch.syspath_prepend(tmp_path)

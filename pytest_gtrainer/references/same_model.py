@@ -426,7 +426,7 @@ def _apart_in_real_numbers(found: Sequence[Made], expected: Made) -> str:
     They would, if something computed where no dispatch mode sees it, such as NumPy. Where elements
     were compared the real numbers followed these, and mean nothing.
     """
-    if expected.decides or any(made.decides for made in found):
+    if expected.compares or any(made.compares for made in found):
         return ""
     for rank, made in enumerate(found):
         for key, own in made.real.items():

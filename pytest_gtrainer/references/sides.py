@@ -60,6 +60,7 @@ class Made:
         precisions: policies of mixed precision, in words.
         decides: elements were compared or sorted, or had few square roots.
         decides_few: few elements were compared with each other, or sorted.
+        compares: elements were compared or sorted, and real numbers followed them.
         has_exponentials: exp was a function of which nothing is known.
     """
 
@@ -73,11 +74,13 @@ class Made:
     precisions: list[str] = field(default_factory=list)
     decides: bool = False
     decides_few: bool = False
+    compares: bool = False
     has_exponentials: bool = False
 
     def note(self, arithmetic: Arithmetic) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
         self.decides = bool(arithmetic.decisions + arithmetic.roots)
+        self.compares = bool(arithmetic.decisions)
         self.decides_few = bool(arithmetic.few)
         self.has_exponentials = bool(arithmetic.exponentials)
 

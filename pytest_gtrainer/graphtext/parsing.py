@@ -489,16 +489,11 @@ class _Parser:
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         """Read one result; ``yield from`` has all of them in one structure."""
-        has_name = isinstance(node, ast.Assign)
         has_all = isinstance(node, ast.Expr) and isinstance(node.value, ast.YieldFrom)
         if "whole" in self._settings or (has_all and self._results):
             raise refuse(node, "`yield from` has all results of a graph: no other stands beside it")
         if self._results and self._settings.get("returns") == "value":
             raise refuse(node, "this is a second result, and `returns = value` is of one")
-        if self._results and has_name != bool(self._result_names):
-            raise refuse(
-                node, "all results have names, `loss = ...`, or none, `yield ...`: here are both"
-            )
         match node:
             case ast.Assign([target], value):
                 self._result_names.append(path_at(chain(target), place.layer))

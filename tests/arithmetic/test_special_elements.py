@@ -154,7 +154,7 @@ def test_what_chooses_does_not_round_again():
     two = kind(lambda x: x.amax(), lambda x: torch.maximum(x[:2].amax(), x[2:].amax()), x)
     assert two == "reordered"
     assert kind(lambda x: x.abs(), lambda x: x.abs().abs(), x) != "another function"
-    assert kind(lambda x: x.amax(), lambda x: x[:3].amax(), x) == "another function"
+    assert kind(lambda x: x.amax(), lambda x: x[:1, :1].amax(), x) == "another function"
 
 
 def test_a_product_of_few_numbers_decides_nothing():

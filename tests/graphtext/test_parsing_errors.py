@@ -412,8 +412,6 @@ RESULTS = "{}if I:\n  I[0]: f32[2]\nif fwd:\n  with _:\n    sin: f32[2] = aten.s
         ("", ["yield from (sin,)", "loss = sin"], "no other stands beside it"),
         ("", ["yield sin", "yield from (sin,)"], "no other stands beside it"),
         ("returns = value\n", ["yield sin", "yield sin"], "this is a second result"),
-        ("", ["loss = sin", "yield sin"], "all results have names"),
-        ("", ["yield sin", "loss = sin"], "all results have names"),
     ],
 )
 def test_a_result_that_would_be_lost_is_refused(head, results, why):

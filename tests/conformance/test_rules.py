@@ -1120,8 +1120,9 @@ def test_every_rule_has_a_mistake():
     assert broken | {"bits", "nodes", "state"} == set(RULES)
 
 
+# A pass that leaves the graph alone may still change the process: "state" could have failed.
 @pytest.mark.second_tier
-@pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes"}))
+@pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes", "state"}))
 def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
     """It could not have failed."""
 

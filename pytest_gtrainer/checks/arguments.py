@@ -127,8 +127,8 @@ class OperatorPattern(Predicate):
         if isinstance(node.target, OpOverload | HigherOrderOperator):
             return False
 
-        # ``operator.add`` of two sizes calls no ATen operator. A node without a value may be of both
-        # kinds.
+        # ``operator.add`` of two sizes calls no ATen operator. A node without a value
+        # may be of both kinds.
         value = value_of(node)
         if value is not None and not tensors_in(value):
             return False

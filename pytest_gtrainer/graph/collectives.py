@@ -195,7 +195,7 @@ def output_name(output: fx.Node, position: int, module: str) -> str:
 
 
 def results_of(gm: fx.GraphModule) -> list[Any]:
-    """Return what the graph returns, flat; None is a result, that of an input without a gradient."""
+    """Return the results, flat; None is a result, that of an input without a gradient."""
     results: list[Any] = pytree.tree_leaves(gm.graph.output_node().args[0])
     return results
 

@@ -125,7 +125,7 @@ class Test:
         return []
 
     def comparisons(self) -> list[dict[str, Any]]:
-        """Return the comparisons of all ranks, the n-th of one subject of each rank merged into one.
+        """Return the comparisons of all ranks; the n-th of one subject of each rank are merged.
 
         The first difference is that of the smallest step, then rank.
         """

@@ -116,6 +116,9 @@ def test_elements_are_those_of_real_results(name, unknown_functions):
                 continue
             for count, sample in enumerate(samples_of(operator)):
                 arguments = (sample.input, *sample.args), sample.kwargs
+                if operator.name == "nn.functional.rms_norm":
+                    # Real numbers lose its default, 2e-16, beside a whole number; the field does not.
+                    arguments[1].setdefault("eps", 0.0)
                 arithmetic = ARITHMETICS[name]()
                 try:
                     found, mistakes = judge(

@@ -8,6 +8,9 @@ equal digests mean the same computation.
 each reader of a value that is changed in place has to stand on the same side of the change. The
 *storage* of a view, or of a change in place, is that of its first operand. Every other value has a
 storage of its own.
+
+*Twins* are values of equal digest that are not interchangeable: two draws of random numbers, and two
+buffers one of which is changed in place. ``digests_of`` tells them apart if it is given the effects.
 """
 
 import ast
@@ -80,12 +83,19 @@ class Digests(NamedTuple):
     values: list[int]
 
 
-def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
+def digests_of(
+    graph: Dataflow, numbers: Numbers, coarse: "tuple[Effects, Digests] | None" = None
+) -> Digests:
     """Return the digests of a graph and of its values.
 
     A value's digest is made from those of its operands, which come earlier, so one walk is enough.
     Its cost is linear in the number of operands.
+
+    Args:
+        coarse: the effects of the graph and its digests without this argument. Twins get digests
+            of their own: a draw by its place among equal draws, a buffer by its changes.
     """
+    instances = None if coarse is None else _Instances(numbers, *coarse)
     definitions: list[int] = []
     bodies: list[int] = []
     head: list[str] = []
@@ -96,7 +106,11 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
             # The number behind ``dp_1`` depends on the order of the definitions.
             parts = [_NUMBER.sub("", name), content]
         elif kind == "body":
-            parts = [digests_of(dataflow(graph.bodies[name]), numbers).whole]
+            body = dataflow(graph.bodies[name])
+            digests = digests_of(body, numbers)
+            if instances is not None:
+                digests = digests_of(body, numbers, (effects(body), digests))
+            parts = [digests.whole]
         digest = numbers.of([kind, *parts])
         definitions.append(digest)
         if kind == "body":
@@ -105,19 +119,23 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
             head.append(str(definition))
 
     values: list[int] = []
+    # What a statement reads: the digest of a value, or of a twin with the changes up to here.
+    current: Sequence[int] = values if instances is None else instances.current
     inputs: list[int] = []
     computed: list[int] = []
     for value in graph.values:
         text = f"{value.operator}\n{value.type}\n{value.arguments}"
         if value.is_input:
             text = f"{value.scope.space}.{value.scope.owners[0]}\n{value.type}"
-        digest = _digest_statement(text, value.operands, values, definitions, numbers)
+        digest = _digest_statement(text, value.operands, current, definitions, numbers)
+        if instances is not None:
+            digest = instances.add(digest)
         values.append(digest)
         (inputs if value.is_input else computed).append(digest)
 
     results: list[int] = []
     for name, arguments, operands, _ in graph.results:
-        digest = _digest_statement(arguments, operands, values, definitions, numbers)
+        digest = _digest_statement(arguments, operands, current, definitions, numbers)
         results.append(numbers.of((name, digest)))
 
     parts = [
@@ -131,6 +149,42 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
         *map(str, graph.others),
     ]
     return Digests(numbers.of(parts), values)
+
+
+class _Instances:
+    """Tells twins apart during one walk over a graph."""
+
+    def __init__(self, numbers: Numbers, effects: "Effects", coarse: Digests) -> None:
+        self.current: list[int] = []
+        self._numbers = numbers
+        self._draws = set(effects.draws)
+        self._drawn: Counter[int] = Counter()
+        self._aliases: dict[int, list[int]] = {}
+        self._changed: dict[int, list[int]] = defaultdict(list)  # by the place of the change
+        self._storages = effects.storages
+        counts = Counter(coarse.values)
+        for storage, history in effects.histories.items():
+            if counts[coarse.values[storage]] == 1:
+                continue
+            self._aliases[storage] = []
+            for change, _ in history:
+                if change is not None:
+                    self._changed[change].append(storage)
+
+    def add(self, digest: int) -> int:
+        """Return the digest of the next value, given that without its instance."""
+        place = len(self.current)
+        if place in self._draws:
+            self._drawn[digest] += 1
+            digest = self._numbers.of(("draw", digest, self._drawn[digest]))
+        self.current.append(digest)
+        for storage in self._changed.get(place, ()):
+            for alias in self._aliases[storage]:
+                self.current[alias] = self._numbers.of(("changed", self.current[alias], digest))
+        storage = self._storages[place]
+        if storage in self._aliases:
+            self._aliases[storage].append(place)
+        return digest
 
 
 def _digest_twin_groups(
@@ -323,15 +377,25 @@ class Effects:
 
     draws: list[int]
     histories: dict[int, list[tuple[int | None, list[int]]]]
+    storages: list[int]  # for each value the first one of its storage
 
 
 def effects(graph: Dataflow) -> Effects:
-    """Return the effects of a graph. Values are given by their places."""
-    targets = [written(value) for value in graph.values]
-    storages: list[int] = []  # for each value the first one of its storage
+    """Return the effects of a graph. Values are given by their places.
+
+    A statement that calls a graph inside has that graph's effects. Which operand an inner input
+    stands for is not known here, so a change of one counts as a change of all operands.
+    """
+    writing, drawing = _bodies_with_effects(graph)
+    direct = [written(value) for value in graph.values]
+    targets = []
+    for value, changes in zip(graph.values, direct, strict=True):
+        calls_writing = not writing.isdisjoint(value.operands)
+        targets.append([*changes, *value.sources] if calls_writing else changes)
+    storages: list[int] = []
     changed: set[int] = set()
     for place, value in enumerate(graph.values):
-        bases: Sequence[int] = targets[place]
+        bases: Sequence[int] = direct[place]
         if not bases and effects_of_operator(value.operator).is_view:
             bases = value.sources
         storages.append(storages[bases[0]] if bases else place)
@@ -349,5 +413,24 @@ def effects(graph: Dataflow) -> Effects:
 
     for storage, rest in readers.items():
         histories[storage].append((None, rest))
-    draws = [place for place, value in enumerate(graph.values) if draws_numbers(value)]
-    return Effects(draws, histories)
+    draws = []
+    for place, value in enumerate(graph.values):
+        if draws_numbers(value) or not drawing.isdisjoint(value.operands):
+            draws.append(place)
+    return Effects(draws, histories, storages)
+
+
+def _bodies_with_effects(graph: Dataflow) -> tuple[set[Operand], set[Operand]]:
+    """Return the graphs inside that change an input of theirs, and those that draw numbers."""
+    writing: set[Operand] = set()
+    drawing: set[Operand] = set()
+    for place, definition in enumerate(graph.definitions):
+        if definition.kind != "body":
+            continue
+        body = dataflow(graph.bodies[definition.name])
+        inner = effects(body)
+        if any(body.values[storage].is_input for storage in inner.histories):
+            writing.add(~place)
+        if inner.draws:
+            drawing.add(~place)
+    return writing, drawing

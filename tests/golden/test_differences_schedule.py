@@ -2,6 +2,8 @@
 depend on.
 """
 
+import pytest
+
 from pytest_gtrainer.graphtext import diff
 
 HEAD = """\
@@ -238,7 +240,11 @@ def test_reductions_of_the_backward():
 
 def module(*lines: str) -> str:
     text = "if B:\n  B.count: f32[2]\nif I:\n  I[0]: f32[2]\n  I[1]: f32[2]\nif fwd:\n  with m:\n"
-    return text + "".join(f"    {line.replace(' =', ': f32[2] =')}\n" for line in lines)
+    for line in lines:
+        if ": " not in line:
+            line = line.replace(" =", ": f32[2] =")
+        text += f"    {line}\n"
+    return text
 
 
 def exchanged(*lines: str) -> list[str]:
@@ -280,6 +286,103 @@ def test_a_reader_on_the_other_side_of_a_change_in_place():
         "in place, "
         "are in another order"
     )
+
+
+MASK = "(f32[2], bool[2]) = aten.native_dropout(I[0], 0.5, True)"
+TWINS = {
+    "two draws": [
+        "a = aten.rand_like(I[0])",
+        "b = aten.rand_like(I[0])",
+        "s = aten.sub.Tensor({0}, {1})",
+    ],
+    "the second results of two draws": [
+        f"a: {MASK}",
+        f"b: {MASK}",
+        "s = aten.mul.Tensor({0}[0], {1}[1])",
+    ],
+    "views of two draws": ["a = aten.rand([2])", "b = aten.rand([2])"]
+    + ["v = aten.view({0}, [2])", "s = aten.sub.Tensor(v, {1})"],
+    "two buffers, one of which is written": ["a = aten.zeros([2])", "b = aten.zeros([2])"]
+    + ["c = aten.add_.Tensor({0}, I[0])", "s = aten.sub.Tensor(a, b)"],
+    "two buffers, one of which is written through a view": [
+        "a = aten.sin(I[0])",
+        "b = aten.sin(I[0])",
+        "v = aten.view({0}, [2])",
+    ]
+    + ["c = aten.neg_(v)", "s = aten.sub.Tensor(a, b)"],
+    "two buffers that are written, with a reader between": [
+        "a = aten.zeros([2])",
+        "b = aten.zeros([2])",
+        "c = aten.add_.Tensor({0}, I[0])",
+    ]
+    + ["s = aten.sub.Tensor(a, b)", "d = aten.add_.Tensor({1}, I[0])"],
+    "a buffer that is filled from one of two buffers": [
+        "a = aten.zeros([2])",
+        "b = aten.zeros([2])",
+        "c = aten.add_.Tensor(a, I[0])",
+    ]
+    + ["e = aten.empty([2])", "f = aten.copy_(e, {0})", "s = aten.cos(e)"],
+}
+
+
+def twins(lines: list[str], *names: str) -> str:
+    return module(*[line.format(*names) for line in lines]) + "if out:\n  yield fwd.m.s\n"
+
+
+@pytest.mark.parametrize("case", TWINS)
+def test_values_of_equal_digest_are_not_interchangeable(case):
+    """Two draws, and two buffers of which one is written: results differ."""
+    before, after = twins(TWINS[case], "a", "b"), twins(TWINS[case], "b", "a")
+    assert diff(before, after).startswith("the dataflow differs, first at ")
+    assert diff(before, before) == ""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["a = aten.sin(I[0])", "b = aten.sin(I[0])", "s = aten.sub.Tensor({0}, {1})"],
+        ["a = aten.zeros([2])", "b = aten.zeros([2])", "c = aten.add_.Tensor({0}, I[0])"]
+        + ["s = aten.sub.Tensor({0}, {1})"],
+        ["{0} = aten.rand([2])", "{1} = aten.rand([2])", "s = aten.sub.Tensor({0}, {1})"],
+    ],
+    ids=["pure", "written and read in the same place", "drawn and read in the same place"],
+)
+def test_twins_with_the_same_uses_are_interchangeable(lines):
+    """The twin: only the spelling differs."""
+    said = diff(twins(lines, "a", "b"), twins(lines, "b", "a")).splitlines()
+    assert said[0] == "same dataflow, same schedule: only the spelling differs"
+
+
+def with_body(inner: list[str], *lines: str) -> str:
+    """Return a graph that calls a graph inside."""
+    head = "def g():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n    with _:\n"
+    for line in inner:
+        head += f"      {line.replace(' =', ': f32[2] =')}\n"
+    return head + "  if out:\n    yield n\n" + module(*lines)
+
+
+def test_effects_of_a_graph_inside():
+    """Its order is not a spelling, and who calls it changes what it changes."""
+    call = "b = higher_order.invoke_subgraph(g, I[0])"
+    sin, neg = "s = aten.sin(A[0])", "n = aten.neg_(A[0])"
+    said = diff(with_body([sin, neg], call), with_body([neg, sin], call)).splitlines()
+    assert said[:3] == [
+        "same dataflow, same schedule, other graphs inside",
+        "in g: same dataflow, other schedule (1 of 2 operators moved)",
+        "in g: results may differ: what reads 0 and aten.neg_ in fwd _, which changes it in "
+        "place, are in another order",
+    ]
+    for inner, words in (
+        ([neg], "results may differ: what reads 0 and higher_order.invoke_subgraph in fwd m"),
+        (["n = aten.neg(A[0])"], "higher_order.invoke_subgraph in fwd m moved behind"),
+    ):
+        reader = "sin = aten.sin(I[0])"
+        said = diff(with_body(inner, call, reader), with_body(inner, reader, call)).splitlines()
+        assert said[1].startswith(words)
+    # Draws inside are draws of the caller.
+    draw, twice = ["n = aten.rand_like(A[0])"], "c = aten.randn([2])"
+    said = diff(with_body(draw, call, twice), with_body(draw, twice, call)).splitlines()
+    assert said[1].startswith("random numbers are drawn in another order")
 
 
 def test_a_reader_of_something_else():

@@ -177,7 +177,9 @@ def verdict(comparison: Comparison) -> Remark:
         text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
         return Remark(Weight.VERDICT, text + notes)
 
-    if not notes and comparison.old.definitions == comparison.new.definitions:
+    if not comparison.same_bodies:
+        notes += ", other graphs inside"
+    elif not notes and comparison.old.definitions == comparison.new.definitions:
         notes = ": only the spelling differs"
     elif not notes:
         notes = ", other definitions at the head"

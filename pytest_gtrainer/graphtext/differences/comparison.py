@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value, dataflow
-from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of
+from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of, effects
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
@@ -29,6 +29,11 @@ class Comparison:
         numbers = Numbers()
         self.old, self.new = dataflow(old), dataflow(new)
         self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
+        if self.same_dataflow:
+            # Twins decide only here: what is computed from them has equal digests until now.
+            ours, theirs = effects(self.old), effects(self.new)
+            self.ours = digests_of(self.old, numbers, (ours, self.ours))
+            self.theirs = digests_of(self.new, numbers, (theirs, self.theirs))
         self.to_new: list[int | None] = [None] * len(self.old.values)
         self.to_old: list[int | None] = [None] * len(self.new.values)
         # places without partner, of the old graph and of the new one
@@ -122,6 +127,15 @@ class Comparison:
     def same_dataflow(self) -> bool:
         """Return whether both graphs compute the same, in whatever order."""
         return self.ours.whole == self.theirs.whole
+
+    @property
+    def same_bodies(self) -> bool:
+        """Return whether the lines of all graphs inside are equal, whatever their names."""
+        for place, other in self.definitions.items():
+            was, now = self.old.definitions[place].name, self.new.definitions[other].name
+            if was in self.old.bodies and self.old.bodies[was] != self.new.bodies[now]:
+                return False
+        return True
 
     def changed(self) -> Iterator[tuple[int, Value, Value]]:
         """Yield pairs that do not compute the same and are not explained: new place, old, new."""

@@ -1,0 +1,94 @@
+"""Mark a test as an exhibit: it must pass on the fixed version and fail on the bug, by its name."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from museum.usual import Practice
+
+KINDS = (
+    "order and payload",
+    "reductions",
+    "scale",
+    "stale or baked values",
+    "aliasing",
+    "collectives",
+    "resume and reshard",
+    "memory",
+    "nondeterminism",
+    "compile",
+)
+FOUND_BY = ("proof", "bits", "layout", "golden", "conformance", "wait", "record", "memory")
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """What the table says of a bug.
+
+    Attributes:
+        thread: where people met it, such as "torchtitan#4054".
+        year: of the thread.
+        kind: one of ``KINDS``.
+        found_by: one of ``FOUND_BY``.
+        usual: what people compare without this package, or a sentence why nobody can.
+        title: the first line of the file.
+        module: the name of the exhibit's module.
+    """
+
+    thread: str
+    year: int
+    kind: str
+    found_by: str
+    usual: Practice | str
+    title: str
+    module: str
+
+
+EXHIBITS: dict[str, Exhibit] = {}
+"""Of the modules that are imported, by the module's name."""
+
+
+def exhibit(
+    thread: str,
+    year: int,
+    *,
+    kind: str,
+    found_by: str,
+    raises: type[BaseException],
+    says: str,
+    usual: Practice | str,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a test twice: with ``bug=False`` it passes, with ``bug=True`` it fails in these words.
+
+    Args:
+        thread: the project and the number of its issue or pull request.
+        year: of the thread.
+        kind: what kind of bug it is, one of ``KINDS``.
+        found_by: the means that finds it, one of ``FOUND_BY``.
+        raises: the error of the check. Another one is a failure of the exhibit.
+        says: a part of its message.
+        usual: what people compare without this package, or a sentence why nobody can.
+    """
+    assert kind in KINDS, kind
+    assert found_by in FOUND_BY, found_by
+
+    def mark(test: Callable[..., Any]) -> Callable[..., Any]:
+        module = inspect.getmodule(test)
+        assert module is not None and module.__doc__, "an exhibit begins with what happened"
+        title = module.__doc__.partition("\n")[0]
+        EXHIBITS[module.__name__] = Exhibit(
+            thread, year, kind, found_by, usual, title, module.__name__
+        )
+        found = pytest.RaisesExc(raises, match=re.escape(says))
+        told = pytest.mark.xfail(raises=found, strict=True, reason=f"the bug is found: {says}")
+        versions = [
+            pytest.param(False, id="fixed"),
+            pytest.param(True, id="bug", marks=told),
+        ]
+        return pytest.mark.parametrize("bug", versions)(test)
+
+    return mark

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,11 @@ def exhibit(
     assert found_by in FOUND_BY, found_by
 
     def mark(test: Callable[..., Any]) -> Callable[..., Any]:
-        module = inspect.getmodule(test)
-        assert module is not None and module.__doc__, "an exhibit begins with what happened"
-        title = module.__doc__.partition("\n")[0]
-        EXHIBITS[module.__name__] = Exhibit(
-            thread, year, kind, found_by, usual, title, module.__name__
-        )
+        module = sys.modules[test.__module__]
+        title = (inspect.getdoc(module) or "").partition("\n")[0]
+        assert title, "an exhibit begins with what happened"
+        name = test.__module__
+        EXHIBITS[name] = Exhibit(thread, year, kind, found_by, usual, title, name)
         found = pytest.RaisesExc(raises, match=re.escape(says))
         told = pytest.mark.xfail(raises=found, strict=True, reason=f"the bug is found: {says}")
         versions = [

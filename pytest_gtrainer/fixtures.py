@@ -116,7 +116,7 @@ def gt_golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
 
     golden = Golden(request.node)
     yield golden
-    golden.note_unused()
+    golden.note_use()
 
 
 @pytest.fixture

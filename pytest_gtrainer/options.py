@@ -4,10 +4,12 @@ Read an option with ``get(config, "gpus")``: the flag wins over the ini setting,
 default. ``check`` parses all of them at start-up.
 """
 
+import os
 from argparse import SUPPRESS
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,6 +296,33 @@ def check(config: pytest.Config) -> None:
     """Parse every option once, so that a bad value stops the run before it starts."""
     for option in OPTIONS:
         get(config, option.name)
+
+
+def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None:
+    """Return the file that ``--gt-NAME`` names, as an absolute path, and make its directory.
+
+    A wrong path ends the run here, at its start, not after hours of tests.
+
+    Raises:
+        pytest.UsageError: it cannot be written.
+    """
+    given = get(config, name)
+    if given is None:
+        return None
+    path = Path(config.invocation_params.dir, given)
+    try:
+        if path.is_dir():
+            raise pytest.UsageError(
+                f"--gt-{name}={given} is a directory; name a file, as {given}/{example}"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(
+            f"--gt-{name}={given}: its directory cannot be made: {error}"
+        ) from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise pytest.UsageError(f"--gt-{name}={given} cannot be written: permission denied")
+    return path
 
 
 def wants_report(config: pytest.Config) -> bool:

@@ -140,17 +140,18 @@ class Golden:
         if failure is not None:
             raise GoldenMismatch(facts.escaped(failure))
 
-    def note_unused(self) -> None:
-        """Say in the summary that a test which has passed asks for this and checks nothing.
+    def note_use(self) -> None:
+        """Note for the summary whether a test that asks for this has checked anything.
 
-        A test that has it through another fixture may have no use for it: nothing is said.
+        Nothing is noted if the test has not passed, or has this through another fixture: it may
+        have no use for it.
         """
         function = getattr(self._item, "function", None)
-        if self._is_used or function is None or not self._item.stash.get(HAS_PASSED, False):
+        if function is None or "gt_golden" not in inspect.signature(function).parameters:
             return
-        if "gt_golden" in inspect.signature(function).parameters:
+        if self._is_used or self._item.stash.get(HAS_PASSED, False):
             name = self._made_by["test"].partition("[")[0]
-            facts.emit("idle", what=f"{name} asks for gt_golden and checks nothing")
+            facts.emit("golden_use", test=name, checks=self._is_used)
 
     def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
         """Return the reason why the text of a graph must not be written, None if it may."""

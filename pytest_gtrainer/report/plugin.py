@@ -53,7 +53,7 @@ class ReportPlugin:
     """``gtrainer-report``: gathers reports, and writes page and summary when the run ends.
 
     Raises:
-        pytest.UsageError: a path is a directory, or its directory cannot be made.
+        pytest.UsageError: a path cannot be written.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -62,22 +62,10 @@ class ReportPlugin:
         self._is_written = False
         self.paths: dict[str, Path] = {}
         here = config.invocation_params.dir
-        # A wrong path ends the run here, not after hours of tests.
         for option, example in (("report", "report.html"), ("summary", "summary.md")):
-            given = options.get(config, option)
-            if given is None:
-                continue
-            path = self.paths[option] = Path(here, given)
-            if path.is_dir():
-                raise pytest.UsageError(
-                    f"--gt-{option}={given} is a directory; name a file, as {given}/{example}"
-                )
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise pytest.UsageError(
-                    f"--gt-{option}={given}: its directory cannot be made: {error}"
-                ) from None
+            path = options.file_to_write(config, option, example)
+            if path is not None:
+                self.paths[option] = path
 
         against = options.get(config, "report-against")
         self.earlier: Earlier | None = None

@@ -104,14 +104,15 @@ class SummaryPlugin:
         """Return the whole summary, for the page of a report; the terminal shows less."""
         plugin = self.config.pluginmanager.getplugin
         goldens, unused = plugin("gtrainer-goldens"), plugin("gtrainer-unused-goldens")
-        found = self.facts + goldens.late_facts + _find_unjudged(self.facts)
+        found = self.facts + goldens.late_facts + _find_idle(self.facts)
         return summary_lines(found) + goldens.summary_lines() + unused.lines
 
 
-def _find_unjudged(found: Sequence[Fact]) -> list[Fact]:
-    """Return a fact for each sweep of which no cell was judged, and each pass that claims no rule.
+def _find_idle(found: Sequence[Fact]) -> list[Fact]:
+    """Return a fact for each thing that checked nothing in the whole run, which is green.
 
-    Pytest counts their tests as skipped, so the run is green.
+    These are a sweep of which no cell was judged, a pass that claims no rule, and a test function
+    that asks for ``gt_golden`` and does not use it in any of its cases.
     """
     results: dict[str, list[str]] = {}
     for row in facts.of_kind(found, "sweep"):
@@ -128,6 +129,14 @@ def _find_unjudged(found: Sequence[Fact]) -> list[Fact]:
     for name, outcomes in claims.items():
         if outcomes == {"not claimed"}:
             idle.append({"kind": "idle", "what": f"conformance of {name}: no rule is claimed"})
+
+    uses: dict[str, list[bool]] = {}
+    for use in facts.of_kind(found, "golden_use"):
+        uses.setdefault(use["test"], []).append(use["checks"])
+    for name, checks in uses.items():
+        if not any(checks):
+            what = f"{name} asks for gt_golden and checks nothing"
+            idle += [{"kind": "idle", "what": what}] * len(checks)
     return idle
 
 
@@ -244,7 +253,12 @@ class ConformanceTable:
             )
         self._tests_ran = False
         against = options.get(config, "conformance-against")
-        self._before = None if against is None else _read_table(Path(against))
+        here = config.invocation_params.dir
+        self._before = None if against is None else _read_table(against, Path(here, against))
+        self._file: Path | None = None
+        self._is_not_written = ""
+        if not hasattr(config, "workerinput"):
+            self._file = options.file_to_write(config, "conformance", "conformance.json")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._tests_ran = True
@@ -263,7 +277,7 @@ class ConformanceTable:
             lines.append(spell_counts({result: counts[result] for result in reversed(_WORST)}))
             lines += self._changes(name, rows)
             _write_section(terminalreporter, "-", f"conformance of {name}", lines)
-        for line in self._nothing_judged():
+        for line in filter(None, [*self._nothing_judged(), self._is_not_written]):
             terminalreporter.write_line(facts.one_line(line))
 
     def _nothing_judged(self) -> list[str]:
@@ -316,24 +330,28 @@ class ConformanceTable:
             return
         if session.exitstatus == pytest.ExitCode.OK and self._nothing_judged():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        file = options.get(self._config, "conformance")
-        if file is not None:
-            table: dict[str, dict[str, Any]] = {}
-            for name, rows in self._rows.items():
-                table[name] = {}
-                for rule, row in rows.items():
-                    table[name][rule] = {column: row[column] for column in _RULE[1:]}
-            Path(file).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        # The table of an earlier run is kept if no test has run, as with --collect-only.
+        if self._file is None or not self._tests_ran:
+            return
+        table: dict[str, dict[str, Any]] = {}
+        for name, rows in self._rows.items():
+            table[name] = {}
+            for rule, row in rows.items():
+                table[name][rule] = {column: row[column] for column in _RULE[1:]}
+        try:
+            self._file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:  # the run has ended, and its result stands without a table
+            self._is_not_written = f"no table of conformance: {type(error).__name__}: {error}"
 
 
-def _read_table(file: Path) -> dict[str, Any]:
+def _read_table(given: str, file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         for rows in found.values():
             assert all(row["result"] in _WORST for row in rows.values())
     except (OSError, ValueError, AssertionError, AttributeError, TypeError, KeyError) as error:
         raise pytest.UsageError(
-            f"--gt-conformance-against={file}: this is no table that --gt-conformance wrote "
+            f"--gt-conformance-against={given}: this is no table that --gt-conformance wrote "
             f"({error})"
         ) from None
     return found

@@ -133,6 +133,51 @@ def test_options_of_conformance_in_a_run_without_it_are_no_success(tmp_path, opt
         assert f"no rule was judged for {said}: no test of conformance has run" in done.output
 
 
+@pytest.mark.parametrize("option", ["conformance", "report", "summary"])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("test_it.py/x/file", "its directory cannot be made: "),
+        ("test_it.py/file", "its directory cannot be made: "),
+        ("folder", "is a directory; name a file, as folder/"),
+    ],
+)
+def test_a_file_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, option, place, words):
+    """Not after hours of tests."""
+    files = {"test_it.py": "def test_it(): pass\n", "folder/a": "", "passes.py": PASSES}
+    command = ("-p", "no:cacheprovider", f"--gt-{option}={place}")
+    done = run_project(tmp_path, *command, files=files)
+    assert done.status == 4
+    assert f"ERROR: --gt-{option}={place}" in done.output
+    assert words in done.output
+    assert "1 passed" not in done.output
+
+
+LEAVES = """
+import os, pytest
+from pytest_gtrainer.conformance import any_pass
+
+test_rules = any_pass(lambda gm: gm, not_claimed={"*": "later"})
+
+@pytest.mark.skipif("LEAVE" not in os.environ, reason="by the environment")
+def test_leaves_the_folder(tmp_path):
+    os.chdir(tmp_path)
+"""
+
+
+def test_the_table_of_conformance_gets_its_folder_and_is_kept_if_no_test_runs(
+    tmp_path, monkeypatch
+):
+    """The folder is that of the command, wherever a test has gone."""
+    monkeypatch.setenv("LEAVE", "1")
+    command = ("-p", "no:cacheprovider", "--gt-gpus=4", "--gt-conformance=no/folder/table.json")
+    run_project(tmp_path, *command, files={"test_it.py": LEAVES})
+    table = (tmp_path / "no/folder/table.json").read_text()
+    assert "not claimed" in table
+    run_project(tmp_path, *command, "--collect-only", files={})
+    assert (tmp_path / "no/folder/table.json").read_text() == table
+
+
 UNCLAIMED = """
 from pytest_gtrainer.conformance import any_pass
 

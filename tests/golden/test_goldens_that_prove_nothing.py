@@ -121,15 +121,31 @@ def test_has_a_fixture_that_could(check):
 
 def test_of_ranks(gt_ranks):
     pass
+
+@pytest.mark.parametrize("case", ["checks", "raises", "[", "raises, too"])
+def test_checks_in_some_cases(case, gt_golden):
+    if case == "checks":
+        gt_golden.check("a")
+
+@pytest.mark.parametrize("case", ["a", "b"])
+def test_forgets_in_all_cases(case, gt_golden):
+    pass
+
+@pytest.mark.parametrize("case", ["fails", "forgets"])
+def test_checks_in_the_case_that_fails(case, gt_golden):
+    if case == "fails":
+        gt_golden.check("a")
+        assert False
 """
 
 
 def test_the_fixture_of_a_test_that_checks_nothing(run_here):
     """V6"""
     result = run_here(UNCHECKED, "--gt-create-goldens")
-    result.assert_outcomes(passed=6, failed=1, skipped=1, xfailed=1)
+    result.assert_outcomes(passed=13, failed=2, skipped=1, xfailed=1)
     (idle,) = [line for line in result.outlines if line.startswith("idle ")]
     assert idle == (
         "idle      1 test_it.py::TestOfAClass::test_forgets asks for gt_golden and checks nothing, "
-        "1 test_it.py::test_forgets asks for gt_golden and checks nothing"
+        "1 test_it.py::test_forgets asks for gt_golden and checks nothing, "
+        "2 test_it.py::test_forgets_in_all_cases asks for gt_golden and checks nothing"
     )

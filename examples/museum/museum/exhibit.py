@@ -1,4 +1,8 @@
-"""Mark a test as an exhibit: it must pass on the fixed version and fail on the bug, by its name."""
+"""Mark a test as an exhibit: it must pass on the fixed version and fail on the bug, by its name.
+
+An exhibit that is "not found" stays in the museum: its check must pass on both versions, so the day
+on which it is found is noticed.
+"""
 
 import inspect
 import re
@@ -23,7 +27,18 @@ KINDS = (
     "nondeterminism",
     "compile",
 )
-FOUND_BY = ("proof", "bits", "layout", "golden", "conformance", "wait", "record", "memory")
+NOT_FOUND = "not found"
+FOUND_BY = (
+    "proof",
+    "bits",
+    "layout",
+    "golden",
+    "conformance",
+    "wait",
+    "record",
+    "memory",
+    NOT_FOUND,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class Exhibit:
         year: of the thread.
         kind: one of ``KINDS``.
         found_by: one of ``FOUND_BY``.
+        says: a part of the message, or the reason why the bug is not found.
         usual: what people compare without this package, or a sentence why nobody can.
         title: the first line of the file.
         module: the name of the exhibit's module.
@@ -44,6 +60,7 @@ class Exhibit:
     year: int
     kind: str
     found_by: str
+    says: str
     usual: Practice | str
     title: str
     module: str
@@ -59,7 +76,7 @@ def exhibit(
     *,
     kind: str,
     found_by: str,
-    raises: type[BaseException],
+    raises: type[BaseException] | None,
     says: str,
     usual: Practice | str,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -70,25 +87,27 @@ def exhibit(
         year: of the thread.
         kind: what kind of bug it is, one of ``KINDS``.
         found_by: the means that finds it, one of ``FOUND_BY``.
-        raises: the error of the check. Another one is a failure of the exhibit.
-        says: a part of its message.
+        raises: the error of the check. Another one is a failure of the exhibit. None if the bug is
+            not found.
+        says: a part of its message, or the reason why the bug is not found.
         usual: what people compare without this package, or a sentence why nobody can.
     """
     assert kind in KINDS, kind
     assert found_by in FOUND_BY, found_by
+    assert (raises is None) == (found_by == NOT_FOUND), "without an error nothing is found"
 
     def mark(test: Callable[..., Any]) -> Callable[..., Any]:
         module = sys.modules[test.__module__]
         title = (inspect.getdoc(module) or "").partition("\n")[0]
         assert title, "an exhibit begins with what happened"
         name = test.__module__
-        EXHIBITS[name] = Exhibit(thread, year, kind, found_by, usual, title, name)
-        found = pytest.RaisesExc(raises, match=re.escape(says))
-        told = pytest.mark.xfail(raises=found, strict=True, reason=f"the bug is found: {says}")
-        versions = [
-            pytest.param(False, id="fixed"),
-            pytest.param(True, id="bug", marks=told),
-        ]
+        EXHIBITS[name] = Exhibit(thread, year, kind, found_by, says, usual, title, name)
+        marks = []
+        if raises is not None:
+            error = pytest.RaisesExc(raises, match=re.escape(says))
+            reason = f"the bug is found: {says}"
+            marks.append(pytest.mark.xfail(raises=error, strict=True, reason=reason))
+        versions = [pytest.param(False, id="fixed"), pytest.param(True, id="bug", marks=marks)]
         return pytest.mark.parametrize("bug", versions)(test)
 
     return mark

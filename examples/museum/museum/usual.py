@@ -2,7 +2,7 @@
 
 Both run in real numbers, without this package, on two gloo ranks where a bug needs ranks. A
 ``Practice`` gives, for the version with the bug or the fixed one, tensors by name and losses of
-both sides.
+both sides. Curves are AdamW's, with its defaults, as that is what trainers use.
 """
 
 import fnmatch
@@ -122,6 +122,17 @@ def of_functions(
     return Practice(run)
 
 
+def of_results(
+    actual: Callable[[bool], Any], expected: Callable[[], Any], *, ranks: int = 1
+) -> Practice:
+    """Compare what two sides give: on ranks, ``actual`` runs on each, and so does ``expected``."""
+
+    def run(bug: bool) -> Sides:
+        return Sides(tensors_of(actual(bug)), tensors_of(expected()))
+
+    return Practice(run, ranks)
+
+
 def inputs_again(inputs: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     """Make the same inputs once more: one side may write to its own."""
     torch.manual_seed(0)
@@ -145,7 +156,7 @@ def of_models(
     mesh: Mapping[str, int],
     data_dim: str = "",
     local: Mapping[str, tuple[str, int]] | None = None,
-    rate: float = 0.05,
+    combine: str = "mean",
 ) -> Practice:
     """Compare the loss and gradients of a parallel model with the unsharded one's, and 50 steps.
 
@@ -155,7 +166,7 @@ def of_models(
         mesh: extents by name, of two ranks in all.
         data_dim: along which ranks have other batches; "" if all have one.
         local: parameters sliced by hand, as of ``assert_same_model``.
-        rate: of SGD.
+        combine: of the losses of data ranks: "mean" or "sum".
     """
     size = 1
     for extent in mesh.values():
@@ -173,26 +184,24 @@ def of_models(
         load(mine, whole, device_mesh, local or {})
         place = device_mesh.get_local_rank(data_dim) if data_dim else 0
         count = device_mesh[data_dim].size() if data_dim else 1
+        divisor = count if combine == "mean" else 1
 
         sides = Sides({}, {})
-        rates = (
-            torch.optim.SGD(mine.parameters(), rate),
-            torch.optim.SGD(whole.parameters(), rate),
-        )
+        optimizers = torch.optim.AdamW(mine.parameters()), torch.optim.AdamW(whole.parameters())
         for index in range(STEPS):
             loss = step(mine, *batch_at(batch, place))
             loss.backward()
             losses = []
             for data_rank in range(count):
-                losses.append(step(whole, *batch_at(batch, data_rank)) / count)
+                losses.append(step(whole, *batch_at(batch, data_rank)) / divisor)
             expected = torch.stack(losses).sum()
             expected.backward()
             if index == 0:
                 sides.actual = gradients(mine, device_mesh, local or {})
                 sides.expected = gradients(whole, device_mesh, {})
-            sides.losses.append(mean_over(loss, device_mesh, data_dim))
+            sides.losses.append(logged(loss, device_mesh, data_dim, divisor))
             sides.expected_losses.append(expected.item())
-            for optimizer in rates:
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         return sides
@@ -251,10 +260,10 @@ def gradients(
     return found
 
 
-def mean_over(loss: Tensor, mesh: DeviceMesh, data_dim: str) -> float:
-    """Return the loss that a trainer logs: the mean over data ranks."""
+def logged(loss: Tensor, mesh: DeviceMesh, data_dim: str, divisor: int) -> float:
+    """Return the loss that a trainer logs: the mean or sum over data ranks."""
     value = loss.detach().clone()
     if data_dim:
         dist.all_reduce(value, group=mesh[data_dim].get_group())
-        value /= mesh[data_dim].size()
+        value /= divisor
     return float(value.item())

@@ -70,6 +70,7 @@ from pytest_gtrainer.graph.nodes import (
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, read_sent_states
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.numerics import knobs
+from pytest_gtrainer.numerics.bits import strides_that_count
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal, compare_entries
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.knobs import NOT_LOADED
@@ -405,8 +406,9 @@ def _sent(gm: fx.GraphModule) -> Counter[str]:
 def keeps_metadata(run: Run) -> None:
     given = graph_of(run.recipe)
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
-    by_name = {(node.name, node.target): words for node, words in before.items()}
     after = run.of(given)
+    # By the names that the pass may have given them, before it made a copy.
+    by_name = {(node.name, node.target): words for node, words in before.items()}
     # A pass that makes a new graph leaves no node of the given one. A namesake may be another node,
     # so of these it only counts that none has lost its module.
     is_new = before.keys().isdisjoint(after.graph.nodes)
@@ -423,11 +425,20 @@ def keeps_metadata(run: Run) -> None:
     for name, why in _wrong_values(after).items():
         if name not in wrong:
             raise AssertionError(why)
+    if is_new:
+        _refuse_other_names(given, after)
+
+
+def _refuse_other_names(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """Raise ``Nothing`` if no operator has its name of before: none can be compared with itself."""
+    names = {node.name for node in before.graph.nodes if node.op == "call_function"}
+    if names.isdisjoint(node.name for node in after.graph.nodes):
+        raise Nothing("it gives all operators other names, so none is known again")
 
 
 def _wrong_values(gm: fx.GraphModule) -> dict[str, str]:
-    """Run a graph; return what is wrong, for each node whose ``meta["val"]`` says another dtype or
-    shape than the node has.
+    """Run a graph; return what is wrong, for each node whose ``meta["val"]`` says another dtype,
+    shape or strides than the node has.
     """
     wrong: dict[str, str] = {}
 
@@ -435,7 +446,7 @@ def _wrong_values(gm: fx.GraphModule) -> dict[str, str]:
         def run_node(self, n: fx.Node) -> Any:
             made, says = super().run_node(n), n.meta.get("val")
             if isinstance(made, torch.Tensor) and isinstance(says, torch.Tensor):
-                is_so, is_said = (f"{each.dtype}{list(each.shape)}" for each in (made, says))
+                is_so, is_said = map(_spell_layout, (made, says))
                 if is_so != is_said:
                     wrong[n.name] = f'{n} is {is_so}, and its meta["val"] says {is_said}'
             return made
@@ -447,9 +458,14 @@ def _wrong_values(gm: fx.GraphModule) -> dict[str, str]:
     return wrong
 
 
+def _spell_layout(tensor: torch.Tensor) -> str:
+    strides = list(strides_that_count(tensor))
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {strides}"
+
+
 @rule(
     "ranks",
-    "the graph is the same on every rank that holds as much, and so are collectives on all ranks",
+    "the graph is the same on ranks that hold as much, and collectives are the same on all ranks",
     IN_PLACE,
     DENSE,
     TIED,
@@ -459,24 +475,32 @@ def _wrong_values(gm: fx.GraphModule) -> dict[str, str]:
 )
 def is_same_on_ranks(run: Run) -> None:
     mesh = dict(run.recipe.mesh)
-    here, launched = _without_ranks(render(run.after, mesh=mesh)), _in_order(run.after)
-    others = _ranks_with_other_shards(run.recipe)
+    launched = _in_order(run.after)
+    # The rank that was first with its shapes of inputs, and its text.
+    texts = {_shapes(run.before): (dist.get_rank(), _without_ranks(render(run.after, mesh=mesh)))}
     for rank in sorted(set(range(run.recipe.size)) - {dist.get_rank()}):
         with fake_group_beside(rank, run.recipe.size):
-            after = replace(run).after
-            there = _without_ranks(render(after, mesh=mesh))
-            launched_there = _in_order(after)
+            beside = replace(run)
+            there = _without_ranks(render(beside.after, mesh=mesh))
+            launched_there = _in_order(beside.after)
+            first, here = texts.setdefault(_shapes(beside.before), (rank, there))
         # Ranks whose collectives differ wait for each other forever.
         for own, other in itertools.zip_longest(launched, launched_there, fillvalue="nothing"):
             if own != other:
                 raise AssertionError(
                     f"rank {rank} launches {other} where rank {dist.get_rank()} launches {own}"
                 )
-        if there != here and not others:
+        if there != here:
             raise AssertionError(
-                f"rank {rank} has another graph than rank {dist.get_rank()}\n"
+                f"rank {rank} has another graph than rank {first}\n"
                 f"{difference('graph', here, there)}"
             )
+
+
+def _shapes(gm: fx.GraphModule) -> str:
+    """Return the shapes of a graph's inputs, by which ranks with equal shards have equal graphs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return str([tuple(node.meta["val"].shape) for node in placeholders])
 
 
 def _without_ranks(text: str) -> str:
@@ -840,6 +864,7 @@ def keeps_strides(run: Run) -> None:
                 found[node.name] = [value.stride() for value in values if hasattr(value, "stride")]
         return found
 
+    _refuse_other_names(*run.graphs)
     before, after = map(strides_of_operands, run.graphs)
     for name, was in before.items():
         if after.get(name, was) != was:
@@ -902,9 +927,11 @@ def moves_no_compute(run: Run) -> None:
     for member in (*fsdp_all_gathers(given), *fsdp_reduce_scatters(given)):
         moving.update((member.launch, member.wait, *member.chain))
     before: list[Any] = [node for node in given.graph.nodes if node not in moving]
-    after: list[Any] = list(run.of(given).graph.nodes)
+    result = run.of(given)
+    after: list[Any] = list(result.graph.nodes)
     # A pass may rename nodes. One that makes a new graph leaves none of the given one.
     if set(before).isdisjoint(after):
+        _refuse_other_names(given, result)
         before = [node.name for node in before]
         after = [node.name for node in after]
     staying = set(before).intersection(after)

@@ -5,7 +5,7 @@ passes as equal. NaN and infinite values have the same bits whatever computes th
 where they are, and a run whose loss, or all of a gradient or weight, is not finite is unverified.
 So is a comparison of empty tensors alone. Differences are in order of origin: step, rank, phase,
 the order in which ``expected`` registered its tensors, element. Between records dtype, shape and
-bytes must agree, between tensors also the stride, between DTensors the placements.
+bytes must agree, between tensors also strides that place elements, between DTensors placements.
 """
 
 import os
@@ -284,7 +284,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         ("dtype", a.dtype, b.dtype),
         ("shape", list(a.shape), list(b.shape)),
         # Copies in a record are contiguous, so strides differ between tensors alone.
-        ("stride", a.stride(), b.stride()),
+        ("stride", bits.strides_that_count(a), bits.strides_that_count(b)),
     ]
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
         # Equal shards are of other tensors, if the placements or the global shapes differ.

@@ -169,6 +169,9 @@ def deterministic(
 ) -> Iterator[Settings]:
     """Run a block deterministically; everything is restored on exit.
 
+    A block inside a deterministic one is deterministic, too, whatever its ``config`` says: the
+    switches that are on stay on.
+
     Args:
         config: what to set; the default ``DebugConfig()`` sets everything.
         seed: instead of ``config.seed``; see ``mesh_seed`` for one per mesh dimension.
@@ -182,6 +185,8 @@ def deterministic(
     config = config or DebugConfig()
     if seed is not None:
         config = replace(config, seed=seed)
+    if any(outer.config.deterministic for outer in _active):
+        config = replace(config, deterministic=True)
     settings = Settings(config, nccl, knobs.values())
     with ExitStack() as stack:
         _set_nccl(stack, nccl)
@@ -365,7 +370,10 @@ def balanced_loss(
         group = dist.group.WORLD
     count = torch.as_tensor(tokens, dtype=torch.int64, device=loss_sum.device).detach()
     total = functional_collectives.all_reduce(count.reshape(()), "sum", group)
-    if gradients == "avg":
-        # The reduction divides by the number of ranks; a power of two is taken back exactly.
-        loss_sum = loss_sum * dist.get_world_size(group)
-    return loss_sum / total
+    if gradients == "sum":
+        return loss_sum / total
+    # The reduction divides by the number of ranks; a power of two is taken back exactly. The sum
+    # times the number of ranks may be too large for its dtype, where the mean is not, and in fp16
+    # a share of the mean may be too small.
+    wide = loss_sum.float() if loss_sum.dtype == torch.float16 else loss_sum
+    return (wide / total * dist.get_world_size(group)).to(loss_sum.dtype)

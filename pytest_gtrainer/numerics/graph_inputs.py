@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.numerics.bits import span
 from pytest_gtrainer.numerics.graph_run import CAN_BE_EXTREME, copies, has_storage
 
 MOST_ALONE = 4  # how many inputs are tried one at a time
@@ -101,7 +102,7 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
 
     Returns:
         a description of each kind of values with which every result was NaN, whichever input had
-        them.
+        them. A kind that the graph refuses, whichever input has it, is named in the summary.
     """
     silent: list[str] = []
     places = [at for at, value in enumerate(inputs) if _has_dtype(value, CAN_BE_EXTREME)]
@@ -111,21 +112,51 @@ def try_extremes(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool])
     for extreme in Extreme:
         if extreme in (*INTEGERS, Extreme.ALL_INFINITE) or not places:
             continue
-        is_number = _check_values(inputs, places, extreme, "some inputs", check)
-        for place in alone if len(places) > 1 else ():
+        attempts = [(places, "some inputs")]
+        if len(places) > 1:
+            attempts += [([place], f"graph input {place} alone") for place in alone]
+        is_number, all_refused = False, True
+        for chosen, where in attempts:
+            try:
+                is_number = _check_values(inputs, chosen, extreme, where, check)
+                all_refused = False
+            except InputsRefused as error:
+                refusal = _refusal_of_one_process(error)
             if is_number:
                 break
-            where = f"graph input {place} alone"
-            is_number = _check_values(inputs, [place], extreme, where, check)
-        if not is_number:
+        if all_refused:
+            _note_refused(f"no input has had {extreme.value}: the graph refuses them", refusal)
+        elif not is_number:
             silent.append(f"inputs with {extreme.value}")
 
     # Among a few infinities there may be none where an element counts.
     for place in alone[:2]:
         where = f"graph input {place} alone"
-        _check_values(inputs, [place], Extreme.ALL_INFINITE, where, check)
+        try:
+            _check_values(inputs, [place], Extreme.ALL_INFINITE, where, check)
+        except InputsRefused as error:
+            refusal = _refusal_of_one_process(error)
+            what = f"graph input {place} has not had {Extreme.ALL_INFINITE.value}"
+            _note_refused(f"{what}: the graph refuses them", refusal)
     _try_integers(inputs, check)
     return silent
+
+
+def _ranks_run() -> bool:
+    """Return whether a graph that raises on one rank leaves others waiting in a collective."""
+    return dist.is_initialized() and dist.get_backend() != "fake" and dist.get_world_size() > 1
+
+
+def _refusal_of_one_process(error: InputsRefused) -> BaseException | None:
+    """Return the error of the graph; on ranks raise the refusal, as others may not refuse."""
+    if _ranks_run():
+        raise error
+    return error.__cause__
+
+
+def _note_refused(what: str, refusal: BaseException | None) -> None:
+    first_line = str(refusal).partition("\n")[0]
+    facts.emit("idle", what=f"{what} ({type(refusal).__name__}: {first_line})")
 
 
 def _try_integers(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]) -> None:
@@ -134,7 +165,7 @@ def _try_integers(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]
     An index out of range is an error of one rank, for which others would wait in a collective; and
     one on a GPU ends all use of it. There, integers stay as they are.
     """
-    if dist.is_initialized() and dist.get_backend() != "fake" and dist.get_world_size() > 1:
+    if _ranks_run():
         return
     for place, value in enumerate(inputs):
         first = value[0] if isinstance(value, list) and value else value
@@ -148,10 +179,8 @@ def _try_integers(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]
             except InputsRefused as error:
                 refusal = error.__cause__
         else:
-            kept = (
-                f"graph input {place} has no other integers than its own: the graph refuses 2 and 3"
-            )
-            facts.emit("idle", what=f"{kept} ({type(refusal).__name__}: {refusal})")
+            kept = f"graph input {place} has no other integers than its own"
+            _note_refused(f"{kept}: the graph refuses 2 and 3", refusal)
 
 
 def _check_values(
@@ -246,5 +275,11 @@ def sample_tensor(
     else:
         most = 2 if like.dtype is torch.bool else integers
         drawn = torch.randint(0, most, list(shape), generator=generator)
+    needed = span(shape, strides)
+    if 0 in strides or needed < drawn.numel():
+        # Elements share memory, as those of an expanded tensor, so each place gets one number.
+        memory = drawn.flatten().repeat(needed // max(drawn.numel(), 1) + 1)[:needed]
+        memory = memory.to(like.dtype).to(like.device)
+        return memory.as_strided(list(shape), list(strides))
     empty = torch.empty_strided(list(shape), list(strides), dtype=like.dtype)
     return empty.copy_(drawn).to(like.device)

@@ -140,8 +140,11 @@ def capture_operators(
             enter = module.register_forward_pre_hook(
                 lambda *_, fqn=fqn: mode.modules.append(fqn), prepend=True
             )
+            leave = module.register_forward_hook(
+                lambda *_, fqn=fqn: mode.leave(fqn), always_call=True
+            )
             stack.callback(enter.remove)
-            stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
+            stack.callback(leave.remove)
         # Calls are listed in their order, which threads of several devices would mix.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(watching_backward(mode.running.append, mode.end))
@@ -164,8 +167,10 @@ class _EagerMode(TorchDispatchMode):
 
     # Hooks of modules and of autograd: what one returns would replace an output or a gradient.
 
-    def leave(self, *_: Any) -> None:
-        self.modules.pop()
+    def leave(self, fqn: str) -> None:
+        # A hook of the user's that stands before ``enter`` may raise; torch calls this one anyway.
+        if self.modules and self.modules[-1] == fqn:
+            self.modules.pop()
 
     def end(self) -> None:
         self.running.pop()

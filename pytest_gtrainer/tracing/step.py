@@ -51,6 +51,7 @@ from pytest_gtrainer.graph.nodes import (
     graphs_in,
     refuse_fake,
 )
+from pytest_gtrainer.numerics.bits import strides_that_count
 from pytest_gtrainer.tracing.model import (
     KEY,
     LOSS_FQN,
@@ -324,10 +325,7 @@ def _describe(value: Any) -> str:
     if value.layout is not torch.strided:
         text += f" of layout {value.layout}"
     elif not value.is_contiguous():
-        strides = []
-        for extent, stride in zip(value.shape, value.stride(), strict=True):
-            strides.append(stride if extent > 1 else 1)  # that of one element decides nothing
-        text += f" with strides {strides}"
+        text += f" with strides {list(strides_that_count(value))}"
     if value.device.type != "cpu":
         text += f" on {value.device.type}"
     return text

@@ -244,7 +244,7 @@ def spoils_metadata_and_refuses(gm, plan):
 
 
 def copies_without_modules(gm, plan):
-    made = copy.deepcopy(ours(gm, bucket_plan=plan))
+    made = copy.deepcopy(gm if plan is None else ours(gm, bucket_plan=plan))
     for node in made.graph.nodes:
         node.meta.pop("custom", None)
     return made
@@ -256,6 +256,10 @@ def moves_and_renames_compute(gm, plan):
         if node.op == "call_function":
             node._rename(f"moved_{place}")
     return gm
+
+
+def renames_and_copies_without_modules(gm, plan):
+    return copies_without_modules(moves_and_renames_compute(gm, plan), None)
 
 
 def packs_experts_as_executed(gm, plan):
@@ -290,6 +294,8 @@ MISTAKES = [
     ("metadata", forgets_values, 'has no meta\\["val"\\]'),
     ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
     ("metadata", copies_without_modules, "was of tok_embeddings fwd and is of  fwd"),
+    ("metadata", renames_and_copies_without_modules, "was of .* and is of  fwd"),
+    ("E4", renames_and_copies_without_modules, "compute has moved"),
     ("ranks", asks_for_its_rank, "rank 0 has another graph than rank 1"),
     ("growth", compares_all_pairs, "calls for 4 layers"),
     ("cost", runs_twenty_times, r"\d+ calls, a recompile \d+: \d+.\d times"),
@@ -790,6 +796,13 @@ def says_wrong(target, **change):
     return saying
 
 
+def says_other_strides(gm):
+    gm = copies_a_result(gm)
+    value = (node := found(gm, aten.tanh.default)[0]).meta["val"]
+    node.meta["val"] = value.new_empty(value.shape[::-1]).permute(*reversed(range(value.dim())))
+    return gm
+
+
 MISTAKES_OF_KINDS = [
     *(
         (kind, "D9", negates_where(is_so), message)
@@ -802,6 +815,9 @@ MISTAKES_OF_KINDS = [
         )
     ),
     ("any", "ranks", negates_where(has_replicas_on(2, 3)), "rank 2 has another graph than rank 1"),
+    # Its shards are uneven, and those of ranks 0 to 2 are equal.
+    ("any", "ranks", negates_where(is_odd_on(2)), "rank 2 has another graph than rank 1"),
+    ("any", "metadata", says_other_strides, r"with strides \[.*says .* with strides \["),
     (
         "any",
         "ranks",
@@ -1140,6 +1156,21 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
             AssertionError, match=r"D2 .* proves nothing: Recipe.*: it changes nothing"
         ):
             judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
+
+
+@pytest.mark.parametrize("rule", ["E4", "D13", "metadata"])
+def test_a_new_graph_whose_operators_have_other_names_proves_nothing(rule, request):
+    """No operator can be compared with itself of before."""
+
+    def renames(gm, plan):
+        made = copies_without_modules(moves_compute(gm, plan), None)
+        for place, node in enumerate(made.graph.nodes):
+            if node.op == "call_function":
+                node._rename(f"moved_{place}")
+        return made
+
+    with pytest.raises(pytest.skip.Exception, match="gives all operators other names"):
+        judge(RULES[rule], Adapter(renames, "bucketing", call=renames), request)
 
 
 def test_what_is_not_claimed_is_not_run(request):

@@ -348,6 +348,18 @@ class TestDifferent:
         verdict = compare(actual, expected)
         assert (verdict.outcome, verdict.first.kind) == ("different", kind)
 
+    @pytest.mark.parametrize(
+        ("shape", "strides"),
+        [((1, 3), (7, 1)), ((3, 1), (1, 5)), ((1,), (9,)), ((2, 1, 3), (3, 0, 1))],
+    )
+    def test_strides_that_place_no_element_are_no_difference(self, shape, strides):
+        """Those of dimensions of one element."""
+        actual = torch.empty_strided(shape, strides).fill_(1)
+        assert compare(actual, torch.ones(shape)).outcome == "equal"
+        empty = torch.empty_strided((0, 2), (5, 7))
+        beside = {"empty": empty, "ones": actual}, {"empty": torch.ones(0, 2), "ones": actual + 0}
+        assert compare(*beside).outcome == "equal"
+
     def test_names_that_do_not_match(self):
         verdict = compare(
             {"w": torch.ones(1), "a": torch.ones(1)}, {"w": torch.ones(1), "b": torch.ones(1)}

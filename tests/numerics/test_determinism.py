@@ -93,6 +93,23 @@ def test_blocks_nest():
         assert determinism.active().seed == 1
 
 
+@pytest.mark.usefixtures("state")
+def test_a_block_inside_a_deterministic_one_is_deterministic():
+    """Its settings say so, as its switches stay on; a block beside it is not."""
+    off = DebugConfig(seed=3, deterministic=False)
+    with deterministic(seed=1):
+        switches = snapshot()
+        with deterministic(off) as inner:
+            assert inner.config.deterministic
+            assert torch.are_deterministic_algorithms_enabled()
+            with deterministic(off) as innermost:
+                assert innermost.config.deterministic
+        assert snapshot() == switches
+    with deterministic(off) as alone, deterministic(off) as within:
+        assert not alone.config.deterministic
+        assert not within.config.deterministic
+
+
 def test_what_it_sets():
     """K2"""
     import torch._inductor.config as inductor

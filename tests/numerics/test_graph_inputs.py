@@ -270,3 +270,43 @@ def test_expanded_inputs_and_booleans():
     assert made[0].unique().numel() == 1
     gm = graph_of(lambda x, mask: (x + 1, mask.logical_not()), *given)
     assert bisect_extremes([Stage("", gm), Stage("", gm)], local_run, given).outcome == "equal"
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 3), (0, 1)), ((2, 3), (1, 0)), ((3, 2), (1, 1)), ((2, 2), (0, 0)), ((2, 3), (0, 5))],
+)
+def test_inputs_whose_elements_share_memory_get_numbers(shape, strides):
+    """As an expanded tensor, or windows of one."""
+    x = torch.randn(20).as_strided(shape, strides)
+    gm = graph_of(lambda x: x.sin(), x)
+    assert_same_values(gm, graph_of(lambda x: x.sin(), x), "sin")
+    with pytest.raises(BitwiseDifference):
+        assert_same_values(gm, graph_of(lambda x: x.cos(), x), "cos")
+
+
+def drawn(x):
+    return torch.multinomial(x.softmax(-1), 1).sum() + x.sum()
+
+
+def refuses_all(x):
+    return torch.linalg.eigvalsh(x @ x.T)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (drawn, "no input has had infinities: the graph refuses them (RuntimeError: probability"),
+        (drawn, "no input has had NaN: the graph refuses them (RuntimeError: probability"),
+        (refuses_all, "graph input 0 has not had infinities everywhere: the graph refuses them"),
+    ],
+)
+def test_numbers_that_a_graph_refuses_are_left_out_with_a_word(function, words):
+    """The other kinds of numbers are compared."""
+    gm, before = (graph_of(function, torch.randn(3, 3)) for _ in range(2))
+    with facts.collecting() as seen:
+        assert_same_values(gm, before, "a graph")
+    assert any(words in fact["what"] for fact in facts.of_kind(seen, "idle"))
+    wrong = graph_of(lambda x: function(x.clamp(-100, 100)), torch.randn(3, 3))
+    with pytest.raises(BitwiseDifference, match="inputs with large numbers"):
+        assert_same_values(wrong, before, "a clamp")

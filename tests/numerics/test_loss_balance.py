@@ -13,6 +13,7 @@ from pytest_gtrainer import (
     balanced_loss,
     trace_step,
 )
+from pytest_gtrainer._torch import passes
 
 COUNTS = (3, 8, 5)  # tokens a rank
 
@@ -102,6 +103,26 @@ def test_tokens_of_a_group_are_counted_exactly(gt_world, gt_mesh):
             one, counts[gt_world.rank], gt_mesh.get_group("dp"), gradients=gradients
         )
         assert share.item() == factor / sum(counts[rank] for rank in group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss", "tokens"),
+    [
+        (torch.float16, 60000.0, 6),
+        (torch.float16, 3.0517578125e-05, 4),  # a share of its mean is too small for fp16
+        (torch.bfloat16, 3e38, 4),
+        (torch.float32, 1e38, 3),
+    ],
+)
+@pytest.mark.gt_world("fake", size=8)
+def test_no_number_on_the_way_is_out_of_range(gt_world, dtype, loss, tokens, monkeypatch):
+    """Eight ranks have equally many tokens: a fake all-reduce leaves the count."""
+    all_reduce = passes.functional_collectives.all_reduce
+    monkeypatch.setattr(
+        passes.functional_collectives, "all_reduce", lambda *args: all_reduce(*args) * 8
+    )
+    loss_sum = torch.tensor(loss, dtype=dtype)
+    assert_bitwise_equal(balanced_loss(loss_sum, tokens), loss_sum / tokens)
 
 
 @pytest.mark.gt_world("fake", size=8)

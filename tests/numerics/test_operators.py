@@ -207,6 +207,43 @@ def test_a_run_is_left_as_it_was():
     assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
 
 
+@pytest.mark.parametrize("fails_in", ["a hook before ours", "a hook", "the forward"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_module_that_raises_and_whose_error_is_caught_is_left(fails_in, is_nested):
+    """Wherever it raises, what runs behind it is in no other module."""
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("forward")
+
+    def hook(module, args):
+        if fails_in != "the forward":
+            raise ValueError("hook")
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fails = nn.Sequential(Fails()) if is_nested else Fails()
+            self.after = nn.Linear(4, 4)
+
+        def forward(self, x):
+            prepend = fails_in == "a hook before ours"
+            handle = self.fails.register_forward_pre_hook(hook, prepend=prepend)
+            try:
+                self.fails(x)
+            except ValueError:
+                pass
+            finally:
+                handle.remove()
+            return self.after(x).sin()
+
+    model = Outer()
+    with capture_operators(model) as capture:
+        model(X)
+    places = [(call.place.fqn, call.place.operator) for call in capture.calls]
+    assert places == [("after", "aten.addmm.default"), ("", "aten.sin.default")]
+
+
 class Asking(nn.Module):
     """Between two products it asks for a number, a truth, and a shape on no device."""
 

@@ -130,7 +130,8 @@ SIMULATED = [parallel for parallel in RIGHT if parallel is not ddp]
 ALONG_TENSORS = (tensor_parallel, sequence_parallel)
 
 
-@pytest.mark.second_tier("data_parallel", "tensor_parallel", "sequence_parallel", "two_dimensional")
+# The first tier has DDP in ``test_gradients_of_whole_numbers_alone_count``.
+@pytest.mark.second_tier(*(parallel.__name__ for parallel in RIGHT if parallel is not all_three))
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 @pytest.mark.parametrize("parallel", RIGHT, ids=lambda function: function.__name__)
 def test_torchs_parallel_models_are_the_unsharded_one_on_ranks(parallel, gt_mesh):
@@ -140,7 +141,7 @@ def test_torchs_parallel_models_are_the_unsharded_one_on_ranks(parallel, gt_mesh
     assert proof.compared == 4 * (1 + 7)
 
 
-@pytest.mark.second_tier("tensor_parallel", "sequence_parallel", "two_dimensional")
+@pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
 @pytest.mark.parametrize("parallel", SIMULATED, ids=lambda function: function.__name__)
 def test_they_are_in_a_simulated_world(parallel, gt_mesh):

@@ -59,7 +59,7 @@ from pytest_gtrainer.passes.chunking.mixing import (
 )
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
 from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, unknown_dims
-from pytest_gtrainer.tracing.model import ModelState, tensor_text
+from pytest_gtrainer.tracing.model import ModelState, holds_as_object, tensor_text
 
 _logger = logging.getLogger(__name__)
 
@@ -239,11 +239,7 @@ def _copy_containers(value: Any, depth: int) -> Any:
 
     These are lists, dicts, sets, and objects of plain classes. The tensors stay the same.
     """
-    kind = type(value)
-    is_of_torch = isinstance(value, nn.Module) or kind.__module__.startswith("torch")
-    is_plain_class = kind.__new__ is object.__new__ and hasattr(value, "__dict__")
-    is_object = is_plain_class and not is_of_torch
-    if not depth or not (is_object or isinstance(value, dict | list | set)):
+    if not depth or not (holds_as_object(value) or isinstance(value, dict | list | set)):
         return value
     made = copy.copy(value)
     if isinstance(made, list):

@@ -1,9 +1,10 @@
 """Name a model's modules on traced nodes, and list and exchange its state."""
 
-import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -83,33 +84,68 @@ def has_bytes(value: Any) -> bool:
     return not value.is_meta and value.layout is torch.strided
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare two plain tensors of one shape and dtype bit for bit."""
-    plain = [each.detach().as_subclass(torch.Tensor) for each in (one, other)]
-    bytes_of = [each.contiguous().reshape(-1).view(torch.uint8) for each in plain]
-    return torch.equal(*bytes_of)
-
-
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules, and the lists, sets and dicts among them, on exit.
+    """Restore on exit what modules hold: attributes, containers, and objects of plain classes.
 
     A forward may keep a cache or count its calls; in a trace it would keep tensors without values.
     """
-    kept = []
+    kept: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
-        for holder in [vars(module), *vars(module).values()]:
-            if isinstance(holder, dict | list | set):
-                kept.append((holder, copy.copy(holder)))
+        _keep(vars(module), kept, _MOST_LEVELS)
     try:
         yield
     finally:
-        for holder, before in kept:
+        for holder, before in kept.values():
+            # Ranks that are threads may share a configuration, and read it now.
+            if _is_as_before(holder, before):
+                continue
             holder.clear()
-            if isinstance(holder, list):
+            if isinstance(holder, list | deque):
                 holder.extend(before)
             else:
                 holder.update(before)
+
+
+_MOST_LEVELS = 5  # as a dict of an object in a list, in a dict of a module
+
+
+def _keep(value: Any, kept: dict[int, tuple[Any, Any]], levels: int) -> None:
+    """Copy a container, and those that it holds, by the container's id."""
+    if not levels or id(value) in kept:
+        return
+    if isinstance(value, dict | list | set | deque):
+        # A plain copy, of whichever class: it is read, and nothing else.
+        before = dict(value) if isinstance(value, dict) else list(value)
+        kept[id(value)] = value, before
+        for item in before.values() if isinstance(before, dict) else before:
+            _keep(item, kept, levels - 1)
+    elif isinstance(value, tuple):
+        for item in value:
+            _keep(item, kept, levels - 1)
+    elif holds_as_object(value):
+        _keep(vars(value), kept, levels)
+
+
+def _is_as_before(holder: Any, before: Any) -> bool:
+    if len(holder) != len(before):
+        return False
+    if isinstance(holder, set):
+        return all(item in holder for item in before)
+    if isinstance(holder, dict):
+        return all(map(is_, holder.values(), before.values())) and holder.keys() == before.keys()
+    return all(map(is_, holder, before))
+
+
+def holds_as_object(value: Any) -> bool:
+    """Return whether a value is an object of a plain class, which may hold tensors.
+
+    Modules and objects of torch are none: they know by themselves what they hold.
+    """
+    kind = type(value)
+    if isinstance(value, nn.Module) or kind.__module__.partition(".")[0] == "torch":
+        return False
+    return kind.__new__ is object.__new__ and hasattr(value, "__dict__")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

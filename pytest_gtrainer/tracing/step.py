@@ -51,7 +51,7 @@ from pytest_gtrainer.graph.nodes import (
     graphs_in,
     refuse_fake,
 )
-from pytest_gtrainer.numerics.bits import strides_that_count
+from pytest_gtrainer.numerics.bits import byte_view, same_bytes, strides_that_count
 from pytest_gtrainer.tracing.model import (
     KEY,
     LOSS_FQN,
@@ -61,7 +61,6 @@ from pytest_gtrainer.tracing.model import (
     has_bytes,
     local,
     rewrap,
-    same_bytes,
     tensor_text,
 )
 from pytest_gtrainer.tracing.refusals import (
@@ -193,7 +192,10 @@ class TracedStep:
                     if not torch.equal(now, random_before.get(name, now)):
                         changed[f"random state of {name}{AFTERWARDS}"] = now
             finally:  # a step that raises may have written to a buffer before
-                written = [each for each in kept if not same_bytes(*each[1:])]
+                written = []
+                for name, value, before in kept:
+                    if not same_bytes(byte_view(value), byte_view(before)):
+                        written.append((name, value, before))
                 if written:  # a result may be a view of what is put back
                     results = [None if each is None else each.clone() for each in results]
                 for name, value, _ in written:

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import operator
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -341,6 +343,96 @@ def test_a_cache_that_the_forward_keeps_is_put_back(trace):
         assert (model.table, model.calls, model.seen) == (None, 0, [])
         assert (model.by_name, model.shapes, hasattr(model, "last")) == ({}, set(), False)
     assert type(model(X).detach()) is torch.Tensor
+
+
+class Cache:
+    """As caches of ``transformers``: an object with lists of tensors."""
+
+    def __init__(self):
+        self.layers, self.length = [[]], 0
+
+
+class Nesting(nn.Module):
+    """It keeps tensors in containers and objects inside others, and one that holds itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.by_layer, self.in_order = {"a": {"b": {}}}, ([], [[]])
+        self.last, self.lists = deque([1, 2], maxlen=2), defaultdict(list)
+        self.cache, self.caches = Cache(), [Cache()]
+        self.loop = []
+        self.loop.append(self.loop)
+
+    def forward(self, x):
+        made = self.layer(x)
+        self.by_layer["a"]["b"]["x"] = made
+        self.in_order[0].append(made)
+        self.in_order[1][0].append(made)
+        self.last.append(made)
+        self.lists["x"].append(made)
+        for cache in (self.cache, *self.caches):
+            cache.layers[0].append(made)
+            cache.length += 1
+            cache.newest = made
+        self.loop.append(made)
+        return made
+
+    def left(self):
+        caches = [(each.layers, each.length, set(vars(each))) for each in self.caches]
+        return (
+            self.by_layer,
+            self.in_order,
+            list(self.last),
+            dict(self.lists),
+            *caches,
+            (self.cache.layers, self.cache.length),
+            len(self.loop),
+        )
+
+
+def test_what_the_forward_keeps_inside_other_containers_is_put_back():
+    """V5"""
+    model = Nesting()
+    before = copy.deepcopy(model.left())
+    holders = [model.by_layer["a"]["b"], model.in_order[1][0], model.last, model.cache.layers]
+    trace_step(model, lambda m, x: m(x).sum(), (X,))
+    assert model.left() == before
+    assert type(model.lists) is defaultdict
+    same = [model.by_layer["a"]["b"], model.in_order[1][0], model.last, model.cache.layers]
+    assert all(map(operator.is_, holders, same))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, dtype=torch.complex64).conj(),
+        lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+        lambda: torch.randn(2, 4, dtype=torch.complex64)[:, ::2],
+        lambda: torch.zeros(0, 4),
+        lambda: torch.tensor(3.0),
+    ],
+    ids=["conjugate", "negated", "strided", "empty", "scalar"],
+)
+def test_results_of_inputs_of_any_kind(make):
+    """Reading their bytes needs no view that torch refuses."""
+    given = make()
+    before = given.clone()
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return (x.real * self.weight).sum()
+
+    model = Scaled()
+    traced = trace_step(model, lambda m, x: m(x), (given,))
+    found = traced.results(model, given)
+    assert torch.equal(found["loss"], before.real.sum())
+    assert list(found) == ["loss", "gradient of weight"]
+    assert torch.equal(given, before)
 
 
 def hook(*args):

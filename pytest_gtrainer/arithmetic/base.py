@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -78,8 +79,8 @@ class Arithmetic(ABC):
         bias: how comparisons order abstract elements: 1 above every known number, -1 below, 0
             among them.
         decisions: how often elements were compared or sorted.
-        roots: how often square roots of few different elements were taken; their signs, one of
-            two for each, may agree by chance.
+        fewest_roots: of how few different elements square roots were taken, ``FEW`` if of that many
+            or more; their signs, one of two for each, may agree by chance.
         few: how often few different elements were compared with each other, or sorted.
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
@@ -98,8 +99,8 @@ class Arithmetic(ABC):
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.bias = 0
-        self.roots = self.few = 0
-        self.decisions = self.exponentials = 0
+        self.decisions = self.few = self.exponentials = 0
+        self.fewest_roots = FEW
         self.coarsest = 0.0
         self._uninitialised = 0
 
@@ -151,7 +152,16 @@ class Arithmetic(ABC):
     def _note_decision(self, *operands: Elements) -> None:
         """Note that elements are compared: few of them may all decide alike by chance."""
         self.decisions += 1
-        self.few += all(is_few(elements) for elements in operands)
+        self.few += all(count_different(elements) < FEW for elements in operands)
+
+    @contextmanager
+    def deciding_nothing(self) -> Iterator[None]:
+        """Do not count the decisions inside: which way they go changes no real number."""
+        before = self.decisions, self.few
+        try:
+            yield
+        finally:
+            self.decisions, self.few = before
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""
@@ -319,15 +329,16 @@ class Arithmetic(ABC):
         return found
 
 
-_FEW = 16
+FEW = 16
+"""So few different elements may all decide alike by chance."""
 
 
-def is_few(elements: Elements) -> bool:
-    """Return whether there are so few different elements that all may decide alike by chance.
+def count_different(elements: Elements) -> int:
+    """Return how many of the first elements are different.
 
     An expanded tensor has many places, and one element.
     """
-    return len(elements.reshape(-1)[: 1 << 12].unique()) < _FEW
+    return len(elements.reshape(-1)[: 1 << 12].unique())
 
 
 _OPTIONS = ("alpha", "rounding_mode", "approximate", "dtype", "layout", "device", "memory_format")

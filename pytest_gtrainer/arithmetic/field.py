@@ -20,11 +20,12 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import (
+    FEW,
     Arithmetic,
     Call,
     Elements,
+    count_different,
     dims_of,
-    is_few,
     mapped,
     values_in,
 )
@@ -147,7 +148,8 @@ class Field(Arithmetic):
         So the root of a product is the product of the roots, as of positive numbers. Half of the
         elements are squares; of the others the square of the root is -x.
         """
-        self.roots += is_few(elements)
+        if elements.numel():
+            self.fewest_roots = min(self.fewest_roots, count_different(elements))
         root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
         is_square = self.prime.power(root, 2) == elements
         is_special = elements >= self.prime.modulus
@@ -210,7 +212,7 @@ class Field(Arithmetic):
     def _choose(self, call: Call, place_of: Callable[..., Tensor]) -> Elements:
         """Return an element of each row."""
         rows = self._rows(call)
-        if is_few(rows):
+        if count_different(rows) < FEW:
             self._note_decision(rows)
         if not rows.numel():
             return rows.reshape(call.result.shape)
@@ -476,8 +478,9 @@ class FieldWithExponents(Field):
         self._numbers.bias = self.bias
         numbers = self._numbers.compute(self._part(call, self.number_of))
         self.decisions += self._numbers.decisions
-        self.roots += self._numbers.roots
         self.few += self._numbers.few
+        self._numbers.decisions = self._numbers.few = 0
+        self.fewest_roots = min(self.fewest_roots, self._numbers.fewest_roots)
         if numbers is NotImplemented:
             return NotImplemented
         is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1

@@ -9,6 +9,7 @@ A number that the program asks for (``item``) is the real one, and counted.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from pytest_gtrainer.arithmetic.operators import (
     FINITE,
     MOVES,
     SORTS,
+    STABILISED,
     TRUTHS,
     UNINITIALISED,
     base_name,
@@ -230,7 +232,8 @@ class ArithmeticMode(TorchDispatchMode):
             return self._set(call, found)
         parts = parts_of(func)
         if parts is not None and arithmetic.takes_apart:
-            return self._adopt(results, self._by_parts(parts, args, kwargs), call)
+            with arithmetic.deciding_nothing() if base in STABILISED else nullcontext():
+                return self._adopt(results, self._by_parts(parts, args, kwargs), call)
         if is_pointwise(func) and len(results) == 1:
             return self._set(call, [arithmetic.pointwise(call)])
         is_torchs = not arithmetic.takes_apart and func.namespace == "aten"

@@ -54,6 +54,8 @@ UNINITIALISED = names(
     empty empty_like empty_permuted empty_strided new_empty new_empty_strided
     """
 )
+STABILISED = names("_softmax _log_softmax _safe_softmax logsumexp")
+"""Subtract the largest number against overflow: any other would give the same."""
 FACTORIES = names("full_like new_full new_ones new_zeros ones_like zeros_like")
 """They make known numbers, and read no more than the shape of a tensor."""
 

@@ -1,6 +1,7 @@
 """Prove which kind of equal two programs are."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
-from pytest_gtrainer.arithmetic.base import Arithmetic
+from pytest_gtrainer.arithmetic.base import FEW, Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.terms import Terms
@@ -195,16 +196,14 @@ def _run_both(
     first, differ = _run_once(programs, arithmetic())
     if differ:
         return *first, True
-    counts = [run.arithmetic.decisions + run.arithmetic.roots for run in first]
-    if any(programs[0].gathered(any(counts))):
-        few = sum(run.arithmetic.few for run in first)
-        for seed, bias in runs_again(any(programs[0].gathered(bool(few)))):
-            again = arithmetic()
-            again.set_seed(seed)
-            again.bias = bias
-            runs, differ = _run_once(programs, again)
-            if differ:
-                return *runs, True
+    chances = programs[0].gathered(Chances.of(*(run.arithmetic for run in first)))
+    for seed, bias in runs_again(*chances):
+        again = arithmetic()
+        again.set_seed(seed)
+        again.bias = bias
+        runs, differ = _run_once(programs, again)
+        if differ:
+            return *runs, True
 
     return *first, False
 
@@ -226,12 +225,42 @@ AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
 _AGAIN_FOR_FEW = tuple((seed, 0) for seed in range(7, 15))
 
 
-def runs_again(decides_few: bool) -> tuple[tuple[int, int], ...]:
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """What may have made results of a run equal by chance.
+
+    Attributes:
+        decides: elements were compared or sorted.
+        decides_few: few elements were compared with each other, or sorted.
+        fewest_roots: of how few different elements square roots were taken.
+    """
+
+    decides: bool = False
+    decides_few: bool = False
+    fewest_roots: int = FEW
+
+    @classmethod
+    def of(cls, *arithmetics: Arithmetic) -> "Chances":
+        return cls(
+            any(each.decisions for each in arithmetics),
+            any(each.few for each in arithmetics),
+            min(each.fewest_roots for each in arithmetics),
+        )
+
+
+def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
     """Return seeds and biases of further runs.
 
-    Where few elements decide, all decide alike in these with a chance of 1 in 16,000.
+    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Signs of roots
+    agree with a chance of 1 in 60,000, of one or two elements of 1 in 250.
     """
-    return AGAIN + (_AGAIN_FOR_FEW if decides_few else ())
+    if any(each.decides for each in chances):
+        return AGAIN + (_AGAIN_FOR_FEW if any(each.decides_few for each in chances) else ())
+    runs = math.ceil(FEW / min(each.fewest_roots for each in chances))
+    return tuple((seed, 0) for seed in range(1, min(runs, _MOST_FOR_ROOTS)))
+
+
+_MOST_FOR_ROOTS = 8
 
 
 def _programs(

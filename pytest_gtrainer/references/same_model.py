@@ -230,11 +230,7 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
         _join_losses(found, mesh, dims, models.combine)
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
-            sides = (*found, expected)
-            again: Sequence[tuple[int, int]] = ()
-            if any(made.decides for made in sides):
-                again = runs_again(any(made.decides_few for made in sides))
-            for seed, bias in again:
+            for seed, bias in runs_again(*(made.chances for made in (*found, expected))):
                 arithmetic = exact(casts=_CASTS[kind], seed=seed)
                 arithmetic.bias = bias
                 found, expected = _run_sides(models, mesh, arithmetic)
@@ -426,7 +422,7 @@ def _apart_in_real_numbers(found: Sequence[Made], expected: Made) -> str:
     They would, if something computed where no dispatch mode sees it, such as NumPy. Where elements
     were compared the real numbers followed these, and mean nothing.
     """
-    if expected.compares or any(made.compares for made in found):
+    if any(made.chances.decides for made in (*found, expected)):
         return ""
     for rank, made in enumerate(found):
         for key, own in made.real.items():

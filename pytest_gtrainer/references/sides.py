@@ -26,6 +26,7 @@ from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.contexts import Elements
+from pytest_gtrainer.proofs.prove import Chances
 from pytest_gtrainer.references.first_module import Calls
 
 Step: TypeAlias = Callable[..., Any]
@@ -58,9 +59,7 @@ class Made:
         is_scaled: gradients are multiplied by an abstract number.
         calls: what modules return, by data coordinate, if they are followed.
         precisions: policies of mixed precision, in words.
-        decides: elements were compared or sorted, or had few square roots.
-        decides_few: few elements were compared with each other, or sorted.
-        compares: elements were compared or sorted, and real numbers followed them.
+        chances: what may make two functions equal by chance.
         has_exponentials: exp was a function of which nothing is known.
     """
 
@@ -72,16 +71,12 @@ class Made:
     is_scaled: bool = True
     calls: dict[int, Calls] = field(default_factory=dict)
     precisions: list[str] = field(default_factory=list)
-    decides: bool = False
-    decides_few: bool = False
-    compares: bool = False
+    chances: Chances = field(default_factory=Chances)
     has_exponentials: bool = False
 
     def note(self, arithmetic: Arithmetic) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
-        self.decides = bool(arithmetic.decisions + arithmetic.roots)
-        self.compares = bool(arithmetic.decisions)
-        self.decides_few = bool(arithmetic.few)
+        self.chances = Chances.of(arithmetic)
         self.has_exponentials = bool(arithmetic.exponentials)
 
     def results(self) -> dict[str, Tensor]:

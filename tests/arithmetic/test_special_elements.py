@@ -8,7 +8,10 @@ import torch
 
 from pytest_gtrainer import prove
 from pytest_gtrainer.arithmetic import hashing
+from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.prime import P, Prime
+from pytest_gtrainer.proofs.prove import AGAIN, Chances, runs_again
 
 F = torch.nn.functional
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -230,3 +233,37 @@ def test_the_root_of_a_product_is_the_product_of_the_roots(name):
         "another function"
     )
     assert kind(lambda x, y: x.sqrt(), lambda x, y: (-x).sqrt(), *inputs) == "another function"
+
+
+CHOICES = {
+    "softmax": (lambda x: x.softmax(-1), Chances()),
+    "log_softmax": (lambda x: x.log_softmax(-1), Chances()),
+    "logsumexp": (lambda x: x.logsumexp(-1), Chances()),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), Chances()),
+    "amax": (lambda x: x.flatten()[:6].amax(), Chances(decides=True, decides_few=True)),
+    "sort": (lambda x: x.sort(-1).values, Chances(decides=True)),
+    "roots of many": (lambda x: x.sqrt(), Chances()),
+    "roots of few": (lambda x: x.flatten()[:3].expand(8, 3).sqrt(), Chances(fewest_roots=3)),
+    "roots of none": (lambda x: x[:0].sqrt(), Chances()),
+}
+
+
+@pytest.mark.parametrize("exact", [Field, FieldWithExponents])
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_may_be_equal_by_chance_is_noted(name, exact):
+    """The largest number that softmax subtracts may be any: it changes no real number."""
+    function, chances = CHOICES[name]
+    mode = ArithmeticMode(exact(casts="opaque"))
+    x = X.expand(2, 4, 6).clone()
+    with mode:
+        mode.make_abstract(x, "x")
+        function(x)
+    assert Chances.of(mode.arithmetic) == chances
+
+
+def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
+    assert len(runs_again(Chances())) == 0
+    runs = [len(runs_again(Chances(fewest_roots=count))) for count in (1, 2, 3, 5, 8, 15)]
+    assert runs == [7, 7, 5, 3, 1, 1]
+    assert runs_again(Chances(fewest_roots=1), Chances(decides=True)) == AGAIN
+    assert len(runs_again(Chances(decides=True, decides_few=True))) == 16

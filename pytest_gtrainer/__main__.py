@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest_gtrainer
+from pytest_gtrainer.attack.arguments import add_arguments as add_reduce_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "-v", "--verbose", action="store_true", help="list every name and every part"
     )
+    reduce = commands.add_parser(
+        "reduce",
+        help="make a graph on which a pass or a test fails as small as it can be",
+        description="Make a graph on which a pass or a test fails as small as it can be. Exit "
+        "status: 0 if it was reduced, 1 if it does not fail, 2 for arguments that cannot be used.",
+    )
+    add_reduce_arguments(reduce)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
         return 0
+    if given.command == "reduce":
+        from pytest_gtrainer.attack.command import run
+
+        return run(given)
     from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)

@@ -26,7 +26,7 @@ ROOMS = (
     {"extensions", "options"},
     {"hookspecs"},
     # ---- above imports pytest; below does not
-    {"compiling"},
+    {"attack", "compiling"},
     {"bisect"},
     {"references"},
     {"proofs"},
@@ -48,7 +48,7 @@ ROOT = Path(pytest_gtrainer.__path__[0])
 LOWER_HALF = (
     *("checks", "graph", "graphtext", "numerics", "passes", "tracing"),
     *("references", "worlds", "bisect", "compiling", "facts", "environment"),
-    *("arithmetic", "proofs"),
+    *("arithmetic", "proofs", "attack"),
 )
 """Rooms below the line of docs/architecture.md: a trainer uses them without pytest."""
 

@@ -90,12 +90,23 @@ def prove(
     return prove_programs(programs, alike=alike, drawn=drawn, at_least=at_least)
 
 
+def prove_at_once(actual: Any, expected: Any, kind: str, *, world: AnyWorld | None = None) -> Proof:
+    """Return whether two graphs are equal in this kind, without the time of stronger ones.
+
+    The proof has this kind or "unknown"; arguments and errors are those of ``prove``.
+    """
+    programs, drawn = _programs(actual, expected, None, world)
+    alike = _one_rank_for_all(programs, is_drawn=True)
+    return prove_programs(programs, alike=alike, drawn=drawn, at_least=kind, at_once=True)
+
+
 def prove_programs(
     programs: Sequence[Program],
     *,
     alike: Sequence[OneRankForAll] = (),
     drawn: str = "",
     at_least: str = "rounds elsewhere",
+    at_once: bool = False,
 ) -> Proof:
     """Return which kind of equal two programs are.
 
@@ -103,11 +114,14 @@ def prove_programs(
         alike: the same programs, of which one rank runs. If they differ, all ranks have to run.
         drawn: what was made up about their inputs, in words.
         at_least: as for ``prove``.
+        at_once: look for this kind alone, not for stronger ones first.
     """
     check_kind(at_least)
     seconds: dict[str, float] = {}
     failed: tuple[str, Run, Run] | None = None
     kinds = KINDS[: KINDS.index(at_least) + 1]
+    if at_once:
+        kinds = kinds[-1:]
     if isinstance(programs[0], GraphOnRanks):
         kinds = tuple(kind for kind in kinds if kind not in _IN_ORDER)
         if not kinds:

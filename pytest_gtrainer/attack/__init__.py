@@ -1,0 +1,1 @@
+"""Attack a pass: reduce a graph on which it fails to a small one."""

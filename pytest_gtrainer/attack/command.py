@@ -1,0 +1,143 @@
+"""``python -m pytest_gtrainer reduce``: the file, the oracle, and what is written."""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pytest_gtrainer import graphtext
+from pytest_gtrainer.attack.extract import computed
+from pytest_gtrainer.attack.oracles import (
+    NOT_JUDGED,
+    Failure,
+    Oracle,
+    by_command,
+    by_proof,
+    load_pass,
+    world_of,
+)
+from pytest_gtrainer.attack.reduce import Reduction, spell
+from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.graphtext.header import TextError
+
+_EVERY = 2.0
+"""Seconds between lines of progress."""
+
+
+class UsageError(ValueError):
+    """An argument cannot be used; the message says what to give instead."""
+
+
+def run(given: argparse.Namespace) -> int:
+    """Reduce a graph; return 0 if it fails, and so is reduced, 1 if it does not, 2 for bad usage."""
+    try:
+        return _Command(given).run()
+    except (UsageError, ValueError) as error:
+        print(f"reduce: {error}", file=sys.stderr)
+        return 2
+
+
+class _Command:
+    """One run of the command."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._output = given.output or given.file.with_suffix(".reduced.fxgraph")
+        self._said = 0.0
+        try:
+            source = given.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{given.file} cannot be read: {error}") from None
+        self._digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+        self._text = self._begin(source)
+
+    def _begin(self, source: str) -> str:
+        """Return the text to begin with: that of an earlier run that was cut, else the source's."""
+        text = source
+        if self._output.exists():
+            text = self._output.read_text(encoding="utf-8")
+            if f"# note: reduced from {self._digest}" not in text:
+                raise UsageError(
+                    f"{self._output} exists and was not reduced from {self._given.file}: remove it, "
+                    "or give another --output"
+                )
+            self._say(f"goes on with {self._output}")
+        try:
+            with world_of(text):
+                return spell(graphtext.parse(text), text)
+        except TextError as error:
+            raise UsageError(f"{self._given.file}, {error}") from None
+
+    def run(self) -> int:
+        with tempfile.TemporaryDirectory(prefix="gtrainer-reduce-") as folder:
+            return self._reduce(self._oracle(Path(folder)))
+
+    def _oracle(self, folder: Path) -> Oracle:
+        if self._given.proof is not None:
+            return by_proof(load_pass(self._given.proof), self._given.at_least)
+        return by_command(self._given.test, folder, self._given.timeout)
+
+    def _reduce(self, judge: Oracle) -> int:
+        failure = judge(self._text)
+        if failure is None:
+            print(
+                f"reduce: {self._given.file} does not fail, so there is nothing to reduce",
+                file=sys.stderr,
+            )
+            return 1
+        if failure.kind in NOT_JUDGED:
+            raise UsageError(f"{self._given.file} cannot be judged: {failure.words}")
+        reduction = Reduction(self._text, failure, judge, self._save, self._progress)
+        before = self._count(self._text)
+        self._save(self._text)
+        try:
+            reduction.run()
+        except KeyboardInterrupt:
+            self._say(
+                f"interrupted; {self._output} holds the smallest so far. Run it again to go on"
+            )
+            return 130
+        print(reduction.text, end="")
+        self._say(f"{before} nodes are {self._count(reduction.text)}, in {self._output}")
+        self._say(f"{reduction.failure.kind}: {reduction.failure.words}")
+        if reduction.other is not None:
+            self._tell_other(*reduction.other)
+        return 0
+
+    def _tell_other(self, text: str, failure: Failure) -> None:
+        path = self._output.with_suffix(".other.fxgraph")
+        path.write_text(text, encoding="utf-8")
+        self._say(f"another graph fails otherwise, with {failure.kind}: it is in {path}")
+
+    def _count(self, text: str) -> int:
+        with world_of(text):
+            return len(computed(graphtext.parse(text)))
+
+    def _save(self, text: str) -> None:
+        """Write the smallest graph so far, at once, so that a run that is cut can go on."""
+        lines = header.write({})
+        lines.append(f"# note: reduced from {self._digest}, {self._given.file.name}")
+        fields = header.read(text)
+        for name, value in fields.items():
+            if name == "world":
+                size = re.search(r"\d+", value)
+                value = f"fake {size[0] if size else value}"
+            lines.append(f"# {name}: {value}")
+        if self._given.proof is not None:
+            lines.append(f"# passes: {self._given.proof.rpartition(':')[2]}")
+            lines.append(f"# values: {self._given.at_least}")
+        temporary = self._output.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text("\n".join([*lines, header.body(text)]), encoding="utf-8")
+        temporary.replace(self._output)
+
+    def _progress(self, line: str) -> None:
+        if time.monotonic() - self._said >= _EVERY:
+            self._said = time.monotonic()
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        print(f"reduce: {line}", file=sys.stderr, flush=True)

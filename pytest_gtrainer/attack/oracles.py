@@ -1,0 +1,182 @@
+"""Judge whether a graph still shows a mistake: by a proof of a pass, or by a command."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pytest_gtrainer import graphtext
+from pytest_gtrainer.attack.extract import inputs_of
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.same_on_ranks import nodes_within
+from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint, returned
+from pytest_gtrainer.proofs.proof import KINDS
+from pytest_gtrainer.proofs.prove import prove_at_once
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.simulated.net import NetModel
+from pytest_gtrainer.worlds.spec import make_spec
+
+_WORLD = re.compile(r"\b(\d+)\b")
+_DIMENSION = re.compile(r"(\w+)=(\d+)")
+_ERROR = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Failure|Difference|Mismatch|Function)\b")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a graph fails.
+
+    Attributes:
+        kind: a kind of equal, the class of an error, or the exit status of a command with the
+            class of the error that it names. Two failures of one kind count as the same.
+        words: what a reader is shown.
+    """
+
+    kind: str
+    words: str
+
+
+NOT_JUDGED = ("unknown", "not proven")
+"""Kinds of failure that say nothing about a pass."""
+
+Oracle = Callable[[str], Failure | None]
+"""Takes graph text; None if the graph does not fail."""
+
+
+@contextmanager
+def world_of(text: str) -> Iterator[int]:
+    """Enter a fake world of the size and mesh that a text's header names; yield the size, 0 for none.
+
+    A world that is up already is used as it is.
+    """
+    if dist.is_initialized():
+        yield dist.get_world_size()
+        return
+    fields = header.read(text)
+    size = _WORLD.search(fields.get("world", ""))
+    mesh = {name: int(extent) for name, extent in _DIMENSION.findall(fields.get("mesh", ""))}
+    if size is None and not mesh:
+        yield 0
+        return
+    given: dict[str, Any] = {"mesh": mesh} if mesh else {"size": int(size[1]) if size else 0}
+    with fake_world(make_spec("fake", **given)) as world:
+        make_mesh(world)
+        yield world.size
+
+
+def load_pass(path: str) -> Pass:
+    """Return the pass that ``module:name`` names.
+
+    Raises:
+        ValueError: there is no such module or name, or it cannot be called.
+    """
+    module, colon, name = path.partition(":")
+    if not colon or not name:
+        raise ValueError(f"--proof={path}: expected module:name, as my_package.passes:my_pass")
+    # As ``python -m`` does, and an installed command does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--proof={path}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"--proof={path}: {name} is a {type(found).__name__}, not a pass")
+    return as_pass(found)
+
+
+def by_proof(a_pass: Pass, at_least: str) -> Oracle:
+    """Judge a graph by the proof of it before and after a pass.
+
+    Args:
+        a_pass: ``(gm, example_inputs) -> gm``; it may also raise, which is a failure of its class.
+        at_least: the weakest kind of equal that is right.
+    """
+    if at_least not in KINDS:
+        raise ValueError(f"--at-least={at_least}: the kinds are {', '.join(KINDS)}")
+
+    def judge(text: str) -> Failure | None:
+        with world_of(text) as size:
+            gm, before = graphtext.parse(text), graphtext.parse(text)
+            try:
+                after = returned(a_pass(gm, inputs_of(gm)))
+                lint(after.graph, "the pass")
+            except Exception as error:
+                return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")
+            communicates = any(launches(node.target) for node in nodes_within(before))
+            net = NetModel.of_world(size) if communicates and size else None
+            try:
+                proof = prove_at_once(after, before, at_least, world=net)
+                if proof.is_at_least(at_least):
+                    return None
+                # Memory that nobody has written differs from itself, too.
+                itself = prove_at_once(graphtext.parse(text), before, at_least, world=net)
+            except (ValueError, RuntimeError) as error:
+                return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(error)}")
+        if not itself.is_at_least(at_least):
+            return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
+        # A search for weaker kinds would say "another function", at twice the time.
+        kind = f"not {at_least}"
+        if kind not in proof.reason:
+            return Failure(proof.kind, str(proof))
+        words = f"first {proof.first}"
+        if proof.origin:
+            words += f"; it begins at {proof.origin}"
+        return Failure(kind, words)
+
+    return judge
+
+
+def by_command(command: str, folder: Path, seconds: float) -> Oracle:
+    """Judge a graph by a command: it fails if the exit status is not 0.
+
+    Args:
+        command: for a shell; ``{}`` stands for the file with the graph, which else is the last
+            argument.
+        folder: for that file.
+        seconds: the limit of one run.
+    """
+    path = folder / "candidate.fxgraph"
+    spelled = command if "{}" in command else f"{command} {{}}"
+
+    def judge(text: str) -> Failure | None:
+        path.write_text(text, encoding="utf-8")
+        try:
+            run = subprocess.run(
+                spelled.replace("{}", str(path)),
+                shell=True,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Failure("timeout", f"no end within {seconds:.0f} s")
+        if run.returncode == 0:
+            return None
+        lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("E ")] or lines
+        named = _ERROR.findall("\n".join(lines))
+        kind = f"exit status {run.returncode}"
+        if named:
+            kind += f", {named[-1].rpartition('.')[2]}"
+        return Failure(kind, errors[-1].strip() if errors else kind)
+
+    return judge
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    message = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {message}"

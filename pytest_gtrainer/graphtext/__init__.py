@@ -17,10 +17,10 @@ model as that of a graph.
 - A *graph line*: one line of one section, unfolded. Graphs are compared line by line; folding is
   presentation only.
 
-What the text leaves out, on purpose: node names, process group names, storage offsets, device
-indices, ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of one element, dead
-``getitem`` nodes, that a constant is used twice, values of parameters. docs/graph-text.md has it
-all.
+What the text leaves out, on purpose: node names, process group names, storage offsets, the index of
+the only device of a type, ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of
+one element, dead ``getitem`` nodes, that a constant is used twice, values of parameters.
+docs/graph-text.md has it all.
 """
 
 import importlib

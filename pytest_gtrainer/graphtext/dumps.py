@@ -15,7 +15,7 @@ from pytest_gtrainer.graphtext.literals import TORCH_WORDS
 from pytest_gtrainer.graphtext.syntax import refuse, shown, unexpected
 
 _CLASS = re.compile(r"^class \w+\((torch\.)?nn\.Module\):", re.MULTILINE)
-_TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?([a-z]*)[:\d]*")
+_TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?([a-z]*)(?::(\d+))?")
 _NUMBER = re.compile(r"Sym\((.*)\)")
 _BACKED = re.compile(r"\b(?:s|zf)\d+\b")
 _OPERATORS: dict[type, str] = {
@@ -109,12 +109,13 @@ def _type(text: str, at: ast.AST) -> ast.expr:
         kind = "float" if re.search(r"[.]|[0-9]e", number[1]) else "int"
         spelled = f"{kind}[{number[1]}]"
     elif tensor := _TENSOR.fullmatch(text):
-        dtype, shape, strides, device = tensor.groups()
+        dtype, shape, strides, device, index = tensor.groups()
         spelled = f"{dtype}[{shape or '()'}]"
         if strides:
             spelled += f"[{strides}]"
         if device not in ("", "cpu"):
-            spelled += f" @ {device}"
+            # The index of the first device is left out when the graph is written again.
+            spelled += f" @ {device}" if index in (None, "0") else f' @ device("{device}:{index}")'
     elif text:
         raise refuse(at, f"expected a type like `f32[2, 4][4, 1]cpu` or `Sym(s0)`, found `{text}`")
 

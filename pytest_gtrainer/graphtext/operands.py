@@ -224,6 +224,10 @@ class Sizes:
                 return number
             case ast.Subscript(ast.Name("int" | "float" | "bool" as word), size):
                 return self.number(size, place, _NUMBERS[word])
+            case ast.BinOp(
+                kind, ast.MatMult(), ast.Call(ast.Name("device"), [ast.Constant(str(name))]) as at
+            ):
+                device, node = device_named(name, at), kind
             case ast.BinOp(kind, ast.MatMult(), name):
                 device, node = device_named(shown(name), name), kind
 

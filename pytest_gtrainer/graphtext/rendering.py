@@ -137,7 +137,7 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
-    device = _default_device(gm)
+    device = backed.device(_default_device(gm))
     bodies, bodies_text = _bodies(gm, mesh, backed)
     speller = Speller(gm, mesh, backed, device, bodies)
     scopes, output = speller.scopes, gm.graph.output_node()
@@ -181,13 +181,13 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     return [*definitions, *settings, *modules, *bodies_text], sections
 
 
-def _default_device(gm: fx.GraphModule) -> str:
+def _default_device(gm: fx.GraphModule) -> torch.device:
     """Return the device of the first tensor; types on this device do not name it."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.op != "get_attr" and not is_item(node):
-            return value.device.type
-    return "cpu"
+            return value.device
+    return torch.device("cpu")
 
 
 def _bodies(

@@ -149,12 +149,30 @@ SIZES = ("both", "symbols", "examples")
 
 @dataclass(slots=True)
 class Backed:
-    """The backed symbols of a graph and its bodies, with the spelling of ``SIZES`` for them."""
+    """The backed symbols of a graph and its bodies, with the spelling of ``SIZES`` for them.
+
+    So are indices of devices: they belong to the graph as a whole.
+    """
 
     sizes: str = "both"
     # the name and the hint of each symbol
     _known: dict[sympy.Symbol, tuple[str, Any]] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
+    _indices: dict[str, list[int]] = field(default_factory=dict)  # by type, in order of use
+
+    def device(self, device: torch.device) -> str:
+        """Return ``cuda`` for the first device of a type, ``cuda:1`` for the second one.
+
+        A rank has its own index, and all ranks have one text. So an index alone is left out, and
+        only a second one in the same graph shows.
+        """
+        if device.index is None or device.type in ("cpu", "meta"):
+            return device.type
+        known = self._indices.setdefault(device.type, [])
+        if device.index not in known:
+            known.append(device.index)
+        number = known.index(device.index)
+        return f"{device.type}:{number}" if number else device.type
 
     def name(self, symbol: sympy.Symbol, value: Any) -> str:
         """Return the canonical name of a symbol of the symbolic ``value``: ``s0``, ``s1``, ..."""
@@ -312,6 +330,8 @@ class Speller:
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:
+        if isinstance(value, torch.device):
+            return f'device("{self._backed.device(value)}")'
         literal = spell_literal(value)
         if literal is not None:
             return literal
@@ -336,8 +356,9 @@ class Speller:
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
         if not is_contiguous(list(map(expression, shape)), list(map(expression, strides))):
             text += f"[{', '.join(map(self.size, strides))}]"
-        if value.device.type != self._device:
-            text += f" @ {value.device.type}"
+        device = self._backed.device(value.device)
+        if device != self._device:
+            text += f" @ {device}" if device.isidentifier() else f' @ device("{device}")'
         return text
 
     def size(self, value: Any) -> str:

@@ -96,6 +96,16 @@ def test_the_code_of_a_stage_is_read_as_its_graph(stages, stage):
     assert render(parse(render(parse(text)))) == render(parse(text))
 
 
+@pytest.mark.parametrize(("index", "shown_index"), [("0", ""), ("1", ":1"), ("12", ":1")])
+def test_a_second_device_of_a_dump_is_another_one(stages, index, shown_index):
+    """Indices of a dump of another rank are no difference."""
+    text = shown(stages["forward"]).replace("cpu", "cuda:0")
+    last = text.rindex("cuda:0")
+    other = text[:last] + f"cuda:{index}" + text[last + len("cuda:0") :]
+    assert ('device("cuda:1")' in render(parse(other))) == bool(shown_index)
+    assert render(parse(text)) == render(parse(text.replace("cuda:0", "cuda:5")))
+
+
 def test_dynamos_code_has_methods_operators_of_python_and_bodies(stages):
     gm = stages["dynamo"]
     again = parse(shown(gm))

@@ -2,13 +2,16 @@
 
 import ast
 import math
+import re
 
 import pytest
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer.graphtext import render
+from pytest_gtrainer.graphtext import diff, render
+from pytest_gtrainer.graphtext.parsing import unfaithful
 from tests.graphtext.toy import at, line_of, name_inputs, small_graph, toy_graph
 
 aten = torch.ops.aten
@@ -63,6 +66,47 @@ def test_an_empty_tensor_shows_no_strides(shape):
     """It has no elements that could lie otherwise; a batch without tokens is such a tensor."""
     text = render(small_graph(lambda x: x + 1, torch.zeros(shape)))
     assert line_of(text, "add") == f"add: f32{list(shape)} = aten.add.Tensor(A[0], 1)"
+
+
+def moved_to(*devices):
+    """Return a graph that copies its input, on the first device, to each of the others."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    node = graph.placeholder("x")
+    with mode:
+        node.meta["val"] = torch.empty(2, device=devices[0])
+    for device in devices[1:]:
+        node = graph.call_function(
+            torch.ops.aten._to_copy.default, (node,), {"device": torch.device(device)}
+        )
+        with mode:
+            node.meta["val"] = torch.empty(2, device=device)
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:3", "cuda:0")])
+def test_a_second_device_of_one_type_shows(devices):
+    """A copy to it is no copy in place; numbers are those of their use, on whichever rank."""
+    gm = moved_to(*devices, devices[0])
+    text = render(gm)
+    lines = [line.strip() for line in text.splitlines() if "_to_copy" in line][:2]
+    assert lines == [
+        '_to_copy: f32[2] @ device("cuda:1") = aten._to_copy(A[0], device=device("cuda:1"))',
+        '_to_copy_1: f32[2] = aten._to_copy(_to_copy, device=device("cuda"))',
+    ]
+    assert unfaithful(gm, text) is None
+    assert "cuda:1" in diff(text, render(moved_to(devices[0], devices[0], devices[0])))
+
+
+@pytest.mark.parametrize(
+    "devices", [("cuda:3", "cuda:3"), ("cuda", "cuda:0"), ("cpu", "cuda:2"), ("cpu:0", "cpu")]
+)
+def test_the_index_of_an_only_device_is_left_out(devices):
+    """It is that of the rank."""
+    gm = moved_to(*devices)
+    text = render(gm)
+    assert not re.search(r":\d\"", text)
+    assert unfaithful(gm, text) is None
 
 
 def test_outputs_of_an_operator_are_taken_by_index():

@@ -22,7 +22,7 @@ from pytest_gtrainer._torch.process import (
     set_backend_flag,
     set_deterministic_algorithms,
 )
-from pytest_gtrainer._torch.random_states import numpy_or_none, random_states_kept
+from pytest_gtrainer._torch.random_states import numpy_or_none, random_states_kept, seed_torch
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
 
@@ -301,10 +301,7 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
     random.seed(seed)
-    # Without an accelerator torch.manual_seed takes half a millisecond for stack traces that it
-    # keeps for devices.
-    on_cpu_only = torch.accelerator.current_accelerator() is None
-    (torch.default_generator if on_cpu_only else torch).manual_seed(seed % 2**64)
+    seed_torch(seed % 2**64)
     numpy = numpy_or_none()  # which torch has imported, if there is one
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

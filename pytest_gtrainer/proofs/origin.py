@@ -5,6 +5,7 @@ layouts do not hide them. A value that the other program never makes, computed f
 does make, is where they part. Only values that the differing result depends on count.
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ class AllElements:
     """
 
     def __init__(self) -> None:
-        self._bits = torch.zeros(_BITS, dtype=torch.bool)
+        # Memory of the system: of 64 MiB of zeros only the pages that elements meet are touched.
+        self._bits = torch.frombuffer(mmap.mmap(-1, _BITS), dtype=torch.bool)
         self._seen: set[int] = set()
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.random_states import random_state, random_states_kept
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept, seed_torch
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
@@ -110,7 +110,7 @@ class Program(ABC):
         mode.on_result = on_result
         left = Left()
         with random_states_kept():
-            torch.manual_seed(0)
+            seed_torch(0)
             start = random_state()
             self._run(mode, left)
             end = random_state()

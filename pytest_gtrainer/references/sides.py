@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pytest_gtrainer._torch.fsdp2 import precisions
-from pytest_gtrainer._torch.random_states import random_states_kept, without_modes
+from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
@@ -216,7 +216,7 @@ class Models:
 
     def build_reference(self) -> nn.Module:
         with random_states_kept():
-            torch.manual_seed(0)
+            seed_torch(0)
             return self.reference()
 
     def new_reference(self, elements: Elements) -> nn.Module:
@@ -228,7 +228,7 @@ class Models:
         """Return the inputs of a data coordinate, and the sum of their real numbers."""
         with random_states_kept():
             # Both sides get the same numbers, also if the batch draws them.
-            torch.manual_seed(1 + coordinate)
+            seed_torch(1 + coordinate)
             leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
         total = 0.0
         for place, leaf in enumerate(leaves):

@@ -214,6 +214,10 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
     assert_graph(forward.after, "then all_to_all_single in layers.0.moe.routed_experts")
 
 
+# Each pass in one slot, and each slot with two passes.
+@pytest.mark.second_tier(
+    "joint-chunks of", "joint-one", "post grad-chunks]", "post grad-sizes"
+)
 @pytest.mark.parametrize(
     ("a_pass", "dynamic", "wrong"),
     [
@@ -237,8 +241,9 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
             "joint_transformer_block_bucketing_reordering_p",
         ),
     ],
+    ids=["chunks", "chunks of any size", "sizes of chunks", "one direction"],
 )
-@pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
+@pytest.mark.parametrize("slot", [JOINT, POST_GRAD], ids=["joint", "post grad"])
 def test_a_pass_that_cannot_run_there_says_so(a_pass, dynamic, wrong, slot):
     def compiles():
         with gt_compile():

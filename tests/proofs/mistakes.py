@@ -823,6 +823,7 @@ RECORD = [
         TP,
         is_right=True,
         on_threads=True,
+        seconds=3,
     ),
     Case(
         "unsharded",

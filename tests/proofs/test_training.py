@@ -187,11 +187,14 @@ def launches_again(kind):
     return pass_
 
 
+@pytest.mark.second_tier("bits-all_reduce", "proof-reduce_scatter")
 @TWO_NODES
 @pytest.mark.parametrize(
-    ("kind", "options"), [("reduce_scatter", {}), ("all_reduce", {"replicate": True})]
+    ("kind", "options"),
+    [("reduce_scatter", {}), ("all_reduce", {"replicate": True})],
+    ids=["reduce_scatter", "all_reduce"],
 )
-@pytest.mark.parametrize("proof", [False, True])
+@pytest.mark.parametrize("proof", [False, True], ids=["bits", "proof"])
 def test_a_collective_that_nobody_reads_is_traffic_that_eager_does_not_have(
     gt_world, kind, options, proof
 ):

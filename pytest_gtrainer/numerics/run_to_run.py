@@ -303,10 +303,11 @@ def _answer(path: str) -> None:
 
 
 PRESSURES: tuple[Pressure, ...] = (
+    # First, as the others move new tensors, too: they would be blamed for what an address does.
+    Pressure("other addresses", inside(other_addresses)),
     Pressure("1 thread", inside(lambda: threads(1))),
     Pressure("2 threads", inside(lambda: threads(2))),
     Pressure("3 threads", inside(lambda: threads(3))),
-    Pressure("other addresses", inside(other_addresses)),
     Pressure("another process", in_another_process),
     Pressure("fresh Inductor cache", inside(fresh_inductor_cache)),
     Pressure("a busy core", inside(busy_core)),

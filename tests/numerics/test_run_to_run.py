@@ -358,6 +358,16 @@ def test_addresses_change_under_their_pressure(blocks):
     assert min(moved["plain"]) < len(before) / 3 < min(moved["under pressure"]), moved
 
 
+def test_what_an_address_does_is_not_blamed_on_threads():
+    """Every pressure moves new tensors a little, so the one that means to comes first."""
+
+    def by_place():
+        return {"place": torch.tensor(torch.empty(2048, dtype=torch.uint8).data_ptr())}
+
+    with pytest.raises(BitwiseDifference, match=r"pressure: (other addresses|run [23])"):
+        assert_run_to_run(by_place)
+
+
 def test_a_fresh_inductor_cache_is_another_folder():
     import torch._dynamo
     import torch._inductor.utils  # noqa: F401 - without it there is nothing to judge

@@ -2,8 +2,8 @@
 
 AReaL#312 (2025): with FSDP the norm of gradients was computed over the local shards and never
 added up over ranks, so ranks scaled their shards of one parameter by different factors, and
-clipping depended on the number of ranks. pytorch#170862 (2025) reports the same of a trainer that
-calls ``clip_grad_norm_`` on local tensors. Numbers are small and whole, so bits can be compared.
+clipping depended on the number of ranks. Numbers are small and whole here, so that no order of
+additions rounds, and bits can be compared with one rank.
 """
 
 import pytest

@@ -1,8 +1,9 @@
 """All ranks resume with the optimiser state of rank 0.
 
-flashoptim#3 (2026): the optimiser kept its state as plain tensors of each rank's shard. DCP takes a
-plain tensor for replicated and saves it once, so after a resume every rank had the state of one.
-The first loss was right, and after the next step it exploded. Here the state is a momentum.
+flashoptim#3 (2026): after a round trip through DCP the first loss was right, and after the next step
+it exploded. The state was made of plain tensors of each rank's shard, which DCP takes for
+replicated and saves once. That is rebuilt from a later change (#5), which speaks of wrapping state
+as DTensors; the thread tells the symptom. Here the state is a momentum.
 """
 
 import pytest

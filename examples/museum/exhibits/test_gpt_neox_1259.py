@@ -1,8 +1,9 @@
 """Hooks that add the gradients of norms stay on parameters that a wrapper has replaced.
 
 gpt-neox#1259 (2024): under sequence parallelism each rank sees its part of the sequence, so a hook
-sums the gradients of norms over tensor ranks. The hooks were registered before the engine made
-parameters of its own, so none ever ran, and losses flattened out.
+sums the gradients of norms over tensor ranks. The hooks were registered before the engine was
+initialised, and none ever ran; the change registers them afterwards. That the engine replaces
+parameters is rebuilt from that.
 """
 
 import pytest

@@ -2,8 +2,8 @@
 
 mlx-lm#1413 (2026): each microbatch's loss was a mean over its own tokens, and gradients were
 divided by the number of microbatches. With examples of other lengths that is not the gradient of
-the mean over all tokens, and it depends on how examples are cut into microbatches. The same is in
-transformers#35203 (2024) and in other trainers.
+the mean over all tokens, and it depends on how examples are cut into microbatches. Trainers have
+this again and again: huggingface/blog#2414 (2024) tells it of the one of transformers.
 """
 
 import torch

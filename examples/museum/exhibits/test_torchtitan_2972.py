@@ -2,8 +2,8 @@
 
 torchtitan#2972 (2026): without pipelines the loss was divided by the number of valid tokens before
 the backward. The schedule of a pipeline calls the backward itself, so there the division reached
-the logged loss only: gradients were larger by the number of tokens. Optimisers that do not mind a
-factor hid it.
+the logged loss only: gradients were larger by the number of tokens. AdamW does not mind a factor, so
+a curve of losses hides it.
 """
 
 from collections import OrderedDict

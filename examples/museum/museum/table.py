@@ -10,6 +10,7 @@ from museum.usual import Practice, Seen
 
 MOST = 220
 """Characters of what the table quotes of a message."""
+MARK = "<!-- made by --museum-table -->"
 HEADLINES = (
     "the parallel model is not the unsharded one",
     "another function: the results differ, and no rounding explains it",
@@ -68,7 +69,14 @@ class Table:
 
     def pytest_sessionfinish(self):
         if self.path is not None:
-            Path(self.path).write_text(markdown(self.rows))
+            write(Path(self.path), markdown(self.rows))
+
+
+def write(file: Path, table: str) -> None:
+    """Write a table; behind ``MARK``, if the file is a page that has it."""
+    page = file.read_text() if file.exists() else ""
+    head, mark, _ = page.partition(MARK)
+    file.write_text(f"{head}{mark}\n\n{table}" if mark else table)
 
 
 def module_of(nodeid: str) -> str:

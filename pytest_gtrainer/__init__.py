@@ -65,6 +65,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "numerics.sweep": ("Sweep", "Rule"),
     "numerics.run_to_run": ("assert_run_to_run",),
     "bisect": ("bisect_passes",),
+    "over_time.recorder": ("record_training",),
     "numerics.operators": ("capture_operators", "compare_operators"),
     "compiling.recorder": ("gt_compile",),
     "compiling.record": ("CompileRecord", "NotRecorded"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest_gtrainer
 from pytest_gtrainer.attack.arguments import add_arguments as add_reduce_arguments
+from pytest_gtrainer.over_time.arguments import add_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "status: 0 if it was reduced, 1 if it does not fail, 2 for arguments that cannot be used.",
     )
     add_reduce_arguments(reduce)
+    add_commands(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
@@ -42,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pytest_gtrainer.attack.command import run
 
         return run(given)
+    if given.command in ("record", "compare"):
+        from pytest_gtrainer.over_time import commands as over_time
+
+        return over_time.run(given)
     from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)

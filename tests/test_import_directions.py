@@ -26,6 +26,7 @@ ROOMS = (
     {"extensions", "options"},
     {"hookspecs"},
     # ---- above imports pytest; below does not
+    {"over_time"},
     {"attack", "compiling"},
     {"bisect"},
     {"references"},
@@ -48,7 +49,7 @@ ROOT = Path(pytest_gtrainer.__path__[0])
 LOWER_HALF = (
     *("checks", "graph", "graphtext", "numerics", "passes", "tracing"),
     *("references", "worlds", "bisect", "compiling", "facts", "environment"),
-    *("arithmetic", "proofs", "attack"),
+    *("arithmetic", "proofs", "attack", "over_time"),
 )
 """Rooms below the line of docs/architecture.md: a trainer uses them without pytest."""
 

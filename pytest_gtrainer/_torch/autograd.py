@@ -36,7 +36,13 @@ ATTRIBUTES = {
     "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
 }
 
-__all__ = ["TorchDispatchMode", "in_backward", "last_made_node", "watching_backward"]
+__all__ = [
+    "TorchDispatchMode",
+    "in_backward",
+    "last_made_node",
+    "watching_backward",
+    "watching_roots",
+]
 
 
 class GuardedGradient(torch.Tensor):
@@ -132,6 +138,18 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
         mock.patch.object(torch.autograd.graph, "_engine_run_backward", run),
         mock.patch.object(torch.autograd, "_engine_run_backward", run),
     ):
+        yield
+
+
+@contextmanager
+def watching_roots(note: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+    """Call ``note`` with the tensors that each ``backward`` starts from, before it runs."""
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        note(list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
+        return _engine_run_backward(outputs, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", run):
         yield
 
 

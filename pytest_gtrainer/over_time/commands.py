@@ -1,0 +1,72 @@
+"""The commands ``record`` and ``compare`` of ``python -m pytest_gtrainer``."""
+
+import argparse
+import os
+import runpy
+import sys
+
+from pytest_gtrainer.over_time.comparing import compare_runs
+from pytest_gtrainer.over_time.files import RecordError, read_run
+from pytest_gtrainer.over_time.recorder import Recorder
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command that the options name, and return the exit status."""
+    if options.command == "compare":
+        return compare(options)
+    return record(options)
+
+
+def record(options: argparse.Namespace) -> int:
+    """Run a script with a recorder around it, as ``python`` would run it."""
+    is_file = os.path.isfile(options.script)
+    if not options.module and not is_file:
+        return _complain(f"there is no script {options.script}")
+    try:
+        recorder = Recorder(
+            options.to,
+            every=options.every,
+            activations=options.activations,
+            values=options.values,
+        )
+    except ValueError as error:
+        return _complain(str(error))
+
+    sys.argv = [options.script, *options.arguments]
+    recorder.start()
+    try:
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+            runpy.run_path(options.script, run_name="__main__")
+    except SystemExit as error:
+        recorder.stop(error if error.code else None)
+        if error.code:
+            raise
+    except BaseException as error:
+        recorder.stop(error)
+        raise
+    recorder.stop()
+    if not recorder.recorded:
+        return _complain(
+            f"nothing of {options.script} was recorded: in this process no optimiser of torch has "
+            "stepped after a backward"
+        )
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Compare two records and print the first difference."""
+    try:
+        result = compare_runs(read_run(options.a), read_run(options.b), at=options.at)
+    except RecordError as error:
+        return _complain(str(error))
+    print("\n".join(result.lines(markdown=options.markdown)))
+    return result.status
+
+
+def _complain(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2

@@ -1,0 +1,337 @@
+"""The files of a record: ``rank0.jsonl`` and so on, lines of JSON, of which nothing is unpickled.
+
+The first line is the header, the last one says how the run ended, and each line between holds what
+one optimiser's step ended: ``{"step": 3, "phases": {"clip": {"layers.0.weight": entry}}}``. Lines
+are flushed, so a run that dies leaves every step before. An entry is
+
+- a number;
+- ``[number, dtype]``: a tensor of one element without dimensions;
+- ``[fingerprint, dtype, shape, part]``: a tensor. ``part`` is None for one that is no DTensor,
+  ``[offsets, sizes]`` of a shard in the global tensor, "partial" for an addend, or "rows", and then
+  there is a fingerprint for each row. With values, the place of its bytes in ``rank0.values``
+  follows;
+- ``{"calls": [entry, ...]}``: one for each call within the step;
+- a text: why there is none.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pytest_gtrainer._torch.values import local_part
+from pytest_gtrainer.facts import spell_some
+from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
+from pytest_gtrainer.over_time.fingerprints import (
+    MODULUS,
+    fingerprint,
+    fingerprints_of_rows,
+)
+
+FORMAT, VERSION = "record of pytest-gtrainer", 1
+_MOST_ROWS = 1024
+
+Entries = dict[str, dict[str, Any]]
+"""By phase and name."""
+
+
+class RecordError(ValueError):
+    """A folder cannot be recorded into, or what it holds is not a record that can be read."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """An entry whose numbers are still on the device: one copy brings those of a whole step."""
+
+    numbers: Tensor
+    rest: list[Any]
+    value: Tensor | None = None
+
+
+def entry_of(value: Any, *, keep: bool = False) -> Any:
+    """Return the entry of a tensor or number, read now; ``keep`` copies the bytes of a tensor.
+
+    Raises:
+        NoBytes: the tensor holds no values.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    shape, part, local = list(value.shape), None, value
+    if is_dtensor(value):
+        part, local = _part_of(value), plain(local_part(value))
+    else:
+        local = plain(local)
+    dtype = spell_dtype(value.dtype)
+    if not shape and not local.is_complex():
+        return Waiting(local.to(torch.float64).view(1), [dtype])
+    if isinstance(part, list):
+        numbers = fingerprint(local, part[0], shape)
+    else:
+        numbers = fingerprint(local)
+    kept = byte_view(local).clone().cpu() if keep else None
+    return Waiting(numbers.view(1), [dtype, shape, part], kept)
+
+
+def rows_of(value: Tensor) -> Any:
+    """Return the entry of an input, with a fingerprint for each row of a batch.
+
+    Ranks of another world hold other rows of the same global batch.
+    """
+    if is_dtensor(value) or not value.dim() or not value.numel() or len(value) > _MOST_ROWS:
+        return entry_of(value)
+    rest = [spell_dtype(value.dtype), list(value.shape), "rows"]
+    return Waiting(fingerprints_of_rows(plain(value)), rest)
+
+
+_parts: dict[Any, Any] = {}
+
+
+def _part_of(tensor: Any) -> Any:
+    """Return offsets and sizes of this rank's part of a DTensor; "partial" for an addend."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        return "partial"
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    if key not in _parts:
+        # What a checkpoint of torch asks a tensor.
+        chunks = tensor.__create_chunk_list__()
+        part = [list(chunks[0].offsets), list(chunks[0].sizes)]
+        is_block = len(chunks) == 1 and part[1] == list(local_part(tensor).shape)
+        _parts[key] = part if is_block else None
+    return _parts[key]
+
+
+def rank_of_process() -> int:
+    """Return this process's rank, as torch or a launcher says; 0 without either."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+class Writer:
+    """Write the record of one rank.
+
+    Raises:
+        RecordError: the folder holds a record, or is none.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, values: bool = False) -> None:
+        self.values = values
+        self.path = Path(folder) / f"rank{rank_of_process()}.jsonl"
+        self.file: BinaryIO | None = None
+        self.bytes: BinaryIO | None = None
+        if self.path.exists():
+            raise RecordError(f"{folder} holds a record already: name another folder, or remove it")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"{folder} cannot be made: {error.strerror}") from error
+
+    def begin(self, header: dict[str, Any]) -> None:
+        """Make the files and write the header."""
+        self.file = self.path.open("xb")
+        if self.values:
+            self.bytes = self.path.with_suffix(".values").open("wb")
+        self._line({"format": FORMAT, "version": VERSION, **header})
+
+    def step(self, number: int, phases: Entries) -> None:
+        """Write what has been gathered since the last line."""
+        waiting = list(_waiting(phases))
+        by_kind: dict[Any, list[Waiting]] = {}
+        for entry in waiting:
+            by_kind.setdefault((entry.numbers.device, entry.numbers.dtype), []).append(entry)
+        resolved = {}
+        for entries in by_kind.values():
+            numbers = iter(torch.cat([entry.numbers for entry in entries]).tolist())
+            for entry in entries:
+                resolved[id(entry)] = [next(numbers) for _ in range(len(entry.numbers))]
+
+        def spell(entry: Waiting) -> list[Any]:
+            numbers = resolved[id(entry)]
+            if len(entry.rest) == 1:
+                return [numbers[0], *entry.rest]
+            shown = [f"{number % MODULUS:016x}" for number in numbers]
+            first = shown if entry.rest[2] == "rows" else shown[0]
+            return [first, *entry.rest, *self._keep(entry.value)]
+
+        self._line({"step": number, "phases": phases}, default=spell)
+
+    def _keep(self, value: Tensor | None) -> list[list[int]]:
+        if value is None or self.bytes is None:
+            return []
+        place = self.bytes.tell()
+        self.bytes.write(memory(value))
+        return [[place, value.numel()]]
+
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ended."""
+        self._line({"end": "" if error is None else type(error).__name__})
+
+    def _line(self, content: Any, **how: Any) -> None:
+        assert self.file is not None
+        line = json.dumps(content, separators=(",", ":"), **how)
+        if self.bytes is not None:
+            self.bytes.flush()
+        self.file.write(line.encode() + b"\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the files; a full disk, which may be why it ends, is no error again."""
+        for file in (self.file, self.bytes):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
+def _waiting(phases: Entries) -> Iterator[Waiting]:
+    for entries in phases.values():
+        for entry in entries.values():
+            calls = entry["calls"] if isinstance(entry, dict) else [entry]
+            for each in calls:
+                if isinstance(each, Waiting):
+                    yield each
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one rank has recorded of one tensor or number.
+
+    Attributes:
+        numbers: the number, the text, or the fingerprints, one or one for each row.
+        dtype: the short name of the dtype; empty for what is no tensor.
+        place: position and length of its bytes among the values.
+    """
+
+    numbers: tuple[str, ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    part: Any = None
+    place: tuple[int, int] | None = field(default=None, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """Return dtype and global shape, as ``f32[4, 8]``; of rows that of one row."""
+        shape = self.shape[1:] if self.part == "rows" else self.shape
+        return f"{self.dtype}{list(shape)}"
+
+
+def _parsed(content: Any) -> list[Entry]:
+    if isinstance(content, dict):
+        return [_parsed(call)[0] for call in content["calls"]]
+    if not isinstance(content, list):
+        return [Entry((str(content),))]
+    if len(content) == 2:
+        return [Entry((repr(content[0]),), str(content[1]))]
+    numbers, dtype, shape, part, *places = content
+    if not isinstance(numbers, list):
+        numbers = [numbers]
+    for number in numbers:
+        int(number, 16)
+    if isinstance(part, list):
+        offsets, sizes = part
+        part = (tuple(map(int, offsets)), tuple(map(int, sizes)))
+    place = (int(places[0][0]), int(places[0][1])) if places else None
+    return [Entry(tuple(numbers), str(dtype), tuple(map(int, shape)), part, place)]
+
+
+Values = dict[int, list[Entry]]
+"""By rank, the entries of one name in one phase of one step: one, or one for each call."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A record that was read.
+
+    Attributes:
+        headers: by rank.
+        steps: by step, phase, name and rank.
+        notes: what is wrong with it, a sentence each; empty if every rank ended in order.
+    """
+
+    folder: Path
+    headers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, dict[str, dict[str, Values]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Return the header of the first rank."""
+        return self.headers[min(self.headers)]
+
+
+def read_run(folder: str | PathLike[str]) -> Run:
+    """Read the record in ``folder``; of ranks that stopped early or were cut, what is there.
+
+    Raises:
+        RecordError: there is none, or of another version, or a line is not one of a record.
+    """
+    run = Run(Path(folder))
+    files = {int(path.stem[4:]): path for path in run.folder.glob("rank[0-9]*.jsonl")}
+    if not files:
+        raise RecordError(f"{folder} holds no record: no file rank0.jsonl")
+    last = {}
+    for rank, path in sorted(files.items()):
+        last[rank] = _read_rank(run, rank, path)
+
+    world = run.header["world_size"]
+    missing = sorted(set(range(world)) - set(files))
+    if missing:
+        run.notes.append(f"of {world} ranks, {spell_some(missing)} left no file")
+    if set(files) - set(range(world)):
+        raise RecordError(f"{folder} holds files of more than the {world} ranks of its first one")
+    if len(set(last.values())) > 1:
+        ends = [f"rank {rank} after step {step}" for rank, step in last.items()]
+        run.notes.append(f"its ranks stopped at different steps: {spell_some(ends, 8)}")
+    return run
+
+
+def _read_rank(run: Run, rank: int, path: Path) -> int:
+    """Add the file of a rank, and return its last step, -1 without one."""
+    step, end = -1, None
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if number == len(lines):
+            break  # empty, or a line whose end is missing
+        try:
+            content = json.loads(line)
+            if number == 1:
+                _check_header(content, path)
+                run.headers[rank] = content
+            elif "end" in content:
+                end = str(content["end"])
+            else:
+                step = int(content["step"])
+                for phase, entries in content["phases"].items():
+                    named = run.steps.setdefault(step, {}).setdefault(phase, {})
+                    for name, entry in entries.items():
+                        named.setdefault(name, {})[rank] = _parsed(entry)
+        except RecordError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise RecordError(f"{path}, line {number}, is not a line of a record") from error
+    if rank not in run.headers:
+        raise RecordError(f"{path} is cut within its first line")
+    if end is None:
+        run.notes.append(f"rank {rank} was cut after step {step}: its last line is missing")
+    elif end:
+        run.notes.append(f"rank {rank} ended after step {step} by {end}")
+    return step
+
+
+def _check_header(header: Any, path: Path) -> None:
+    if header["format"] != FORMAT:
+        raise RecordError(f"{path} is no {FORMAT}")
+    if header["version"] != VERSION:
+        raise RecordError(
+            f"{path} is a record of version {header['version']}, and this is version {VERSION}: "
+            "compare it with the pytest-gtrainer that wrote it"
+        )
+    int(header["world_size"])

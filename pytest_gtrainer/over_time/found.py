@@ -1,0 +1,72 @@
+"""Find what a running script trains: its model, its optimisers, and other modules beside them.
+
+torch has no list of them, so the objects of the process are looked through, once.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gtrainer._torch.wrapped_modules import wrapped_by
+
+Kind = TypeVar("Kind")
+
+
+def _living(kind: type[Kind]) -> list[Kind]:
+    # ``isinstance`` would ask proxies for their class, which may import or warn.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def class_of(module: nn.Module) -> str:
+    """Return the name of a module's class before ``fully_shard`` has changed it."""
+    name = type(module).__name__
+    if wrapped_by(module) == "fully_shard":
+        return name.removeprefix("FSDP")
+    return name
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """Return the largest module that contains ``module``: a trainer may run only its parts."""
+    containing = [each for each in _living(nn.Module) if any(p is module for p in each.modules())]
+    return max(containing, key=lambda each: sum(1 for _ in each.modules()), default=module)
+
+
+def holder_of(parameters: list[Tensor]) -> nn.Module | None:
+    """Return the smallest module that holds all ``parameters``; None if no module does."""
+    wanted = {id(parameter) for parameter in parameters}
+    holding = [
+        module for module in _living(nn.Module) if wanted <= {id(p) for p in module.parameters()}
+    ]
+    return min(holding, key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimisers that hold a parameter of ``model``."""
+    known = {id(parameter) for parameter in model.parameters()}
+    found = []
+    for optimizer in _living(torch.optim.Optimizer):
+        # An optimiser whose ``__init__`` has failed has no groups.
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(parameter) in known for group in groups for parameter in group["params"]):
+            found.append(optimizer)
+    return found
+
+
+def modules_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield outermost modules with state that share no parameter with ``model``, as an average of
+    its weights, each with the name of its class, numbered from the second of a class on.
+    """
+    modules = _living(nn.Module)
+    inner = {id(child) for module in modules for child in module.children()}
+    known = {id(parameter) for parameter in model.parameters()}
+    counts: dict[str, int] = {}
+    for module in modules:
+        tensors = [*module.parameters(), *module.buffers()]
+        is_beside = id(module) not in inner and not any(id(tensor) in known for tensor in tensors)
+        if tensors and is_beside:
+            name = class_of(module)
+            counts[name] = number = counts.get(name, 0) + 1
+            yield name if number == 1 else f"{name}#{number}", module

@@ -1,0 +1,411 @@
+"""Record a training run that nobody edits, step by step, without changing a bit of it.
+
+``record_training`` is the library's form; the command ``record`` runs a script with a ``Recorder``
+that finds model and optimisers by itself. Hooks are those that torch offers to everybody: of
+modules, of gradients that have been accumulated, and of optimisers. A *step* begins with the first
+forward under gradients after an optimiser has stepped. Its phases are, in order:
+
+- load: modules beside the model; in the first recorded step also weights, buffers and moments
+- random: the states of random generators when the forward begins
+- data: the tensors that the model is called with
+- forward: what the chosen modules return
+- loss: what each backward starts from
+- gradient: gradients as backward leaves them
+- clip: gradients as the optimiser takes them
+- optimiser: the options of the step, and weights, buffers and moments after it
+"""
+
+import fnmatch
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from pytest_gtrainer._torch.autograd import watching_roots
+from pytest_gtrainer._torch.random_states import random_state, without_modes
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
+from pytest_gtrainer.numerics import knobs
+from pytest_gtrainer.numerics.bits import NoBytes
+from pytest_gtrainer.over_time import found
+from pytest_gtrainer.over_time.files import Writer, entry_of, rank_of_process, rows_of
+
+Hook = Callable[..., None]
+
+
+def _hook(*, always: bool) -> Callable[[Hook], Hook]:
+    """Make a method a hook: it computes outside of the trainer's modes, and what it raises ends the
+    recording and not the training. Unless ``always``, it is called in recorded steps alone.
+    """
+
+    def decorate(method: Hook) -> Hook:
+        @wraps(method)
+        def run(self: "Recorder", *args: Any) -> None:
+            # Dynamo traces hooks of modules that are compiled in place: it must see nothing here.
+            if torch.compiler.is_compiling() or self.is_over:
+                return
+            if not (always or self.is_recorded):
+                return
+            is_training = torch.is_grad_enabled()
+            try:
+                with torch.no_grad(), without_modes():
+                    self.is_training = is_training
+                    method(self, *args)
+            except Exception as error:
+                self.give_up(error)
+
+        return run
+
+    return decorate
+
+
+class Recorder:
+    """Write what a training run does into ``folder``, a file for each rank.
+
+    Attributes:
+        step: the number of the current step. The first one is the number of steps that the
+            optimisers have taken, which a resumed run does not begin at 0.
+        recorded: how many steps were recorded.
+        is_over: whether the recording has ended, by ``stop`` or by an error.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        every: int = 1,
+        activations: Sequence[str] = (),
+        values: bool = False,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is a number of steps, at least 1, not {every}")
+        self.every, self.activations = every, activations
+        self.writer = Writer(folder, values=values)
+        self.step = self.recorded = self.first = 0
+        self.is_over = self.begun = self.is_recorded = self.is_inside = False
+        self.is_training = self.had_backward = False
+        self.model: nn.Module | None = None
+        self.optimizers: list[Optimizer] = []
+        self.beside: list[tuple[str, nn.Module]] = []
+        self.names: dict[int, str] = {}
+        self.stepped: set[int] = set()
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.hooks = ExitStack()
+
+    def start(self) -> None:
+        """Hook the optimisers, every backward, and the first module that is called."""
+        handles = []
+        for optimizer in self.optimizers:
+            handles.append(optimizer.register_step_pre_hook(self._before_step))
+            handles.append(optimizer.register_step_post_hook(self._after_step))
+        if self.model is None:
+            handles.append(register_optimizer_step_pre_hook(self._before_step))
+            handles.append(register_optimizer_step_post_hook(self._after_step))
+            self.finder = register_module_forward_pre_hook(self._first_call)
+            handles.append(self.finder)
+        self._until_stop(handles)
+        self.hooks.enter_context(watching_roots(self._backward))
+
+    def _until_stop(self, handles: Iterable[RemovableHandle]) -> None:
+        for handle in handles:
+            self.hooks.callback(handle.remove)
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Write the last line and take all hooks away."""
+        self.hooks.close()
+        if self.begun and not self.is_over:
+            try:
+                self.writer.end(error)
+            except OSError as failure:
+                self.give_up(failure)
+        self.is_over = True
+        self.writer.close()
+
+    def give_up(self, error: Exception) -> None:
+        """End the recording with one line; the training goes on."""
+        # Hooks stay until ``stop``: torch may be walking through the table of them.
+        self.is_over = True
+        self.writer.close()
+        reason = str(error).partition("\n")[0]
+        print(
+            f"recording ended at step {self.step}: {type(error).__name__}: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def attach(self, model: nn.Module, called: nn.Module | None = None) -> None:
+        """Hook the model, its parameters, and the modules whose results are recorded.
+
+        ``called`` is the part of it that the trainer calls, if not the whole.
+        """
+        self.model = model
+        self.names = {id(tensor): name for name, tensor in _state_of(model)}
+        handles: list[RemovableHandle] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
+        for name, module in model.named_modules():
+            if module in (model, called):
+                handles.append(module.register_forward_pre_hook(self._enter))
+                handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.activations):
+                handles.append(module.register_forward_hook(partial(self._activation, name)))
+        self._until_stop(handles)
+
+    @_hook(always=True)
+    def _first_call(self, module: nn.Module, args: Any) -> None:
+        is_model = any(parameter.requires_grad for parameter in module.parameters())
+        if self.is_training and is_model:
+            self.finder.remove()
+            gc.collect()  # an earlier trainer of this process would still be found
+            self._find(found.outermost(module), module)
+            # Hooks that are made within a call are not called before it.
+            self._enter_training()
+
+    def _find(self, model: nn.Module, called: nn.Module | None = None) -> None:
+        self.attach(model, called)
+        self.optimizers = found.optimizers_of(model)
+        self.beside = list(found.modules_beside(model))
+
+    def _begin(self) -> None:
+        """Write the header, and what the first step starts with."""
+        self.begun = self.is_recorded = True
+        states = [state for each in self.optimizers for state in each.state.values()]
+        taken = [state["step"] for state in states if "step" in state]
+        self.step = self.first = int(max(taken, default=0))
+        self.writer.begin(_header(self.model, self.every))
+        if self.model is not None:
+            self._add("load", _state_of(self.model))
+        for optimizer in self.optimizers:
+            self._add("load", self._moments(optimizer))
+        self._add_beside()
+
+    def _next_step(self) -> None:
+        self.step += 1
+        self.stepped.clear()
+        self.phases = {}
+        self.is_recorded = (self.step - self.first) % self.every == 0
+        if self.is_recorded:
+            self._add_beside()
+
+    def _add_beside(self) -> None:
+        for name, module in self.beside:
+            self._add(
+                "load", ((f"beside {name}.{key}", tensor) for key, tensor in _state_of(module))
+            )
+
+    def _add(self, phase: str, tensors: Iterable[tuple[str, Any]]) -> None:
+        entries = self.phases.setdefault(phase, {})
+        for name, value in tensors:
+            entries[name] = self._entry(value)
+
+    def _add_call(self, phase: str, name: str, entry: Any) -> None:
+        calls = self.phases.setdefault(phase, {}).setdefault(name, {"calls": []})
+        calls["calls"].append(entry)
+
+    def _entry(self, value: Any) -> Any:
+        try:
+            return entry_of(value, keep=self.writer.values)
+        except NoBytes as error:
+            return f"not recorded: {error}"
+
+    @_hook(always=True)
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.is_training:
+            self._enter_training()
+
+    def _enter_training(self) -> None:
+        self.is_inside = True
+        if not self.begun:
+            self._begin()
+        elif self.stepped:
+            self._next_step()
+        if self.is_recorded and "random" not in self.phases:
+            self._add("random", random_state().items())
+
+    @_hook(always=False)
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.is_inside:
+            for name, tensor in _tensors((args, kwargs)):
+                self._add_call("data", f"input {name}", rows_of(tensor))
+        self.is_inside = False
+
+    @_hook(always=False)
+    def _activation(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        # A checkpointed module runs again in the backward: that is outside.
+        if self.is_inside:
+            for path, tensor in _tensors(output):
+                self._add_call("forward", f"{name}{path}", self._entry(tensor))
+
+    @_hook(always=True)
+    def _backward(self, roots: list[Tensor]) -> None:
+        self.had_backward = True
+        for root in roots if self.is_recorded else ():
+            if root.numel() == 1:
+                self._add_call("loss", "root", self._entry(root.view(())))
+
+    @_hook(always=False)
+    def _gradient(self, parameter: Tensor) -> None:
+        # Of several backwards of a step, the last leaves the sum.
+        if parameter.grad is not None:
+            self._add("gradient", [(self.names[id(parameter)], parameter.grad)])
+
+    @_hook(always=True)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.model is None and self.had_backward:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            model = found.holder_of(parameters)
+            if model is not None:
+                self._find(model)
+        # Checkpoints of torch step an optimiser to make its state, before any backward.
+        if not self.had_backward:
+            return
+        if not self.begun:
+            self._begin()
+        elif id(optimizer) in self.stepped:
+            self._next_step()
+        if not self.is_recorded:
+            return
+        for name, parameter in self._parameters(optimizer):
+            if parameter.grad is not None:
+                self._add("clip", [(name, parameter.grad)])
+        self._add("optimiser", _options(optimizer))
+
+    @_hook(always=True)
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.had_backward:
+            return
+        self.stepped.add(id(optimizer))
+        if not self.is_recorded:
+            return
+        self._add("optimiser", self._parameters(optimizer))
+        if self.model is not None:
+            self._add("optimiser", self.model.named_buffers())
+        self._add("optimiser", self._moments(optimizer))
+        self.writer.step(self.step, self.phases)
+        self.recorded += len(self.stepped) == 1
+        self.phases = {}
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                default = f"param_groups.{number}.{place}"
+                yield self.names.get(id(parameter), default), parameter
+
+    def _moments(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self._parameters(optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor | int | float):
+                    yield f"{name}.{key}", value
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a structure, each with its place, as ``[0]['tokens']``."""
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield pytree.keystr(path), leaf
+
+
+def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _options(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            parts = value if isinstance(value, Sequence) else [value]
+            for place, part in enumerate(parts):
+                name = f"param_groups.{number}.{key}"
+                if len(parts) > 1:
+                    name += f".{place}"
+                if isinstance(part, Tensor | int | float):
+                    yield name, part
+
+
+def _header(model: nn.Module | None, every: int) -> dict[str, Any]:
+    """Return what is worth knowing before two records are compared."""
+    compiled = []
+    if model is not None:
+        for name, module in model.named_modules():
+            if wrapped_by(module) == COMPILED:
+                compiled.append(name)
+    device = "cpu"
+    if torch.cuda.is_initialized():
+        device = torch.cuda.get_device_name()
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return {
+        "rank": rank_of_process(),
+        "world_size": dist.get_world_size() if is_distributed else 1,
+        "model": "" if model is None else found.class_of(model),
+        "every": every,
+        "torch": torch.__version__,
+        "python": sys.version.partition(" ")[0],
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "compiled": compiled,
+        "arguments": sys.argv[1:],
+        "settings": {name: repr(value) for name, value in knobs.values().items()},
+    }
+
+
+@contextmanager
+def record_training(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    folder: str | PathLike[str],
+    *,
+    every: int = 1,
+    activations: Sequence[str] | str = (),
+    values: bool = False,
+    beside: Mapping[str, nn.Module] | None = None,
+) -> Iterator[Recorder]:
+    """Record the training steps in the block, on every rank, into a file of ``folder``.
+
+    No bit of the training changes. ``python -m pytest_gtrainer compare A B`` compares two such
+    folders. A step is recorded when an optimiser has stepped; what goes wrong while recording, as a
+    full disk, ends it with one line on stderr.
+
+    Args:
+        model: the module that the loop calls, wrapped and sharded as it is trained.
+        optimizer: the optimiser of the model, or several.
+        folder: where the record goes. It must not hold one.
+        every: record each so many steps, and the first one.
+        activations: patterns of names of modules, as ``"layers.*"``, whose results are recorded.
+        values: also keep all bytes, so that ``compare`` names elements.
+        beside: other modules with state to record by name, as an average of the weights.
+
+    Yields:
+        The recorder; ``recorded`` counts the steps.
+
+    Raises:
+        RecordError: the folder holds a record, or cannot be made.
+    """
+    patterns = [activations] if isinstance(activations, str) else activations
+    recorder = Recorder(folder, every=every, activations=patterns, values=values)
+    recorder.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    recorder.beside = list((beside or {}).items())
+    recorder.attach(model)
+    recorder.start()
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.stop(error)
+        raise
+    recorder.stop()

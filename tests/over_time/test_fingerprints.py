@@ -1,0 +1,64 @@
+"""Fingerprints of parts add up to that of the whole tensor, whatever the layout."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gtrainer.over_time.fingerprints import fingerprint, fingerprints_of_rows
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+
+
+@st.composite
+def cut_tensors(draw):
+    """A tensor, and offsets and parts of a grid of cuts through it."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    seed, dtype = draw(st.integers(0, 99)), draw(st.sampled_from(DTYPES))
+    numbers = torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(seed))
+    parts = [((0,) * len(shape), numbers.to(dtype))]
+    for dim, size in enumerate(shape):
+        cut = draw(st.integers(0, size))
+        halves = []
+        for offsets, part in parts:
+            moved = (*offsets[:dim], cut, *offsets[dim + 1 :])
+            halves.append((offsets, part.narrow(dim, 0, cut)))
+            halves.append((moved, part.narrow(dim, cut, size - cut)))
+        parts = halves
+    return numbers.to(dtype), parts
+
+
+@given(cut_tensors())
+def test_parts_add_up(case):
+    """Z1: any grid of blocks, empty ones included."""
+    whole, parts = case
+    total = sum(int(fingerprint(part, offsets, whole.shape)) for offsets, part in parts)
+    assert (total - int(fingerprint(whole))) % 2**64 == 0
+
+
+def test_parts_of_a_tensor_larger_than_a_piece():
+    whole = torch.arange(600_000, dtype=torch.int32).view(1000, 600)
+    rows = fingerprint(whole[:333], (0, 0), whole.shape)
+    rows = rows + fingerprint(whole[333:], (333, 0), whole.shape)
+    columns = fingerprint(whole[:, :7], (0, 0), whole.shape)
+    columns = columns + fingerprint(whole[:, 7:], (0, 7), whole.shape)
+    assert rows == columns == fingerprint(whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (torch.tensor([2.0, 1.0, 0.0]), "places"),
+        (torch.tensor([1.0, 2.0, -0.0]), "the sign of zero"),
+        (torch.tensor([1.0, 2.0, float("nan")]), "a NaN"),
+    ],
+)
+def test_what_a_fingerprint_sees(other, why):
+    assert fingerprint(other) != fingerprint(torch.tensor([1.0, 2.0, 0.0])), why
+
+
+def test_rows_do_not_depend_on_the_batch():
+    batch = torch.randn(4, 3, 2)
+    rows = fingerprints_of_rows(batch)
+    assert torch.equal(fingerprints_of_rows(batch[2:]), rows[2:])
+    assert len(set(rows.tolist())) == 4

@@ -1,0 +1,192 @@
+"""Recording: it changes no bit, refuses what it cannot record, and survives what goes wrong."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, record_training
+from pytest_gtrainer.over_time.comparing import compare_runs
+from pytest_gtrainer.over_time.files import RecordError, read_run
+from tests.over_time.trainers import SCRIPT, planted, record
+
+
+def train(steps, folder=None, *, seed=0, width=8, compiled="", interrupt=None, **options):
+    """Train a small model, recorded if there is a folder, and return what it ends with."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, 16), nn.Dropout(0.5), nn.BatchNorm1d(16))
+    trained = model
+    if compiled:
+        model[0].compile(backend=compiled)
+        trained = torch.compile(model, backend=compiled) if compiled == "eager" else model
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run():
+        for step in range(steps):
+            if step == interrupt:
+                raise KeyError("gone")
+            # Two backwards are accumulated.
+            for _ in range(2):
+                trained(torch.randn(4, width)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if folder is None:
+        run()
+    else:
+        with record_training(trained, optimizer, folder, **options):
+            run()
+    return {**model.state_dict(), "random": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("options", [{}, {"values": True, "activations": "*", "every": 2}])
+def test_recording_changes_no_bit(tmp_path, options):
+    """Z1: weights, buffers and random states end as without it."""
+    plain = train(3)
+    assert_bitwise_equal(train(3, tmp_path / "record", **options), plain)
+    assert_bitwise_different(train(3, tmp_path / "other", seed=1, **options), plain)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_recording_changes_no_bit_of_compiled_modules(tmp_path, backend):
+    """Z1: hooks are not compiled into a module, in place or wrapped."""
+    plain = train(3, compiled=backend)
+    torch._dynamo.reset()
+    recorded = train(3, tmp_path / "a", compiled=backend, activations="*")
+    assert_bitwise_equal(recorded, plain)
+    assert_bitwise_different(train(3, compiled=backend, seed=1), plain)
+    torch._dynamo.reset()
+    train(3, tmp_path / "b")
+    result = compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert result.status == 0, str(result)
+    assert "other compiled" in str(result)
+    assert ("names of A without the prefixes of wrappers" in str(result)) == (backend == "eager")
+
+
+def test_two_microbatches_and_their_sum(tmp_path):
+    """Inputs and losses of each backward; gradients as the last one leaves them."""
+    train(2, tmp_path)
+    phases = read_run(tmp_path).steps[1]
+    assert len(phases["loss"]["root"][0]) == 2
+    (inputs,) = phases["data"].values()
+    assert [len(entry.numbers) for entry in inputs[0]] == [4, 4]
+    assert (
+        phases["gradient"].keys()
+        == phases["clip"].keys()
+        == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    )
+    assert phases["gradient"]["0.weight"] != phases["clip"]["0.weight"]
+    assert {"0.weight.exp_avg", "2.running_mean", "param_groups.0.betas.1"} <= phases[
+        "optimiser"
+    ].keys()
+
+
+def test_two_optimisers_that_step_once_each(tmp_path):
+    """A step ends when the next forward begins, not with the first optimiser."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in model]
+    with record_training(model, optimizers, tmp_path) as recorder:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert recorder.recorded == 3
+    steps = read_run(tmp_path).steps
+    assert list(steps) == [0, 1, 2]
+    assert {"0.weight.exp_avg", "1.weight.exp_avg"} <= steps[2]["optimiser"].keys()
+
+
+def test_a_model_inside_a_model_is_named_from_the_outermost(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Whole(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.encoder, self.decoder = nn.Linear(3, 3), nn.Linear(3, 1)\n"
+        "whole = Whole()\n"
+        "optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)\n"
+        "whole.decoder(whole.encoder(torch.ones(2, 3))).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    assert record(tmp_path / "record", script) == 0
+    phases = read_run(tmp_path / "record").steps[0]
+    assert "encoder.weight" in phases["load"]
+    assert "decoder.weight" in phases["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("", "nothing of {script} was recorded: in this process no optimiser of torch has stepped"),
+        ("import torch\ntorch.optim.SGD([torch.ones(1, requires_grad=True)]).step()", "nothing of"),
+    ],
+    ids=["empty", "no backward"],
+)
+def test_a_script_that_trains_nothing(tmp_path, capsys, body, sentence):
+    script = tmp_path / "train.py"
+    script.write_text(body)
+    assert record(tmp_path / "record", script) == 2
+    assert sentence.format(script=script) in capsys.readouterr().err
+
+
+def test_what_cannot_be_recorded_is_one_sentence(tmp_path, capsys):
+    train(1, tmp_path / "old")
+    before = (tmp_path / "old" / "rank0.jsonl").read_bytes()
+    assert record(tmp_path / "old", SCRIPT) == 2
+    assert "holds a record already: name another folder, or remove it" in capsys.readouterr().err
+    assert (tmp_path / "old" / "rank0.jsonl").read_bytes() == before
+    (tmp_path / "file").write_text("")
+    assert record(tmp_path / "file", SCRIPT) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'file'} cannot be made: File exists\n"
+    assert record(tmp_path / "new", tmp_path / "none.py") == 2
+    assert capsys.readouterr().err == f"there is no script {tmp_path / 'none.py'}\n"
+    assert record(tmp_path / "new", SCRIPT, options=["--every=0"]) == 2
+    assert "at least 1, not 0" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="holds a record already"):
+        train(1, tmp_path / "old")
+
+
+def test_a_crash_leaves_the_steps_before(tmp_path):
+    train(4, tmp_path / "whole")
+    with pytest.raises(KeyError):
+        train(4, tmp_path / "crashed", interrupt=2)
+    result = compare_runs(read_run(tmp_path / "whole"), read_run(tmp_path / "crashed"))
+    assert not result.differences
+    assert result.status == 1
+    assert "B: rank 0 ended after step 1 by KeyError" in str(result)
+    assert "only in A: 2 steps, 2 to 3" in str(result)
+
+
+@pytest.mark.second_tier
+def test_a_killed_process_leaves_the_steps_before(tmp_path):
+    script = planted(tmp_path, ("        self.optimizer.zero_grad()\n", "        os._exit(9)\n"))
+    command = [sys.executable, "-m", "pytest_gtrainer", "record", "--to=killed", script]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 9
+    run = read_run(tmp_path / "killed")
+    assert list(run.steps) == [0]
+    assert run.notes == ["rank 0 was cut after step 0: its last line is missing"]
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, capsys):
+    """A limit on the size of files fails in the same place."""
+    plain = train(4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, hard))
+    try:
+        recorded = train(4, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_bitwise_equal(recorded, plain)
+    assert_bitwise_different(train(4, seed=1), plain)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "recording ended at step 3: OSError: [Errno 27] File too large"
+    run = read_run(tmp_path)
+    assert list(run.steps) == [0, 1, 2]
+    assert run.notes == ["rank 0 was cut after step 2: its last line is missing"]

@@ -1,0 +1,311 @@
+"""Run the communication of all ranks without values: who waits for whom, for ever.
+
+The model is NCCL's. Launches of a rank go into *queues*, one for each communicator, and run in the
+order of the queue; the rank goes on until it waits for one. A collective runs when it is first in
+the queue of all its ranks. A message runs when both ends are first. Launches that are made together
+(``batch_isend_irecv``) are first together.
+
+Source: NCCL's user guide, "Using multiple NCCL communicators concurrently" and "Group calls".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+SEND, RECEIVE = "send", "recv"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective, or one end of a message.
+
+    Attributes:
+        kind: "all_gather", ...; SEND or RECEIVE for a message.
+        ranks: those that have to call it; of a message the sender, then the receiver.
+        payload: what has to be equal on all ranks of a collective.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    payload: str = ""
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in (SEND, RECEIVE)
+
+    def __str__(self) -> str:
+        if self.kind == SEND:
+            return f"send to {self.ranks[1]}"
+        if self.kind == RECEIVE:
+            return f"recv from {self.ranks[0]}"
+        return f"{self.kind} of {list(self.ranks)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Operations that a rank starts together, in the queue of one communicator.
+
+    Attributes:
+        where: node and module, for messages.
+    """
+
+    operations: tuple[Operation, ...]
+    queue: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The rank goes on when a launch of its own is complete, by place in its schedule."""
+
+    launch: int
+
+
+Schedule = Sequence[Launch | Wait]
+
+
+@dataclass
+class _Rank:
+    """How far a rank is.
+
+    Attributes:
+        place: of the next step in the schedule.
+        queues: places of launches that are not complete, by queue.
+        missing: operations of these launches that have not run.
+    """
+
+    schedule: Schedule
+    place: int = 0
+    queues: dict[str, list[int]] = field(default_factory=dict)
+    missing: dict[int, list[Operation]] = field(default_factory=dict)
+
+    def go_on(self) -> bool:
+        """Launch up to the next wait for what is not complete; return whether anything was done."""
+        before = self.place
+        while self.place < len(self.schedule):
+            step = self.schedule[self.place]
+            if isinstance(step, Wait):
+                if step.launch in self.missing:
+                    break
+            else:
+                self.queues.setdefault(step.queue, []).append(self.place)
+                self.missing[self.place] = list(step.operations)
+            self.place += 1
+        return self.place > before
+
+    def first(self, queue: str) -> int | None:
+        """Return the launch that is first in a queue."""
+        waiting = self.queues.get(queue)
+        return waiting[0] if waiting else None
+
+    def first_with(self, queue: str, operation: Operation) -> bool:
+        """Return whether an operation can run on this rank now."""
+        place = self.first(queue)
+        return place is not None and operation in self.missing[place]
+
+    def complete(self, queue: str, operation: Operation) -> None:
+        place = self.queues[queue][0]
+        self.missing[place].remove(operation)
+        if not self.missing[place]:
+            del self.missing[place]
+            self.queues[queue].pop(0)
+
+
+class Mismatch(Exception):
+    """Ranks call different collectives as the next one of a communicator."""
+
+
+class Queues:
+    """The queues of all ranks."""
+
+    def __init__(self, schedules: Mapping[int, Schedule]) -> None:
+        self.ranks = {rank: _Rank(schedule) for rank, schedule in schedules.items()}
+
+    def run(self) -> str:
+        """Run until nothing moves; return what ranks wait for, "" if all is complete.
+
+        Raises:
+            Mismatch: ranks call different collectives of a communicator.
+        """
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks.values():
+                moved |= rank.go_on()
+            for number in self.ranks:
+                moved |= self._run_first(number)
+        stuck = [rank for rank, state in self.ranks.items() if state.missing]
+        return self._explain(stuck[0]) if stuck else ""
+
+    def _run_first(self, number: int) -> bool:
+        """Run what is first in the queues of a rank, and of all others that it needs."""
+        moved = False
+        state = self.ranks[number]
+        for queue in list(state.queues):
+            place = state.first(queue)
+            if place is None:
+                continue
+            for operation in list(state.missing[place]):
+                if not self._blocking(number, queue, operation):
+                    self._complete(queue, operation)
+                    moved = True
+        return moved
+
+    def _blocking(self, number: int, queue: str, operation: Operation) -> list[int]:
+        """Return the ranks that are not there for an operation of a rank.
+
+        Raises:
+            Mismatch: one of them is there for another collective.
+        """
+        absent = []
+        for rank in operation.ranks:
+            if rank == number:
+                continue
+            other = self.ranks.get(rank)
+            if other is None:
+                raise Mismatch(f"rank {number} calls {operation}, and rank {rank} has no graph")
+            wanted = _other_end(operation) if operation.is_message else operation
+            if other.first_with(queue, wanted):
+                continue
+            place = other.first(queue)
+            if place is not None and not operation.is_message:
+                self._refuse(number, queue, operation, rank, place)
+            absent.append(rank)
+        return absent
+
+    def _refuse(self, number: int, queue: str, operation: Operation, rank: int, place: int) -> None:
+        """Raise: both are there, each for another collective of one communicator."""
+        mine = self.ranks[number].schedule[self.ranks[number].queues[queue][0]]
+        theirs = self.ranks[rank].schedule[place]
+        other = self.ranks[rank].missing[place][0]
+        assert isinstance(mine, Launch)
+        assert isinstance(theirs, Launch)
+        if other.is_message:
+            return
+        raise Mismatch(
+            f"rank {number} calls {_spelled(operation)}{_at(mine)}, where rank {rank} calls "
+            f"{_spelled(other)}{_at(theirs)}"
+        )
+
+    def _complete(self, queue: str, operation: Operation) -> None:
+        if not operation.is_message:
+            for rank in operation.ranks:
+                self.ranks[rank].complete(queue, operation)
+            return
+        for rank, end in zip(operation.ranks, (SEND, RECEIVE), strict=True):
+            self.ranks[rank].complete(queue, Operation(end, operation.ranks, operation.payload))
+
+    def _explain(self, start: int) -> str:
+        """Follow who waits for whom until a rank comes again, or has ended."""
+        lines: list[str] = []
+        seen: list[int] = []
+        rank = start
+        while rank not in seen:
+            seen.append(rank)
+            state = self.ranks[rank]
+            if not state.missing:
+                lines.append(f"rank {rank} has ended")
+                break
+            line, rank = self._waits(rank)
+            lines.append(line)
+        else:
+            lines = lines[seen.index(rank) :]  # what leads into the cycle is no part of it
+        return "\n".join(lines)
+
+    def _waits(self, number: int) -> tuple[str, int]:
+        """Return in words for what a rank waits, and one rank that is not there."""
+        state = self.ranks[number]
+        place = min(state.missing)
+        if state.place < len(state.schedule):
+            step = state.schedule[state.place]
+            assert isinstance(step, Wait)
+            place = step.launch
+        launch = state.schedule[place]
+        assert isinstance(launch, Launch)
+        first = state.queues[launch.queue][0]
+        running = state.schedule[first]
+        assert isinstance(running, Launch)
+        words = f"rank {number} waits in {state.missing[place][0]}{_at(launch)}"
+        if first != place:
+            words += f", behind {state.missing[first][0]}{_at(running)}"
+        for operation in state.missing[first]:
+            absent = self._blocking(number, launch.queue, operation)
+            if absent:
+                return f"{words}, which rank {absent[0]} has not reached", absent[0]
+        raise AssertionError("what can run has run")
+
+
+def _other_end(operation: Operation) -> Operation:
+    kind = RECEIVE if operation.kind == SEND else SEND
+    return Operation(kind, operation.ranks, operation.payload)
+
+
+def _at(launch: Launch) -> str:
+    return f" ({launch.where})" if launch.where else ""
+
+
+def _spelled(operation: Operation) -> str:
+    return f"{operation} with {operation.payload}" if operation.payload else str(operation)
+
+
+def orders_by_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
+    """Yield pairs of launches of two communicators that two ranks start in opposite order.
+
+    The first of the two ranks does not wait between them, so the streams of a device decide which
+    runs first, and devices may decide differently. One pair for any two ranks is enough.
+    """
+    places = {rank: _places(schedule) for rank, schedule in schedules.items()}
+    said: set[tuple[int, int]] = set()
+    for one, schedule in sorted(schedules.items()):
+        numbers = {place: number for number, place in places[one].items()}
+        for first, second in _running_together(schedule):
+            earlier, later = schedule[first], schedule[second]
+            assert isinstance(earlier, Launch)
+            assert isinstance(later, Launch)
+            for other in sorted(_ranks_of(earlier) & _ranks_of(later)):
+                theirs = places.get(other, {})
+                before = theirs.get(numbers[first], -1)
+                after = theirs.get(numbers[second], -1)
+                if before <= after or (min(one, other), max(one, other)) in said:
+                    continue
+                said.add((min(one, other), max(one, other)))
+                yield (
+                    f"rank {one} starts {earlier.operations[0]}{_at(earlier)} before "
+                    f"{later.operations[0]}{_at(later)}, rank {other} after it, and nobody waits "
+                    "between them"
+                )
+
+
+Number = tuple[str, int]
+"""A launch by its queue and its number there, which are the same on all its ranks."""
+
+
+def _places(schedule: Schedule) -> dict[Number, int]:
+    """Return the places of launches by queue and number."""
+    counts: dict[str, int] = {}
+    places = {}
+    for place, step in enumerate(schedule):
+        if isinstance(step, Launch):
+            number = counts.get(step.queue, 0)
+            counts[step.queue] = number + 1
+            places[step.queue, number] = place
+    return places
+
+
+def _running_together(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Yield pairs of launches of two queues, the second started before the first is waited for."""
+    running: dict[int, str] = {}
+    for place, step in enumerate(schedule):
+        if isinstance(step, Wait):
+            running.pop(step.launch, None)
+            continue
+        for before, queue in running.items():
+            if queue != step.queue:
+                yield before, place
+        running[place] = step.queue
+
+
+def _ranks_of(launch: Launch) -> set[int]:
+    ranks: set[int] = set()
+    for operation in launch.operations:
+        ranks.update(operation.ranks)
+    return ranks

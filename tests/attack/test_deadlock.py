@@ -1,0 +1,337 @@
+"""Ranks that would wait for ever are named, in a cycle; right programs of any order are not."""
+
+import contextlib
+import operator
+import random
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer import (
+    Collective,
+    Deadlock,
+    OrderByLuck,
+    Receive,
+    Send,
+    assert_no_deadlock,
+    graphtext,
+)
+from pytest_gtrainer.attack.queues import (
+    RECEIVE,
+    SEND,
+    Launch,
+    Mismatch,
+    Operation,
+    Queues,
+    Wait,
+    orders_by_luck,
+)
+
+functional = torch.ops._c10d_functional
+
+
+def collective(ranks, kind="all_reduce", payload=""):
+    return Launch((Operation(kind, ranks, payload),), f"group {list(ranks)}")
+
+
+def message(sender, receiver, kind):
+    queue = f"messages of {sorted((sender, receiver))}"
+    return Launch((Operation(kind, (sender, receiver)),), queue)
+
+
+@st.composite
+def right_programs(draw):
+    """What all ranks start in one order, each with waits at places of its own."""
+    size = draw(st.integers(2, 5))
+    dice = random.Random(draw(st.integers(0, 2**16)))
+    schedules = {rank: [] for rank in range(size)}
+    for _ in range(draw(st.integers(1, 12))):
+        if dice.random() < 0.5:
+            ranks = tuple(sorted(dice.sample(range(size), dice.randint(2, size))))
+            for rank in ranks:
+                schedules[rank].append(collective(ranks))
+        else:
+            sender, receiver = dice.sample(range(size), 2)
+            schedules[sender].append(message(sender, receiver, SEND))
+            schedules[receiver].append(message(sender, receiver, RECEIVE))
+    for schedule in schedules.values():
+        with_waits = []
+        waiting = []
+        for step in schedule:
+            waiting.append(len(with_waits))
+            with_waits.append(step)
+            dice.shuffle(waiting)
+            while waiting and dice.random() < 0.6:
+                with_waits.append(Wait(waiting.pop()))
+        schedule[:] = with_waits
+    return schedules
+
+
+@hypothesis.given(right_programs())
+@hypothesis.settings(deadline=None)
+def test_one_order_never_stands_still(schedules):
+    assert Queues(schedules).run() == ""
+    assert list(orders_by_luck(schedules)) == []
+
+
+@hypothesis.given(right_programs(), st.data())
+@hypothesis.settings(deadline=None)
+def test_a_call_that_one_rank_leaves_out_is_told(schedules, data):
+    """The twin: whoever misses it waits for ever, or meets another call."""
+    rank = data.draw(st.sampled_from([rank for rank, steps in schedules.items() if steps]))
+    places = [at for at, step in enumerate(schedules[rank]) if isinstance(step, Launch)]
+    gone = data.draw(st.sampled_from(places))
+    shorter = []
+    for at, step in enumerate(schedules[rank]):
+        if at == gone or step == Wait(gone):
+            continue
+        if isinstance(step, Wait) and step.launch > gone:
+            before = sum(1 for each in schedules[rank][: step.launch] if each == Wait(gone))
+            step = Wait(step.launch - 1 - before)
+        shorter.append(step)
+    schedules[rank] = shorter
+    with contextlib.suppress(Mismatch):
+        assert Queues(schedules).run() != ""
+
+
+def test_a_ring_that_receives_first():
+    schedules = {}
+    for rank in range(3):
+        received = message((rank - 1) % 3, rank, RECEIVE)
+        sent = message(rank, (rank + 1) % 3, SEND)
+        schedules[rank] = [received, Wait(0), sent, Wait(2)]
+    assert Queues(schedules).run().splitlines() == [
+        "rank 0 waits in recv from 2, which rank 2 has not reached",
+        "rank 2 waits in recv from 1, which rank 1 has not reached",
+        "rank 1 waits in recv from 0, which rank 0 has not reached",
+    ]
+
+
+def test_messages_of_a_batch_run_together():
+    """Both ranks of a pair send first: alone they wait, in a batch they do not."""
+    alone = {0: [], 1: []}
+    batch = {}
+    for rank in (0, 1):
+        other = 1 - rank
+        ends = Operation(SEND, (rank, other)), Operation(RECEIVE, (other, rank))
+        queue = "messages of [0, 1]"
+        alone[rank] = [Launch((end,), queue) for end in ends]
+        batch[rank] = [Launch(ends, queue)]
+    assert "waits in send to" in Queues(alone).run()
+    assert Queues(batch).run() == ""
+
+
+def test_who_leads_into_a_cycle_is_no_part_of_it():
+    first, second = collective((1, 2)), collective((1, 2), "broadcast")
+    everyone = collective((0, 1, 2))
+    schedules = {
+        0: [everyone, Wait(0)],
+        1: [message(2, 1, RECEIVE), Wait(0), everyone],
+        2: [message(1, 2, RECEIVE), Wait(0), everyone],
+    }
+    assert first != second
+    assert Queues(schedules).run().splitlines() == [
+        "rank 1 waits in recv from 2, which rank 2 has not reached",
+        "rank 2 waits in recv from 1, which rank 1 has not reached",
+    ]
+
+
+def test_a_rank_that_has_ended():
+    schedules = {0: [collective((0, 1)), Wait(0)], 1: []}
+    assert Queues(schedules).run().splitlines() == [
+        "rank 0 waits in all_reduce of [0, 1], which rank 1 has not reached",
+        "rank 1 has ended",
+    ]
+
+
+def test_a_launch_that_nobody_waits_for_has_to_run_too():
+    assert "rank 1 has ended" in Queues({0: [collective((0, 1))], 1: []}).run()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (collective((0, 1), "all_gather"), "all_gather of [0, 1]"),
+        (collective((0, 1), payload="sum bfloat16[4]"), "with sum bfloat16[4]"),
+    ],
+)
+def test_other_collectives_of_one_group(other, says):
+    with pytest.raises(Mismatch, match="rank 0 calls all_reduce of") as failure:
+        Queues({0: [collective((0, 1))], 1: [other]}).run()
+    assert says in str(failure.value)
+
+
+def test_orders_that_luck_keeps():
+    one, two = collective((0, 1)), Launch((Operation("all_gather", (0, 1)),), "another group")
+    schedules = {0: [one, two, Wait(0), Wait(1)], 1: [two, one, Wait(0), Wait(1)]}
+    assert Queues(schedules).run() == ""
+    [line] = orders_by_luck(schedules)
+    assert line == (
+        "rank 0 starts all_reduce of [0, 1] before all_gather of [0, 1], rank 1 after it, and "
+        "nobody waits between them"
+    )
+    waited = {0: [one, Wait(0), two, Wait(2)], 1: [two, Wait(0), one, Wait(2)]}
+    assert "waits in" in Queues(waited).run(), "with waits it is no luck but a deadlock"
+
+
+def stage(*calls, group="pp", where="layers.0"):
+    """A graph of messages and collectives, each waited for at once."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    for kind, *arguments in calls:
+        node = graph.call_function(getattr(functional, kind).default, (x, *arguments, group))
+        node.meta.update(val=torch.empty(4), custom={"module_fqn": where})
+        x = graph.call_function(functional.wait_tensor.default, (node,))
+        x.meta["val"] = torch.empty(4)
+    graph.output((x,))
+    return fx.GraphModule({}, graph)
+
+
+GROUPS = {"pp": [[0, 1]], "dp": [[0], [1]]}
+
+
+def test_graphs_of_two_stages():
+    """pytorch#189454's kind: a receive that was hoisted above a send."""
+    right = {0: stage(("isend", 1, 0), ("irecv", 1, 0)), 1: stage(("irecv", 0, 0), ("isend", 0, 0))}
+    assert assert_no_deadlock(right, groups=GROUPS) == ()
+    wrong = {**right, 0: stage(("irecv", 1, 0), ("isend", 1, 0))}
+    with pytest.raises(Deadlock) as failure:
+        assert_no_deadlock(wrong, groups=GROUPS)
+    assert str(failure.value).splitlines()[:2] == [
+        "ranks wait for each other",
+        "rank 0 waits in recv from 1 (irecv_default of layers.0), which rank 1 has not reached",
+    ]
+
+
+def test_graphs_of_one_rank_run_one_after_the_other():
+    forward, backward = stage(("isend", 1, 0)), stage(("irecv", 1, 0))
+    others = [stage(("irecv", 0, 0)), stage(("isend", 0, 0))]
+    assert_no_deadlock({0: [forward, backward], 1: others}, groups=GROUPS)
+    with pytest.raises(Deadlock, match="ranks wait for each other"):
+        assert_no_deadlock({0: [backward, forward], 1: others}, groups=GROUPS)
+
+
+def test_batches_in_graphs():
+    def exchange(rank):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4)
+        arguments = ["isend", "irecv"], [1 - rank, 1 - rank], [0, 0], [x, x], "pp"
+        node = graph.call_function(functional.batch_p2p_ops.default, arguments)
+        item = graph.call_function(operator.getitem, (node, 1))
+        graph.output((graph.call_function(functional.wait_tensor.default, (item,)),))
+        return fx.GraphModule({}, graph)
+
+    assert_no_deadlock({0: exchange(0), 1: exchange(1)}, groups=GROUPS)
+    with pytest.raises(Deadlock, match="rank 1 has ended"):
+        assert_no_deadlock({0: exchange(0), 1: stage()}, groups=GROUPS)
+
+
+def test_other_dtypes_of_one_collective():
+    one, other = stage(("all_reduce", "sum")), stage(("all_reduce", "avg"))
+    assert_no_deadlock({0: one, 1: one}, groups=GROUPS)
+    with pytest.raises(Deadlock, match=r"with sum float32\[4\].*with avg float32\[4\]"):
+        assert_no_deadlock({0: one, 1: other}, groups=GROUPS)
+
+
+def test_groups_in_opposite_order_are_a_warning():
+    groups = {"pp": [[0, 1]], "cp": [[1, 0]]}
+
+    def both(first, second):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4)
+        started = []
+        for group in (first, second):
+            started.append(graph.call_function(functional.all_reduce.default, (x, "sum", group)))
+        waited = [graph.call_function(functional.wait_tensor.default, (one,)) for one in started]
+        graph.output(tuple(waited))
+        return fx.GraphModule({}, graph)
+
+    with pytest.warns(OrderByLuck, match="rank 0 starts all_reduce"):
+        [line] = assert_no_deadlock({0: both("pp", "cp"), 1: both("cp", "pp")}, groups=groups)
+    assert "nobody waits between them" in line
+
+
+@torch.library.custom_op("attack_tests::send", mutates_args=())
+def send(x: torch.Tensor, to: int) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("attack_tests::receive", mutates_args=())
+def receive(x: torch.Tensor, source: int) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("attack_tests::meet", mutates_args=())
+def meet(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+COMMUNICATIONS = {
+    "attack_tests::send": lambda node, rank: Send(node.args[1]),
+    "attack_tests::receive": lambda node, rank: Receive(node.args[1]),
+    "attack_tests::meet": lambda node, rank: Collective((0, 1)),
+}
+
+
+def of_ours(*calls):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for name, *arguments in calls:
+        operator = getattr(torch.ops.attack_tests, name).default
+        x = graph.call_function(operator, (x, *arguments))
+    graph.output((x,))
+    return fx.GraphModule({}, graph)
+
+
+def test_operators_of_ones_own():
+    one, other = of_ours(("send", 1), ("meet",)), of_ours(("receive", 0), ("meet",))
+    assert_no_deadlock({0: one, 1: other}, communications=COMMUNICATIONS)
+    with pytest.raises(Deadlock, match="rank 0 waits in send to 1"):
+        assert_no_deadlock(
+            {0: one, 1: of_ours(("meet",), ("receive", 0))}, communications=COMMUNICATIONS
+        )
+
+
+@pytest.mark.parametrize(
+    ("graphs", "options", "says"),
+    [
+        ({0: of_ours(("send", 1))}, {}, "no graph communicates"),
+        ({0: stage(("all_reduce", "sum"))}, {}, "nobody knows the ranks of group 'pp'"),
+        ({2: stage(("all_reduce", "sum"))}, {"groups": GROUPS}, "rank 2 is in no group of 'pp'"),
+        (stage(("all_reduce", "sum")), {}, "one graph for all ranks needs a world"),
+        (
+            {0: of_ours(("send", 1))},
+            {"communications": {"attack_tests::send": lambda node, rank: 1}},
+            "a communication is Send, Receive or Collective; not 1",
+        ),
+    ],
+)
+def test_bad_input(graphs, options, says):
+    with pytest.raises(ValueError, match=says):
+        assert_no_deadlock(graphs, **options)
+
+
+def test_a_rank_without_a_graph():
+    with pytest.raises(Deadlock, match=r"rank 0 calls all_reduce of .* and rank 1 has no graph"):
+        assert_no_deadlock({0: stage(("all_reduce", "sum"))}, groups=GROUPS)
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_one_graph_for_all_ranks_of_a_world(gt_mesh):
+    text = """dp = group(range(0, 4))
+if I:
+  I.x: f32[4]
+if fwd:
+  with loss:
+    all_reduce: f32[4] = _c10d_functional.all_reduce(I.x, "sum", dp)
+    wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)
+if out:
+  yield fwd.loss.wait_tensor
+"""
+    assert assert_no_deadlock(graphtext.parse(text)) == ()

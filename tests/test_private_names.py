@@ -135,6 +135,7 @@ def replaced_names(source: str) -> Iterator[str]:
 
 REPLACED = {
     # put back when the block ends
+    "_torch/arithmetic.py": {"torch.UntypedStorage.resize_"},
     "_torch/autograd.py": {
         "torch.autograd._engine_run_backward",
         "torch.autograd.graph._engine_run_backward",

@@ -8,17 +8,23 @@
   active sees them.
 - ``HigherOrderOperator.py_kernels`` has by dispatch key what runs one without autograd: Python that
   calls operators, such as the attention of ``flex_attention`` with its whole score matrix.
+  ``generic_scan`` is that of ``scan``.
 - ``StorageWeakRef`` refers to the storage object of a tensor and keeps its address, ``cdata``,
   from being used again. ``resize_`` of a storage keeps the object.
+- ``UntypedStorage.resize_`` frees memory, and makes it again, without an operator. It is replaced
+  while somebody watches: a storage itself calls nothing.
 - ``OPDEFS`` has by name the operators that are written in Python, ``_init_fn`` is their function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 
 from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.random_states import without_modes
 
 with private_names():
     from torch._decomp import decomposition_table
@@ -35,6 +41,38 @@ ATTRIBUTES = {
 }
 
 __all__ = ["HigherOrderOperator", "StorageWeakRef", "TorchDispatchMode", "decomposition_table"]
+
+
+_resize = torch.UntypedStorage.resize_
+_watchers: list[Callable[[torch.Tensor], None]] = []
+_lock = Lock()
+
+
+def _watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
+    if size == 0:
+        with without_modes():
+            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for note in list(_watchers):
+            note(tensor)
+    return _resize(storage, size)
+
+
+@contextmanager
+def watching_freed_storages(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with a tensor of each storage whose memory is freed, before it is.
+
+    On all threads.
+    """
+    with _lock:
+        _watchers.append(note)
+        torch.UntypedStorage.resize_ = _watched_resize
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers.remove(note)
+            if not _watchers:
+                torch.UntypedStorage.resize_ = _resize
 
 
 def is_taken_apart(operator: Any) -> bool:
@@ -65,7 +103,16 @@ def take_apart(operator: Any, args: Any, kwargs: Any) -> Any:
 
 def dense_kernel_of(operator: HigherOrderOperator) -> Any:
     """Return the function that runs a higher-order operator by others; None if there is none."""
+    if operator.name() == "scan":
+        return _scan
     return operator.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def _scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
+    # Its kernel refuses any active mode, and calls this.
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
 
 
 def run_kernel(operator: Any, args: Any, kwargs: Any) -> Any:

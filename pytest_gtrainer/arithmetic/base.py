@@ -84,6 +84,7 @@ class Arithmetic(ABC):
         few: how often few different elements were compared with each other, or sorted.
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
+        branches: by place in the program's code, numbers that it read of what was compared.
         exponentials: how often ``exp`` was computed as an unknown function.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
     """
@@ -98,6 +99,7 @@ class Arithmetic(ABC):
         self.meanings: set[str] = set()
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
+        self.branches: dict[str, set[str]] = {}
         self.bias = 0
         self.decisions = self.few = self.exponentials = 0
         self.fewest_roots = FEW
@@ -172,6 +174,10 @@ class Arithmetic(ABC):
         count = torch.Size(shape).numel()
         seed = hashing.of_name("leaf", self.seed, name)
         return self.narrow(hashing.mix(seed, [torch.arange(1, count + 1)]).view(tuple(shape)))
+
+    def of_input(self, name: Any, tensor: Tensor) -> Elements:
+        """Return the elements of an input, whose numbers do not count."""
+        return self.leaf(name, tensor.shape)
 
     def uninitialised(self, count: int, owner: int) -> Elements:
         """Return elements that equal no others: memory that nobody has written."""

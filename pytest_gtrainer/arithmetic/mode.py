@@ -7,10 +7,13 @@ its autograd, graphs, and a net that adds for simulated ranks.
 A number that the program asks for (``item``) is the real one, and counted.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,10 +28,13 @@ from pytest_gtrainer._torch.arithmetic import (
     is_taken_apart,
     run_kernel,
     take_apart,
+    watching_freed_storages,
 )
+from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.values import FakeTensor, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
+from pytest_gtrainer.arithmetic.numbers import Numbers
 from pytest_gtrainer.arithmetic.operators import (
     ACCUMULATIONS,
     CASTS,
@@ -45,7 +51,7 @@ from pytest_gtrainer.arithmetic.operators import (
     is_pointwise,
     names,
 )
-from pytest_gtrainer.arithmetic.shadows import Shadows, whole_storage
+from pytest_gtrainer.arithmetic.shadows import Marks, Shadows, whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import (
     COMMUNICATING,
@@ -69,6 +75,7 @@ class ArithmeticMode(TorchDispatchMode):
     Attributes:
         shadows: which tensors are abstract, and their elements.
         reads: operators by which the program asked for a real number of an abstract tensor.
+        decided: known tensors that depend on what was compared.
         on_result: called after each operator with an abstract operand, with the operator, its
             operands, its results, and ``shadows.read``.
         exchange: carries out a collective of this rank, given this mode, the operator, and its
@@ -82,6 +89,7 @@ class ArithmeticMode(TorchDispatchMode):
         self.arithmetic = arithmetic
         self.shadows = shadows or Shadows()
         self.reads: Counter[str] = Counter()
+        self.decided = Marks()
         self.on_result: Callable[..., None] | None = None
         self.exchange: Callable[[ArithmeticMode, Any, Any, Any], Any] | None = None
         self._inside = 0  # how many operators are being taken apart
@@ -95,18 +103,28 @@ class ArithmeticMode(TorchDispatchMode):
         """
         other = ArithmeticMode(self.arithmetic, self.shadows, self._owner)
         other.reads, other.on_result = self.reads, self.on_result
+        other.decided = self.decided
         other._communicates = True
         return other
 
     def make_abstract(self, tensor: Tensor, name: Any) -> None:
         """Give a tensor the elements of the input ``name``."""
-        self.shadows.write(tensor, self.arithmetic.leaf(name, tensor.shape))
+        self.shadows.write(tensor, self.arithmetic.of_input(name, tensor))
 
     def write(self, target: Tensor, elements: Tensor, fits: torch.dtype) -> None:
         """Write elements to a tensor, which may be part of known memory."""
         if not _covers_storage(target):
             self._lift_storage(target)
         self.shadows.write(target, elements, fits)
+
+    def free(self, tensor: Tensor) -> None:
+        """Note that the memory of a tensor is freed."""
+
+        def uninitialised(count: int) -> Tensor:
+            with without_modes():
+                return self.arithmetic.uninitialised(count, self._owner)
+
+        self.shadows.free(tensor, uninitialised)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
@@ -131,6 +149,8 @@ class ArithmeticMode(TorchDispatchMode):
             result = func(*args, **kwargs)
             if base in UNINITIALISED and isinstance(result, Tensor):
                 self._mark_uninitialised(result)
+            if self.decided and any(tensor in self.decided for tensor in tensors):
+                self._follow_decided(base, result)
             return result
         try:
             return self._abstract(func, base, args, kwargs)
@@ -143,6 +163,14 @@ class ArithmeticMode(TorchDispatchMode):
                 raise
             words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
             raise NoMeaning(f"{func} runs on real numbers alone ({words})") from error
+
+    def _follow_decided(self, base: str, result: Any) -> None:
+        """Note what depends on comparisons, and by which numbers the program goes on."""
+        if base in _READS:
+            note_branch(self.arithmetic, result)
+        for tensor in tensors_in(result):
+            if tensor.layout is torch.strided:
+                self.decided.add(tensor)
 
     def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
@@ -252,8 +280,15 @@ class ArithmeticMode(TorchDispatchMode):
         return in_place(copies, *args[1:], **kwargs)
 
     def _decide(self, call: Call) -> bool:
-        """Compare elements; return whether the operator does nothing else."""
+        """Compare elements, or all numbers; return whether the operator does nothing else."""
         arithmetic, base = self.arithmetic, call.base
+        if isinstance(arithmetic, Numbers):
+            for tensor, own in zip(call.results, arithmetic.by_kernel(call), strict=True):
+                if tensor.is_floating_point():
+                    self.shadows.write(tensor, own)
+                else:
+                    self._know(tensor, own)
+            return True
         if base in CASTS and call.result.dtype == torch.bool:
             arithmetic.never_equal.add(str(call.operator))
             self._know(call.result, arithmetic.order(call.args[0].elements) != 0)
@@ -309,6 +344,7 @@ class ArithmeticMode(TorchDispatchMode):
     def _know(self, tensor: Tensor, numbers: Tensor) -> None:
         """Make a result the known numbers that were decided."""
         tensor.copy_(numbers)
+        self.decided.add(tensor)
 
     def _by_parts(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         self._inside += 1
@@ -446,14 +482,25 @@ class ArithmeticMode(TorchDispatchMode):
 
 
 class CountReads(TorchFunctionMode):
-    """Count real numbers that a program reads where no operator is dispatched.
+    """Follow what a program does with memory where no operator is dispatched.
 
-    ``x.tolist()``, NumPy, and ``torch.tensor`` of a list of tensors read the memory themselves.
+    ``x.tolist()``, NumPy, and ``torch.tensor`` of a list of tensors read it themselves: that is
+    counted. A storage that is freed and made again has memory that nobody wrote.
     """
 
     def __init__(self, mode: ArithmeticMode) -> None:
         super().__init__()
         self._mode = mode
+        self._watching = watching_freed_storages(mode.free)
+
+    def __enter__(self) -> "CountReads":
+        self._watching.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watching.__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
@@ -465,9 +512,29 @@ class CountReads(TorchFunctionMode):
             read = args[:1]
         elif name in _READS_OF_LISTS:
             read = [each for each in (*args, kwargs.get("data")) if isinstance(each, list | tuple)]
-        if any(map(self._mode.shadows.has, tensors_in(read))):
+        tensors = tensors_in(read)
+        if any(map(self._mode.shadows.has, tensors)):
             self._mode.reads[name] += 1
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name == "tolist" and any(tensor in self._mode.decided for tensor in tensors):
+            note_branch(self._mode.arithmetic, result)
+        return result
+
+
+def note_branch(arithmetic: Arithmetic, number: Any) -> None:
+    """Note a number that a program reads of what was compared, and where it does."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_of_library(frame):
+        frame = frame.f_back
+    where = "the graph"
+    if not _is_of_library(frame):
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    arithmetic.branches.setdefault(where, set()).add(str(number))
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("torch", "pytest_gtrainer")
 
 
 def _refuses(func: Any, args: Any, kwargs: Any) -> bool:

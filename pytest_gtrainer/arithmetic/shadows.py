@@ -5,6 +5,7 @@ the storage, so they share the shadow, and a write through one view is seen thro
 without a shadow is *known*: its real numbers are its value.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +100,35 @@ class Shadows:
             StorageWeakRef(storage), tensor.dtype, fits, elements
         )
 
+    def free(self, tensor: Tensor, uninitialised: Callable[[int], Tensor]) -> None:
+        """Note that the memory of an abstract tensor is freed: if it is made again, it is new."""
+        shadow = self._find(tensor)
+        if shadow is not None and shadow.elements.numel():
+            shadow.elements = uninitialised(shadow.elements.numel())
+
     def drop(self, tensor: Tensor) -> None:
         """Make a tensor known: all of its storage has been overwritten with known numbers."""
         self._of.pop(storage_id(tensor), None)
+
+
+class Marks:
+    """A set of tensors, by storage: views of one are in it, too."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, StorageWeakRef] = {}
+        self._most = 1024
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and storage_id(tensor) in self._of
+
+    def add(self, tensor: Tensor) -> None:
+        if len(self._of) >= self._most:
+            self._of = {key: each for key, each in self._of.items() if not each.expired()}
+            self._most = max(1024, 2 * len(self._of))
+        self._of[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
 
 def _count(tensor: Tensor) -> int:

@@ -23,9 +23,9 @@ from pytest_gtrainer._torch.process_groups import (
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.values import pytree, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic
-from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.operators import base_name
+from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import named_arguments, tensors_in
 from pytest_gtrainer.proofs.anyorder import AnyOrder
@@ -62,7 +62,7 @@ class GraphOnRanks(GraphProgram):
         self.rank = dist.get_rank()
 
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
-        if not isinstance(arithmetic, Field):
+        if isinstance(arithmetic, Terms):
             raise NoMeaning("the order in which real ranks add is not known")
         return super().run(arithmetic, on_result)
 

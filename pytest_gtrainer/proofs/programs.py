@@ -31,6 +31,7 @@ from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.state import (
     captured_by,
     check_outputs,
+    contents_of,
     copy_of,
     named_state,
     training_modes,
@@ -100,6 +101,10 @@ class Program(ABC):
 
     last: dict[Key, Tensor]
 
+    def known(self) -> list[str]:
+        """Return the names of floating-point tensors whose numbers stay what they are."""
+        return []
+
     def gathered(self, own: Any) -> list[Any]:
         """Return the answers of all real ranks; other programs have one."""
         return [own]
@@ -147,11 +152,21 @@ class Program(ABC):
 def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
     if tensor.layout is not torch.strided:
         raise NoMeaning(f"a result or an input of layout {tensor.layout}")
+    if tensor.is_quantized:
+        raise NoMeaning(f"a result or an input of {tensor.dtype}, which has scales beside numbers")
     value = mode.shadows.read(tensor)
     if value is None:
         return Made(tensor.detach().clone(), tensor.dtype, True)
     elements = mode.arithmetic.compared(value.elements)
     return Made(elements.clone(), value.dtype, False)
+
+
+def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            found.append(name)
+    return found
 
 
 def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
@@ -216,6 +231,11 @@ class GraphProgram(Program):
         if self.world is not None:  # each rank has drawn from a generator of its own
             _note_random_states(left, start, random, len(given))
 
+    def known(self) -> list[str]:
+        abstract = {name for name, _ in self.gm.named_parameters()}
+        found = {name: tensor for name, tensor in attributes_of(self.gm) if name not in abstract}
+        return _with_numbers(found)
+
     def _run_on_ranks(
         self,
         mode: ArithmeticMode,
@@ -279,8 +299,13 @@ class FunctionProgram(Program):
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.function, self.inputs = function, inputs
-        named_state(function, inputs)  # refuses what nobody can follow
-        captured_by(function)
+        # Both refuse what nobody can follow.
+        state, captured = named_state(function, inputs), captured_by(function)
+        buffers = {name: each for name, each in state.items() if name.startswith("buffer ")}
+        self._known = _with_numbers(buffers | captured)
+
+    def known(self) -> list[str]:
+        return self._known
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
         function, *given = copy_of([self.function, *self.inputs])
@@ -291,31 +316,52 @@ class FunctionProgram(Program):
                 # elements.
                 place = name.removeprefix("input ")
                 make_abstract(mode, tensor, int(place) if place.isdigit() else name)
+                if tensor.is_leaf and tensor.grad is not None:
+                    make_abstract(mode, tensor.grad, ("gradient of", name))
 
         # These cannot be copied, since the function reads the originals: so they are put back.
         captured = captured_by(self.function)
         originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
         for name, tensor in (state | captured).items():
             left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
+        put_back = contents_of(self.function)
         trains = training_modes(function, given)
         left.before[f"training modes{AFTERWARDS}", None] = Made(trains, trains.dtype, True)
         try:
-            with mode, CountReads(mode):
-                outputs = function(*given)
+            outputs = self._called(mode, function, given)
             check_outputs(outputs)
             left.after[f"training modes{AFTERWARDS}", None] = training_modes(function, given)
             for name, leaf in named_outputs(outputs).items():
                 left.outputs[name, None] = leaf.detach()
             # Again, as a program may replace a tensor instead of writing to it.
-            for name, tensor in (named_state(function, given) | captured).items():
+            held = named_state(function, given) | captured_by(self.function)
+            for name, tensor in held.items():
                 left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
                 if tensor.is_leaf and tensor.grad is not None:
                     left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
         finally:
+            put_back()
             with torch.no_grad():
                 for name, tensor in captured.items():
                     if not torch.equal(tensor, originals[name]):
                         tensor.copy_(originals[name])
+
+    def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
+        try:
+            with mode, CountReads(mode):
+                return function(*given)
+        except NoMeaning:
+            raise
+        except Exception as error:
+            # Dynamo, which refuses modes, would refuse the function now in any case.
+            if "torch.compile" not in str(error):
+                function, *given = copy_of([self.function, *self.inputs])
+                try:
+                    function(*given)
+                except Exception:
+                    raise error from None  # it raises on real numbers, too
+            words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+            raise NoMeaning(f"the function runs on real numbers alone ({words})") from error
 
 
 class NamedProgram(Program):

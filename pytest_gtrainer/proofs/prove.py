@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +16,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
 from pytest_gtrainer.arithmetic.base import FEW, Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
+from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
@@ -26,6 +27,14 @@ from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, have_equal_numbers
+from pytest_gtrainer.proofs.in_numbers import (
+    Difference,
+    agreement,
+    contradiction,
+    difference,
+    largest,
+    says_unchecked,
+)
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.on_ranks import GraphOnRanks
 from pytest_gtrainer.proofs.origin import AllElements, Trail
@@ -139,6 +148,8 @@ def prove_programs(
                 attempt = _attempt(alike, kind)
             if not attempt.is_equal:
                 attempt = _attempt(programs, kind)
+            if attempt.is_equal:
+                attempt = _held_to_numbers(attempt, programs, kind, is_one_for_all=bool(alike))
             seconds[kind] = time.perf_counter() - begun
             if attempt.reason:
                 return Proof("unknown", reason=attempt.reason, seconds=seconds)
@@ -157,11 +168,13 @@ class _Attempt:
     Attributes:
         runs: of both programs, in the arithmetic that says most.
         reason: why nothing is known.
+        unchecked: why no numbers could be compared.
     """
 
     runs: Sequence[Run] = ()
     is_equal: bool = False
     reason: str = ""
+    unchecked: str = ""
 
 
 def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
@@ -186,6 +199,59 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
         first = first or runs
 
     return _Attempt(first)
+
+
+def _held_to_numbers(
+    attempt: _Attempt, programs: Sequence[Program], kind: str, *, is_one_for_all: bool
+) -> _Attempt:
+    """Return an attempt, unless the numbers of both programs contradict it.
+
+    If nothing is decided, then real numbers of the attempt itself have been compared. So bits need
+    no other look, nor does one rank that stands for all: a run of all costs more than the proof.
+    """
+    decides = any(run.arithmetic.decisions for run in attempt.runs)
+    if not any(programs[0].gathered(decides)) and (kind == "identical" or is_one_for_all):
+        return attempt
+    runs: list[Run] = []
+
+    def compare(numbers: Numbers) -> Difference:
+        runs[:] = _run_in_numbers(programs, numbers)
+        return _difference_in_numbers(programs, runs)
+
+    try:
+        reads = any(programs[0].gathered(any(run.reads for run in attempt.runs)))
+        reason = contradiction(kind, compare, reads=reads)
+    except NoMeaning as error:
+        return replace(attempt, unchecked=says_unchecked(error))
+    if not reason:
+        reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs))
+        if reason and kind == "identical":
+            return replace(attempt, is_equal=False)  # other bits: another kind may hold
+    return _Attempt(reason=reason) if reason else attempt
+
+
+def _run_in_numbers(programs: Sequence[Program], numbers: Numbers) -> list[Run]:
+    return [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
+
+
+def _difference_in_numbers(programs: Sequence[Program], runs: Sequence[Run]) -> Difference:
+    """Return the largest difference of two runs on any rank."""
+    actual, expected = (run.results for run in runs)
+    known = {
+        key
+        for key in actual.keys() & expected.keys()
+        if actual[key].is_known and expected[key].is_known
+    }
+    sides = []
+    for results in (actual, expected):
+        side = {}
+        for key, made in results.items():
+            if key in known:
+                side[key] = as_integers(made.elements)  # equal in their bits, or not at all
+            else:
+                side[key] = made.elements.double() if made.is_known else numbers_of(made.elements)
+        sides.append(side)
+    return largest(programs[0].gathered(difference(*sides)))
 
 
 def _first_reason(programs: Sequence[Program], own: str) -> str:
@@ -218,8 +284,16 @@ def _run_both(
         runs, differ = _run_once(programs, again)
         if differ:
             return *runs, True
+        for run, later in zip(first, runs, strict=True):
+            add_branches(run.arithmetic, later.arithmetic)
 
     return *first, False
+
+
+def add_branches(arithmetic: Arithmetic, later: Arithmetic) -> None:
+    """Add the branches that a program has taken in a later run."""
+    for where, numbers in later.branches.items():
+        arithmetic.branches.setdefault(where, set()).update(numbers)
 
 
 def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tuple[Run, Run], bool]:
@@ -393,6 +467,9 @@ def _says_nothing(actual: Run, expected: Run) -> str:
     return ""
 
 
+KNOWN = "depends on no abstract input"
+
+
 def first_difference(actual: Mapping[Key, Made], expected: Mapping[Key, Made]) -> Place | None:
     """Return the first result that differs, in the order of the expected ones."""
     for name, rank in expected:
@@ -417,7 +494,7 @@ def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Pl
         return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
     if actual.is_known != expected.is_known:
         known = "actual" if actual.is_known else "expected"
-        return Place(name, rank, says=f"the {known} one depends on no abstract input")
+        return Place(name, rank, says=f"the {known} one {KNOWN}")
 
     # As integers, since known numbers may be NaN or zeros of both signs.
     places = (as_integers(found) != as_integers(wanted)).nonzero()
@@ -477,21 +554,38 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
             constant.append(name if rank is None else f"{name} of rank {rank}")
 
     if constant:
-        if len(constant) > 3:
-            constant[3:] = ["..."]
-        found.append(f"{', '.join(constant)} depend on no abstract input: their numbers are equal")
+        found.append(f"{_shown(constant)} depend on no abstract input: their numbers are equal")
 
+    reads = sum(sum(run.reads.values()) for run in runs)
+    found += taken_on_trust([run.arithmetic for run in runs], reads)
+    return tuple(found)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def says_known(names: Sequence[str]) -> tuple[str, ...]:
+    """Say which tensors have known numbers in a proof."""
+    return (f"the numbers of {_shown(names)} stay what they are",) if names else ()
+
+
+def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
+    """Say what equal results of these arithmetics take for granted.
+
+    Args:
+        reads: how many real numbers the programs have asked for.
+    """
+    found = []
     opaque: set[str] = set()
     meant: set[str] = set()
     chosen: set[str] = set()
     compared: set[str] = set()
-    reads = 0
-    for run in runs:
-        opaque.update(run.arithmetic.opaque)
-        meant.update(run.arithmetic.meanings)
-        chosen.update(run.arithmetic.chosen)
-        compared.update(run.arithmetic.never_equal)
-        reads += sum(run.reads.values())
+    for arithmetic in arithmetics:
+        opaque.update(arithmetic.opaque)
+        meant.update(arithmetic.meanings)
+        chosen.update(arithmetic.chosen)
+        compared.update(arithmetic.never_equal)
 
     if opaque:
         found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
@@ -505,7 +599,38 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
         )
     if compared:
         found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
-    return tuple(found)
+    branches: dict[str, set[str]] = {}
+    for arithmetic in arithmetics:
+        for where, numbers in arithmetic.branches.items():
+            branches.setdefault(where, set()).update(numbers)
+    alike = sorted(where for where, numbers in branches.items() if len(numbers) == 1)
+    if alike:
+        found.append(
+            f"all {len(AGAIN) + 1} orders take the same branch at {', '.join(alike)}: of the "
+            "other one nothing is known"
+        )
+    return found
+
+
+def unlike_operators(actual: Sequence[Arithmetic], expected: Sequence[Arithmetic]) -> list[str]:
+    """Return the operators of unknown meaning that two sides call with other arguments."""
+    sides: list[dict[str, set[int]]] = []
+    for arithmetics in (actual, expected):
+        calls: dict[str, set[int]] = {}
+        for arithmetic in arithmetics:
+            for name, hashes in arithmetic.opaque.items():
+                calls[name] = calls.get(name, set()) | hashes
+        sides.append(calls)
+    ours, theirs = sides
+    return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+
+
+def says_unlike(operators: Sequence[str]) -> str:
+    """Say that a difference may come from operators of unknown meaning."""
+    return (
+        f"the results differ, and nobody knows what {', '.join(operators)} compute: "
+        "say it with meaning(operator, reference)"
+    )
 
 
 def _equal(
@@ -525,6 +650,9 @@ def _equal(
         gm = program.gm if isinstance(program, GraphProgram) else None
         unread.append(len(unread_launches(gm)) if gm is not None else 0)
     assumes = _assumptions(attempt.runs, drawn)
+    assumes += says_known(sorted({*programs[0].known(), *programs[1].known()}))
+    if attempt.unchecked:
+        assumes += (attempt.unchecked,)
     if unread[0] != unread[1]:
         many = f"{unread[0]} and {unread[1]} collectives"
         assumes += (f"nobody reads the results of {many}, and what they cost is not compared",)
@@ -557,8 +685,7 @@ def _different(
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
         return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
 
-    ours, theirs = actual.arithmetic.opaque, expected.arithmetic.opaque
-    unlike = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    unlike = unlike_operators([actual.arithmetic], [expected.arithmetic])
     origin = find_origin(programs, kind, first, actual.arithmetic)
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
@@ -572,15 +699,22 @@ def _different(
         factor = next((each for each in factors if each is not None), None)
 
     if unlike and factor is None and first.element is not None:
-        reason = (
-            f"the results differ, and nobody knows what {', '.join(unlike)} compute: "
-            "say it with meaning(operator, reference)"
-        )
+        reason = says_unlike(unlike)
         return Proof(
             "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
         )
 
     weakest = kind == "rounds elsewhere"
+    if weakest and (first.element is not None or first.says.endswith(KNOWN)):
+
+        def compare(numbers: Numbers) -> Difference:
+            return _difference_in_numbers(programs, _run_in_numbers(programs, numbers))
+
+        reason = agreement(compare)
+        if reason:
+            return Proof(
+                "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
+            )
     return Proof(
         "another function" if weakest else "unknown",
         compared=len(expected.results),

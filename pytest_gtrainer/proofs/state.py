@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,24 +88,72 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
             yield dot + name, tensor
         for name, tensor in part.named_buffers(recurse=False):
             yield f"buffer {dot}{name}", tensor
+        _refuse_captured_modules(part, f"{where} has {dot}")
         # A tensor that is a plain attribute, such as a cache of rotary frequencies, is in no
         # ``state_dict``, and a call may write to it all the same.
-        for name, value in vars(part).items():
-            if name in _OF_EVERY_MODULE:
+        for name, leaf in _attributes_of(part):
+            if isinstance(leaf, Tensor):
+                yield f"buffer {dot}{name}", leaf
+            elif id(leaf) not in registered:
+                raise ValueError(
+                    f"{where} holds {dot}{name}, a {type(leaf).__name__} that is none of its "
+                    "modules, whose numbers would stay as they are: register it, as in a "
+                    "ModuleList"
+                )
+
+
+def _attributes_of(part: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """Yield the tensors and modules that are plain attributes of a module."""
+    for name, value in vars(part).items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, Tensor | nn.Module):
+                yield f"{name}{pytree.keystr(at)}", leaf
+
+
+def known_numbers(module: nn.Module) -> list[str]:
+    """Return the names of what has numbers in a module, and is no parameter.
+
+    Floating-point buffers, plain attributes, and modules that are not registered.
+    """
+    registered = {id(part) for part in module.modules()}
+    found = []
+    for name, tensor in module.named_buffers():
+        if tensor.is_floating_point() and tensor.numel():
+            found.append(f"buffer {name}")
+    for path, part in module.named_modules():
+        dot = f"{path}." if path else ""
+        for name, leaf in _attributes_of(part):
+            is_module = isinstance(leaf, nn.Module)
+            if id(leaf) not in registered and (is_module or leaf.is_floating_point()):
+                found.append(f"{dot}{name}")
+    return found
+
+
+def _refuse_captured_modules(part: nn.Module, has: str) -> None:
+    """Refuse hooks, and a ``forward`` of a module's own, that hold a module.
+
+    A copy of the module has the same functions, which hold what was there before.
+    """
+    for name, value in vars(part).items():
+        functions = list(value.values()) if isinstance(value, dict) else [value]
+        for function in functions:
+            if not inspect.isfunction(function) or not _is_of_a_user(function):
                 continue
-            for at, leaf in pytree.tree_flatten_with_path(value)[0]:
-                if isinstance(leaf, Tensor):
-                    yield f"buffer {dot}{name}{pytree.keystr(at)}", leaf
-                elif isinstance(leaf, nn.Module) and id(leaf) not in registered:
+            for held, leaf in _held_by(function):
+                if isinstance(leaf, nn.Module):
                     raise ValueError(
-                        f"{where} holds {dot}{name}{pytree.keystr(at)}, a {type(leaf).__name__} "
-                        "that is none of its modules, whose numbers would stay as they are: "
-                        "register it, as in a ModuleList"
+                        f"{has}{name.strip('_')}, a function that holds {held}, a "
+                        f"{type(leaf).__name__}, whose numbers would stay as they are: make it a "
+                        "method, or a module"
                     )
 
 
 def captured_by(function: Any) -> dict[str, Tensor]:
     """Return the tensors that a function holds, which are known numbers to it.
+
+    Of a generator of random numbers that is its state.
 
     Raises:
         ValueError: it is compiled, or holds a module or an optimiser.
@@ -126,6 +174,8 @@ def captured_by(function: Any) -> dict[str, Tensor]:
                 f"the function holds {name}, {kind}, whose numbers would stay as they are: "
                 "make it an input"
             )
+        if isinstance(value, torch.Generator):
+            found[f"captured {name}"] = value.get_state()
         # Tensors of other classes have operators of their own, and so no elements.
         if type(value) in (Tensor, nn.Parameter):
             found[f"captured {name}"] = value
@@ -146,6 +196,8 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
             left += [(f"{name}[{place}]", each) for place, each in enumerate(value)]
         elif isinstance(value, dict):
             left += [(f"{name}[{key!r}]", each) for key, each in value.items()]
+        elif inspect.ismethod(value):
+            left += [(f"{name}.self", value.__self__), (name, value.__func__)]
         elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
             left += [(f"{name}.{own}", each) for own, each in _directly_held_by(value)]
         yield name, value
@@ -195,17 +247,73 @@ def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
             yield "__call__", call
 
 
+def contents_of(function: Any) -> Callable[[], None]:
+    """Return a function that puts back what the objects that a function holds now have in them.
+
+    A call may replace a tensor of an object, of a list, or of a closure. The function is none of
+    the proof's own, so the next run, and the user, would find what was put there.
+    """
+    containers: list[tuple[Any, Any]] = []
+    cells: list[tuple[Any, Any]] = []
+    variables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    generators: list[tuple[torch.Generator, Tensor]] = []
+    for _, value in [("", function), *_held_by(function)]:
+        while isinstance(value, functools.partial):
+            value = value.func
+        value = getattr(value, "__func__", value)
+        if isinstance(value, torch.Generator):
+            generators.append((value, value.get_state()))
+        elif isinstance(value, list | dict | set):
+            containers.append((value, value.copy()))
+        elif inspect.isfunction(value) and _is_of_a_user(value):
+            cells += [(cell, cell.cell_contents) for cell in value.__closure__ or () if _has(cell)]
+            named = inspect.getclosurevars(value).globals
+            variables.append((value.__globals__, dict(named)))
+        elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
+            own = getattr(value, "__dict__", {})
+            containers.append((own, dict(own)))
+
+    def put_back() -> None:
+        for container, before in containers:
+            container.clear()
+            container.extend(before) if isinstance(container, list) else container.update(before)
+        for cell, before in cells:
+            cell.cell_contents = before
+        for names, before in variables:
+            names.update(before)
+        for generator, state in generators:
+            generator.set_state(state)
+
+    return put_back
+
+
+def _has(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False  # a name that is assigned later
+    return True
+
+
 def copy_of(values: list[Any]) -> list[Any]:
-    """Return copies of the tensors and modules in a structure; what is shared stays shared."""
+    """Return copies of the tensors and modules in a structure; what is shared stays shared.
+
+    Gradients that a module has are copied, too, which ``deepcopy`` leaves behind.
+    """
     memo: dict[int, Any] = {}
 
     def copied(leaf: Any) -> Any:
         # ``deepcopy`` refuses tensors that autograd has computed.
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             leaf = leaf.detach()
-        if isinstance(leaf, nn.Module | Tensor):
-            return copy.deepcopy(leaf, memo)
-        return leaf
+        if not isinstance(leaf, nn.Module | Tensor):
+            return leaf
+        made = copy.deepcopy(leaf, memo)
+        if isinstance(leaf, nn.Module):
+            for own, new in zip(leaf.parameters(), made.parameters(), strict=True):
+                if own.grad is not None and new.grad is None:
+                    new.grad = copy.deepcopy(own.grad, memo)
+        return made
 
     return pytree.tree_map(copied, values)
 

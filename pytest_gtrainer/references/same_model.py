@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
-from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
+from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import has_real_ranks
+from pytest_gtrainer.proofs.in_numbers import (
+    Difference,
+    agreement,
+    contradiction,
+    difference,
+    largest,
+    says_unchecked,
+)
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
-from pytest_gtrainer.proofs.prove import common_factor, runs_again
+from pytest_gtrainer.proofs.prove import (
+    add_branches,
+    common_factor,
+    runs_again,
+    says_known,
+    says_unlike,
+    taken_on_trust,
+    unlike_operators,
+)
 from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
@@ -227,29 +245,113 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
     for exact in (Field, FieldWithExponents):
         arithmetic = exact(casts=_CASTS[kind])
         found, expected = _run_sides(models, mesh, arithmetic)
-        _join_losses(found, mesh, dims, models.combine)
+        _join_losses(found, mesh, dims, models.combine, arithmetic)
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
+            sides = *found, expected
             for seed, bias in runs_again(*(made.chances for made in (*found, expected))):
                 arithmetic = exact(casts=_CASTS[kind], seed=seed)
                 arithmetic.bias = bias
                 found, expected = _run_sides(models, mesh, arithmetic)
-                _join_losses(found, mesh, dims, models.combine)
+                _join_losses(found, mesh, dims, models.combine, arithmetic)
                 proof = _compare(kind, found, expected, mesh)
                 if proof.kind != kind:
                     break
+                _add_branches(sides, (*found, expected))
+                sides = *found, expected
         has_exponentials = any(made.has_exponentials for made in (*found, expected))
         if proof.kind == kind or not has_exponentials:
             break
     assert proof is not None
-    assumes = (*_said_of_gradients(expected), *_said_of_precision(kind, found))
-    proof = replace(proof, assumes=assumes)
+    proof = _against_numbers(proof, kind, found, expected, _Subject(models, mesh, dims))
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
         alike = type(arithmetic)(casts=_CASTS[kind], seed=arithmetic.seed)
         alike.bias = arithmetic.bias
         begins = _first_module(proof.first.result, models, mesh, alike, dims)
         return replace(proof, origin=begins)
     return proof
+
+
+def _add_branches(earlier: Sequence[Made], later: Sequence[Made]) -> None:
+    """Add the branches that both sides have taken in earlier runs to those of a later one."""
+    for before, after in zip(earlier, later, strict=True):
+        if before.arithmetic is not None and after.arithmetic is not None:
+            add_branches(after.arithmetic, before.arithmetic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The models that are compared, on a mesh, along which ranks compute parts of a loss."""
+
+    models: Models
+    mesh: DeviceMesh | None
+    dims: Sequence[str]
+
+    def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
+        """Return how far both sides are apart, and what their real losses contradict."""
+        found, expected = _run_sides(self.models, self.mesh, numbers)
+        says = _apart_in_real_numbers(found, expected)
+        has_other_inputs = any(made.real.keys() - expected.real.keys() for made in found)
+        _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
+        if has_other_inputs:
+            return Difference(), ""
+        differences = [Difference()]
+        for rank, made in enumerate(found):
+            own, wanted = made.results(), made.part_of(expected)
+            for fqn in made.parameters:
+                name = f"gradient of {fqn}"
+                if name in wanted or name in own:  # no gradient is one of 0
+                    own.setdefault(name, torch.zeros_like(wanted.get(name, own.get(name))))
+                    wanted.setdefault(name, torch.zeros_like(own[name]))
+            sides: list[dict[tuple[str, int], Tensor]] = []
+            for side in (own, wanted):
+                sides.append({(name, rank): numbers_of(side[name]) for name in own})
+            differences.append(difference(*sides))
+        return largest(differences), says
+
+
+def _against_numbers(
+    proof: Proof, kind: Kind, found: Sequence[Made], expected: Made, subject: _Subject
+) -> Proof:
+    """Return a proof with what it assumes; "unknown" if numbers, or unknown operators, say so."""
+    arithmetics, reads = [], 0
+    for made in (*found, expected):
+        reads += made.reads
+        if made.arithmetic is not None:
+            arithmetics.append(made.arithmetic)
+    if proof.kind == kind:
+        proof = _held_to_numbers(proof, kind, subject, reads=reads > 0)
+    elif kind == _LAST and proof.first is not None and proof.first.element is not None:
+        unlike = unlike_operators(arithmetics[:-1], arithmetics[-1:])
+        if unlike and proof.factor is None:
+            reason = says_unlike(unlike)
+        else:
+            reason = agreement(lambda numbers: subject.in_numbers(numbers)[0])
+        if reason:
+            proof = replace(proof, kind="unknown", reason=reason, repairs=())
+    assumes = (
+        *proof.assumes,
+        *_said_of_gradients(expected),
+        *_said_of_precision(kind, found),
+        *says_known(expected.known),
+        *taken_on_trust(arithmetics, reads),
+    )
+    return replace(proof, assumes=assumes)
+
+
+def _held_to_numbers(proof: Proof, kind: Kind, subject: _Subject, *, reads: bool) -> Proof:
+    """Return a proof, unless the numbers of both sides contradict it."""
+    says = [""]
+
+    def compare(numbers: Numbers) -> Difference:
+        found, says[0] = subject.in_numbers(numbers)
+        return found
+
+    try:
+        reason = contradiction(kind, compare, reads=reads) or says[0]
+    except NoMeaning as error:
+        return replace(proof, assumes=(says_unchecked(error),))
+    return Proof("unknown", reason=reason) if reason else proof
 
 
 def _said_of_gradients(expected: Made) -> tuple[str, ...]:
@@ -291,7 +393,7 @@ def _first_module(
 
 
 def _run_sides(
-    models: Models, mesh: DeviceMesh | None, arithmetic: Field, follows: bool = False
+    models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, follows: bool = False
 ) -> tuple[list[Made], Made]:
     """Return what each rank has made, and the reference; ``follows`` keeps what modules return."""
     alike = copy.deepcopy(arithmetic)
@@ -299,19 +401,20 @@ def _run_sides(
     if mesh is None or has_real_ranks():
         if mesh is not None:
             mode.exchange = exchange_on_ranks
-        with mode:
+        with mode, CountReads(mode):
             made = models.run_parallel(mode, mesh, follows)
-        made.note(arithmetic)
+        made.note(mode)
         found = [made] if mesh is None else gathered_from_ranks(made)
     else:
         extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
         def run_rank(rank: int) -> Made:
-            return models.run_parallel(mode, mesh_of(extents), follows)
+            with CountReads(mode):
+                return models.run_parallel(mode, mesh_of(extents), follows)
 
         found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
-        found[0].note(arithmetic)
+        found[0].note(mode)
     # Second, as only the parallel side knows whether a schedule calls backward.
     is_scaled = {made.is_scaled for made in found}
     if len(is_scaled) > 1:
@@ -322,12 +425,16 @@ def _run_sides(
     _, coordinates = data_coordinate(mesh, models.data_dims)
     mode = ArithmeticMode(alike)
     expected = models.run_reference(mode, coordinates, is_scaled.pop(), follows)
-    expected.note(mode.arithmetic)
+    expected.note(mode)
     return found, expected
 
 
 def _join_losses(
-    found: Sequence[Made], mesh: DeviceMesh | None, dims: Sequence[str], combine: Combine
+    found: Sequence[Made],
+    mesh: DeviceMesh | None,
+    dims: Sequence[str],
+    combine: Combine,
+    arithmetic: Arithmetic,
 ) -> None:
     """Give each rank the loss of which ranks along ``dims`` have computed parts."""
     if mesh is None or not dims:
@@ -337,9 +444,14 @@ def _join_losses(
     for ranks in groups_along(mesh, dims):
         for coordinate in found[ranks[0]].losses:
             parts = [found[rank].losses[coordinate] for rank in ranks]
-            total = _sum_of(parts)
-            if combine == "mean":
-                total = Prime(P).divide(total, torch.tensor(len(ranks)))
+            if isinstance(arithmetic, Numbers):
+                numbers = torch.stack([numbers_of(part) for part in parts])
+                total = numbers.mean(0) if combine == "mean" else numbers.sum(0)
+                total = arithmetic.lift(total)
+            else:
+                total = _sum_of(parts)
+                if combine == "mean":
+                    total = Prime(P).divide(total, torch.tensor(len(ranks)))
             for rank in ranks:
                 found[rank].losses[coordinate] = total
 
@@ -368,11 +480,13 @@ def _check_losses(found: Sequence[Made], expected: Made) -> None:
 
 
 def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
-    if not any(bool(own.any()) for own in expected.gradients.values()):
-        raise ValueError(
-            "no parameter of the reference has a gradient but 0: is the loss that of the model?"
-        )
-    _check_losses(found, expected)
+    # Below all numbers that a program writes, relu() is 0 of everything.
+    if expected.arithmetic is None or not expected.arithmetic.bias:
+        if not any(bool(own.any()) for own in expected.gradients.values()):
+            raise ValueError(
+                "no parameter of the reference has a gradient but 0: is the loss that of the model?"
+            )
+        _check_losses(found, expected)
     held = set().union(*(made.parameters for made in found))
     for fqn in sorted(expected.parameters - held):
         place = Place(f"parameter {fqn}", says="no rank has it, and the reference does")

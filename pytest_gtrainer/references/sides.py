@@ -22,11 +22,12 @@ from pytest_gtrainer._torch.fsdp2 import precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
-from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.contexts import Elements
 from pytest_gtrainer.proofs.prove import Chances
+from pytest_gtrainer.proofs.state import known_numbers
 from pytest_gtrainer.references.first_module import Calls
 
 Step: TypeAlias = Callable[..., Any]
@@ -61,6 +62,9 @@ class Made:
         precisions: policies of mixed precision, in words.
         chances: what may make two functions equal by chance.
         has_exponentials: exp was a function of which nothing is known.
+        arithmetic: in which this side has run, if it was noted.
+        reads: how many real numbers the model and its step have asked for.
+        known: names of buffers, and of modules that are not registered: their numbers stay.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -73,9 +77,14 @@ class Made:
     precisions: list[str] = field(default_factory=list)
     chances: Chances = field(default_factory=Chances)
     has_exponentials: bool = False
+    arithmetic: Arithmetic | None = None
+    reads: int = 0
+    known: list[str] = field(default_factory=list)
 
-    def note(self, arithmetic: Arithmetic) -> None:
+    def note(self, mode: ArithmeticMode) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
+        self.arithmetic = arithmetic = mode.arithmetic
+        self.reads = sum(mode.reads.values())
         self.chances = Chances.of(arithmetic)
         self.has_exponentials = bool(arithmetic.exponentials)
 
@@ -115,8 +124,9 @@ class Models:
         """
         made, elements = Made(is_scaled=is_scaled), Elements(mode)
         scale = elements if is_scaled else None
-        with mode:
+        with mode, CountReads(mode):
             model = self.new_reference(elements)
+            made.known = known_numbers(model)
             losses = []
             for coordinate in range(coordinates):
                 inputs, total = self.inputs(elements, coordinate)

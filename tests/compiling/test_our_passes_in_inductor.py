@@ -215,9 +215,7 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
 
 
 # Each pass in one slot, and each slot with two passes.
-@pytest.mark.second_tier(
-    "joint-chunks of", "joint-one", "post grad-chunks]", "post grad-sizes"
-)
+@pytest.mark.second_tier("joint-chunks of", "joint-one", "post grad-chunks]", "post grad-sizes")
 @pytest.mark.parametrize(
     ("a_pass", "dynamic", "wrong"),
     [

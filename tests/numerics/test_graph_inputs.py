@@ -148,7 +148,11 @@ PLACES = [by_values, by_pass, by_bisection]
 
 # All three places draw the same values: the first tier has every shape in one of them.
 @pytest.mark.second_tier(
-    *(f"{place}-{shape}" for place in ("by_pass", "by_bisection") for shape in ("()", "(1", "(2,", "(7"))
+    *(
+        f"{place}-{shape}"
+        for place in ("by_pass", "by_bisection")
+        for shape in ("()", "(1", "(2,", "(7")
+    )
 )
 @pytest.mark.parametrize(
     "after",

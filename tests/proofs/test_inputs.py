@@ -337,3 +337,21 @@ def test_a_graph_that_names_only_some_of_its_results(gt_mesh, gt_world):
     gm = make_fx(sums)(X[0])
     gm.graph.output_node().meta["gt_outputs"] = ["total"]
     assert prove(gm, gm, inputs=[(X[0],), (X[1],)], world=gt_world).kind == "identical"
+
+
+def between(x):
+    return x * 2 if ((x > 0) & (x < 1)).all() else x * 1
+
+
+def above(x):
+    return x * 2 if (x > 1).all() else x * 1
+
+
+def test_a_branch_that_no_run_takes_is_named():
+    proof = prove(between, lambda x: x * 1, inputs=(X,))
+    assert proof.kind == "identical"
+    line = between.__code__.co_firstlineno + 1
+    assert f"all 9 orders take the same branch at test_inputs.py:{line}" in str(proof)
+    both = prove(above, above, inputs=(X,))
+    assert both.kind == "identical"
+    assert "the same branch" not in str(both)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch._higher_order_ops import scan
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -150,6 +151,19 @@ class WithHidden(nn.Module):
         return self.hidden[0](x)
 
 
+def with_another_forward():
+    model = nn.LayerNorm(4)
+    forward = model.forward
+    model.forward = lambda x: forward(x) * 2
+    return model
+
+
+def with_a_hook():
+    model, norm = nn.Sequential(nn.Identity()), nn.LayerNorm(4)
+    model[0].register_forward_hook(lambda module, args, output: norm(output))
+    return model
+
+
 HELD = [MODEL]
 
 
@@ -178,6 +192,12 @@ REFUSED = {
         "holds model, a Linear",
     ),
     "an unregistered module": (WithHidden(), (X,), r"holds hidden\[0\], a LayerNorm"),
+    "a forward of its own": (
+        with_another_forward(),
+        (X,),
+        "forward, a function that holds forward.self, a LayerNorm",
+    ),
+    "a hook": (with_a_hook(), (X,), "0.forward_hooks, a function that holds norm, a LayerNorm"),
     "an optimiser": (
         lambda o: o.step(),
         (torch.optim.SGD(MODEL.parameters()),),
@@ -214,6 +234,134 @@ def test_a_captured_tensor_that_is_written_to_is_a_result_and_is_put_back():
     assert kind_of(write(1), write(1), X)[0] == "identical"
     assert kind_of(write(1), write(2), X)[0] == "another function"
     assert torch.equal(CAPTURED, torch.ones(4))
+
+
+class Averages:
+    """Replaces its tensor at each call."""
+
+    def __init__(self, factor=0.9):
+        self.mean = torch.ones(4)
+        self.factor = factor
+
+    def __call__(self, x):
+        self.mean = self.mean * self.factor + x
+        self.seen = x
+        return x + 1
+
+
+def in_a_closure(factor):
+    mean = torch.ones(4)
+
+    def run(x):
+        nonlocal mean
+        mean = mean * factor + x
+        return x + 1
+
+    return run
+
+
+def in_a_list(factor):
+    means = [torch.ones(4)]
+
+    def run(x):
+        means[0] = means[0] * factor + x
+        means.append(x)
+        return x + 1
+
+    return run
+
+
+def as_a_global(factor):
+    def run(x):
+        global CAPTURED
+        CAPTURED = CAPTURED * factor + x
+        return x + 1
+
+    return run
+
+
+@pytest.mark.parametrize("make", [Averages, in_a_closure, in_a_list, as_a_global])
+def test_a_captured_tensor_that_is_replaced_is_a_result_and_is_put_back(make):
+    before, captured = make(0.9), CAPTURED
+    assert kind_of(before, make(0.9), X)[0] == "identical"
+    kind, text = kind_of(before, make(0.5), X)
+    assert kind == "another function"
+    assert "afterwards" in text
+    assert CAPTURED is captured
+    if make is Averages:
+        assert vars(before).keys() == {"mean", "factor"}
+        assert torch.equal(before.mean, torch.ones(4))
+
+
+def test_a_replaced_tensor_is_no_tensor_that_stays():
+    kind, text = kind_of(Averages(), lambda x: x + 1, X)
+    assert kind == "another function"
+    assert "captured mean afterwards: is written to" in text
+
+
+def test_random_numbers_of_a_captured_generator_are_drawn_again():
+    generator = torch.Generator().manual_seed(3)
+    start = generator.get_state()
+
+    def noisy(x):
+        return x + torch.randn(4, generator=generator)
+
+    def twice(x):
+        noisy(x)
+        return noisy(x)
+
+    def draws_more(x):
+        result = noisy(x)
+        torch.randn(4, generator=generator)
+        return result
+
+    assert kind_of(noisy, noisy, X)[0] == "identical"
+    assert kind_of(twice, noisy, X)[0] == "another function"
+    kind, text = kind_of(draws_more, noisy, X)
+    assert kind == "another function"
+    assert "captured" in text
+    assert torch.equal(generator.get_state(), start)
+
+
+def test_gradients_that_a_model_has_are_added_to():
+    def accumulates(model, x):
+        model(x).square().mean().backward()
+
+    def overwrites(model, x):
+        loss = model(x).square().mean()
+        parameters = list(model.parameters())
+        for parameter, own in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = own
+
+    model = nn.Linear(4, 2)
+    assert kind_of(accumulates, overwrites, model, X)[0] == "identical"
+    model(X).sum().backward()
+    before = model.weight.grad.clone()
+    assert kind_of(accumulates, accumulates, model, X)[0] == "identical"
+    kind, text = kind_of(accumulates, overwrites, model, X)
+    assert kind == "another function"
+    assert "gradient of" in text
+    assert torch.equal(model.weight.grad, before)
+
+
+def test_known_numbers_of_buffers_and_captured_tensors_are_named():
+    class Centered(nn.Module):
+        def __init__(self, sign):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+            self.sign = sign
+
+        def forward(self, x):
+            return torch.add(x, self.mean, alpha=self.sign)
+
+    text = kind_of(Centered(1), Centered(-1), X)[1]
+    assert "assumed: the numbers of buffer mean stay what they are" in text
+    text = kind_of(lambda x: x + CAPTURED, lambda x: CAPTURED + x, X)[1]
+    assert "assumed: the numbers of captured CAPTURED stay what they are" in text
+    graphs = [fx.symbolic_trace(Centered(sign)) for sign in (1, -1)]
+    assert "assumed: the numbers of mean stay what they are" in kind_of(*graphs, X)[1]
+    assert "stay what they are" not in kind_of(nn.Linear(4, 2), nn.Linear(4, 2), X)[1]
 
 
 def test_one_more_random_number_is_seen():
@@ -300,6 +448,25 @@ def test_comparisons_of_equal_numbers_are_named_as_an_assumption():
 
 
 # --- memory and code that no dispatch mode sees
+
+
+def freed(x, is_written):
+    y = (x * 2).clone()
+    storage = y.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    if is_written:
+        y.copy_(x * 2)
+    return y.relu()
+
+
+def test_memory_that_is_freed_and_made_again_is_new():
+    plain = torch.UntypedStorage.resize_
+    kind, _ = kind_of(lambda x: freed(x, False), lambda x: (x * 2).relu(), X)
+    assert kind in ("another function", "unknown")
+    assert kind_of(lambda x: freed(x, True), lambda x: (x * 2).relu(), X)[0] == "identical"
+    assert torch.UntypedStorage.resize_ is plain
 
 
 def through_numpy(x):
@@ -455,6 +622,55 @@ def test_a_meaning_serves_an_operator_without_a_kernel():
         assert kind_of(lambda x: twice(x), lambda x: x + x, X)[0] == "identical"
         assert kind_of(lambda x: twice(x), lambda x: x + 1, X)[0] == "another function"
     del library
+
+
+def scanned(x):
+    return scan(lambda carry, row: (carry + row, carry * 1), torch.zeros(4), x)[1]
+
+
+def test_a_scan_is_seen_through():
+    rows = torch.randn(3, 4)
+    assert kind_of(scanned, scanned, rows)[0] == "identical"
+    assert kind_of(scanned, lambda x: x.cumsum(0) - x, rows)[0] == "reordered"
+    assert kind_of(scanned, lambda x: x.cumsum(0), rows)[0] == "another function"
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()
+
+
+def test_quantised_numbers_are_unknown_by_name():
+    kind, text = kind_of(quantised, lambda x: x * 1, X)
+    assert kind == "unknown"
+    assert "nobody knows what aten.dequantize.self, aten.quantize_per_tensor.default" in text
+    given = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    kind, text = kind_of(lambda x, q: x + q.dequantize(), lambda x, q: x, X, given)
+    assert kind == "unknown"
+    assert "a result or an input of torch.qint8" in text
+
+
+def test_attention_that_is_compiled_inside_is_no_error():
+    """It is seen through where Dynamo allows a mode, and unknown elsewhere."""
+    q = torch.randn(1, 2, 4, 8)
+
+    def attend(q):
+        return flex_attention(q, q, q)
+
+    assert kind_of(attend, attend, q)[0] in ("identical", "unknown")
+    kind = kind_of(lambda q: flex_attention(q, q, 2 * q), attend, q)[0]
+    assert kind in ("another function", "unknown")
+
+
+def overflows(x):
+    if bool((x > 1e6).any()):
+        raise RuntimeError("overflow")
+    return x * 2
+
+
+def test_an_error_of_other_numbers_alone_is_no_error():
+    proof = prove(overflows, overflows, inputs=(X,))
+    assert proof.kind == "unknown"
+    assert "the function runs on real numbers alone (RuntimeError: overflow)" in proof.reason
 
 
 @pytest.mark.second_tier

@@ -1,0 +1,141 @@
+"""Compare both sides of a proof in float64, where no arithmetic can be mistaken.
+
+Equal elements of numbers that are far apart are a mistake of an arithmetic, and so are unequal
+elements of numbers that agree for many inputs: of these nobody knows that they are equal.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer.arithmetic.numbers import Numbers
+from pytest_gtrainer.arithmetic.values import NoMeaning
+
+AGREES = 2.0**-35
+"""Largest difference of equal functions, relative to the largest number of a result.
+
+Float64 has 53 bits. ``exp(x) - 1`` and ``log(1 + x)`` lose 13 of them for the smallest inputs that
+are drawn, and long sums a few more. A factor of 1 + 2**-30 is 32 times as far away.
+"""
+
+APART = {"identical": 1e-6, "other kernels": 1e-6, "reordered": 1e-6, "rounds elsewhere": 1e-3}
+"""By kind, a difference that no rounding explains. Casts are set aside, constants are rounded."""
+
+_CALLS, _FEWEST, _MOST = 2000, 4, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of two sides, relative to the largest number of a result.
+
+    Attributes:
+        size: NaN if there are no finite numbers to compare; infinite if results are missing or of
+            other shapes, or if known ones have other bits.
+        result: where it is, in words.
+    """
+
+    size: float = 0.0
+    result: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.size > AGREES
+
+
+def largest(differences: Iterable[Difference]) -> Difference:
+    """Return the largest of several differences; NaN if the others agree."""
+    found = Difference()
+    for each in differences:
+        if each.size > found.size or (found.agrees and math.isnan(each.size)):
+            found = each
+    return found
+
+
+def difference(actual: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> Difference:
+    """Compare results by name and rank: float64, or known numbers of any other dtype."""
+    if actual.keys() != expected.keys():
+        return Difference(math.inf, "a result of one side")
+    found = []
+    for key, wanted in expected.items():
+        found.append(Difference(_distance(actual[key], wanted), _words(key)))
+    return largest(found)
+
+
+def _words(key: Any) -> str:
+    name, rank = key
+    return str(name) if rank is None else f"{name}, rank {rank}"
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return math.inf
+    if wanted.dtype != torch.float64:
+        return 0.0 if torch.equal(found, wanted) else math.inf
+    is_other = found != wanted
+    if not bool(is_other.any()):
+        return 0.0
+    errors = (found - wanted)[is_other].abs()
+    if not bool(errors.isfinite().all()):
+        return math.nan
+    finite = torch.where(wanted.isfinite(), wanted, 0.0)
+    return float(errors.max() / torch.maximum(finite.abs().max(), errors.max()))
+
+
+def agreement(compare: Callable[[Numbers], Difference]) -> str:
+    """Say how closely both sides agree for the numbers of many draws; "" if they do not.
+
+    Small programs run for more draws, since few numbers seldom take every branch.
+
+    Args:
+        compare: runs both sides on the numbers of a draw, and compares them on all ranks.
+    """
+    most = Difference()
+    count, draw, draws = 0, 1, _FEWEST
+    while draw <= draws:
+        numbers = Numbers(draw)
+        try:
+            found = compare(numbers)
+        except NoMeaning:
+            return ""
+        if not found.agrees:
+            return ""
+        if not math.isnan(found.size):
+            count += 1
+            most = largest([most, found])
+        if draw == 1:
+            draws = min(_MOST, _FEWEST + _CALLS // max(1, numbers.calls))
+        draw += 1
+    if not count:
+        return ""
+    return (
+        f"both agree in float64 to {max(most.size, 1e-16):.0e} for {count} inputs, and this "
+        "arithmetic does not know that they are equal"
+    )
+
+
+def contradiction(
+    kind: str, compare: Callable[[Numbers], Difference], *, reads: bool = False
+) -> str:
+    """Say how float64 numbers contradict a kind of equal; "" if they do not.
+
+    Args:
+        reads: a program reads numbers, so the proof holds for those that are given alone.
+    """
+    numbers = Numbers(0 if reads else 1)
+    found = compare(numbers)
+    # To bfloat16 a constant such as 0.1 is rounded far away.
+    if not found.size > max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere")):
+        return ""
+    return (
+        f"{found.result} is {found.size:.0e} apart in float64, though the elements are equal: the "
+        "arithmetic takes some operator for another function"
+    )
+
+
+def says_unchecked(error: NoMeaning) -> str:
+    """Say that a proof was not held to numbers, as they cannot be computed."""
+    return f"numbers would say the same, which cannot be computed: {error}"

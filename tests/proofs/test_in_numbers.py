@@ -1,0 +1,196 @@
+"""Float64 numbers of both sides contradict a proof, or a mistake that it claims to find."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import assert_same_function, prove
+from pytest_gtrainer.arithmetic.field import Field
+
+F = nn.functional
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+POSITIVE = X.abs()
+MASK = torch.arange(6) > 3
+LOWEST = torch.finfo(torch.float32).min
+
+
+def online(x):
+    first, last = x[:, :3].amax(-1), x[:, 3:].amax(-1)
+    most = torch.maximum(first, last)
+    parts = [(x[:, :3], first), (x[:, 3:], last)]
+    total = sum((part - own[:, None]).exp().sum(-1) * (own - most).exp() for part, own in parts)
+    return most + total.log()
+
+
+def in_chunks(q, k, v):
+    out = total = 0
+    most = torch.full((len(q), 1), -torch.inf)
+    for rows in (slice(0, 2), slice(2, 4)):
+        scores = (q[:, None] * k[None, rows]).sum(-1)
+        new = torch.maximum(most, scores.amax(-1, keepdim=True))
+        weights, scale = torch.exp(scores - new), torch.exp(most - new)
+        out, total = out * scale + weights @ v[rows], total * scale + weights.sum(-1, keepdim=True)
+        most = new
+    return out / total
+
+
+def routed_by_weights(x):
+    weights, places = x.softmax(-1).topk(2)
+    return torch.zeros_like(x).scatter(1, places, weights / weights.sum(-1, keepdim=True))
+
+
+def routed_by_scores(x):
+    scores, places = x.topk(2)
+    return torch.zeros_like(x).scatter(1, places, scores.softmax(-1))
+
+
+def adamw(model, x):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    (model(x) ** 2).mean().backward()
+    optimizer.step()
+    return x.sum()
+
+
+def adamw_by_hand(model, x):
+    (model(x) ** 2).mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            own = parameter.grad
+            mean, square = 0.1 * own / (1 - 0.9), 0.001 * own * own / (1 - 0.999)
+            parameter.sub_(1e-3 * mean / (square.sqrt() + 1e-8))
+    return x.sum()
+
+
+def clipped(model, x):
+    (model(x) ** 2).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clipped_by_hand(model, x):
+    (model(x) ** 2).mean().backward()
+    norm = torch.sqrt(sum((each.grad**2).sum() for each in model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
+
+
+def norm_of_norms(x):
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(row) for row in x]))
+
+
+AGREE = {
+    "a logarithm of softmax": (lambda x: x.softmax(-1).log(), lambda x: x.log_softmax(-1), X),
+    "logsumexp in parts": (online, lambda x: x.logsumexp(-1), X),
+    "log1p": (torch.log1p, lambda x: (1 + x).log(), POSITIVE),
+    "a norm of norms": (norm_of_norms, torch.linalg.vector_norm, X),
+    "the square of a root": (lambda x: x.sqrt() ** 2, lambda x: x * 1, POSITIVE),
+    "the lowest number as a mask": (
+        lambda x: x.masked_fill(MASK, LOWEST).softmax(-1),
+        lambda x: x.masked_fill(MASK, -torch.inf).softmax(-1),
+        X,
+    ),
+    "-1e9 as a mask": (
+        lambda x: (x + torch.where(MASK, -1e9, 0.0)).softmax(-1),
+        lambda x: x.masked_fill(MASK, -torch.inf).softmax(-1),
+        X,
+    ),
+    "a choice before softmax": (routed_by_scores, routed_by_weights, X),
+    "relu6": (
+        lambda x: torch.where(x < 0, 0.0, torch.where(x > 6, 6.0, x)),
+        lambda x: x.clamp(0.0, 6.0),
+        X,
+    ),
+    "both halves": (lambda x: x.relu() - (-x).relu(), lambda x: x * 1, X),
+    "attention by another product": (
+        in_chunks,
+        lambda q, k, v: torch.softmax(q @ k.T, -1) @ v,
+        *(X, X + 1, X * 2),
+    ),
+    "clipping": (clipped, clipped_by_hand, nn.Linear(6, 2), X),
+    "AdamW": (adamw, adamw_by_hand, nn.Linear(6, 2), X),
+    "a known zero": (lambda x: (x * 2, x * 0), lambda x: (x * 2, torch.zeros_like(x)), X),
+}
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_numbers_that_agree_are_no_other_function(name):
+    """Nobody knows that they are equal, and it is no bug either."""
+    actual, expected, *inputs = AGREE[name]
+    proof = prove(actual, expected, inputs=inputs)
+    assert proof.kind == "unknown", str(proof)
+    assert "both agree in float64 to" in proof.reason
+    assert "this arithmetic does not know that they are equal" in str(proof)
+
+
+def rms(eps, after=False):
+    def norm(x):
+        square = (x * x).mean(-1, keepdim=True)
+        return x / (square.sqrt() + eps if after else (square + eps).sqrt())
+
+    return norm
+
+
+def rare(limit):
+    return lambda x: torch.where(x.abs() > limit, x * (1 + 2**-20), x)
+
+
+SMALL = {
+    "a factor": (lambda x: x.relu() * (1 + 2**-30), lambda x: x.relu()),
+    "an eps": (rms(1e-12), rms(2e-12)),
+    "an eps that moves": (rms(1e-12), rms(1e-12, after=True)),
+    "a rare branch": (rare(1000), lambda x: x * 1),
+    "a rare branch of all": (
+        lambda x: torch.where((x > 3).all(), x * 2, x),
+        lambda x: x * 1,
+    ),
+    "a rare branch of small numbers": (
+        lambda x: torch.where(x.abs() < 1e-3, x * 2, x),
+        lambda x: x * 1,
+    ),
+    "a sign in one element": (
+        lambda x: torch.cat([x[:-1], x[-1:].abs()]).exp(),
+        torch.exp,
+    ),
+    "a known number": (lambda x: (x + 1, torch.tensor(-0.0)), lambda x: (x + 1, torch.tensor(0.0))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_mistakes_that_are_small_in_numbers_are_another_function(name):
+    actual, expected = SMALL[name]
+    proof = prove(actual, expected, inputs=(X,))
+    assert proof.kind == "another function", str(proof)
+
+
+@pytest.mark.parametrize("last", [torch.relu, torch.sin])
+def test_equal_elements_of_other_numbers_are_no_proof(monkeypatch, last):
+    """A mistake of the arithmetic is found, also where something is decided."""
+    monkeypatch.setattr(Field, "_neg", lambda self, call: self.lift(call.args[0]))
+    proof = prove(lambda x: last(torch.neg(x)), lambda x: last(x * 1), inputs=(X,))
+    assert proof.kind == "unknown", str(proof)
+    assert "apart" in proof.reason
+    with pytest.raises(AssertionError, match="apart"):
+        assert_same_function(lambda x: last(torch.neg(x)), last, inputs=(X,))
+
+
+def through_numpy(x):
+    y = x.clone()
+    y.numpy()[0] = 0
+    return y
+
+
+def test_what_numpy_computes_is_seen_where_something_is_decided():
+    proof = prove(lambda x: through_numpy(x).relu(), lambda x: x.relu(), inputs=(X,))
+    assert proof.kind == "unknown", str(proof)
+
+
+def test_a_proof_says_where_no_numbers_can_be_compared():
+    def scaled(x):
+        eights = x.to(torch.float8_e4m3fn)
+        one = torch.ones(())
+        product = torch._scaled_mm(eights, eights.t(), one, one).float()
+        return torch.where(product > 0, product, 0.0)
+
+    x = torch.randn(16, 16)
+    proof = prove(scaled, scaled, inputs=(x,))
+    assert proof.kind == "identical"
+    assert "aten._scaled_mm.default has no kernel for float64" in str(proof)

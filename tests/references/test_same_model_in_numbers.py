@@ -1,0 +1,137 @@
+"""A parallel model is held to float64 numbers, and what a comparison takes for granted is named."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import AnotherFunction, assert_same_model
+from pytest_gtrainer.arithmetic.field import Field
+
+
+class Model(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.last = last
+
+    def forward(self, x):
+        return self.last(self.linear(x))
+
+
+def step(model, x):
+    return (model(x) ** 2).mean()
+
+
+def batch(coordinate):
+    return (torch.randn(3, 4),)
+
+
+def compare(actual, expected):
+    return assert_same_model(lambda: Model(actual), lambda: Model(expected), step, batch)
+
+
+def kind_of(actual, expected):
+    with pytest.raises(AnotherFunction) as failure:
+        compare(actual, expected)
+    return failure.value.proof.kind, str(failure.value)
+
+
+def test_numbers_that_agree_are_no_other_function():
+    kind, text = kind_of(lambda y: y.softmax(-1).log(), lambda y: y.log_softmax(-1))
+    assert kind == "unknown"
+    assert "nobody knows whether the parallel model is the unsharded one" in text
+    assert "both agree in float64 to" in text
+    assert kind_of(lambda y: y.relu() * (1 + 2**-30), torch.relu)[0] == "another function"
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_numbers_of_all_ranks_are_compared(gt_mesh):
+    def build(last):
+        def on_rank(mesh):
+            model = Model(last)
+            for parameter in model.parameters():
+                parameter.register_hook(lambda own: reduced(own, mesh))
+            return model
+
+        return on_rank
+
+    def reduced(gradient, mesh):
+        torch.distributed.all_reduce(gradient, group=mesh.get_group("dp"))
+        return gradient / 2
+
+    def expected():
+        return Model(lambda y: y.log_softmax(-1))
+
+    same = assert_same_model(build(expected().last), expected, step, batch, mesh=gt_mesh)
+    assert same.kind == "reordered"
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(build(lambda y: y.softmax(-1).log()), expected, step, batch, mesh=gt_mesh)
+    assert failure.value.proof.kind == "unknown", str(failure.value)
+    assert "both agree in float64 to" in str(failure.value)
+
+
+def test_equal_elements_of_other_numbers_are_no_proof(monkeypatch):
+    monkeypatch.setattr(Field, "_neg", lambda self, call: self.lift(call.args[0]))
+    kind, text = kind_of(lambda y: torch.neg(y).relu(), torch.relu)
+    assert kind == "unknown"
+    assert "apart in float64, though the elements are equal" in text
+
+
+@torch.library.custom_op("gt_same_model::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_autograd(lambda ctx, gradient: halved(gradient))
+
+
+def test_an_operator_without_a_meaning_is_named():
+    kind, text = kind_of(lambda y: halved(y), lambda y: y / 2)
+    assert kind == "unknown"
+    assert "nobody knows what gt_same_model.halved.default compute" in text
+    proof = compare(lambda y: halved(y), lambda y: halved(y))
+    assert "gt_same_model.halved.default depend on nothing but their arguments" in str(proof)
+
+
+ASSUMED = {
+    "reads": (
+        lambda y: y * (5 if y.abs().max().item() > 1e9 else 1),
+        "numbers that the program reads stay what they are (1 are read)",
+    ),
+    "a list": (
+        lambda y: y * (5 if max(y.flatten().tolist()) > 1e9 else 1),
+        "numbers that the program reads stay what they are (1 are read)",
+    ),
+    "choices": (
+        lambda y: y.gather(-1, y.topk(2)[1]).repeat(1, 2),
+        "what aten.topk.default chose in 9 orders shows every choice",
+    ),
+    "branches": (
+        lambda y: y * 2 if ((y > 0) & (y < 1)).all() else y * 1,
+        "all 9 orders take the same branch at test_same_model_in_numbers.py:",
+    ),
+    "comparisons": (lambda y: y * (y > 0), "no two compared numbers are equal (aten.gt.Scalar)"),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_what_is_taken_for_granted_is_named(name):
+    last, assumed = ASSUMED[name]
+    other = (lambda y: y * 1) if name in ("reads", "a list", "branches") else last
+    assert f"assumed: {assumed}" in str(compare(last, other))
+
+
+class Normed(Model):
+    def __init__(self):
+        super().__init__(torch.sin)
+        self.register_buffer("mean", torch.ones(4))
+        self.hidden = [nn.LayerNorm(4)]
+
+    def forward(self, x):
+        return self.hidden[0](super().forward(x) - self.mean)
+
+
+def test_what_has_known_numbers_is_named():
+    proof = assert_same_model(Normed, Normed, step, batch)
+    assert "assumed: the numbers of buffer mean, hidden[0] stay what they are" in str(proof)
+    assert "stay what they are" not in str(compare(torch.sin, torch.sin))

@@ -1,8 +1,9 @@
 """The loss is computed in chunks of logits that were all computed before.
 
-axolotl#2625 (2025): in the review of a chunked cross entropy somebody asked whether it does nothing,
-as the model had made all logits before; only the casts to float32 were saved. Here the chunks are cut
-before or behind the head, and the memory of the step is bounded by what one chunk needs.
+axolotl#2625 (2025): in the review of a chunked cross entropy somebody asked whether it does
+nothing, as the model had made all logits before; only the casts to float32 were saved. Here the
+chunks are cut before or behind the head, and the memory of the step is bounded by what one chunk
+needs.
 """
 
 import torch

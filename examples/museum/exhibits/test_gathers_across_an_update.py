@@ -1,8 +1,8 @@
 """Two gathers of a parameter become one, though an optimiser updates it between them.
 
-Found by this project (2026) in torchtitan's pass that drops repeated gathers, and latent there, as no
-step of today writes between two of them. Rebuilt from its rule, equal operands and group: here a
-graph holds two steps, and the second reads the weights of the first.
+Found by this project (2026) in torchtitan's pass that drops repeated gathers, and latent there, as
+no step of today writes between two of them. Rebuilt from its rule, equal operands and group: here
+a graph holds two steps, and the second reads the weights of the first.
 """
 
 import copy

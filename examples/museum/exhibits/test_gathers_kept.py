@@ -1,8 +1,9 @@
 """A pass takes the backward's gather of a parameter for a repetition of the forward's.
 
 Found by this project (2026) in two of torch's bucketing passes: what is gathered again in the
-backward, so that it may be freed after the forward, was merged into the forward's gather. pytorch/xla
-discussed the same of its compiler (#6379, 2024). Every value is right, and nothing is ever freed.
+backward, so that it may be freed after the forward, was merged into the forward's gather.
+pytorch/xla discussed the same of its compiler (#6379, 2024). Every value is right, and nothing is
+ever freed.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """Under hybrid sharding the graph adds replicas first and shards then; eager FSDP2 the other way.
 
-Found by this project (2026) in graphs of data_parallel, which has DTensor's order: the whole gradient
-is all-reduced over replicas and then reduce-scattered. It moves more bytes and has other bits than
-eager ``fully_shard`` on a 2-D mesh, which reduce-scatters first.
+Found by this project (2026) in graphs of data_parallel, which has DTensor's order: the whole
+gradient is all-reduced over replicas and then reduce-scattered. It moves more bytes and has other
+bits than eager ``fully_shard`` on a 2-D mesh, which reduce-scatters first.
 """
 
 import pytest

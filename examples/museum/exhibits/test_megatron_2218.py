@@ -1,8 +1,8 @@
 """Gradients are kept in a set, so that ranks reduce their buckets in different orders.
 
 Megatron-LM#2218 (2025): the order of a set depends on addresses, so now and then two ranks reduced
-buckets of different sizes together, and the job hung. Here rank 1 takes them from its set in another
-order, and the sizes differ.
+buckets of different sizes together, and the job hung. Here rank 1 takes them from its set in
+another order, and the sizes differ.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """Every reduce-scatter keeps its operand until the end of the step, where all are waited for.
 
-Megatron-LM#4940 (2026): with overlap each bucket's all-to-all buffer lived until the last wait, so the
-peak grew by the number of buckets times their size. The mend waits for the bucket before when the
-next one starts. Here a backward of eight layers is one graph.
+Megatron-LM#4940 (2026): with overlap each bucket's all-to-all buffer lived until the last wait, so
+the peak grew by the number of buckets times their size. The mend waits for the bucket before when
+the next one starts. Here a backward of eight layers is one graph.
 """
 
 import pytest

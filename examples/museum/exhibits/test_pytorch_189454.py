@@ -1,8 +1,9 @@
 """A receive is hoisted above the send before it, and every rank receives first.
 
-pytorch#189454 (2026): a pass that overlaps communication took a send for computation, as only other
-collectives stopped it, and moved the receive up. The ranks of a ring waited for each other; a nightly
-job hung until its limit for two weeks. Here ranks run a list of operations, which such a pass sorts.
+pytorch#189454 (2026): a pass that overlaps communication took a send for computation, as only
+other collectives stopped it, and moved the receive up. The ranks of a ring waited for each other;
+a nightly job hung until its limit for two weeks. Here ranks run a list of operations, which such a
+pass sorts.
 """
 
 import pytest

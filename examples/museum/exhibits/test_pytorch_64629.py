@@ -1,8 +1,8 @@
 """Gradients become ready in another order on one rank, and the sums mix two parameters.
 
-pytorch#64629 (2021): FSDP assumed that gradients are ready in one order on all ranks; where they were
-not, buckets of equal sizes were summed without a word. Rebuilt from the issue: two experts of one
-shape, whose hooks start the all-reduce, and rank 1 calls them in the other order.
+pytorch#64629 (2021): FSDP assumed that gradients are ready in one order on all ranks; where they
+are not, the issue says, results are inaccurate or ranks hang. Rebuilt from the issue: two experts
+of one shape, whose hooks start the all-reduce, and rank 1 calls them in the other order.
 """
 
 import pytest

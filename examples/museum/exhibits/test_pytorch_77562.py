@@ -1,8 +1,8 @@
 """Only one rank knows the sum of the losses, so ranks disagree whether to save, and one waits.
 
-pytorch#77562 (2022): training died at the end of an epoch, in five of five runs: the loss was reduced
-to rank 0, each rank compared its own value with the best one, and some went to save while others
-trained on. Here the sum is gathered at rank 0, as a simulated world has no ``reduce``.
+pytorch#77562 (2022): training died at the end of an epoch, in five of five runs: the loss was
+reduced to rank 0, each rank compared its own value with the best one, and some went to save while
+others trained on. Here the sum is gathered at rank 0, as a simulated world has no ``reduce``.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """Two ranks of a group call an all-reduce first, the others an all-to-all of another group.
 
-torchrec#4149 (2026): 62 ranks had issued an all-to-all and waited for the device, 2 ranks waited for
-an all-reduce of another group that the 62 had not yet come to, and no rank went on. Here two of four
-ranks read a count, which waits for the all-reduce, before they send rows to the others.
+torchrec#4149 (2026): 62 ranks had issued an all-to-all and waited for the device, 2 ranks waited
+for an all-reduce of another group that the 62 had not yet come to, and no rank went on. Here two
+of four ranks read a count, which waits for the all-reduce, before they send rows to the others.
 """
 
 import pytest

@@ -1,8 +1,8 @@
 """The gradients of a chunked loss are reduced over the ranks once a chunk, and then added.
 
-torchtitan#3637 (2026): eager adds the chunks of the head's gradient on each rank and reduces the sum;
-the graph reduced every chunk. The first bits differed at once, the loss at step 7, and the cause was
-one tensor of 377. Here the head's gradient of two chunks is reduced in both ways.
+torchtitan#3637 (2026): eager adds the chunks of the head's gradient on each rank and reduces the
+sum; the graph reduced every chunk. The first bits differed at once, the loss at step 7, and the
+cause was one tensor of 377. Here the head's gradient of two chunks is reduced in both ways.
 """
 
 import pytest

@@ -1,8 +1,9 @@
 """The head runs inside the loss, and the last bucket of the plan does not know "loss".
 
 torchtitan#3770 (2026): with a chunked loss the head's weight is used under the module "loss". The
-plan ended with norm and lm_head alone, so the head's collectives stayed outside of the bucket and the
-weights of several nodes lost eager's bits. Here the plan of a small model ends in the same way.
+plan ended with norm and lm_head alone, so the head's collectives stayed outside of the bucket and
+the weights of several nodes lost eager's bits. Here the plan of a small model ends in the same
+way.
 """
 
 import pytest

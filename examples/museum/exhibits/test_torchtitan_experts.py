@@ -1,8 +1,8 @@
 """The gradients of experts are reduced in a payload of w3, w2, w1; eager FSDP2 packs w1, w2, w3.
 
-torchtitan (2026), found by this project and not reported under a number: its key sorts by module and
-then by the place in the graph, and the parameters of one module get their gradients last first. All
-bits are equal on one node; of 28 tensors two differed on two. Rebuilt from that key.
+torchtitan (2026), found by this project and not reported under a number: its key sorts by module
+and then by the place in the graph, and the parameters of one module get their gradients last
+first. All bits are equal on one node; of 28 tensors two differed on two. Rebuilt from that key.
 """
 
 import pytest

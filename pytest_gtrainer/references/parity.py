@@ -460,33 +460,38 @@ def _check_equal(
     """
     __tracebackhide__ = True
     row = {} if row is None else row
-    misplaced = wasted
-    unread: tuple[str, ...] = ()
-    if not config.replicate:  # DDP has no buckets of parameters
-        try:
-            unread = assert_same_layout(layouts["graph"], layouts["eager"])
-            kept = layouts["graph"].kept
-            if resharded and kept:
-                raise LayoutDifference(
-                    "reshard_after_forward=True, and the backward reads the forward's copy of "
-                    f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
-                    "second all-gather"
-                )
-        except LayoutDifference as difference:
-            misplaced = str(difference)
     verdict, explanations = judged(record, expected, "graph against eager")
+    bits = ""
     if verdict.outcome != "equal":
         row["result"] = "UNVERIFIED"
         if verdict.first:
             at = verdict.first.key
             row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}"
-        text = "\n".join([str(verdict), *paths(verdict, record), *explanations])
-        if misplaced:
-            raise LayoutDifference(f"{misplaced}\nand therefore bits are {text}")
-        raise BitwiseDifference(text, verdict)
-    if misplaced:
+        bits = "\n".join([str(verdict), *paths(verdict, record), *explanations])
+
+    unread: tuple[str, ...] = ()
+    try:
+        if not config.replicate:  # DDP has no buckets of parameters
+            unread = assert_same_layout(layouts["graph"], layouts["eager"])
+        kept = layouts["graph"].kept
+        if resharded and kept and not config.replicate:
+            raise LayoutDifference(
+                "reshard_after_forward=True, and the backward reads the forward's copy of "
+                f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
+                "second all-gather"
+            )
+        if wasted:
+            raise LayoutDifference(wasted)
+    except LayoutDifference as difference:
+        # It is the context of what is raised: a failed check without an heir counts as hidden.
+        if bits:
+            raise LayoutDifference(f"{difference}\nand therefore bits are {bits}") from None
         row["result"] = "layouts differ, bits do not"
-        raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout shows it")
+        raise LayoutDifference(
+            f"{difference}\nall bits are equal {where}: only the layout shows it"
+        ) from None
+    if bits:
+        raise BitwiseDifference(bits, verdict)
     return unread
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fixtures.models.llama3 import FLAVORS, Llama3
@@ -19,6 +20,7 @@ from pytest_gtrainer import (
     VacuousCheck,
     assert_bitwise_equal,
     assert_simulated_parity,
+    facts,
     sweep_nets,
     train_eager,
     train_graph,
@@ -28,6 +30,7 @@ from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.parity import paths_of_first
+from pytest_gtrainer.swallowed import FailedChecks
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
@@ -137,6 +140,39 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
     assert here.replace("element 0 ", f"element {first} ") in text
     assert text.splitlines()[-1].startswith("rounding or a bug? assert_parity(config, gt_world,")
     assert LAYOUTS_AROUND_WQ in Path("docs/simulated-world.md").read_text()
+
+
+class SecondFirst(nn.Module):
+    """Its parameters are registered in another order than they are used in."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.second, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x)).sum()
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+def test_layouts_that_differ_are_one_failure(gt_world):
+    """The difference that the check itself catches, to add the bits, is none that a test hides."""
+    failed = FailedChecks()
+
+    def training(mesh):
+        return TrainConfig(
+            model=SecondFirst,
+            step=lambda model, x: model(x),
+            batch=lambda step, rank: (torch.ones(2, 4),),
+            bucket_plan=[["second", "first"]],
+            mesh=mesh,
+            steps=1,
+        )
+
+    with facts.failing_checks(failed.note), pytest.raises(LayoutDifference) as error:
+        assert_simulated_parity(training, gt_world, payload_order="execution")
+    failed.forget(error.value)
+    failed.raise_hidden()
 
 
 @pytest.mark.second_tier

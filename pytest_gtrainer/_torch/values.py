@@ -94,6 +94,18 @@ def takes_numbers(operator: OpOverload) -> bool:
     return space == "prims" or bool(is_listed)
 
 
+def strides_that_count(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, with 1 for those that place no element.
+
+    These are the strides of dimensions of one element, and all of an empty tensor. Kernels leave
+    any number there.
+    """
+    if not tensor.numel():
+        return (1,) * tensor.dim()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple([stride if extent > 1 else 1 for extent, stride in pairs])
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage object: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)

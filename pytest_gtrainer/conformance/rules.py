@@ -23,7 +23,7 @@ from pytest_gtrainer._torch.modes import MODES, shown
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.random_states import random_state
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import pytree, strides_that_count
 from pytest_gtrainer.bisect import run_on_all
 from pytest_gtrainer.conformance.judging import (
     IN_PLACE,
@@ -70,7 +70,6 @@ from pytest_gtrainer.graph.nodes import (
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, read_sent_states
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.numerics import knobs
-from pytest_gtrainer.numerics.bits import strides_that_count
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal, compare_entries
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 from pytest_gtrainer.numerics.knobs import NOT_LOADED

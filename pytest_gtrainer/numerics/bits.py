@@ -216,18 +216,6 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return bool(views[1].any())
 
 
-def strides_that_count(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, with 1 for those that place no element.
-
-    These are the strides of dimensions of one element, and all of an empty tensor. Kernels leave
-    any number there.
-    """
-    if not tensor.numel():
-        return (1,) * tensor.dim()
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple([stride if extent > 1 else 1 for extent, stride in pairs])
-
-
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return the number of elements from the first to the last one of a tensor that is not empty.
 

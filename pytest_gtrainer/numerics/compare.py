@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.values import strides_that_count
 from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics import bits
@@ -284,7 +285,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         ("dtype", a.dtype, b.dtype),
         ("shape", list(a.shape), list(b.shape)),
         # Copies in a record are contiguous, so strides differ between tensors alone.
-        ("stride", bits.strides_that_count(a), bits.strides_that_count(b)),
+        ("stride", strides_that_count(a), strides_that_count(b)),
     ]
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
         # Equal shards are of other tensors, if the placements or the global shapes differ.

@@ -84,6 +84,17 @@ def has_bytes(value: Any) -> bool:
     return not value.is_meta and value.layout is torch.strided
 
 
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare two plain tensors of one shape and dtype bit for bit."""
+    rows = []
+    for each in (one, other):
+        whole = each.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        # A slice of one element is contiguous, but bytes can be viewed in a copy of it alone.
+        row = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
+        rows.append(row.view(torch.uint8))
+    return torch.equal(*rows)
+
+
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restore on exit what modules hold: attributes, containers, and objects of plain classes.

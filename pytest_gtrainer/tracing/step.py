@@ -38,7 +38,13 @@ from pytest_gtrainer._torch.tracing import (
     new_fake_mode,
     tracing_backward_metadata,
 )
-from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
+from pytest_gtrainer._torch.values import (
+    FakeTensor,
+    FakeTensorMode,
+    local_part,
+    pytree,
+    strides_that_count,
+)
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import (
@@ -51,7 +57,6 @@ from pytest_gtrainer.graph.nodes import (
     graphs_in,
     refuse_fake,
 )
-from pytest_gtrainer.numerics.bits import byte_view, same_bytes, strides_that_count
 from pytest_gtrainer.tracing.model import (
     KEY,
     LOSS_FQN,
@@ -61,6 +66,7 @@ from pytest_gtrainer.tracing.model import (
     has_bytes,
     local,
     rewrap,
+    same_bytes,
     tensor_text,
 )
 from pytest_gtrainer.tracing.refusals import (
@@ -192,10 +198,7 @@ class TracedStep:
                     if not torch.equal(now, random_before.get(name, now)):
                         changed[f"random state of {name}{AFTERWARDS}"] = now
             finally:  # a step that raises may have written to a buffer before
-                written = []
-                for name, value, before in kept:
-                    if not same_bytes(byte_view(value), byte_view(before)):
-                        written.append((name, value, before))
+                written = [each for each in kept if not same_bytes(*each[1:])]
                 if written:  # a result may be a view of what is put back
                     results = [None if each is None else each.clone() for each in results]
                 for name, value, _ in written:

@@ -409,10 +409,11 @@ def test_what_the_forward_keeps_inside_other_containers_is_put_back():
         lambda: torch.randn(4, dtype=torch.complex64).conj(),
         lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
         lambda: torch.randn(2, 4, dtype=torch.complex64)[:, ::2],
+        lambda: torch.randn(4, 4, dtype=torch.complex64)[:1, ::4],
         lambda: torch.zeros(0, 4),
         lambda: torch.tensor(3.0),
     ],
-    ids=["conjugate", "negated", "strided", "empty", "scalar"],
+    ids=["conjugate", "negated", "strided", "one element", "empty", "scalar"],
 )
 def test_results_of_inputs_of_any_kind(make):
     """Reading their bytes needs no view that torch refuses."""
